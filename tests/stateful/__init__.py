@@ -1,0 +1,1 @@
+"""The store against a dict that never runs out of memory."""

@@ -1,0 +1,336 @@
+"""The ledger against hardware that completes whatever it likes, in any order, or fails.
+
+The oracle knows only bytes: which value every slot holds.  It never asks the ledger what should be.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tierstore.core import messages as m
+from tierstore.core.eviction import POLICIES
+from tierstore.core.ledger import Ledger
+from tierstore.core.model import Plan, Tier
+from tierstore.core.residency import State
+from tierstore.errors import BackendError, CapacityError, TierStoreError
+
+KEYS = ["a", "b", "c", "d", "e", "f"]
+keys = st.sampled_from(KEYS)
+key_lists = st.lists(keys, min_size=1, max_size=3)
+tiers = st.integers(0, 2)
+
+
+class Oracle:
+    """What the slots really hold: a value for each (uid, tier), and the value of each key."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[int, int], int | None] = {}
+        self.values: dict[str, int] = {}
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Requests at random; hardware that completes, fails or refuses at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = count(1)
+        self.value_numbers = count(1)
+        self.oracle = Oracle()
+        self.copies: dict[int, m.StartCopy] = {}
+        self.copy_values: dict[int, int | None] = {}
+        self.ordered: set[int] = set()
+        self.frees: list[m.FreeSlot] = []
+        self.waiting: dict[int, m.Event] = {}
+        self.puts: dict[int, tuple[str, int]] = {}
+        self.leases: dict[int, list[m.Granted]] = {}
+        self.writes: set[int] = set()
+        self.reads: dict[int, m.Granted] = {}
+        self.settled: dict[int, BaseException | None] = {}
+
+    @initialize(
+        capacities=st.tuples(st.integers(2, 8), st.integers(2, 10), st.integers(4, 30)),
+        policy=st.sampled_from(sorted(POLICIES)),
+        is_host=st.booleans(),
+        high=st.sampled_from([1.0, 0.7]),
+        window=st.integers(1, 12),
+        alignment=st.sampled_from([1, 2]),
+    )
+    def begin(
+        self,
+        capacities: tuple[int, int, int],
+        policy: str,
+        is_host: bool,
+        high: float,
+        window: int,
+        alignment: int,
+    ) -> None:
+        tiers = [
+            Tier(
+                "device", capacities[0], int(capacities[0] * high), int(capacities[0] * high) // 2, alignment
+            ),
+            Tier(
+                "host",
+                capacities[1],
+                int(capacities[1] * high),
+                int(capacities[1] * high) // 2,
+                1,
+                is_host=is_host,
+            ),
+            Tier("disk", capacities[2], capacities[2], capacities[2], 1, is_durable=True),
+        ]
+        self.ledger = Ledger(tiers, POLICIES[policy], window)
+        self.ledger.apply(m.PlanFollowed(Plan(("a", "b", "c", "a", "d"))))
+
+    # --- telling and doing ------------------------------------------------------------------
+
+    def tell(self, event: m.Event) -> None:
+        commands = self.ledger.apply(event)
+        # A put is visible to those who waited for it as soon as it is settled.
+        for command in sorted(commands, key=lambda command: not isinstance(command, m.Settle)):
+            self.do(command)
+        self.ledger.check()
+
+    def do(self, command: m.Command) -> None:
+        match command:
+            case m.StartCopy():
+                assert command.copy not in self.copies
+                place = (command.uid, command.target)
+                assert place not in self.oracle.slots, "a slot is reserved twice"
+                self.copies[command.copy] = command
+            case m.FreeSlot():
+                place = (command.uid, command.tier)
+                busy = {(c.uid, tier) for c in self.copies.values() for tier in (c.source, c.target)}
+                assert place not in busy
+                assert not any((g.uid, g.tier) == place for gs in self.leases.values() for g in gs)
+                assert not any((g.uid, g.tier) == place for g in self.reads.values())
+                self.frees.append(command)
+            case m.Grant():
+                self.grant(command)
+            case m.Settle():
+                assert command.request not in self.settled, "a request is settled twice"
+                self.settled[command.request] = command.error
+                event = self.waiting.pop(command.request)
+                if isinstance(event, m.PutRequested) and command.error is None:
+                    key, value = self.puts[command.request]
+                    self.oracle.values[key] = value
+            case m.SetCapacity():
+                pass
+
+    def grant(self, command: m.Grant) -> None:
+        event = self.waiting.pop(command.request)
+        replicas = list(command.replicas)
+        for granted in replicas:
+            assert self.oracle.slots[granted.uid, granted.tier] == self.oracle.values[granted.key]
+        if isinstance(event, m.LeaseRequested):
+            assert all(granted.tier == event.tier for granted in replicas)
+            self.leases[command.request] = replicas
+            if event.access is m.Access.WRITE:
+                self.writes.add(command.request)
+        else:
+            self.reads[command.request] = replicas[0]
+
+    def ask(self, event: m.Event) -> None:
+        number = event.request  # type: ignore[union-attr]
+        self.waiting[number] = event
+        try:
+            self.tell(event)
+        except TierStoreError:
+            del self.waiting[number]
+            self.ledger.check()
+
+    # --- people -----------------------------------------------------------------------------
+
+    @rule(key=keys, nbytes=st.integers(0, 6), tier=st.none() | tiers, replace=st.booleans())
+    def put(self, key: str, nbytes: int, tier: int | None, replace: bool) -> None:
+        number = next(self.numbers)
+        self.puts[number] = (key, next(self.value_numbers))
+        self.ask(m.PutRequested(number, key, nbytes, tier, replace))
+
+    @rule(keys=key_lists, tier=tiers, access=st.sampled_from(m.Access))
+    def lease(self, keys: list[str], tier: int, access: m.Access) -> None:
+        self.ask(m.LeaseRequested(next(self.numbers), keys, tier, access, "somebody"))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), written=st.booleans())
+    def release(self, data: st.DataObject, written: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.leases)))
+        replicas = self.leases.pop(number)
+        if number in self.writes and written:
+            for granted in replicas:
+                value = next(self.value_numbers)
+                self.oracle.slots[granted.uid, granted.tier] = value
+                self.oracle.values[granted.key] = value
+        self.tell(m.LeaseReleased(number, written))
+
+    @rule(key=keys)
+    def read(self, key: str) -> None:
+        self.ask(m.ReadRequested(next(self.numbers), key))
+
+    @precondition(lambda self: self.reads)
+    @rule(data=st.data())
+    def end_read(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.reads)))
+        del self.reads[number]
+        self.tell(m.ReadDone(number))
+
+    @rule(keys=key_lists, tier=tiers, urgency=st.sampled_from([m.Urgency.DEMAND, m.Urgency.PREFETCH]))
+    def fetch(self, keys: list[str], tier: int, urgency: m.Urgency) -> None:
+        self.ask(m.FetchRequested(next(self.numbers), keys, tier, urgency))
+
+    @rule(keys=key_lists, to=st.none() | tiers)
+    def evict(self, keys: list[str], to: int | None) -> None:
+        self.ask(m.EvictRequested(next(self.numbers), keys, to))
+
+    @rule()
+    def flush(self) -> None:
+        self.ask(m.FlushRequested(next(self.numbers)))
+
+    @rule(keys=key_lists)
+    def drop(self, keys: list[str]) -> None:
+        former = dict(self.oracle.values)
+        for key in keys:
+            self.oracle.values.pop(key, None)
+        try:
+            self.tell(m.DropRequested(keys))
+        except TierStoreError:
+            self.oracle.values = former
+            self.ledger.check()
+
+    @rule(tier=tiers, capacity=st.integers(1, 20))
+    def resize(self, tier: int, capacity: int) -> None:
+        self.ask(m.ResizeRequested(next(self.numbers), tier, capacity, capacity, capacity // 2))
+
+    @rule(position=st.integers(0, 4))
+    def advance(self, position: int) -> None:
+        self.tell(m.Advanced(position))
+
+    # --- hardware ---------------------------------------------------------------------------
+
+    def start(self, copy: m.StartCopy) -> None:
+        """The bytes are read at some moment between start and end; the source must not change."""
+        if copy.copy not in self.copy_values:
+            self.copy_values[copy.copy] = (
+                self.puts[copy.request][1]
+                if copy.source is None
+                else self.oracle.slots[copy.uid, copy.source]
+            )
+
+    def end_copy(self, number: int, error: BaseException | None) -> None:
+        copy = self.copies.pop(number)
+        self.start(copy)
+        value = self.copy_values.pop(number)
+        self.ordered.discard(number)
+        if copy.source is not None:
+            assert self.oracle.slots[copy.uid, copy.source] == value, "the source changed under the copy"
+        self.oracle.slots[copy.uid, copy.target] = value if error is None else None
+        self.tell(m.CopyDone(number, error))
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data())
+    def copy_ends(self, data: st.DataObject) -> None:
+        self.end_copy(data.draw(st.sampled_from(sorted(self.copies))), None)
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data())
+    def copy_begins_to_read(self, data: st.DataObject) -> None:
+        self.start(self.copies[data.draw(st.sampled_from(sorted(self.copies)))])
+
+    @precondition(lambda self: set(self.copies) - self.ordered)
+    @rule(data=st.data())
+    def copy_fails(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(set(self.copies) - self.ordered)))
+        self.end_copy(number, BackendError("the medium failed"))
+
+    @precondition(lambda self: set(self.copies) - set(self.copy_values))
+    @rule(data=st.data())
+    def copy_is_refused(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(set(self.copies) - set(self.copy_values))))
+        del self.copies[number]
+        self.tell(m.CopyRefused(number, CapacityError("fragmented")))
+
+    @precondition(
+        lambda self: [c for c in self.copies.values() if c.source == 1 and c.copy not in self.ordered]
+    )
+    @rule(data=st.data())
+    def copy_is_ordered(self, data: st.DataObject) -> None:
+        candidates = sorted(
+            c.copy for c in self.copies.values() if c.source == 1 and c.copy not in self.ordered
+        )
+        copy = self.copies[data.draw(st.sampled_from(candidates))]
+        self.start(copy)
+        self.ordered.add(copy.copy)
+        self.oracle.slots[copy.uid, copy.target] = self.copy_values[copy.copy]
+        self.tell(m.CopyOrdered(copy.copy))
+
+    @precondition(lambda self: self.frees)
+    @rule(data=st.data(), fails=st.sampled_from([False] * 15 + [True]))
+    def free_ends(self, data: st.DataObject, fails: bool) -> None:
+        command = self.frees.pop(data.draw(st.integers(0, len(self.frees) - 1)))
+        self.oracle.slots.pop((command.uid, command.tier), None)
+        self.tell(m.Freed(command.uid, command.tier, BackendError("stuck") if fails else None))
+
+    # --- what must hold ---------------------------------------------------------------------
+
+    @invariant()
+    def every_key_can_be_read(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        assert set(self.ledger) == set(self.oracle.values)
+        written = {g.key for n in self.writes if n in self.leases for g in self.leases[n]}
+        for key in set(self.oracle.values) - written:
+            entry = self.ledger.books.index[key]
+            ready = entry.ready()
+            assert ready, f"{key} is lost"
+            for replica in ready:
+                assert self.oracle.slots[entry.uid, replica.tier] == self.oracle.values[key]
+
+    @invariant()
+    def no_tier_holds_more_than_its_capacity(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        for shelf in self.ledger.books.shelves:
+            held = sum(
+                shelf.charge(entry.nbytes)
+                for entry in self.ledger.books.entries.values()
+                if (entry.uid, shelf.index) in self.oracle.slots
+            )
+            assert held <= shelf.tier.capacity_bytes
+
+    def teardown(self) -> None:
+        """When the hardware is done and everybody has let go, nobody waits."""
+        if not hasattr(self, "ledger"):
+            return
+        for number in list(self.leases):
+            del self.leases[number]
+            self.tell(m.LeaseReleased(number, written=False))
+        self.quiesce()
+        assert not self.waiting, f"nobody will ever answer {self.waiting}"
+        number = next(self.numbers)
+        self.waiting[number] = m.CloseRequested(number)
+        self.tell(m.CloseRequested(number))
+        self.quiesce()
+        assert self.settled[number] is None
+        for entry in self.ledger.books.entries.values():
+            assert all(r.state in (State.READY, State.DRAINING) for r in entry.replicas.values())
+
+    def quiesce(self) -> None:
+        while self.copies or self.frees or self.reads or self.leases:
+            for number in list(self.reads):
+                del self.reads[number]
+                self.tell(m.ReadDone(number))
+            for number in list(self.leases):
+                del self.leases[number]
+                self.tell(m.LeaseReleased(number, written=False))
+            for number in list(self.copies):
+                self.end_copy(number, None)
+            while self.frees:
+                command = self.frees.pop()
+                self.oracle.slots.pop((command.uid, command.tier), None)
+                self.tell(m.Freed(command.uid, command.tier))
+
+
+TestLedger = pytest.mark.timeout(600)(LedgerMachine.TestCase)

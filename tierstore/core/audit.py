@@ -1,0 +1,134 @@
+"""The auditor: recomputes every sum and checks every rule of the books.
+
+Slow on purpose: it walks over everything and trusts nothing that was kept on the way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from tierstore.core.entry import Entry, Life, Phase
+from tierstore.core.quota import Shelf
+from tierstore.core.residency import Replica, State
+from tierstore.errors import InvariantError
+
+if TYPE_CHECKING:
+    from tierstore.core.moving import Moving
+
+
+def _fail(message: str, entry: Entry | None = None) -> NoReturn:
+    story = "" if entry is None else f"  Story: {list(entry.story)}"
+    raise InvariantError(f"{message}.{story}", key=None if entry is None else entry.key)
+
+
+def audit(moving: Moving) -> None:
+    """Raise `InvariantError` if any rule of the books is broken."""
+    books = moving.books
+    for shelf in books.shelves:
+        replicas = [e.replicas[shelf.index] for e in books.entries.values() if shelf.index in e.replicas]
+        _audit_sums(shelf, replicas)
+        _audit_sets(shelf, replicas)
+        _audit_queues(shelf)
+    for key, entry in books.index.items():
+        if entry.key != key or entry.life is Life.GONE or books.entries.get(entry.uid) is not entry:
+            _fail(f"the index shows an entry under {key!r} that is not its own", entry)
+    for entry in books.entries.values():
+        _audit_entry(entry)
+        _audit_copies(moving, entry)
+    _audit_lanes(moving)
+
+
+def _audit_sums(shelf: Shelf, replicas: list[Replica]) -> None:
+    """Rule 2: charged until freed, never above the quota."""
+    by_state = {state: sum(r.charge_bytes for r in replicas if r.state is state) for state in State}
+    lost = sum(r.charge_bytes for r in shelf.lost.values())
+    held = sum(r.charge_bytes for r in replicas if r.state is State.DRAINING and r.leases)
+    expected = {
+        "charged_bytes": sum(by_state.values()),
+        "filling_bytes": by_state[State.FILLING],
+        "ready_bytes": by_state[State.READY],
+        "draining_bytes": by_state[State.DRAINING] - lost - held,
+        "leased_bytes": sum(r.charge_bytes for r in replicas if r.leases),
+        "leaving_bytes": sum(r.charge_bytes for r in shelf.leaving.values()),
+    }
+    for name, value in expected.items():
+        if getattr(shelf, name) != value:
+            _fail(f"{shelf.tier.name}: {name} is {getattr(shelf, name)}, should be {value}")
+    if by_state[State.ABSENT]:
+        _fail(f"{shelf.tier.name}: an ABSENT replica is in the books")
+    if shelf.charged_bytes > shelf.tier.capacity_bytes:
+        _fail(f"{shelf.tier.name}: {shelf.charged_bytes} charged of {shelf.tier.capacity_bytes}")
+
+
+def _audit_sets(shelf: Shelf, replicas: list[Replica]) -> None:
+    """A READY replica is leased, evictable, leaving or stuck: exactly one of these."""
+    sets = (shelf.evictable, shelf.leaving, shelf.stuck)
+    for replica in replicas:
+        member_of = sum(group.get(replica.entry.uid) is replica for group in sets)
+        is_free = replica.state is State.READY and not replica.leases
+        if member_of != int(is_free):
+            _fail(f"{shelf.tier.name}: a {replica.state.name} replica is in {member_of} sets", replica.entry)
+    if sum(len(group) for group in sets) > len(replicas):
+        _fail(f"{shelf.tier.name}: a forgotten replica is still a candidate")
+    for replica in shelf.leaving.values():
+        if not any(tier > shelf.index for tier in replica.entry.wants):
+            _fail(f"{shelf.tier.name}: a replica leaves, but no lower tier wants it", replica.entry)
+
+
+def _audit_queues(shelf: Shelf) -> None:
+    for urgency, queue in shelf.queues.items():
+        for want in queue:
+            if want.phase is not Phase.QUEUED or want.urgency is not urgency:
+                _fail(f"{shelf.tier.name}: a want waits in the wrong queue", want.entry)
+            if want.entry.wants.get(shelf.index) is not want:
+                _fail(f"{shelf.tier.name}: a want waits that its entry does not know", want.entry)
+
+
+def _audit_entry(entry: Entry) -> None:
+    """Rules 1 and 7."""
+    ready = entry.ready()
+    if entry.life is Life.LIVE and not ready:
+        _fail(f"the live key {entry.key!r} has no READY replica", entry)
+    if entry.life is Life.COMING and not any(want.put is not None for want in entry.wants.values()):
+        _fail(f"{entry.key!r} waits for a put that nobody makes", entry)
+    if entry.life is Life.GONE and not entry.replicas:
+        _fail(f"{entry.key!r} is gone, but not forgotten", entry)
+    if entry.writer is not None and set(entry.holders) != {entry.writer}:
+        _fail(f"{entry.key!r} is leased for writing and by others", entry)
+    if sum(replica.leases for replica in entry.replicas.values()) < len(entry.holders):
+        _fail(f"{entry.key!r} has holders without leases", entry)
+    for tier, want in entry.wants.items():
+        replica = entry.replicas.get(tier)
+        is_filling = replica is not None and replica.state is State.FILLING
+        if is_filling != (want.phase is not Phase.QUEUED):
+            _fail(f"a want of {entry.key!r} in tier {tier} is {want.phase.name}", entry)
+
+
+def _audit_copies(moving: Moving, entry: Entry) -> None:
+    """Rule 3: at most one copy writes a replica, and every FILLING one has a want."""
+    for tier, replica in entry.replicas.items():
+        if replica.state is State.FILLING and tier not in entry.wants:
+            _fail(f"nobody wants the FILLING replica of {entry.key!r} in tier {tier}", entry)
+        if replica.copy is None:
+            continue
+        copy = moving.traffic.copies.get(replica.copy)
+        if copy is None or copy.want.entry is not entry or copy.target != tier:
+            _fail(f"the copy that writes {entry.key!r} in tier {tier} is unknown", entry)
+        if copy.source == tier:
+            _fail(f"{entry.key!r} is copied onto itself", entry)
+
+
+def _audit_lanes(moving: Moving) -> None:
+    for (source, target), lane in moving.traffic.lanes.items():
+        waiting = {number for group in lane.waiting.values() for number in group}
+        copies = [c for c in moving.traffic.copies.values() if (c.source, c.target) == (source, target)]
+        flying = [c for c in copies if c.number not in waiting]
+        in_flight = sum(copy.nbytes for copy in flying)
+        if in_flight != lane.in_flight_bytes:
+            _fail(f"lane {source} -> {target}: {lane.in_flight_bytes} B in flight, should be {in_flight}")
+        if (
+            source >= 0
+            and sum(copy.nbytes > 0 for copy in flying) > 1
+            and in_flight > moving.traffic.window_bytes
+        ):
+            _fail(f"lane {source} -> {target}: {in_flight} B in flight exceed the window")

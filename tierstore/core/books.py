@@ -1,0 +1,187 @@
+"""The primitive entries in the books: each keeps every sum right, and none decides anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from tierstore.core.entry import Entry, Life
+from tierstore.core.messages import Command, FreeSlot
+from tierstore.core.model import Tier
+from tierstore.core.quota import Shelf
+from tierstore.core.residency import Replica, State, Step
+from tierstore.errors import InvariantError
+
+
+class Books:
+    """Entries, replicas and the sums over them.
+
+    Attributes:
+        shelves: one for each tier, fastest first.
+        index: the LIVE entry of each key, or the COMING one of a key that is new.
+        entries: every entry that has replicas, wants or a name, by uid.
+        out: the commands to answer with.
+        changed: entries whose watchers are to be asked again.
+        restless: shelves on which somebody may now get room.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.shelves = [Shelf(index, tier) for index, tier in enumerate(tiers)]
+        self.index: dict[str, Entry] = {}
+        self.entries: dict[int, Entry] = {}
+        self.out: list[Command] = []
+        self.changed: dict[int, Entry] = {}
+        self.restless: set[int] = set()
+        self.tick = 0
+        self._uids = count(1)
+
+    def note(self, entry: Entry, what: str, tier: int) -> None:
+        """Write a line of the entry's story."""
+        entry.story.append((self.tick, what, tier))
+
+    def new_entry(self, key: str, nbytes: int, spec: object) -> Entry:
+        """Open an entry that nobody sees yet."""
+        entry = Entry(next(self._uids), key, nbytes, spec)
+        self.entries[entry.uid] = entry
+        return entry
+
+    def reserve(self, entry: Entry, tier: int) -> Replica:
+        """Charge room for a replica: it is FILLING."""
+        shelf = self.shelves[tier]
+        replica = Replica(entry, tier, shelf.charge(entry.nbytes))
+        replica.step(Step.RESERVE)
+        entry.replicas[tier] = replica
+        shelf.charged_bytes += replica.charge_bytes
+        shelf.filling_bytes += replica.charge_bytes
+        shelf.peak_charged_bytes = max(shelf.peak_charged_bytes, shelf.charged_bytes)
+        self.note(entry, "reserved", tier)
+        return replica
+
+    def filled(self, replica: Replica) -> None:
+        """A FILLING replica has its bytes: it is READY."""
+        replica.step(Step.FILLED)
+        shelf = self.shelves[replica.tier]
+        shelf.filling_bytes -= replica.charge_bytes
+        shelf.ready_bytes += replica.charge_bytes
+        shelf.evictable[replica.entry.uid] = replica
+        replica.last_use = self.tick
+        self.note(replica.entry, "ready", replica.tier)
+        self._stir(replica)
+
+    def fill_failed(self, replica: Replica, step: Step = Step.FAILED) -> None:
+        """A FILLING replica will not get its bytes (``step`` FAILED or DROP): it drains."""
+        replica.step(step)
+        shelf = self.shelves[replica.tier]
+        shelf.filling_bytes -= replica.charge_bytes
+        shelf.draining_bytes += replica.charge_bytes
+        self.note(replica.entry, step.name.lower(), replica.tier)
+        self.free_if_idle(replica)
+        self._stir(replica)
+
+    def drop(self, replica: Replica) -> None:
+        """Let a READY replica drain.
+
+        Raises:
+            InvariantError: it is the last of a live key, or leased and its key is not gone.
+        """
+        entry = replica.entry
+        if entry.life is not Life.GONE and (replica.leases or len(entry.ready()) == 1):
+            raise InvariantError(f"dropping the last or a leased replica of {entry.key!r}", key=entry.key)
+        replica.step(Step.DROP)
+        shelf = self.shelves[replica.tier]
+        shelf.ready_bytes -= replica.charge_bytes
+        if not replica.leases:
+            shelf.draining_bytes += replica.charge_bytes
+        shelf.evictable.pop(entry.uid, None)
+        shelf.stuck.pop(entry.uid, None)
+        if shelf.leaving.pop(entry.uid, None) is not None:
+            shelf.leaving_bytes -= replica.charge_bytes
+        self.note(entry, "dropped", replica.tier)
+        self.free_if_idle(replica)
+        self._stir(replica)
+
+    def free_if_idle(self, replica: Replica) -> None:
+        """Give a DRAINING replica back once nobody holds, reads or writes it."""
+        if replica.state is State.DRAINING and replica.is_idle:
+            self.out.append(FreeSlot(replica.entry.uid, replica.tier))
+
+    def freed(self, replica: Replica) -> None:
+        """The backend gave a DRAINING replica's bytes back: it is ABSENT and no longer charged."""
+        replica.step(Step.FREED)
+        shelf = self.shelves[replica.tier]
+        shelf.draining_bytes -= replica.charge_bytes
+        shelf.charged_bytes -= replica.charge_bytes
+        del replica.entry.replicas[replica.tier]
+        self.note(replica.entry, "freed", replica.tier)
+        self._stir(replica)
+        self.forget_if_empty(replica.entry)
+
+    def free_failed(self, replica: Replica) -> None:
+        """The backend keeps a DRAINING replica's bytes for good: they stay charged, none will come."""
+        shelf = self.shelves[replica.tier]
+        shelf.draining_bytes -= replica.charge_bytes
+        shelf.lost[replica.entry.uid] = replica
+        self.note(replica.entry, "lost", replica.tier)
+        self._stir(replica)
+
+    def forget_if_empty(self, entry: Entry) -> None:
+        """Forget a GONE entry of which nothing is left."""
+        if entry.life is Life.GONE and not entry.replicas:
+            self.entries.pop(entry.uid, None)
+
+    def hold(self, replica: Replica) -> None:
+        """Count one more lease on a READY replica: it cannot be evicted."""
+        shelf = self.shelves[replica.tier]
+        uid = replica.entry.uid
+        if replica.leases == 0:
+            shelf.leased_bytes += replica.charge_bytes
+            shelf.evictable.pop(uid, None)
+            shelf.stuck.pop(uid, None)
+            self.stay(replica)
+        replica.leases += 1
+        replica.last_use = self.tick
+
+    def unhold(self, replica: Replica) -> None:
+        """Count one lease less."""
+        shelf = self.shelves[replica.tier]
+        replica.leases -= 1
+        replica.last_use = self.tick
+        if replica.leases:
+            return
+        shelf.leased_bytes -= replica.charge_bytes
+        if replica.state is State.READY:
+            shelf.evictable[replica.entry.uid] = replica
+        else:
+            shelf.draining_bytes += replica.charge_bytes
+        self.free_if_idle(replica)
+        self._stir(replica)
+
+    def touch(self, replica: Replica) -> None:
+        """Note a use: an evictable replica goes to the end of the order."""
+        replica.last_use = self.tick
+        evictable = self.shelves[replica.tier].evictable
+        if evictable.pop(replica.entry.uid, None) is not None:
+            evictable[replica.entry.uid] = replica
+
+    def leave(self, replica: Replica) -> None:
+        """Mark an evictable replica as leaving: it drops when a lower one is READY."""
+        shelf = self.shelves[replica.tier]
+        del shelf.evictable[replica.entry.uid]
+        shelf.leaving[replica.entry.uid] = replica
+        shelf.leaving_bytes += replica.charge_bytes
+
+    def stay(self, replica: Replica) -> bool:
+        """Take back `leave`, without making the replica evictable; return whether it was leaving."""
+        shelf = self.shelves[replica.tier]
+        if shelf.leaving.pop(replica.entry.uid, None) is None:
+            return False
+        shelf.leaving_bytes -= replica.charge_bytes
+        self.restless.add(replica.tier)
+        return True
+
+    def _stir(self, replica: Replica) -> None:
+        """Something changed: ask the entry's watchers and this shelf's waiters again."""
+        entry = replica.entry
+        if entry.watchers:
+            self.changed[entry.uid] = entry
+        self.restless.add(replica.tier)

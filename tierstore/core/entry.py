@@ -1,0 +1,126 @@
+"""One generation of a key, and what is wanted of it.
+
+A replaced key gets a new `Entry`: readers of the old one finish in peace while new ones see the new
+bytes.  Plain state; the rules that change it are the ledger's.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import TYPE_CHECKING
+
+from tierstore.core.messages import Urgency
+from tierstore.core.residency import Replica, State
+
+if TYPE_CHECKING:
+    from tierstore.core.requests import Request
+
+STORY_EVENTS = 32
+
+
+class Life(enum.Enum):
+    """Who can see an entry."""
+
+    COMING = enum.auto()  # its put is under way: an older generation may still be the visible one
+    LIVE = enum.auto()  # found under its key
+    GONE = enum.auto()  # dropped or replaced: what was begun is finished, then it vanishes
+
+
+class Phase(enum.Enum):
+    """How far a want has come."""
+
+    QUEUED = enum.auto()  # waits for room in its tier
+    RESERVED = enum.auto()  # room is charged; waits for a replica that it can be copied from
+    COPYING = enum.auto()  # its copy is under way, or waits in the window
+
+
+class Want:
+    """The need for a READY replica of an entry in a tier.  There is one at most for each such pair.
+
+    Attributes:
+        requests: who waits for it.
+        dependents: wants of faster tiers that will copy from this replica.
+        slack_bytes: room beyond its own size that has to be free, because the medium refused once.
+        is_direct: whether it goes without a host replica on the way, because there was no room.
+        put: the request number of the ``put`` that brings the bytes, if one does.
+    """
+
+    __slots__ = (
+        "dependents",
+        "entry",
+        "is_direct",
+        "phase",
+        "put",
+        "refusal",
+        "requests",
+        "slack_bytes",
+        "tier",
+        "urgency",
+    )
+
+    def __init__(self, entry: Entry, tier: int, urgency: Urgency) -> None:
+        self.entry = entry
+        self.tier = tier
+        self.urgency = urgency
+        self.phase = Phase.QUEUED
+        self.requests: dict[int, Request] = {}
+        self.dependents: list[Want] = []
+        self.slack_bytes = 0
+        self.refusal: BaseException | None = None
+        self.is_direct = False
+        self.put: int | None = None
+
+
+class Entry:
+    """One generation of a key.
+
+    Attributes:
+        spec: the putter's description of the bytes, handed back with them.
+        uid: its number; keys can be replaced, uids cannot.
+        replicas: by tier, those that are not ABSENT.
+        wants: by tier, those not yet met.
+        watchers: requests to be examined when anything here changes, by number.
+        holders: who leases it, by request number.
+        writer: the request number of the write lease, if one is held.
+    """
+
+    __slots__ = (
+        "holders",
+        "key",
+        "life",
+        "nbytes",
+        "replicas",
+        "spec",
+        "story",
+        "uid",
+        "wants",
+        "watchers",
+        "writer",
+    )
+
+    def __init__(self, uid: int, key: str, nbytes: int, spec: object) -> None:
+        self.uid = uid
+        self.key = key
+        self.nbytes = nbytes
+        self.spec = spec
+        self.life = Life.COMING
+        self.replicas: dict[int, Replica] = {}
+        self.wants: dict[int, Want] = {}
+        self.watchers: dict[int, Request] = {}
+        self.holders: dict[int, str] = {}
+        self.writer: int | None = None
+        self.story: deque[tuple[int, str, int]] = deque(maxlen=STORY_EVENTS)
+
+    def ready(self) -> list[Replica]:
+        """Return the READY replicas, fastest first."""
+        return [self.replicas[t] for t in sorted(self.replicas) if self.replicas[t].state is State.READY]
+
+    def is_ready(self, tier: int) -> bool:
+        """Whether there is a READY replica in ``tier``."""
+        replica = self.replicas.get(tier)
+        return replica is not None and replica.state is State.READY
+
+    def is_moving(self) -> bool:
+        """Whether a copy reads or writes any replica."""
+        return any(r.readers or r.copy is not None for r in self.replicas.values())

@@ -1,0 +1,357 @@
+"""The books: told what happened, answers with what to do.
+
+A `Ledger` is a plain, deterministic object without torch, threads, clock or files.  `apply` takes an
+event and returns commands; nothing else changes it.  The rules it keeps, all verified by `check`:
+
+1. *Last copy.*  A live key always has a READY replica.  Dropping the last is refused unless the key
+   itself is dropped.
+2. *Charged until freed.*  A tier's charged bytes are the sum over replicas that are not ABSENT and
+   never exceed its quota.
+3. *Single flight.*  At most one copy writes a replica; later wants join it.
+4. *Wait for hardware, never for people.*  A want waits for copies and drains only; if only leases
+   stand in the way it is refused at once, naming the holders.
+5. *First come, first served*; demand before prefetch before write-back.
+6. *Failure is an event.*  It fails the wants that waited for it; the source replica is unharmed.
+7. *Write leases invalidate.*  They are exclusive; when one that wrote is released, the other
+   replicas drop.
+8. *A clean replica is dropped, not copied.*
+
+Room is taken from the fastest tier down: a want holds its room above while it waits for room below,
+and evictions only go down, so that waits cannot form a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tierstore.core import messages as m
+from tierstore.core.audit import audit
+from tierstore.core.entry import Entry, Life, Want
+from tierstore.core.eviction import Policy
+from tierstore.core.model import Tier
+from tierstore.core.moving import Moving
+from tierstore.core.requests import Evict, Fetch, Flush, Lease, Put, Read, Request
+from tierstore.core.residency import Replica
+from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, UsageError
+from tierstore.units import format_bytes
+
+DEFAULT_WINDOW_BYTES = 256 * 1024**2
+
+
+class Ledger:
+    """The decisions of one store.  Not thread-safe: the engine holds its lock around every call.
+
+    Args:
+        tiers: fastest first.
+        policy: who is evicted next.
+        window_bytes: how many bytes may be in flight in each direction.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], policy: Policy, window_bytes: int = DEFAULT_WINDOW_BYTES
+    ) -> None:
+        self.moving = Moving(tiers, policy, window_bytes)
+        self.books = self.moving.books
+        self._leases: dict[int, Lease] = {}
+        self._reads: dict[int, Replica] = {}
+        self._closing: int | None = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            m.PutRequested: self._put,
+            m.LeaseRequested: self._lease,
+            m.LeaseReleased: self._release,
+            m.ReadRequested: self._read,
+            m.ReadDone: self._read_done,
+            m.FetchRequested: self._fetch,
+            m.EvictRequested: self._evict,
+            m.FlushRequested: self._flush,
+            m.DropRequested: self._drop,
+            m.ResizeRequested: self.moving.resizes.begin,
+            m.CloseRequested: self._close,
+            m.PlanFollowed: self._follow,
+            m.Advanced: self._advance,
+            m.CopyOrdered: self.moving.copy_ordered,
+            m.CopyRefused: self.moving.copy_refused,
+            m.CopyDone: self.moving.copy_done,
+            m.Freed: self._freed,
+        }
+
+    def apply(self, event: m.Event) -> list[m.Command]:
+        """Take in what happened; return what to do about it, in this order.
+
+        Raises:
+            UsageError: the request is wrong as things are; nothing was changed.
+            CapacityError: a resize that leases forbid; nothing was changed.
+            InvariantError: a bug: the event does not fit the books.
+        """
+        books = self.books
+        books.tick += 1
+        self._handlers[type(event)](event)
+        if books.changed or books.restless:
+            self.moving.settle()
+        if self._closing is not None:
+            self._finish_closing()
+        out, books.out = books.out, []
+        return out
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def _entry(self, key: str) -> Entry:
+        try:
+            return self.books.index[key]
+        except KeyError:
+            raise KeyNotFound(
+                f"no key {key!r} in the store: it was never put, or it was dropped.", key=key
+            ) from None
+
+    def _entries(self, keys: Sequence[str]) -> list[Entry]:
+        return [self._entry(key) for key in dict.fromkeys(keys)]
+
+    def _put(self, event: m.PutRequested) -> None:
+        existing = self.books.index.get(event.key)
+        if existing is not None and not event.replace:
+            raise KeyExists(
+                f"{event.key!r} is there already. Drop it, or use put(..., replace=True) to replace it.",
+                key=event.key,
+            )
+        if existing is not None and existing.writer is not None:
+            raise LeaseError(
+                f"cannot replace {event.key!r} while it is leased for writing. Release that lease first.",
+                key=event.key,
+                holders=tuple(existing.holders.values()),
+            )
+        tiers = range(len(self.books.shelves)) if event.tier is None else (event.tier,)
+        possible = [t for t in tiers if self._can_ever_hold(t, event.nbytes)]
+        if not possible:
+            raise self._too_large(event, tiers)
+        entry = self.books.new_entry(event.key, event.nbytes, event.spec)
+        if existing is None:
+            self.books.index[event.key] = entry
+        self.moving.begin(Put(self, event.request, entry, possible))
+
+    def _can_ever_hold(self, tier: int, nbytes: int) -> bool:
+        shelf = self.books.shelves[tier]
+        return shelf.charge(nbytes) <= shelf.limit_bytes
+
+    def _too_large(self, event: m.PutRequested, tiers: Sequence[int]) -> CapacityError:
+        shelves = [self.books.shelves[tier] for tier in tiers]
+        capacities = ", ".join(f"{s.tier.name!r} {format_bytes(s.limit_bytes)}" for s in shelves)
+        for shelf in shelves:
+            shelf.counters.refusals += 1
+        return CapacityError(
+            f"{event.key!r} needs {format_bytes(event.nbytes)}, more than the whole capacity of any tier "
+            f"that may hold it ({capacities}). Raise a capacity.",
+            key=event.key,
+            tier=shelves[-1].tier.name,
+            needed_bytes=event.nbytes,
+            free_bytes=shelves[-1].free_bytes,
+        )
+
+    def _count_access(self, entries: Sequence[Entry], tier: int) -> None:
+        counters = self.books.shelves[tier].counters
+        hits = sum(entry.is_ready(tier) for entry in entries)
+        counters.hits += hits
+        counters.faults += len(entries) - hits
+
+    def _lease(self, event: m.LeaseRequested) -> None:
+        entries = self._entries(event.keys)
+        lease = Lease(self, event.request, entries, event.tier, event.access, event.holder)
+        for entry in entries:
+            lease.check(entry)
+        self._count_access(entries, event.tier)
+        self.moving.begin(lease)
+
+    def _release(self, event: m.LeaseReleased) -> None:
+        lease = self._leases.pop(event.request)
+        is_written = event.written and lease.access is m.Access.WRITE
+        replicas = list(lease.held)
+        lease.undo()
+        for replica in replicas:
+            entry = replica.entry
+            if entry.life is Life.GONE:
+                continue
+            if is_written:
+                self.books.note(entry, "written", replica.tier)
+                for other in entry.ready():
+                    if other is not replica:
+                        self.books.drop(other)
+
+    def _read(self, event: m.ReadRequested) -> None:
+        read = Read(self, event.request, [self._entry(event.key)])
+        self.moving.begin(read)
+
+    def _read_done(self, event: m.ReadDone) -> None:
+        replica = self._reads.pop(event.request)
+        replica.readers -= 1
+        self.books.touch(replica)
+        self.books.free_if_idle(replica)
+        if replica.entry.watchers:
+            self.books.changed[replica.entry.uid] = replica.entry
+
+    def _fetch(self, event: m.FetchRequested) -> None:
+        entries = self._entries(event.keys)
+        if event.urgency is not m.Urgency.PREFETCH:
+            self._count_access(entries, event.tier)
+        else:
+            # Advice about a key that is being written is advice that comes too late.
+            entries = [entry for entry in entries if entry.writer is None]
+        self.moving.begin(Fetch(self, event.request, entries, event.tier, event.urgency))
+
+    def _evict(self, event: m.EvictRequested) -> None:
+        targets: dict[Entry, int] = {}
+        for entry in self._entries(event.keys):
+            to = event.to
+            if to is None:
+                fastest = min(entry.replicas, default=0)
+                to = min(fastest + 1, len(self.books.shelves) - 1)
+            targets[entry] = to
+        self.moving.begin(Evict(self, event.request, targets))
+
+    def _flush(self, event: m.FlushRequested) -> None:
+        durable = [shelf.index for shelf in self.books.shelves if shelf.tier.is_durable]
+        if not durable:
+            raise UsageError("flush needs a durable tier; every tier of this store is scratch space.")
+        self.moving.begin(Flush(self, event.request, list(self.books.index.values()), durable))
+
+    def _drop(self, event: m.DropRequested) -> None:
+        entries = self._entries(event.keys)
+        for entry in entries:
+            if entry.holders:
+                holders = tuple(entry.holders.values())
+                raise LeaseError(
+                    f"cannot drop {entry.key!r} while {', '.join(holders)} lease it. "
+                    "Release those leases first.",
+                    key=entry.key,
+                    holders=holders,
+                )
+        for entry in entries:
+            gone = KeyNotFound(f"{entry.key!r} was dropped while it was waited for.", key=entry.key)
+            self._bury(entry, gone)
+
+    def _bury(self, entry: Entry, error: BaseException) -> None:
+        """An entry is GONE: fail who waits for it, and let its replicas drain."""
+        entry.life = Life.GONE
+        if self.books.index.get(entry.key) is entry:
+            del self.books.index[entry.key]
+        for request in list(entry.watchers.values()):
+            self.moving.abandon(request, error)
+        for replica in entry.ready():
+            self.books.drop(replica)
+        self.moving.cancel_wants(entry, error)
+        self.books.forget_if_empty(entry)
+
+    def _follow(self, event: m.PlanFollowed) -> None:
+        self.moving.rooms.plan = event.plan
+        self.moving.rooms.position = 0
+
+    def _advance(self, event: m.Advanced) -> None:
+        self.moving.rooms.position = event.position
+
+    def _freed(self, event: m.Freed) -> None:
+        replica = self.books.entries[event.uid].replicas[event.tier]
+        if event.error is None:
+            self.books.freed(replica)
+        else:
+            self.books.free_failed(replica)
+
+    # --- what requests ask of the ledger (requests.Desk) --------------------------------------
+
+    def want(self, entry: Entry, tier: int, urgency: m.Urgency, request: Request) -> Want:
+        """See to it that ``entry`` gets a READY replica in ``tier``."""
+        return self.moving.want(entry, tier, urgency, request)
+
+    def hold(self, replica: Replica) -> None:
+        """Count one more lease on a READY replica."""
+        self.books.hold(replica)
+
+    def unhold(self, replica: Replica) -> None:
+        """Count one lease less."""
+        self.books.unhold(replica)
+
+    def discard(self, replica: Replica) -> None:
+        """Drop a READY replica that is not the last."""
+        self.books.shelves[replica.tier].counters.evictions += 1
+        self.books.drop(replica)
+
+    def publish(self, entry: Entry) -> None:
+        """Let ``entry`` be found under its key; the entry it replaces goes."""
+        former = self.books.index.get(entry.key)
+        entry.life = Life.LIVE
+        self.books.index[entry.key] = entry
+        if former is not None and former is not entry:
+            replaced = KeyNotFound(f"{entry.key!r} was replaced while it was waited for.", key=entry.key)
+            self._bury(former, replaced)
+            self.books.index[entry.key] = entry
+
+    def withdraw(self, entry: Entry, error: BaseException) -> None:
+        """Forget an entry whose bytes will not come."""
+        if entry.life is not Life.GONE:
+            self._bury(entry, error)
+
+    def emit(self, command: m.Grant | m.Settle) -> None:
+        """Answer with a command."""
+        self.books.out.append(command)
+
+    def touch(self, replica: Replica) -> None:
+        """Note a use of a READY replica."""
+        self.books.touch(replica)
+
+    def start_lease(self, lease: Lease) -> None:
+        """Count a lease that was granted."""
+        self._leases[lease.number] = lease
+
+    def start_read(self, number: int, replica: Replica) -> None:
+        """Count a read that was granted."""
+        replica.readers += 1
+        self._reads[number] = replica
+
+    # --- closing ------------------------------------------------------------------------------
+
+    def _close(self, event: m.CloseRequested) -> None:
+        self._closing = event.request
+        self.moving.is_closed = True
+        closed = StoreClosed("the store was closed while this waited.")
+        self.moving.resizes.cancel(closed)
+        for entry in list(self.books.entries.values()):
+            for request in list(entry.watchers.values()):
+                self.moving.abandon(request, closed)
+            self.moving.cancel_wants(entry, closed)
+
+    def _finish_closing(self) -> None:
+        is_draining = any(shelf.draining_bytes for shelf in self.books.shelves)
+        if self._closing is not None and not (self.moving.traffic.copies or self._reads or is_draining):
+            self.books.out.append(m.Settle(self._closing))
+            self._closing = None
+
+    # --- looking ------------------------------------------------------------------------------
+
+    def __contains__(self, key: object) -> bool:
+        entry = self.books.index.get(key) if isinstance(key, str) else None
+        return entry is not None and entry.life is Life.LIVE
+
+    def __len__(self) -> int:
+        return sum(entry.life is Life.LIVE for entry in self.books.index.values())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([key for key, entry in self.books.index.items() if entry.life is Life.LIVE])
+
+    def where(self, key: str) -> tuple[int, ...]:
+        """Return the tiers that hold a READY replica, fastest first."""
+        return tuple(replica.tier for replica in self._entry(key).ready())
+
+    def spec(self, key: str) -> object:
+        """Return the description that came with the key's bytes."""
+        return self._entry(key).spec
+
+    def story(self, key: str) -> list[str]:
+        """Return the last events of the key, oldest first."""
+        names = [shelf.tier.name for shelf in self.books.shelves]
+        return [f"{tick}: {what} in {names[tier]}" for tick, what, tier in self._entry(key).story]
+
+    def check(self) -> None:
+        """Verify every rule of the books.
+
+        Raises:
+            InvariantError: one is broken.
+        """
+        audit(self.moving)

@@ -1,0 +1,263 @@
+"""What the ledger is told (events) and what it answers (commands).
+
+Plain data without behaviour.  *Request* numbers name what a caller waits for, *copy* numbers name a
+movement of bytes, *uid* numbers name one generation of a key (a replaced key gets a new one), and
+*tiers* are indices, fastest first.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tierstore.core.model import Plan
+
+
+class Urgency(enum.IntEnum):
+    """Who goes first."""
+
+    DEMAND = 0  # somebody stands and waits
+    PREFETCH = 1  # somebody will need it
+    WRITE_BACK = 2  # room is being made in good time
+
+
+class Access(enum.Enum):
+    """What a lease is for."""
+
+    READ = enum.auto()
+    WRITE = enum.auto()
+
+
+# --- events: requests -------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PutRequested:
+    """A caller brings ``nbytes`` for ``key``; ``tier`` None: the highest that can take them.
+
+    ``spec`` is the caller's own description of the bytes; grants hand it back.
+    """
+
+    request: int
+    key: str
+    nbytes: int
+    tier: int | None
+    replace: bool
+    spec: object = None
+
+
+@dataclass(slots=True)
+class LeaseRequested:
+    """A caller wants the keys to stay ready in ``tier``; ``holder`` names it in messages."""
+
+    request: int
+    keys: Sequence[str]
+    tier: int
+    access: Access
+    holder: str
+
+
+@dataclass(slots=True)
+class LeaseReleased:
+    """The lease that request ``request`` was granted ends; ``written``: its bytes were changed."""
+
+    request: int
+    written: bool
+
+
+@dataclass(slots=True)
+class ReadRequested:
+    """A caller wants to copy the key's bytes out, from wherever they are."""
+
+    request: int
+    key: str
+
+
+@dataclass(slots=True)
+class ReadDone:
+    """The read that request ``request`` was granted has ended."""
+
+    request: int
+
+
+@dataclass(slots=True)
+class FetchRequested:
+    """A caller wants the keys in ``tier``; a ``PREFETCH`` is advice."""
+
+    request: int
+    keys: Sequence[str]
+    tier: int
+    urgency: Urgency
+
+
+@dataclass(slots=True)
+class EvictRequested:
+    """A caller wants the keys at or below ``to`` (None: the tier below their fastest)."""
+
+    request: int
+    keys: Sequence[str]
+    to: int | None
+
+
+@dataclass(slots=True)
+class FlushRequested:
+    """A caller wants every key on a durable tier."""
+
+    request: int
+
+
+@dataclass(slots=True)
+class DropRequested:
+    """A caller forgets the keys."""
+
+    keys: Sequence[str]
+
+
+@dataclass(slots=True)
+class ResizeRequested:
+    """A caller changes a tier's quota; ``high_bytes`` and ``low_bytes`` belong to the new one."""
+
+    request: int
+    tier: int
+    capacity_bytes: int
+    high_bytes: int
+    low_bytes: int
+
+
+@dataclass(slots=True)
+class CloseRequested:
+    """The caller is done: fail what waits, finish what moves."""
+
+    request: int
+
+
+@dataclass(slots=True)
+class PlanFollowed:
+    """From now on ``plan`` (or none) says what is used when."""
+
+    plan: Plan | None
+
+
+@dataclass(slots=True)
+class Advanced:
+    """The caller is at ``position`` of the plan."""
+
+    position: int
+
+
+# --- events: what the hardware did ------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class CopyOrdered:
+    """The target may be used by later work on its device; the source is still being read."""
+
+    copy: int
+
+
+@dataclass(slots=True)
+class CopyRefused:
+    """The target's medium has no room in this shape; nothing was reserved."""
+
+    copy: int
+    error: BaseException
+
+
+@dataclass(slots=True)
+class CopyDone:
+    """A copy ended, with an error or without."""
+
+    copy: int
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class Freed:
+    """A backend gave a replica's bytes back, or could not."""
+
+    uid: int
+    tier: int
+    error: BaseException | None = None
+
+
+Event = (
+    PutRequested
+    | LeaseRequested
+    | LeaseReleased
+    | ReadRequested
+    | ReadDone
+    | FetchRequested
+    | EvictRequested
+    | FlushRequested
+    | DropRequested
+    | ResizeRequested
+    | CloseRequested
+    | PlanFollowed
+    | Advanced
+    | CopyOrdered
+    | CopyRefused
+    | CopyDone
+    | Freed
+)
+
+
+class Granted(NamedTuple):
+    """One replica that a grant keeps READY."""
+
+    key: str
+    uid: int
+    tier: int
+    spec: object
+
+
+# --- commands ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StartCopy:
+    """Reserve a slot in ``target`` and copy into it; ``source`` None: the caller of ``put`` does."""
+
+    copy: int
+    uid: int
+    key: str
+    nbytes: int
+    source: int | None
+    target: int
+    request: int  # of the put, when source is None
+
+
+@dataclass(slots=True)
+class FreeSlot:
+    """Give a replica's bytes back."""
+
+    uid: int
+    tier: int
+
+
+@dataclass(slots=True)
+class Grant:
+    """A lease or a read may begin: ``replicas`` are (key, uid, tier, spec), in the order of the keys."""
+
+    request: int
+    replicas: Sequence[Granted]
+
+
+@dataclass(slots=True)
+class Settle:
+    """A request has ended, with an error or without."""
+
+    request: int
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class SetCapacity:
+    """Tell a backend its new, smaller quota; its slots already fit."""
+
+    tier: int
+    capacity_bytes: int
+
+
+Command = StartCopy | FreeSlot | Grant | Settle | SetCapacity

@@ -1,0 +1,124 @@
+"""Capacity and watermarks of one tier, in bytes.
+
+A `Shelf` keeps the sums that decisions need beside the replicas they are made of, so that no
+decision walks over all keys.  `Ledger.check` recomputes every sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tierstore.core.entry import Want
+from tierstore.core.messages import Urgency
+from tierstore.core.model import Tier
+from tierstore.core.residency import Replica
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened in a tier since the start."""
+
+    hits: int = 0
+    faults: int = 0
+    evictions: int = 0
+    refusals: int = 0
+
+
+class Shelf:
+    """The books of one tier.
+
+    Attributes:
+        tier: name, quota and watermarks.
+        limit_bytes: what may be charged from now on; below the quota while a resize is under way.
+        charged_bytes: over the replicas that are not ABSENT.
+        draining_bytes: the part of it that the hardware is giving back, without anybody's leave.
+        filling_bytes: the part of it that copies are writing, or are about to.
+        leased_bytes: the part of it that leases hold.
+        leaving: READY replicas whose copy to a lower tier is under way, by uid; they then drop.
+        evictable: READY replicas that nobody holds and that are not leaving, oldest use first.
+        lost: DRAINING replicas whose backend could not give them back: charged for good.
+        stuck: evictable ones for which no lower tier had room; they return when that may change.
+        trouble: why the last replica got stuck, where a medium is to blame.
+        queues: wants that wait for room, by urgency, first come first.
+    """
+
+    __slots__ = (
+        "charged_bytes",
+        "counters",
+        "draining_bytes",
+        "evictable",
+        "filling_bytes",
+        "index",
+        "leased_bytes",
+        "leaving",
+        "leaving_bytes",
+        "limit_bytes",
+        "lost",
+        "peak_charged_bytes",
+        "queues",
+        "ready_bytes",
+        "stuck",
+        "tier",
+        "trouble",
+    )
+
+    def __init__(self, index: int, tier: Tier) -> None:
+        self.index = index
+        self.tier = tier
+        self.limit_bytes = tier.capacity_bytes
+        self.charged_bytes = 0
+        self.draining_bytes = 0
+        self.filling_bytes = 0
+        self.ready_bytes = 0
+        self.leased_bytes = 0
+        self.leaving_bytes = 0
+        self.peak_charged_bytes = 0
+        self.leaving: dict[int, Replica] = {}
+        self.evictable: dict[int, Replica] = {}
+        self.stuck: dict[int, Replica] = {}
+        self.lost: dict[int, Replica] = {}
+        self.queues: dict[Urgency, dict[Want, None]] = {urgency: {} for urgency in Urgency}
+        self.trouble: BaseException | None = None
+        self.counters = Counters()
+
+    @property
+    def free_bytes(self) -> int:
+        """What may be charged at once."""
+        return self.limit_bytes - self.charged_bytes
+
+    @property
+    def coming_free_bytes(self) -> int:
+        """What will be free when the hardware has done what it was told."""
+        return self.free_bytes + self.draining_bytes + self.leaving_bytes
+
+    @property
+    def is_in_motion(self) -> bool:
+        """Whether the hardware is at something here that may change what can be evicted."""
+        return bool(self.draining_bytes or self.leaving or self.filling_bytes)
+
+    def charge(self, nbytes: int) -> int:
+        """Return what a replica of ``nbytes`` is charged here."""
+        alignment = self.tier.alignment_bytes
+        return -(-nbytes // alignment) * alignment
+
+    def set_quota(self, capacity_bytes: int, high_bytes: int, low_bytes: int) -> None:
+        """Take a new quota and its watermarks."""
+        self.limit_bytes = capacity_bytes
+        self.tier = replace(
+            self.tier, capacity_bytes=capacity_bytes, high_bytes=high_bytes, low_bytes=low_bytes
+        )
+
+    def enqueue(self, want: Want) -> None:
+        """Let ``want`` wait for room, behind those of its urgency."""
+        self.queues[want.urgency][want] = None
+
+    def dequeue(self, want: Want) -> None:
+        """Let ``want`` wait no more."""
+        self.queues[want.urgency].pop(want, None)
+
+    def first(self) -> Want | None:
+        """Return who is next for room."""
+        for urgency in Urgency:
+            for want in self.queues[urgency]:
+                return want
+        return None

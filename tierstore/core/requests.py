@@ -1,0 +1,327 @@
+"""What a caller waits for, and when it is met.
+
+A request names entries and is examined, entry by entry, whenever one of them changes; it is met when
+every entry satisfies it.  `examine` returns whether its entry does, asks the ledger for what is
+missing, and raises to fail the whole request.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Protocol
+
+from tierstore.core.entry import Entry, Life, Want
+from tierstore.core.messages import Access, Grant, Granted, Settle, Urgency
+from tierstore.core.residency import Replica
+from tierstore.errors import CapacityError, LeaseError
+
+
+class Desk(Protocol):
+    """What requests ask of the ledger."""
+
+    def want(self, entry: Entry, tier: int, urgency: Urgency, request: Request) -> Want:
+        """See to it that ``entry`` gets a READY replica in ``tier``."""
+        ...
+
+    def hold(self, replica: Replica) -> None:
+        """Count one more lease on a READY replica."""
+        ...
+
+    def unhold(self, replica: Replica) -> None:
+        """Count one lease less."""
+        ...
+
+    def touch(self, replica: Replica) -> None:
+        """Note a use of a READY replica."""
+        ...
+
+    def discard(self, replica: Replica) -> None:
+        """Drop a READY replica that is not the last."""
+        ...
+
+    def publish(self, entry: Entry) -> None:
+        """Let ``entry`` be found under its key; the entry it replaces goes."""
+        ...
+
+    def withdraw(self, entry: Entry, error: BaseException) -> None:
+        """Forget an entry whose bytes will not come."""
+        ...
+
+    def start_lease(self, lease: Lease) -> None:
+        """Count a lease that is granted."""
+        ...
+
+    def start_read(self, number: int, replica: Replica) -> None:
+        """Count a read that is granted."""
+        ...
+
+    def emit(self, command: Grant | Settle) -> None:
+        """Answer with a command."""
+        ...
+
+
+def refuse_if_written(entry: Entry, doing: str) -> None:
+    """Raise if a write lease is held on ``entry``."""
+    if entry.writer is not None:
+        holders = tuple(entry.holders.values())
+        raise LeaseError(
+            f"cannot {doing} {entry.key!r} while it is leased for writing by {', '.join(holders)}. "
+            "Release that lease first.",
+            key=entry.key,
+            holders=holders,
+        )
+
+
+def _granted(replica: Replica) -> Granted:
+    entry = replica.entry
+    return Granted(entry.key, entry.uid, replica.tier, entry.spec)
+
+
+class Request(abc.ABC):
+    """Something that a caller waits for.
+
+    An entry without a READY replica is one whose put is under way: requests wait for it.
+
+    Attributes:
+        number: names it in events and commands.
+        pending: the entries that do not satisfy it yet, by uid.
+    """
+
+    def __init__(self, desk: Desk, number: int, entries: Sequence[Entry]) -> None:
+        self.desk = desk
+        self.number = number
+        self.pending = {entry.uid: entry for entry in entries}
+
+    def check(self, entry: Entry) -> None:  # noqa: B027 - most requests are never wrong
+        """Raise if ``entry`` as it is makes the request wrong."""
+
+    @abc.abstractmethod
+    def examine(self, entry: Entry) -> bool:
+        """Return whether ``entry`` satisfies the request; ask for what is missing."""
+
+    def finish(self) -> None:
+        """Answer the caller: every entry satisfies the request."""
+        self.desk.emit(Settle(self.number))
+
+    def fail(self, error: BaseException) -> None:
+        """Answer the caller: the request cannot be met."""
+        self.desk.emit(Settle(self.number, error))
+
+    def undo(self) -> None:  # noqa: B027 - most requests take nothing
+        """Give back what was taken for the entries that satisfied a request that now fails."""
+
+    def decline(self, entry: Entry) -> bool:
+        """Return whether the request is content without ``entry`` if it cannot be had."""
+        del entry
+        return False
+
+
+class Fetch(Request):
+    """The keys are to be READY in a tier."""
+
+    def __init__(
+        self, desk: Desk, number: int, entries: Sequence[Entry], tier: int, urgency: Urgency
+    ) -> None:
+        super().__init__(desk, number, entries)
+        self.tier = tier
+        self.urgency = urgency
+
+    def check(self, entry: Entry) -> None:
+        """See `Request.check`."""
+        if not entry.is_ready(self.tier):
+            refuse_if_written(entry, "fetch")
+
+    def examine(self, entry: Entry) -> bool:
+        """See `Request.examine`."""
+        if entry.is_ready(self.tier):
+            self.desk.touch(entry.replicas[self.tier])
+            return True
+        self.check(entry)
+        if entry.ready():
+            self.desk.want(entry, self.tier, self.urgency, self)
+        return False
+
+    def decline(self, entry: Entry) -> bool:
+        """A prefetch is advice."""
+        del entry
+        return self.urgency is Urgency.PREFETCH
+
+
+class Lease(Request):
+    """The keys are to be READY in a tier, and to stay so until released."""
+
+    def __init__(
+        self, desk: Desk, number: int, entries: Sequence[Entry], tier: int, access: Access, holder: str
+    ) -> None:
+        super().__init__(desk, number, entries)
+        self.tier = tier
+        self.access = access
+        self.holder = holder
+        self.entries = tuple(entries)
+        self.held: list[Replica] = []
+
+    def check(self, entry: Entry) -> None:
+        """See `Request.check`."""
+        refuse_if_written(entry, "lease")
+        if self.access is Access.WRITE:
+            self._refuse_if_leased(entry)
+
+    def examine(self, entry: Entry) -> bool:
+        """See `Request.examine`."""
+        self.check(entry)
+        if not entry.is_ready(self.tier):
+            if entry.ready():
+                self.desk.want(entry, self.tier, Urgency.DEMAND, self)
+            return False
+        if self.access is Access.WRITE:
+            if entry.is_moving():
+                return False
+            entry.writer = self.number
+        self._take(entry.replicas[self.tier])
+        return True
+
+    def _take(self, replica: Replica) -> None:
+        replica.entry.holders[self.number] = self.holder
+        self.desk.hold(replica)
+        self.held.append(replica)
+
+    def _refuse_if_leased(self, entry: Entry) -> None:
+        if entry.holders:
+            holders = tuple(entry.holders.values())
+            raise LeaseError(
+                f"cannot lease {entry.key!r} for writing while {', '.join(holders)} lease it. "
+                "Release those leases first.",
+                key=entry.key,
+                holders=holders,
+            )
+
+    def finish(self) -> None:
+        """See `Request.finish`."""
+        order = {replica.entry.uid: replica for replica in self.held}
+        self.held = [order[entry.uid] for entry in self.entries]
+        self.desk.start_lease(self)
+        self.desk.emit(Grant(self.number, [_granted(replica) for replica in self.held]))
+
+    def undo(self) -> None:
+        """See `Request.undo`."""
+        for replica in self.held:
+            entry = replica.entry
+            del entry.holders[self.number]
+            if entry.writer == self.number:
+                entry.writer = None
+            self.desk.unhold(replica)
+        self.held = []
+
+
+class Read(Request):
+    """One key's bytes are to be read, from wherever they are."""
+
+    replica: Replica | None = None
+
+    def check(self, entry: Entry) -> None:
+        """See `Request.check`."""
+        refuse_if_written(entry, "get")
+
+    def examine(self, entry: Entry) -> bool:
+        """See `Request.examine`."""
+        self.check(entry)
+        ready = entry.ready()
+        if not ready:
+            return False
+        self.replica = ready[0]
+        return True
+
+    def finish(self) -> None:
+        """See `Request.finish`."""
+        assert self.replica is not None
+        self.desk.start_read(self.number, self.replica)
+        self.desk.emit(Grant(self.number, [_granted(self.replica)]))
+
+
+class Evict(Request):
+    """The keys are to have no replica above a tier."""
+
+    def __init__(self, desk: Desk, number: int, targets: dict[Entry, int]) -> None:
+        super().__init__(desk, number, list(targets))
+        self.targets = {entry.uid: tier for entry, tier in targets.items()}
+
+    def check(self, entry: Entry) -> None:
+        """See `Request.check`."""
+        to = self.targets[entry.uid]
+        if any(replica.leases for tier, replica in entry.replicas.items() if tier < to):
+            holders = tuple(entry.holders.values())
+            raise LeaseError(
+                f"cannot evict {entry.key!r} while {', '.join(holders)} lease it. Release those first.",
+                key=entry.key,
+                holders=holders,
+            )
+
+    def examine(self, entry: Entry) -> bool:
+        """See `Request.examine`."""
+        self.check(entry)
+        to = self.targets[entry.uid]
+        ready = entry.ready()
+        if any(replica.tier >= to for replica in ready):
+            for replica in ready:
+                if replica.tier < to:
+                    self.desk.discard(replica)
+        elif ready:
+            self.desk.want(entry, to, Urgency.WRITE_BACK, self)
+        return not any(tier < to for tier in entry.replicas)
+
+
+class Flush(Request):
+    """Every key is to be READY in a durable tier."""
+
+    def __init__(self, desk: Desk, number: int, entries: Sequence[Entry], tiers: Sequence[int]) -> None:
+        super().__init__(desk, number, entries)
+        self.tiers = tuple(tiers)
+
+    def check(self, entry: Entry) -> None:
+        """See `Request.check`."""
+        refuse_if_written(entry, "flush")
+
+    def examine(self, entry: Entry) -> bool:
+        """See `Request.examine`."""
+        self.check(entry)
+        if any(entry.is_ready(tier) for tier in self.tiers):
+            return True
+        if entry.ready():
+            self.desk.want(entry, self.tiers[0], Urgency.DEMAND, self)
+        return False
+
+
+class Put(Request):
+    """A new entry's bytes are to come from the caller, into the first of ``tiers`` that has room."""
+
+    def __init__(self, desk: Desk, number: int, entry: Entry, tiers: Sequence[int]) -> None:
+        super().__init__(desk, number, [entry])
+        self.entry = entry
+        self.tiers = list(tiers)
+        self.tier: int | None = None
+
+    def examine(self, entry: Entry) -> bool:
+        """See `Request.examine`."""
+        if self.tier is None:
+            self._try_next()
+        return bool(entry.ready())
+
+    def _try_next(self) -> None:
+        self.tier = self.tiers.pop(0)
+        self.desk.want(self.entry, self.tier, Urgency.DEMAND, self).put = self.number
+
+    def finish(self) -> None:
+        """See `Request.finish`."""
+        self.desk.publish(self.entry)
+        super().finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Try the next lower tier if this one has no room; else the entry vanishes."""
+        if isinstance(error, CapacityError) and self.tiers and self.entry.life is Life.COMING:
+            self.pending = {self.entry.uid: self.entry}
+            self.entry.watchers[self.number] = self
+            self._try_next()
+            return
+        self.desk.withdraw(self.entry, error)
+        super().fail(error)

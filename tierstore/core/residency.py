@@ -1,0 +1,98 @@
+"""The life of one replica: one key's bytes in one tier.
+
+Rule 1: every change of state goes through `Replica.step`, by the table below.
+Rule 2: bytes stay charged to the tier from ``RESERVE`` until ``FREED``, so the books never call
+memory free that the hardware may still touch.
+
+Knows nothing of quotas, policies or who wants what.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from tierstore.errors import InvariantError
+
+if TYPE_CHECKING:
+    from tierstore.core.entry import Entry
+
+
+class State(enum.Enum):
+    """What may be done with a replica's bytes."""
+
+    ABSENT = enum.auto()  # nothing: there are none
+    FILLING = enum.auto()  # nothing: exactly one copy is writing them, or is about to
+    READY = enum.auto()  # read, lease, copy from
+    DRAINING = enum.auto()  # finish what was begun; nothing new may start
+
+
+class Step(enum.Enum):
+    """What can happen to a replica."""
+
+    RESERVE = enum.auto()  # room was charged for it
+    FILLED = enum.auto()  # its copy ended well
+    FAILED = enum.auto()  # its copy ended badly, or found no room in the medium
+    DROP = enum.auto()  # nobody needs these bytes any more
+    FREED = enum.auto()  # the backend gave the bytes back
+
+
+TABLE: dict[tuple[State, Step], State] = {
+    (State.ABSENT, Step.RESERVE): State.FILLING,
+    (State.FILLING, Step.FILLED): State.READY,
+    (State.FILLING, Step.FAILED): State.DRAINING,
+    (State.FILLING, Step.DROP): State.DRAINING,
+    (State.READY, Step.DROP): State.DRAINING,
+    (State.DRAINING, Step.FREED): State.ABSENT,
+}
+
+
+class Replica:
+    """One key's bytes in one tier, and who is busy with them.
+
+    Attributes:
+        entry: whose bytes.
+        tier: index of the tier.
+        charge_bytes: what the tier is charged while the replica is not ``ABSENT``.
+        leases: how many leases hold it; it is not dropped while there are any.
+        readers: how many copies and gets read it; it is not freed while there are any.
+        copy: the number of the copy that writes it, if one does; it is not freed meanwhile.
+        last_use: the ledger's tick of the last use.
+    """
+
+    __slots__ = ("charge_bytes", "copy", "entry", "last_use", "leases", "readers", "state", "tier")
+
+    def __init__(self, entry: Entry, tier: int, charge_bytes: int) -> None:
+        self.entry = entry
+        self.tier = tier
+        self.charge_bytes = charge_bytes
+        self.state = State.ABSENT
+        self.leases = 0
+        self.readers = 0
+        self.copy: int | None = None
+        self.last_use = 0
+
+    @property
+    def key(self) -> str:
+        """The key whose bytes these are."""
+        return self.entry.key
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody holds, reads or writes the bytes, so that they may be freed."""
+        return not (self.leases or self.readers or self.copy is not None)
+
+    def step(self, step: Step) -> None:
+        """Change the state.
+
+        Raises:
+            InvariantError: the table has no such step.
+        """
+        try:
+            self.state = TABLE[self.state, step]
+        except KeyError:
+            raise InvariantError(
+                f"replica of {self.key!r} in tier {self.tier} cannot take {step.name} "
+                f"while {self.state.name}. This is a bug in tierstore.",
+                key=self.key,
+            ) from None

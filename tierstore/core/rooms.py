@@ -1,0 +1,165 @@
+"""Making room: who gets it next, and who has to go for it.
+
+Targets are computed over what can be evicted, so that nothing spins: a want that cannot get room now
+either waits for hardware that is already at it, or is refused at once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+
+from tierstore.core.books import Books
+from tierstore.core.entry import Want
+from tierstore.core.eviction import Policy, by_next_use
+from tierstore.core.messages import Urgency
+from tierstore.core.model import Plan
+from tierstore.core.quota import Shelf
+from tierstore.core.residency import Replica
+from tierstore.errors import CapacityError
+from tierstore.units import format_bytes
+
+
+class Room(enum.Enum):
+    """The answer to a want that asks for room."""
+
+    NOW = enum.auto()  # it is free
+    LATER = enum.auto()  # the hardware is making it
+
+
+class Rooms:
+    """Decides about room, by the policy and the plan.
+
+    Args:
+        books: the books.
+        policy: who goes next.
+        push_down: begins to copy a replica to the tier below, so that it can be dropped; returns
+            False if no lower tier can ever take it.
+    """
+
+    def __init__(self, books: Books, policy: Policy, push_down: Callable[[Replica, Urgency], bool]) -> None:
+        self.books = books
+        self.policy = policy
+        self.push_down = push_down
+        self.plan: Plan | None = None
+        self.position = 0
+
+    def distance(self, key: str) -> int | None:
+        """Return the accesses until ``key`` is used next; None: no plan knows it."""
+        return None if self.plan is None else self.plan.distance(key, self.position)
+
+    def ask(self, shelf: Shelf, want: Want) -> Room:
+        """Say whether ``want`` can have room now or later, and set the hardware to it.
+
+        Raises:
+            CapacityError: it cannot, and no hardware will change that.
+        """
+        needed = shelf.charge(want.entry.nbytes) + want.slack_bytes
+        if needed <= shelf.free_bytes:
+            return Room.NOW
+        self._refuse_if_hopeless(shelf, want, needed)
+        missing = needed - shelf.coming_free_bytes
+        if missing > 0:
+            self.evict(shelf, missing, self._candidates(shelf, want), want.urgency, needed)
+        if needed <= shelf.coming_free_bytes:
+            return Room.LATER
+        if want.urgency is Urgency.PREFETCH:
+            raise CapacityError("a prefetch only takes what is free or what is needed later")
+        if shelf.is_in_motion:
+            return Room.LATER
+        raise self._refusal(shelf, want, needed)
+
+    def evict(
+        self, shelf: Shelf, missing_bytes: int, candidates: Iterable[Replica], urgency: Urgency, needed: int
+    ) -> None:
+        """Let candidates go, in the policy's order, until ``missing_bytes`` more are coming free."""
+        target = shelf.coming_free_bytes + missing_bytes
+        for victim in self.policy(candidates, needed, self.distance):
+            if shelf.coming_free_bytes >= target:
+                return
+            self.let_go(shelf, victim, urgency)
+
+    def let_go(self, shelf: Shelf, victim: Replica, urgency: Urgency) -> None:
+        """Evict one replica: drop it if another is READY, else push it down first."""
+        if shelf.evictable.get(victim.entry.uid) is not victim:
+            return
+        shelf.counters.evictions += 1
+        if len(victim.entry.ready()) > 1:
+            self.books.drop(victim)
+            return
+        self.books.leave(victim)
+        if not self.push_down(victim, urgency):
+            self.give_up(victim)
+
+    def give_up(self, victim: Replica) -> None:
+        """A leaving replica finds no room below: it stays, and is no candidate until that may change."""
+        shelf = self.books.shelves[victim.tier]
+        if self.books.stay(victim):
+            shelf.stuck[victim.entry.uid] = victim
+            self.books.restless.add(shelf.index)
+
+    def reconsider(self, shelf: Shelf) -> None:
+        """What was stuck may find room below again."""
+        if shelf.stuck:
+            shelf.evictable.update(shelf.stuck)
+            shelf.stuck.clear()
+
+    def keep_watermark(self, shelf: Shelf) -> None:
+        """Above ``high``, evict down to ``low``, over what can be evicted."""
+        leaving = shelf.draining_bytes + shelf.leaving_bytes
+        if shelf.charged_bytes - leaving <= shelf.tier.high_bytes or not shelf.evictable:
+            return
+        excess = shelf.charged_bytes - leaving - shelf.tier.low_bytes
+        self.evict(shelf, excess, self.evictable(shelf), Urgency.WRITE_BACK, excess)
+
+    def evictable(self, shelf: Shelf) -> list[Replica]:
+        """Return what may be evicted, oldest use first."""
+        return list(shelf.evictable.values())
+
+    def _candidates(self, shelf: Shelf, want: Want) -> list[Replica]:
+        """A prefetch may only push out what the plan needs later than the prefetched."""
+        candidates = self.evictable(shelf)
+        if want.urgency is not Urgency.PREFETCH:
+            return candidates
+        own = self.distance(want.entry.key)
+        if own is None or self.policy is not by_next_use:
+            return []
+        distances = ((replica, self.distance(replica.key)) for replica in candidates)
+        return [replica for replica, distance in distances if distance is None or distance > own]
+
+    def _refuse_if_hopeless(self, shelf: Shelf, want: Want, needed: int) -> None:
+        """Refuse at once what only a lease's holder, or nobody, could make room for."""
+        lost = sum(replica.charge_bytes for replica in shelf.lost.values())
+        if needed > shelf.limit_bytes - shelf.leased_bytes - lost:
+            raise self._refusal(shelf, want, needed)
+
+    def _refusal(self, shelf: Shelf, want: Want, needed: int) -> CapacityError:
+        """Say what was needed, what there is and who holds the rest."""
+        leased = [
+            entry
+            for entry in self.books.entries.values()
+            if (replica := entry.replicas.get(shelf.index)) is not None and replica.leases
+        ]
+        holders = tuple(dict.fromkeys(holder for entry in leased for holder in entry.holders.values()))
+        own = needed - want.slack_bytes
+        message = (
+            f"{want.entry.key!r} needs {format_bytes(own)} in {shelf.tier.name!r} "
+            f"({format_bytes(shelf.free_bytes)} free of {format_bytes(shelf.limit_bytes)})"
+        )
+        if want.slack_bytes:
+            message += f"; the free bytes are not in one piece: {want.refusal}"
+        if leased:
+            message += f"; {len(leased)} replicas ({format_bytes(shelf.leased_bytes)}) are leased there"
+        if shelf.stuck:
+            message += f"; {len(shelf.stuck)} replicas could not be moved to a lower tier"
+        advice = "Release a lease, or raise" if leased else "Drop keys, or raise"
+        error = CapacityError(
+            f"{message}. {advice} the capacity of {shelf.tier.name!r}.",
+            key=want.entry.key,
+            tier=shelf.tier.name,
+            needed_bytes=own,
+            free_bytes=shelf.free_bytes,
+            holders=holders,
+        )
+        error.__cause__ = want.refusal or shelf.trouble
+        return error

@@ -1,0 +1,110 @@
+"""Bytes in flight, bounded for each direction.
+
+Only a bound on what is under way gives a bound on memory and lets a demand overtake what was asked
+for earlier: a copy that has been handed to the hardware cannot be called back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tierstore.core.entry import Want
+from tierstore.core.messages import Urgency
+
+Direction = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One movement of a want's bytes from tier ``source`` (-1: the caller of ``put``)."""
+
+    number: int
+    want: Want
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Lane:
+    """One direction: what is under way and what waits, by urgency."""
+
+    in_flight_bytes: int = 0
+    copies: int = 0
+    moved_bytes: int = 0
+    waiting: dict[Urgency, dict[int, Copy]] = field(
+        default_factory=lambda: {urgency: {} for urgency in Urgency}
+    )
+
+    def first(self) -> Copy | None:
+        """Return the copy that is next."""
+        for urgency in Urgency:
+            for copy in self.waiting[urgency].values():
+                return copy
+        return None
+
+
+class Traffic:
+    """All copies: which may start now, which wait for their window.
+
+    A copy larger than the window goes alone.
+    """
+
+    def __init__(self, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
+        self.lanes: dict[Direction, Lane] = {}
+        self.copies: dict[int, Copy] = {}
+
+    def lane(self, source: int, target: int) -> Lane:
+        """Return the lane of a direction."""
+        lane = self.lanes.get((source, target))
+        if lane is None:
+            lane = self.lanes[source, target] = Lane()
+        return lane
+
+    def submit(self, copy: Copy) -> list[Copy]:
+        """Take a copy in; return those that may start now."""
+        self.copies[copy.number] = copy
+        self.lane(copy.source, copy.target).waiting[copy.want.urgency][copy.number] = copy
+        return self._start(copy.source, copy.target)
+
+    def expedite(self, copy: Copy, urgency: Urgency) -> None:
+        """Let a copy that still waits go with those of ``urgency``."""
+        lane = self.lane(copy.source, copy.target)
+        for waiting in lane.waiting.values():
+            if waiting.pop(copy.number, None) is not None:
+                lane.waiting[urgency][copy.number] = copy
+                return
+
+    def cancel(self, copy: Copy) -> bool:
+        """Forget a copy that has not started; return whether it had not."""
+        lane = self.lane(copy.source, copy.target)
+        for waiting in lane.waiting.values():
+            if waiting.pop(copy.number, None) is not None:
+                del self.copies[copy.number]
+                return True
+        return False
+
+    def end(self, copy: Copy, *, is_moved: bool) -> list[Copy]:
+        """Take a copy out; return those that may start now."""
+        del self.copies[copy.number]
+        lane = self.lane(copy.source, copy.target)
+        lane.in_flight_bytes -= copy.nbytes
+        if is_moved:
+            lane.copies += 1
+            lane.moved_bytes += copy.nbytes
+        return self._start(copy.source, copy.target)
+
+    def _start(self, source: int, target: int) -> list[Copy]:
+        lane = self.lane(source, target)
+        started: list[Copy] = []
+        while (copy := lane.first()) is not None:
+            # A put is made by its own caller: it is never held back.
+            is_bounded = source >= 0
+            if is_bounded and lane.in_flight_bytes and lane.in_flight_bytes + copy.nbytes > self.window_bytes:
+                break
+            for waiting in lane.waiting.values():
+                waiting.pop(copy.number, None)
+            lane.in_flight_bytes += copy.nbytes
+            started.append(copy)
+        return started

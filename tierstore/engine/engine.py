@@ -1,0 +1,333 @@
+"""Takes the lock, asks the ledger, lets go of the lock, and does what it says.
+
+`Engine.turn` is the only way in: a request from a caller or an outcome from a backend goes to the
+ledger under the one lock; the commands it answers with are carried out after the lock is let go, and
+what they come to are events again.  No I/O, no device call and no callback happens under the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeVar
+
+import torch
+
+from tierstore.core import messages as m
+from tierstore.core.ledger import Ledger
+from tierstore.engine.transfer import Transfer
+from tierstore.errors import BackendError, CapacityError, InvariantError, StoreClosed, TierStoreError
+from tierstore.spi import AddressableSlot, Backend, Completion, Medium, Slot
+
+T = TypeVar("T")
+Place = tuple[int, int]  # (uid, tier): names a replica
+_AFTER_CLOSE = (m.CopyDone, m.CopyOrdered, m.CopyRefused, m.Freed, m.ReadDone, m.LeaseReleased)
+
+log = logging.getLogger("tierstore")
+
+
+def _orphaned(key: str) -> BackendError:
+    return BackendError(f"the call that was putting {key!r} was interrupted.", key=key)
+
+
+@dataclass(slots=True)
+class Opening:
+    """Room that a caller of ``put`` is to fill."""
+
+    copy: int
+    tier: int
+    slot: Slot
+
+
+class Engine:
+    """Carries out what the ledger decides, on backends.  Safe from any thread.
+
+    Args:
+        ledger: the books; from now on touched only here.
+        backends: one for each tier, fastest first.
+        names: the tiers' names, for messages.
+    """
+
+    def __init__(self, ledger: Ledger, backends: Sequence[Backend], names: Sequence[str]) -> None:
+        self._lock = threading.Lock()  # guards _ledger, and nothing else
+        self._ledger = ledger
+        self.backends = tuple(backends)
+        self.names = tuple(names)
+        self.media = tuple(backend.capabilities.medium for backend in backends)
+        self._numbers = count(1)
+        # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
+        # its FreeSlot, which the ledger never has under way at the same time.
+        self._slots: dict[Place, Slot] = {}
+        self._waiting: dict[int, Transfer[Sequence[m.Granted]]] = {}
+        self._openings: dict[int, Transfer[Opening]] = {}
+        self._is_closed = False
+        self._is_broken = False
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def number(self) -> int:
+        """Return a new request number."""
+        return next(self._numbers)
+
+    def request(
+        self, event: m.Event, number: int, keys: tuple[str, ...] = (), tier: str | None = None
+    ) -> Transfer[Sequence[m.Granted]]:
+        """Put a request to the ledger; what it comes to is in the transfer.
+
+        Raises:
+            UsageError: the call is wrong; nothing was changed.
+            StoreClosed: too late.
+        """
+        transfer: Transfer[Sequence[m.Granted]] = Transfer(keys, tier)
+        self._waiting[number] = transfer
+        try:
+            self.turn(event)
+        except BaseException:
+            self._waiting.pop(number, None)
+            raise
+        return transfer
+
+    def put(
+        self,
+        event: m.PutRequested,
+        fill: Callable[[Opening], None],
+    ) -> None:
+        """Make room for a key and let ``fill`` bring its bytes, in this thread.  Blocks."""
+        number, key = event.request, event.key
+        opening: Transfer[Opening] = Transfer((key,))
+        self._openings[number] = opening
+        try:
+            settled = self.request(event, number, (key,))
+        except BaseException:
+            del self._openings[number]
+            raise
+        room = self.wait(opening, lambda room: self.turn(m.CopyDone(room.copy, _orphaned(key))))
+        del self._openings[number]
+        error: BaseException | None = None
+        try:
+            fill(room)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self.turn(m.CopyDone(room.copy, error))
+        settled.result()
+
+    def wait(self, transfer: Transfer[T], undo: Callable[[T], None]) -> T:
+        """Return what a transfer comes to; if the wait is interrupted, undo it when it comes.
+
+        A wait is interrupted by ``KeyboardInterrupt`` and the like: nobody is left who could release
+        what is granted afterwards.
+        """
+        try:
+            return transfer.result()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                transfer.add_done_callback(lambda: undo(transfer.result()))
+            raise
+
+    def slot(self, granted: m.Granted) -> Slot:
+        """Return the slot of a replica that a grant keeps READY."""
+        return self._slots[granted.uid, granted.tier]
+
+    def look(self, question: Callable[[Ledger], T]) -> T:
+        """Ask the ledger something, under the lock."""
+        with self._lock:
+            return question(self._ledger)
+
+    def resize(self, event: m.ResizeRequested) -> None:
+        """Change a tier's quota.  Blocks until what has to leave has left."""
+        tier = event.tier
+        is_larger = self.look(
+            lambda ledger: event.capacity_bytes > ledger.books.shelves[tier].tier.capacity_bytes
+        )
+        if is_larger:
+            # The medium must be able to hold more before the ledger may ask it to.
+            self.backends[tier].resize(event.capacity_bytes)
+        self.request(event, event.request).result()
+
+    def close(self) -> None:
+        """Fail what waits, wait for what moves, close the backends.  Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        if not self._is_broken:
+            number = self.number()
+            transfer: Transfer[Sequence[m.Granted]] = Transfer()
+            self._waiting[number] = transfer
+            self._turn([m.CloseRequested(number)])
+            transfer.result()
+        self._slots.clear()
+        for backend in self.backends:
+            backend.close()
+
+    # --- the turn -----------------------------------------------------------------------------
+
+    def turn(self, event: m.Event) -> None:
+        """Tell the ledger what happened; carry out what it decides.  From any thread.
+
+        Raises:
+            UsageError: a request is wrong as things are; nothing was changed.
+            StoreClosed: a request came after `close`.
+        """
+        if self._is_broken:
+            raise StoreClosed("the store stopped because of a bug in tierstore; see the log.")
+        if self._is_closed and not isinstance(event, _AFTER_CLOSE):
+            raise StoreClosed("the store is closed.")
+        self._turn([event])
+
+    def _turn(self, events: list[m.Event]) -> None:
+        while events:
+            commands: list[m.Command] = []
+            try:
+                with self._lock:
+                    for event in events:
+                        commands += self._ledger.apply(event)
+            except Exception as error:
+                if isinstance(error, TierStoreError) and not isinstance(error, InvariantError):
+                    raise  # a request is refused: nothing was changed
+                self._break(error)
+                raise
+            events = []
+            for command in commands:
+                self._carry_out(command, events)
+
+    def _break(self, error: Exception) -> None:
+        """The books are wrong, which is a bug: let nobody wait for them."""
+        self._is_broken = True
+        for waiting in list(self._waiting.values()):
+            waiting.resolve(error=error)
+        for opening in list(self._openings.values()):
+            opening.resolve(error=error)
+
+    def _report(self, event: m.Event) -> None:
+        """Bring in an outcome from a backend's thread, which must not die of our bugs."""
+        try:
+            self.turn(event)
+        except (TierStoreError, RuntimeError, LookupError):
+            log.critical("the store is broken by %r", event, exc_info=True)
+
+    def _carry_out(self, command: m.Command, events: list[m.Event]) -> None:
+        """Do one command; add to ``events`` what is already known of its outcome."""
+        if isinstance(command, m.Settle):
+            self._settle(command)
+        elif isinstance(command, m.Grant):
+            self._waiting.pop(command.request).resolve(command.replicas)
+        elif isinstance(command, m.StartCopy):
+            self._start_copy(command, events)
+        elif isinstance(command, m.FreeSlot):
+            self._free(command, events)
+        else:
+            self.backends[command.tier].resize(command.capacity_bytes)
+
+    def _settle(self, command: m.Settle) -> None:
+        transfer = self._waiting.pop(command.request, None)
+        if transfer is not None:
+            transfer.resolve((), command.error)
+        opening = self._openings.get(command.request)
+        if opening is not None and command.error is not None:
+            opening.resolve(error=command.error)
+
+    # --- copies -------------------------------------------------------------------------------
+
+    def _start_copy(self, command: m.StartCopy, events: list[m.Event]) -> None:
+        place = (command.uid, command.target)
+        try:
+            slot = self.backends[command.target].reserve(command.nbytes)
+        except CapacityError as error:
+            events.append(m.CopyRefused(command.copy, error))
+            return
+        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+            events.append(m.CopyDone(command.copy, self._explain(error, command)))
+            return
+        self._slots[place] = slot
+        if command.source is None:
+            self._openings[command.request].resolve(Opening(command.copy, command.target, slot))
+            return
+        try:
+            completion = self._move(
+                command.source, self._slots[command.uid, command.source], command.target, slot
+            )
+        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+            events.append(m.CopyDone(command.copy, self._explain(error, command)))
+            return
+        self._follow_copy(command, completion, events)
+
+    def _follow_copy(self, command: m.StartCopy, completion: Completion, events: list[m.Event]) -> None:
+        if completion.is_done:
+            events.append(m.CopyDone(command.copy, self._explain(completion.error, command)))
+            return
+        if completion.is_stream_ordered:
+            # Told at once: the end of the copy, in another thread, must not overtake it.
+            self._turn([m.CopyOrdered(command.copy)])
+        completion.add_done_callback(
+            lambda error: self._report(m.CopyDone(command.copy, self._explain(error, command)))
+        )
+
+    def _move(self, source: int, source_slot: Slot, target: int, target_slot: Slot) -> Completion:
+        """Begin the copy: straight between host memory and the other medium, or through a buffer."""
+        if self.media[source] is Medium.HOST:
+            assert isinstance(source_slot, AddressableSlot)
+            return self.backends[target].write(target_slot, source_slot.memory)
+        if self.media[target] is Medium.HOST:
+            assert isinstance(target_slot, AddressableSlot)
+            return self.backends[source].read(source_slot, target_slot.memory)
+        return self._move_through_buffer(source, source_slot, target, target_slot)
+
+    def _move_through_buffer(
+        self, source: int, source_slot: Slot, target: int, target_slot: Slot
+    ) -> Completion:
+        """Copy between two media that are not host memory.  The window bounds such buffers."""
+        buffer = torch.empty(source_slot.nbytes, dtype=torch.uint8)
+        both = Completion()
+
+        def begin_second(error: BaseException | None) -> None:
+            if error is not None:
+                both.complete(error)
+                return
+            try:
+                second = self.backends[target].write(target_slot, buffer)
+            except Exception as failure:  # noqa: BLE001 - a foreign backend may raise anything
+                both.complete(failure)
+                return
+            second.add_done_callback(both.complete)
+
+        self.backends[source].read(source_slot, buffer).add_done_callback(begin_second)
+        return both
+
+    def _free(self, command: m.FreeSlot, events: list[m.Event]) -> None:
+        slot = self._slots.pop((command.uid, command.tier), None)
+        if slot is None:  # the medium had refused it: there is nothing to give back
+            events.append(m.Freed(command.uid, command.tier))
+            return
+        try:
+            completion = self.backends[command.tier].free(slot)
+        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+            events.append(m.Freed(command.uid, command.tier, error))
+            return
+        if completion.is_done:
+            events.append(m.Freed(command.uid, command.tier, completion.error))
+            return
+        completion.add_done_callback(lambda error: self._report(m.Freed(command.uid, command.tier, error)))
+
+    def _explain(self, error: BaseException | None, command: m.StartCopy) -> BaseException | None:
+        """Name the key and the tiers in a backend's error, which knows neither."""
+        if error is None:
+            return None
+        source = "the caller" if command.source is None else repr(self.names[command.source])
+        target = self.names[command.target]
+        message = f"copying {command.key!r} ({command.nbytes} B) from {source} to {target!r} failed: {error}"
+        kind = type(error) if isinstance(error, BackendError) else BackendError
+        explained = kind(
+            message,
+            transient=isinstance(error, BackendError) and error.transient,
+            key=command.key,
+            tier=target,
+            needed_bytes=command.nbytes,
+        )
+        explained.__cause__ = error
+        return explained

@@ -1,0 +1,87 @@
+"""A copy under way: a future that blocks, calls back or is awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_lock = threading.Lock()  # guards the waiters of every transfer; held for a few instructions
+
+
+class Transfer(Generic[T]):
+    """What a request will come to.  Safe from any thread; resolved once.
+
+    Attributes:
+        keys: the keys that move.
+        tier: where they move to; None: nowhere in particular.
+    """
+
+    __slots__ = ("_callbacks", "_error", "_is_done", "_value", "keys", "tier")
+
+    def __init__(self, keys: tuple[str, ...] = (), tier: str | None = None) -> None:
+        self.keys = keys
+        self.tier = tier
+        self._is_done = False  # guarded by _lock, as are the next three
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], object]] | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self._is_done
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Block until it has ended, at most ``timeout_s`` seconds; return its value.
+
+        Raises:
+            TimeoutError: it has not ended in time; it goes on.
+            TierStoreError: it failed; the cause is attached.
+        """
+        if not self._is_done:
+            event = threading.Event()
+            self.add_done_callback(event.set)
+            if not event.wait(timeout_s):
+                raise TimeoutError(f"the transfer of {self.keys!r} has not ended within {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` when it has ended: in the resolving thread, or now."""
+        with _lock:
+            if not self._is_done:
+                if self._callbacks is None:
+                    self._callbacks = []
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def resolve(self, value: T | None = None, error: BaseException | None = None) -> None:
+        """End it.  For the engine; a second call does nothing."""
+        with _lock:
+            if self._is_done:
+                return
+            self._value = value
+            self._error = error
+            self._is_done = True
+            callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks or ():
+            callback()
+
+    def __await__(self) -> Generator[object, None, T]:
+        """Wait without blocking the event loop."""
+        if not self._is_done:
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+
+            def wake() -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            self.add_done_callback(lambda: loop.call_soon_threadsafe(wake))
+            yield from future
+        return self.result()

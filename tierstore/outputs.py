@@ -1,0 +1,64 @@
+"""Host memory for the copies that `Store.get` hands out.
+
+The operating system clears fresh pages before it gives them out, which on many machines costs more
+than the copy itself.  Memory of outputs that nobody refers to any more is used again, up to a bound.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+
+import numpy as np
+import torch
+
+SMALLEST_BYTES = 1024**2
+KEPT_BYTES = 256 * 1024**2
+
+
+class OutputPool:
+    """Hands out host memory; takes it back when the last tensor over it is gone.  Thread-safe.
+
+    Args:
+        kept_bytes: how much memory that nobody uses is kept for the next outputs.
+    """
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
+        self._lock = threading.RLock()  # guards the next two; re-entered by finalizers
+        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._idle_bytes = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` of host memory as a one-dimensional uint8 tensor with its own storage."""
+        if nbytes < SMALLEST_BYTES:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        memory = self._reuse(nbytes)
+        if memory is None:
+            memory = mmap.mmap(-1, nbytes)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        array = np.frombuffer(memory, dtype=np.uint8)
+        weakref.finalize(array, self._give_back, nbytes, memory).atexit = False
+        return torch.from_numpy(array)
+
+    def _reuse(self, nbytes: int) -> mmap.mmap | None:
+        with self._lock:
+            idle = self._idle.get(nbytes)
+            if not idle:
+                return None
+            self._idle_bytes -= nbytes
+            return idle.pop()
+
+    def _give_back(self, nbytes: int, memory: mmap.mmap) -> None:
+        with self._lock:
+            if self._idle_bytes + nbytes <= self._kept_bytes:
+                self._idle.setdefault(nbytes, []).append(memory)
+                self._idle_bytes += nbytes
+
+    def clear(self) -> None:
+        """Forget what is kept, and keep nothing from now on."""
+        with self._lock:
+            self._kept_bytes = 0
+            self._idle.clear()
+            self._idle_bytes = 0

@@ -1,0 +1,222 @@
+"""What a backend is: the seam between the engine and the media that hold bytes.
+
+A backend holds bytes in *slots* and moves them; it knows nothing of keys, tiers or policies.
+Host memory is the common currency: ``read`` copies a slot into a host buffer and ``write`` copies
+a host buffer into a slot.  A *buffer* is a one-dimensional, contiguous ``torch.uint8`` tensor in
+host memory.
+
+The engine guarantees:
+
+1. ``reserve`` is never asked to hold more than the tier's capacity in *charged* bytes:
+   ``align_up(nbytes, capabilities.alignment_bytes)`` summed over the slots not yet freed.
+2. A slot is written by at most one ``write`` at a time, and not while it is read.
+3. A slot is freed exactly once, after every ``read`` and ``write`` on it has completed and every
+   lease on it was released.
+4. ``close`` is called once, after every slot was freed or while nothing is in flight.
+5. A buffer stays alive, and nobody else writes it, between the call and its completion.
+   It has exactly ``slot.nbytes`` bytes.
+
+A backend owes:
+
+6. Every member may be called from any thread, and none but ``close`` blocks on the medium.
+   (A copy between two places in host memory may be done before the call returns.)
+7. Every completion completes exactly once, with an error or without, whatever happens.
+8. After a completion without error the bytes are there: a later ``read`` returns what ``write``
+   was given, or completes with ``IntegrityError``.
+9. A failed ``write`` or ``read`` leaves every other slot as it was.
+10. Bytes of a slot are given back to the medium before its ``free`` completes, and not earlier.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+Buffer = torch.Tensor
+"""A one-dimensional contiguous ``torch.uint8`` tensor in host memory."""
+
+DoneCallback = Callable[[BaseException | None], None]
+
+
+class Medium(enum.Enum):
+    """What a backend's slots are made of, and so who can touch their bytes."""
+
+    HOST = enum.auto()  # host memory: ``slot.memory`` is a buffer that every backend can move
+    DEVICE = enum.auto()  # an accelerator's memory: ``slot.memory`` is a tensor that it computes on
+    STORAGE = enum.auto()  # behind I/O: bytes are reached by ``read`` and ``write`` only
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do.  Constant for its lifetime.
+
+    Attributes:
+        medium: who can touch the bytes.
+        is_durable: whether written bytes survive the process and a power loss.
+        alignment_bytes: slots take a multiple of this many bytes of the medium.
+        depth: how many reads and writes at a time keep the medium busy.
+        device: where the ``memory`` of addressable slots lives.
+    """
+
+    medium: Medium
+    is_durable: bool = False
+    alignment_bytes: int = 1
+    depth: int = 1
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+
+
+class Completion:
+    """The end of one operation, now or later.  Thread-safe; completes once.
+
+    ``is_stream_ordered`` marks an operation whose *destination* may be used at once by work that
+    is queued on the device afterwards (``Slot.acquire`` orders it), although the operation has not
+    yet been observed to end; its *source* is busy until the completion is done.
+    """
+
+    __slots__ = ("_callbacks", "_error", "_is_done", "_lock", "is_stream_ordered")
+
+    def __init__(self, *, is_stream_ordered: bool = False) -> None:
+        self._lock = threading.Lock()
+        self._is_done = False  # guarded by _lock, as are the next two
+        self._error: BaseException | None = None
+        self._callbacks: list[DoneCallback] = []
+        self.is_stream_ordered = is_stream_ordered
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the operation has ended."""
+        return self._is_done
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, once done; ``None`` if nothing did."""
+        return self._error
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """End the operation and run the callbacks in this thread.  For backends.
+
+        Raises:
+            RuntimeError: it was completed before.
+        """
+        with self._lock:
+            if self._is_done:
+                raise RuntimeError("completed twice")
+            self._error = error
+            self._is_done = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(error)
+
+    def add_done_callback(self, callback: DoneCallback) -> None:
+        """Call ``callback(error)`` when done: in the completing thread, or now if it is done."""
+        with self._lock:
+            if not self._is_done:
+                self._callbacks.append(callback)
+                return
+        callback(self._error)
+
+    @classmethod
+    def done(cls, error: BaseException | None = None) -> Completion:
+        """Return a completion that has already ended."""
+        completion = cls()
+        completion._is_done = True
+        completion._error = error
+        return completion
+
+
+class Slot(Protocol):
+    """Room for ``nbytes`` bytes in one backend."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes asked for: what ``read`` and ``write`` move."""
+        ...
+
+
+@runtime_checkable
+class AddressableSlot(Slot, Protocol):
+    """A slot of a ``HOST`` or ``DEVICE`` backend: its bytes can be used in place."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The slot's bytes: the same one-dimensional ``torch.uint8`` tensor at every call.
+
+        Its storage belongs to this slot alone and begins at the slot's first byte, so that the
+        storage's use count tells whether anything still refers to the slot.
+        """
+        ...
+
+    def acquire(self) -> None:
+        """Order the calling thread's current device stream after everything that wrote the slot."""
+        ...
+
+    def release(self) -> None:
+        """Note where the calling thread's current device stream is: the slot is busy until then."""
+        ...
+
+
+class Backend(Protocol):
+    """Holds and moves the bytes of one medium.  See the module for who owes what."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this backend can do."""
+        ...
+
+    def reserve(self, nbytes: int) -> Slot:
+        """Take room for ``nbytes`` (0 is allowed).
+
+        Raises:
+            CapacityError: no room *in this shape* (fragmentation, or the medium itself is full);
+                the engine then makes more room or fails the request.
+            BackendError: the medium failed.
+        """
+        ...
+
+    def read(self, slot: Slot, into: Buffer) -> Completion:
+        """Copy the slot's bytes into ``into``."""
+        ...
+
+    def write(self, slot: Slot, source: Buffer) -> Completion:
+        """Copy ``source`` into the slot."""
+        ...
+
+    def free(self, slot: Slot) -> Completion:
+        """Give the slot's bytes back.  Done when the medium can hold others in their place."""
+        ...
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Hold at most ``capacity_bytes`` from now on.  Called when the slots already fit in it."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back.  Blocks until the medium is quiet.  Idempotent."""
+        ...
+
+
+class BackendFactory(Protocol):
+    """What an entry point of the group ``tierstore.backends`` names."""
+
+    def __call__(self, *, capacity_bytes: int, options: Mapping[str, object]) -> Backend:
+        """Open a backend that holds at most ``capacity_bytes``.
+
+        Raises:
+            ConfigError: an unknown option or a bad value; the message lists what is accepted.
+            BackendError: the medium is not there or cannot be used.
+        """
+        ...
+
+
+StorageListener = Callable[[torch.UntypedStorage], None]
+
+device_storage_listeners: list[StorageListener] = []
+"""Told of every storage that an *emulated* device allocates, in the allocating thread.
+
+An emulated device has no allocator of its own to ask, so a meter of device memory
+(`tierstore.testing.memory`) listens here.  A listener may raise to refuse the allocation.
+"""

@@ -1,0 +1,88 @@
+"""What `Store.stats` returns: one frozen object, in bytes, counts and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier, now and since the start.
+
+    Attributes:
+        capacity_bytes: the quota.
+        charged_bytes: what is charged now, in whatever state.
+        ready_bytes: the part of it that can be used.
+        in_flight_bytes: the part of it that copies are writing, or are about to.
+        peak_charged_bytes: the most that was ever charged.
+        reserved_bytes: what the medium holds for it (a pool's blocks); at least what is charged.
+        hits: leases and fetches that found their key ready here.
+        faults: those that did not.
+        evictions: replicas that were let go to make room or because they were told to.
+        refusals: requests that could get no room.
+    """
+
+    capacity_bytes: int
+    charged_bytes: int
+    ready_bytes: int
+    in_flight_bytes: int
+    peak_charged_bytes: int
+    reserved_bytes: int
+    hits: int
+    faults: int
+    evictions: int
+    refusals: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One direction since the start."""
+
+    copies: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A store, now and since the start.
+
+    Attributes:
+        tiers: by name, fastest first.
+        traffic: by (from, to); ``"caller"`` stands for who puts and gets.
+        stall_seconds: how long callers were blocked in leases and fetches, summed over threads.
+    """
+
+    tiers: Mapping[str, TierStats]
+    traffic: Mapping[tuple[str, str], Traffic]
+    stall_seconds: float
+
+    @property
+    def hits(self) -> int:
+        """Over all tiers."""
+        return sum(tier.hits for tier in self.tiers.values())
+
+    @property
+    def faults(self) -> int:
+        """Over all tiers."""
+        return sum(tier.faults for tier in self.tiers.values())
+
+    @property
+    def evictions(self) -> int:
+        """Over all tiers."""
+        return sum(tier.evictions for tier in self.tiers.values())
+
+    @property
+    def refusals(self) -> int:
+        """Over all tiers."""
+        return sum(tier.refusals for tier in self.tiers.values())
+
+    @property
+    def copies(self) -> int:
+        """Over all directions."""
+        return sum(traffic.copies for traffic in self.traffic.values())
+
+    @property
+    def copied_bytes(self) -> int:
+        """Over all directions."""
+        return sum(traffic.nbytes for traffic in self.traffic.values())
