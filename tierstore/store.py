@@ -27,7 +27,7 @@ from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import KeyNotFound, UsageError
 from tierstore.outputs import OutputPool
-from tierstore.spi import AddressableSlot, Backend, Completion, Medium, Slot
+from tierstore.spi import AddressableSlot, Backend, Completion, Medium
 from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.tensors import TensorSpec, bytes_of, describe, view_bytes
 
@@ -149,8 +149,8 @@ class Store:
         """Bring a tensor's bytes into the slot that was reserved for them."""
         if spec.nbytes == 0:
             return
-        slot = room.slot
-        if isinstance(slot, AddressableSlot):
+        slot = self._engine.addressable(room.slot, room.tier)
+        if slot is not None:
             slot.acquire()
             with torch.no_grad():
                 view_bytes(slot.memory, spec).copy_(tensor)
@@ -160,7 +160,7 @@ class Store:
         if not is_plain or tensor.is_conj() or tensor.is_neg():
             copy = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
             tensor = copy.copy_(tensor)
-        _wait(self._engine.backends[room.tier].write(slot, bytes_of(tensor)))
+        _wait(self._engine.backends[room.tier].write(room.slot, bytes_of(tensor)))
 
     def get(self, key: str, *, device: torch.device | str | None = None) -> torch.Tensor:
         """Return an independent copy that the caller owns.  Blocks; moves no replica.
@@ -185,22 +185,23 @@ class Store:
     def _copy_out(self, granted: m.Granted, device: torch.device | str | None) -> torch.Tensor:
         spec = _spec(granted)
         target = spec.device if device is None else torch.device(device)
-        source = self._engine.slot(granted)
         if target.type != "cpu":
             out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=target)
         else:
             out = view_bytes(self._outputs.take(spec.nbytes), spec)
         if spec.nbytes:
-            self._read_into(out, granted, source, spec)
+            self._read_into(out, granted, spec)
         self._count_get(self.tier_names[granted.tier], spec.nbytes)
         return out
 
-    def _read_into(self, out: torch.Tensor, granted: m.Granted, source: Slot, spec: TensorSpec) -> None:
-        if isinstance(source, AddressableSlot):
-            source.acquire()
+    def _read_into(self, out: torch.Tensor, granted: m.Granted, spec: TensorSpec) -> None:
+        source = self._engine.slot(granted)
+        slot = self._engine.addressable(source, granted.tier)
+        if slot is not None:
+            slot.acquire()
             with torch.no_grad():
-                out.copy_(view_bytes(source.memory, spec))
-            source.release()
+                out.copy_(view_bytes(slot.memory, spec))
+            slot.release()
             return
         is_host = out.device.type == "cpu"
         host = bytes_of(out) if is_host else self._outputs.take(spec.nbytes)
@@ -244,8 +245,9 @@ class Store:
             )
         number = self._engine.number()
         access = m.Access.WRITE if write else m.Access.READ
-        holder = f"lease {number} of thread {threading.current_thread().name!r}"
-        event = m.LeaseRequested(number, tuple(map(_check_key, keys)), index, access, holder)
+        event = m.LeaseRequested(
+            number, tuple(map(_check_key, keys)), index, access, threading.current_thread().name
+        )
         request = self._engine.request(event, number, keys, self.tier_names[index])
         granted = self._await(request, lambda _: self._engine.turn(m.LeaseReleased(number, written=False)))
         return self._lend(number, granted)
@@ -254,8 +256,8 @@ class Store:
         tensors: dict[str, torch.Tensor] = {}
         slots: list[AddressableSlot] = []
         for replica in granted:
-            slot = self._engine.slot(replica)
-            assert isinstance(slot, AddressableSlot)
+            slot = self._engine.addressable(self._engine.slot(replica), replica.tier)
+            assert slot is not None  # a lease is refused where bytes cannot be used in place
             slot.acquire()
             slots.append(slot)
             tensors[replica.key] = view_bytes(slot.memory, _spec(replica))

@@ -25,11 +25,16 @@ tiers = st.integers(0, 2)
 
 
 class Oracle:
-    """What the slots really hold: a value for each (uid, tier), and the value of each key."""
+    """What the slots really hold: a value for each (uid, tier), and the value of each key.
+
+    A replaced key's former generation keeps its own value for those who still lease or read it.
+    """
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], int | None] = {}
         self.values: dict[str, int] = {}
+        self.generation_values: dict[int, int] = {}
+        self.generations: dict[str, int] = {}
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -46,6 +51,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.frees: list[m.FreeSlot] = []
         self.waiting: dict[int, m.Event] = {}
         self.puts: dict[int, tuple[str, int]] = {}
+        self.put_generations: dict[int, int] = {}
         self.leases: dict[int, list[m.Granted]] = {}
         self.writes: set[int] = set()
         self.reads: dict[int, m.Granted] = {}
@@ -101,6 +107,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 place = (command.uid, command.target)
                 assert place not in self.oracle.slots, "a slot is reserved twice"
                 self.copies[command.copy] = command
+                if command.source is None:
+                    self.put_generations[command.request] = command.uid
+                    self.oracle.generation_values[command.uid] = self.puts[command.request][1]
             case m.FreeSlot():
                 place = (command.uid, command.tier)
                 busy = {(c.uid, tier) for c in self.copies.values() for tier in (c.source, c.target)}
@@ -117,6 +126,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 if isinstance(event, m.PutRequested) and command.error is None:
                     key, value = self.puts[command.request]
                     self.oracle.values[key] = value
+                    self.oracle.generations[key] = self.put_generations[command.request]
             case m.SetCapacity():
                 pass
 
@@ -124,7 +134,8 @@ class LedgerMachine(RuleBasedStateMachine):
         event = self.waiting.pop(command.request)
         replicas = list(command.replicas)
         for granted in replicas:
-            assert self.oracle.slots[granted.uid, granted.tier] == self.oracle.values[granted.key]
+            value = self.oracle.slots[granted.uid, granted.tier]
+            assert value == self.oracle.generation_values[granted.uid]
         if isinstance(event, m.LeaseRequested):
             assert all(granted.tier == event.tier for granted in replicas)
             self.leases[command.request] = replicas
@@ -163,6 +174,8 @@ class LedgerMachine(RuleBasedStateMachine):
             for granted in replicas:
                 value = next(self.value_numbers)
                 self.oracle.slots[granted.uid, granted.tier] = value
+                self.oracle.generation_values[granted.uid] = value
+                assert self.oracle.generations[granted.key] == granted.uid, "a write would be lost"
                 self.oracle.values[granted.key] = value
         self.tell(m.LeaseReleased(number, written))
 
@@ -245,7 +258,7 @@ class LedgerMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(set(self.copies) - self.ordered)))
         self.end_copy(number, BackendError("the medium failed"))
 
-    @precondition(lambda self: set(self.copies) - set(self.copy_values))
+    @precondition(lambda self: bool(set(self.copies) - set(self.copy_values)))
     @rule(data=st.data())
     def copy_is_refused(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(set(self.copies) - set(self.copy_values))))
@@ -253,7 +266,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.tell(m.CopyRefused(number, CapacityError("fragmented")))
 
     @precondition(
-        lambda self: [c for c in self.copies.values() if c.source == 1 and c.copy not in self.ordered]
+        lambda self: any(c.source == 1 and c.copy not in self.ordered for c in self.copies.values())
     )
     @rule(data=st.data())
     def copy_is_ordered(self, data: st.DataObject) -> None:

@@ -41,13 +41,12 @@ def audit(moving: Moving) -> None:
 def _audit_sums(shelf: Shelf, replicas: list[Replica]) -> None:
     """Rule 2: charged until freed, never above the quota."""
     by_state = {state: sum(r.charge_bytes for r in replicas if r.state is state) for state in State}
-    lost = sum(r.charge_bytes for r in shelf.lost.values())
     held = sum(r.charge_bytes for r in replicas if r.state is State.DRAINING and r.leases)
     expected = {
-        "charged_bytes": sum(by_state.values()),
+        "charged_bytes": sum(by_state.values()) + shelf.lost_bytes,
         "filling_bytes": by_state[State.FILLING],
         "ready_bytes": by_state[State.READY],
-        "draining_bytes": by_state[State.DRAINING] - lost - held,
+        "draining_bytes": by_state[State.DRAINING] - held,
         "leased_bytes": sum(r.charge_bytes for r in replicas if r.leases),
         "leaving_bytes": sum(r.charge_bytes for r in shelf.leaving.values()),
     }
@@ -76,6 +75,8 @@ def _audit_sets(shelf: Shelf, replicas: list[Replica]) -> None:
 
 
 def _audit_queues(shelf: Shelf) -> None:
+    if shelf.waiting != sum(len(queue) for queue in shelf.queues.values()):
+        _fail(f"{shelf.tier.name}: {shelf.waiting} wants are said to wait")
     for urgency, queue in shelf.queues.items():
         for want in queue:
             if want.phase is not Phase.QUEUED or want.urgency is not urgency:

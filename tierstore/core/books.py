@@ -117,12 +117,14 @@ class Books:
         self.forget_if_empty(replica.entry)
 
     def free_failed(self, replica: Replica) -> None:
-        """The backend keeps a DRAINING replica's bytes for good: they stay charged, none will come."""
+        """The backend keeps a DRAINING replica's bytes for good: the tier stays charged for them."""
         shelf = self.shelves[replica.tier]
         shelf.draining_bytes -= replica.charge_bytes
-        shelf.lost[replica.entry.uid] = replica
+        shelf.lost_bytes += replica.charge_bytes
+        del replica.entry.replicas[replica.tier]
         self.note(replica.entry, "lost", replica.tier)
         self._stir(replica)
+        self.forget_if_empty(replica.entry)
 
     def forget_if_empty(self, entry: Entry) -> None:
         """Forget a GONE entry of which nothing is left."""
@@ -184,4 +186,5 @@ class Books:
         entry = replica.entry
         if entry.watchers:
             self.changed[entry.uid] = entry
-        self.restless.add(replica.tier)
+        if self.shelves[replica.tier].is_restless:
+            self.restless.add(replica.tier)

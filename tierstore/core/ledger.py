@@ -31,7 +31,7 @@ from tierstore.core.entry import Entry, Life, Want
 from tierstore.core.eviction import Policy
 from tierstore.core.model import Tier
 from tierstore.core.moving import Moving
-from tierstore.core.requests import Evict, Fetch, Flush, Lease, Put, Read, Request
+from tierstore.core.requests import Evict, Fetch, Flush, Lease, Put, Read, Request, refuse_if_written
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, UsageError
 from tierstore.units import format_bytes
@@ -114,12 +114,8 @@ class Ledger:
                 f"{event.key!r} is there already. Drop it, or use put(..., replace=True) to replace it.",
                 key=event.key,
             )
-        if existing is not None and existing.writer is not None:
-            raise LeaseError(
-                f"cannot replace {event.key!r} while it is leased for writing. Release that lease first.",
-                key=event.key,
-                holders=tuple(existing.holders.values()),
-            )
+        if existing is not None:
+            refuse_if_written(existing, "replace")
         tiers = range(len(self.books.shelves)) if event.tier is None else (event.tier,)
         possible = [t for t in tiers if self._can_ever_hold(t, event.nbytes)]
         if not possible:
@@ -272,6 +268,10 @@ class Ledger:
         """Drop a READY replica that is not the last."""
         self.books.shelves[replica.tier].counters.evictions += 1
         self.books.drop(replica)
+
+    def visible(self, key: str) -> Entry | None:
+        """Return the entry that is found under ``key``."""
+        return self.books.index.get(key)
 
     def publish(self, entry: Entry) -> None:
         """Let ``entry`` be found under its key; the entry it replaces goes."""

@@ -105,8 +105,7 @@ class Moving:
     def _serve(self, shelf: Shelf) -> None:
         while (want := shelf.first()) is not None:
             if shelf.index in want.entry.replicas:
-                self._wait_out(shelf, want)
-                return
+                return  # its former replica still drains
             try:
                 if self.rooms.ask(shelf, want) is Room.LATER:
                     return
@@ -118,13 +117,6 @@ class Moving:
             self.books.reserve(want.entry, want.tier)
             want.phase = Phase.RESERVED
             self._find_source(want)
-
-    def _wait_out(self, shelf: Shelf, want: Want) -> None:
-        """The former replica of the pair still drains: those behind must wait as well, or fail."""
-        replica = want.entry.replicas[shelf.index]
-        if shelf.lost.get(want.entry.uid) is replica or replica.leases:
-            self.fail(want, CapacityError(f"{want.entry.key!r} cannot leave {shelf.tier.name!r}"))
-            self.books.restless.add(shelf.index)
 
     # --- sources and copies -------------------------------------------------------------------
 
@@ -308,7 +300,9 @@ class Moving:
                 assert replica is not None
                 replica.copy = None
                 if copy.source != PUT:
-                    entry.replicas[copy.source].readers -= 1
+                    source = entry.replicas[copy.source]
+                    source.readers -= 1
+                    self.books.free_if_idle(source)
                 want.phase = Phase.RESERVED
             elif want.phase is Phase.COPYING and replica is not None and replica.state is State.FILLING:
                 self.books.fill_failed(replica, Step.DROP)

@@ -36,10 +36,12 @@ class Shelf:
         leased_bytes: the part of it that leases hold.
         leaving: READY replicas whose copy to a lower tier is under way, by uid; they then drop.
         evictable: READY replicas that nobody holds and that are not leaving, oldest use first.
-        lost: DRAINING replicas whose backend could not give them back: charged for good.
+        lost_bytes: what the backend could not give back: charged for good.
         stuck: evictable ones for which no lower tier had room; they return when that may change.
         trouble: why the last replica got stuck, where a medium is to blame.
         queues: wants that wait for room, by urgency, first come first.
+        waiting: how many there are in the queues.
+        is_resizing: whether a smaller quota waits for bytes to leave.
     """
 
     __slots__ = (
@@ -49,17 +51,19 @@ class Shelf:
         "evictable",
         "filling_bytes",
         "index",
+        "is_resizing",
         "leased_bytes",
         "leaving",
         "leaving_bytes",
         "limit_bytes",
-        "lost",
+        "lost_bytes",
         "peak_charged_bytes",
         "queues",
         "ready_bytes",
         "stuck",
         "tier",
         "trouble",
+        "waiting",
     )
 
     def __init__(self, index: int, tier: Tier) -> None:
@@ -76,9 +80,11 @@ class Shelf:
         self.leaving: dict[int, Replica] = {}
         self.evictable: dict[int, Replica] = {}
         self.stuck: dict[int, Replica] = {}
-        self.lost: dict[int, Replica] = {}
+        self.lost_bytes = 0
         self.queues: dict[Urgency, dict[Want, None]] = {urgency: {} for urgency in Urgency}
         self.trouble: BaseException | None = None
+        self.waiting = 0
+        self.is_resizing = False
         self.counters = Counters()
 
     @property
@@ -96,6 +102,11 @@ class Shelf:
         """Whether the hardware is at something here that may change what can be evicted."""
         return bool(self.draining_bytes or self.leaving or self.filling_bytes)
 
+    @property
+    def is_restless(self) -> bool:
+        """Whether a change here may let somebody go on, or calls for eviction."""
+        return bool(self.waiting) or self.is_resizing or self.charged_bytes > self.tier.high_bytes
+
     def charge(self, nbytes: int) -> int:
         """Return what a replica of ``nbytes`` is charged here."""
         alignment = self.tier.alignment_bytes
@@ -111,14 +122,16 @@ class Shelf:
     def enqueue(self, want: Want) -> None:
         """Let ``want`` wait for room, behind those of its urgency."""
         self.queues[want.urgency][want] = None
+        self.waiting += 1
 
     def dequeue(self, want: Want) -> None:
         """Let ``want`` wait no more."""
-        self.queues[want.urgency].pop(want, None)
+        if want in self.queues[want.urgency]:
+            del self.queues[want.urgency][want]
+            self.waiting -= 1
 
     def first(self) -> Want | None:
         """Return who is next for room."""
-        for urgency in Urgency:
-            for want in self.queues[urgency]:
-                return want
-        return None
+        if not self.waiting:
+            return None
+        return next(want for queue in self.queues.values() for want in queue)

@@ -40,6 +40,10 @@ class Desk(Protocol):
         """Drop a READY replica that is not the last."""
         ...
 
+    def visible(self, key: str) -> Entry | None:
+        """Return the entry that is found under ``key``."""
+        ...
+
     def publish(self, entry: Entry) -> None:
         """Let ``entry`` be found under its key; the entry it replaces goes."""
         ...
@@ -182,7 +186,7 @@ class Lease(Request):
         return True
 
     def _take(self, replica: Replica) -> None:
-        replica.entry.holders[self.number] = self.holder
+        replica.entry.holders[self.number] = f"lease {self.number} of {self.holder!r}"
         self.desk.hold(replica)
         self.held.append(replica)
 
@@ -305,7 +309,12 @@ class Put(Request):
         """See `Request.examine`."""
         if self.tier is None:
             self._try_next()
-        return bool(entry.ready())
+        if not entry.ready():
+            return False
+        former = self.desk.visible(entry.key)
+        if former is not None and former is not entry:
+            refuse_if_written(former, "replace")
+        return True
 
     def _try_next(self) -> None:
         self.tier = self.tiers.pop(0)

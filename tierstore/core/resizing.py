@@ -31,7 +31,7 @@ class Resizes:
             CapacityError: leases hold more than the new quota; nothing was changed.
         """
         shelf = self.books.shelves[event.tier]
-        held = shelf.leased_bytes + sum(replica.charge_bytes for replica in shelf.lost.values())
+        held = shelf.leased_bytes + shelf.lost_bytes
         if held > event.capacity_bytes:
             raise self._refusal(shelf, event.capacity_bytes)
         queue = self.waiting.setdefault(event.tier, deque())
@@ -40,6 +40,7 @@ class Resizes:
             self._start(shelf, event)
 
     def _start(self, shelf: Shelf, event: ResizeRequested) -> None:
+        shelf.is_resizing = True
         shelf.limit_bytes = min(event.capacity_bytes, shelf.tier.capacity_bytes)
         self.rooms.reconsider(shelf)
         self.books.restless.add(shelf.index)
@@ -66,6 +67,7 @@ class Resizes:
 
     def _end(self, shelf: Shelf, queue: deque[ResizeRequested], error: BaseException | None) -> None:
         self.books.out.append(Settle(queue.popleft().request, error))
+        shelf.is_resizing = False
         self.books.restless.add(shelf.index)
         if queue:
             self._start(shelf, queue[0])

@@ -129,8 +129,7 @@ class Rooms:
 
     def _refuse_if_hopeless(self, shelf: Shelf, want: Want, needed: int) -> None:
         """Refuse at once what only a lease's holder, or nobody, could make room for."""
-        lost = sum(replica.charge_bytes for replica in shelf.lost.values())
-        if needed > shelf.limit_bytes - shelf.leased_bytes - lost:
+        if needed > shelf.limit_bytes - shelf.leased_bytes - shelf.lost_bytes:
             raise self._refusal(shelf, want, needed)
 
     def _refusal(self, shelf: Shelf, want: Want, needed: int) -> CapacityError:

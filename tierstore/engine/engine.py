@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -132,6 +132,11 @@ class Engine:
     def slot(self, granted: m.Granted) -> Slot:
         """Return the slot of a replica that a grant keeps READY."""
         return self._slots[granted.uid, granted.tier]
+
+    def addressable(self, slot: Slot, tier: int) -> AddressableSlot | None:
+        """Return the slot as one whose bytes can be used in place, if those of its tier can."""
+        # By medium: asking the slot itself, a runtime protocol check, takes as long as a whole turn.
+        return None if self.media[tier] is Medium.STORAGE else cast("AddressableSlot", slot)
 
     def look(self, question: Callable[[Ledger], T]) -> T:
         """Ask the ledger something, under the lock."""
@@ -271,11 +276,9 @@ class Engine:
     def _move(self, source: int, source_slot: Slot, target: int, target_slot: Slot) -> Completion:
         """Begin the copy: straight between host memory and the other medium, or through a buffer."""
         if self.media[source] is Medium.HOST:
-            assert isinstance(source_slot, AddressableSlot)
-            return self.backends[target].write(target_slot, source_slot.memory)
+            return self.backends[target].write(target_slot, cast("AddressableSlot", source_slot).memory)
         if self.media[target] is Medium.HOST:
-            assert isinstance(target_slot, AddressableSlot)
-            return self.backends[source].read(source_slot, target_slot.memory)
+            return self.backends[source].read(source_slot, cast("AddressableSlot", target_slot).memory)
         return self._move_through_buffer(source, source_slot, target, target_slot)
 
     def _move_through_buffer(
