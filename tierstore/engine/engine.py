@@ -53,6 +53,7 @@ class Engine:
 
     def __init__(self, ledger: Ledger, backends: Sequence[Backend], names: Sequence[str]) -> None:
         self._lock = threading.Lock()  # guards _ledger, and nothing else
+        self._resizing = threading.Lock()  # one resize at a time, lest media hear of them out of order
         self._ledger = ledger
         self.backends = tuple(backends)
         self.names = tuple(names)
@@ -101,11 +102,9 @@ class Engine:
         self._openings[number] = opening
         try:
             settled = self.request(event, number, (key,))
-        except BaseException:
+            room = self.wait(opening, lambda room: self.turn(m.CopyDone(room.copy, _orphaned(key))))
+        finally:
             del self._openings[number]
-            raise
-        room = self.wait(opening, lambda room: self.turn(m.CopyDone(room.copy, _orphaned(key))))
-        del self._openings[number]
         error: BaseException | None = None
         try:
             fill(room)
@@ -146,13 +145,14 @@ class Engine:
     def resize(self, event: m.ResizeRequested) -> None:
         """Change a tier's quota.  Blocks until what has to leave has left."""
         tier = event.tier
-        is_larger = self.look(
-            lambda ledger: event.capacity_bytes > ledger.books.shelves[tier].tier.capacity_bytes
-        )
-        if is_larger:
-            # The medium must be able to hold more before the ledger may ask it to.
-            self.backends[tier].resize(event.capacity_bytes)
-        self.request(event, event.request).result()
+        with self._resizing:
+            is_larger = self.look(
+                lambda ledger: event.capacity_bytes > ledger.books.shelves[tier].tier.capacity_bytes
+            )
+            if is_larger:
+                # The medium must be able to hold more before the ledger may ask it to.
+                self.backends[tier].resize(event.capacity_bytes)
+            self.request(event, event.request).result()
 
     def close(self) -> None:
         """Fail what waits, wait for what moves, close the backends.  Idempotent."""
@@ -251,7 +251,11 @@ class Engine:
             return
         self._slots[place] = slot
         if command.source is None:
-            self._openings[command.request].resolve(Opening(command.copy, command.target, slot))
+            opening = self._openings.get(command.request)
+            room = Opening(command.copy, command.target, slot)
+            if opening is None or not opening.resolve(room):
+                # The put has failed meanwhile (its key was dropped): nobody is left to fill the room.
+                events.append(m.CopyDone(command.copy, _orphaned(command.key)))
             return
         try:
             completion = self._move(

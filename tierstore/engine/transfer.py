@@ -60,17 +60,18 @@ class Transfer(Generic[T]):
                 return
         callback()
 
-    def resolve(self, value: T | None = None, error: BaseException | None = None) -> None:
-        """End it.  For the engine; a second call does nothing."""
+    def resolve(self, value: T | None = None, error: BaseException | None = None) -> bool:
+        """End it, and return True; or return False if it has ended.  For the engine."""
         with _lock:
             if self._is_done:
-                return
+                return False
             self._value = value
             self._error = error
             self._is_done = True
             callbacks, self._callbacks = self._callbacks, None
         for callback in callbacks or ():
             callback()
+        return True
 
     def __await__(self) -> Generator[object, None, T]:
         """Wait without blocking the event loop."""

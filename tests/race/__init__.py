@@ -1,0 +1,1 @@
+"""Threads against each other, held apart by gates and barriers."""

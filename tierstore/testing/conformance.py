@@ -1,0 +1,400 @@
+"""The suite that every backend passes: the rules of `tierstore.spi`, one test each.
+
+To run it against a backend of yours, say how to open one::
+
+    class TestMyBackend(BackendConformance):
+        def make(self, capacity_bytes: int) -> Backend:
+            return open_backend(capacity_bytes=capacity_bytes, options={})
+
+The suite opens backends of `CAPACITY_BYTES` and less, closes them, and relies on no clock: a
+completion that does not come within `TIMEOUT_S` is a failure.  Needs pytest.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tierstore.errors import BackendError, CapacityError, StoreClosed, TierStoreError
+from tierstore.spi import AddressableSlot, Backend, Buffer, Capabilities, Completion, Medium, Slot
+from tierstore.units import MIB, align_up
+
+CAPACITY_BYTES = 8 * MIB
+TIMEOUT_S = 60.0
+
+SIZES = (0, 1, 511, 512, 513, 4095, 4097, 65_536, 65_537, MIB + 3)
+"""Nothing, around a sector, around a page, where small ends, and a piece of a large one."""
+
+
+def finish(completion: Completion) -> BaseException | None:
+    """Wait for the end of an operation and return its error.
+
+    Raises:
+        TimeoutError: it did not end: the backend broke rule 7.
+    """
+    ended = threading.Event()
+    completion.add_done_callback(lambda _error: ended.set())
+    if not ended.wait(TIMEOUT_S):
+        raise TimeoutError(f"an operation did not complete within {TIMEOUT_S} s")
+    return completion.error
+
+
+def succeed(completion: Completion) -> None:
+    """Wait for the end of an operation and raise its error."""
+    error = finish(completion)
+    if error is not None:
+        raise error
+
+
+def refusal(operate: Callable[[], Completion]) -> BaseException | None:
+    """Return the error of a call that the engine must never make, raised or completed with."""
+    try:
+        return finish(operate())
+    except TierStoreError as error:
+        return error
+
+
+def pattern(nbytes: int, seed: int) -> Buffer:
+    """Return ``nbytes`` that differ from those of every other seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def stored(backend: Backend, source: Buffer) -> Slot:
+    """Return a slot that holds ``source``."""
+    slot = backend.reserve(source.numel())
+    succeed(backend.write(slot, source))
+    return slot
+
+
+def contents(backend: Backend, slot: Slot) -> Buffer:
+    """Return what a slot holds."""
+    into = torch.full((slot.nbytes,), 0x5A, dtype=torch.uint8)
+    succeed(backend.read(slot, into))
+    return into
+
+
+def charge(capabilities: Capabilities, nbytes: int) -> int:
+    """Return what a slot of ``nbytes`` counts against the capacity (rule 1)."""
+    return align_up(nbytes, capabilities.alignment_bytes)
+
+
+class BackendConformance:
+    """Subclass it, name the subclass ``Test...``, and define `make`."""
+
+    def make(self, capacity_bytes: int) -> Backend:
+        """Open the backend under test.  Called once or more in each test."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def opened(self) -> Iterator[Callable[[int], Backend]]:
+        """Open backends, and close them after the test."""
+        backends: list[Backend] = []
+
+        def open_one(capacity_bytes: int) -> Backend:
+            backends.append(self.make(capacity_bytes))
+            return backends[-1]
+
+        yield open_one
+        for backend in backends:
+            backend.close()
+
+    @pytest.fixture
+    def backend(self, opened: Callable[[int], Backend]) -> Backend:
+        """Open a backend of the usual capacity."""
+        return opened(CAPACITY_BYTES)
+
+    # ------------------------------------------------------------------------------------ bytes
+
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_what_was_written_is_read(self, backend: Backend, nbytes: int) -> None:
+        """Rule 8."""
+        source = pattern(nbytes, seed=1)
+        assert torch.equal(contents(backend, stored(backend, source)), source)
+
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_a_slot_has_the_bytes_that_were_asked_for(self, backend: Backend, nbytes: int) -> None:
+        """Not those of the medium's alignment."""
+        assert backend.reserve(nbytes).nbytes == nbytes
+
+    def test_a_slot_can_be_written_again(self, backend: Backend) -> None:
+        """The later bytes count."""
+        slot = stored(backend, pattern(10_000, seed=1))
+        later = pattern(10_000, seed=2)
+        succeed(backend.write(slot, later))
+        assert torch.equal(contents(backend, slot), later)
+
+    def test_a_slot_can_be_read_again(self, backend: Backend) -> None:
+        """Reading does not consume."""
+        source = pattern(10_000, seed=1)
+        slot = stored(backend, source)
+        contents(backend, slot)
+        assert torch.equal(contents(backend, slot), source)
+
+    def test_the_source_may_change_after_its_write(self, backend: Backend) -> None:
+        """Rule 5 ends with the completion."""
+        source = pattern(100_000, seed=1)
+        expected = source.clone()
+        slot = stored(backend, source)
+        source.zero_()
+        assert torch.equal(contents(backend, slot), expected)
+
+    def test_slots_do_not_touch_each_other(self, backend: Backend) -> None:
+        """Rule 9, and the least that a backend can do."""
+        sources = [pattern(nbytes, seed) for seed, nbytes in enumerate(SIZES)]
+        slots = [stored(backend, source) for source in sources]
+        sources[3] = pattern(SIZES[3], seed=99)
+        succeed(backend.write(slots[3], sources[3]))
+        succeed(backend.free(slots.pop(5)))
+        del sources[5]
+        for slot, source in zip(slots, sources, strict=True):
+            assert torch.equal(contents(backend, slot), source)
+
+    def test_a_buffer_inside_a_larger_one_is_moved_alone(self, backend: Backend) -> None:
+        """A buffer is a view as often as not."""
+        around = torch.zeros(3 * 5_000, dtype=torch.uint8)
+        source = pattern(3 * 5_000, seed=1)
+        slot = stored(backend, source[5_000:10_000])
+        succeed(backend.read(slot, around[5_000:10_000]))
+        assert torch.equal(around[5_000:10_000], source[5_000:10_000])
+        assert not around[:5_000].any()
+        assert not around[10_000:].any()
+
+    # ------------------------------------------------------------------------------------ room
+
+    def test_freed_bytes_can_be_used_again(self, backend: Backend) -> None:
+        """Rule 10: over and over, many times the capacity."""
+        for round_ in range(24):
+            source = pattern(MIB + 3, seed=round_)
+            slot = stored(backend, source)
+            assert torch.equal(contents(backend, slot), source)
+            succeed(backend.free(slot))
+
+    def test_the_whole_capacity_can_be_held(self, backend: Backend) -> None:
+        """In slots of a few sizes that fit together."""
+        slots = [backend.reserve(CAPACITY_BYTES // 8) for _ in range(8)]
+        assert len(slots) == 8
+
+    def test_more_than_the_capacity_is_refused(self, backend: Backend) -> None:
+        """With an error that leaves the backend as it was."""
+        source = pattern(CAPACITY_BYTES // 2, seed=1)
+        slot = stored(backend, source)
+        with pytest.raises(CapacityError):
+            backend.reserve(CAPACITY_BYTES // 2 + 1)
+        assert torch.equal(contents(backend, slot), source)
+        backend.reserve(CAPACITY_BYTES // 2)
+
+    def test_a_refusal_holds_nothing(self, backend: Backend) -> None:
+        """However often it is tried."""
+        for _ in range(10):
+            with pytest.raises(CapacityError):
+                backend.reserve(CAPACITY_BYTES + 1)
+        backend.reserve(CAPACITY_BYTES)
+
+    def test_the_capacity_can_grow(self, opened: Callable[[int], Backend]) -> None:
+        """At once, and with what is there in place."""
+        backend = opened(MIB)
+        source = pattern(MIB, seed=1)
+        slot = stored(backend, source)
+        backend.resize(3 * MIB)
+        others = [stored(backend, pattern(MIB, seed)) for seed in (2, 3)]
+        assert torch.equal(contents(backend, slot), source)
+        assert torch.equal(contents(backend, others[1]), pattern(MIB, seed=3))
+
+    def test_the_capacity_can_shrink_and_grow_again(self, opened: Callable[[int], Backend]) -> None:
+        """Down to what is held."""
+        backend = opened(4 * MIB)
+        slots = [stored(backend, pattern(MIB, seed)) for seed in range(4)]
+        for slot in slots[1:]:
+            succeed(backend.free(slot))
+        backend.resize(MIB)
+        with pytest.raises(CapacityError):
+            backend.reserve(MIB)
+        assert torch.equal(contents(backend, slots[0]), pattern(MIB, seed=0))
+        backend.resize(4 * MIB)
+        again = [stored(backend, pattern(MIB, seed)) for seed in range(1, 4)]
+        assert torch.equal(contents(backend, again[2]), pattern(MIB, seed=3))
+        assert torch.equal(contents(backend, slots[0]), pattern(MIB, seed=0))
+
+    # ------------------------------------------------------------------------------------ completions
+
+    def test_every_operation_completes_once(self, backend: Backend) -> None:
+        """Rule 7."""
+        slot = backend.reserve(100_000)
+        told: list[str] = []
+
+        def operate(name: str, completion: Completion) -> None:
+            completion.add_done_callback(lambda _error: told.append(name))
+            succeed(completion)
+            with pytest.raises(RuntimeError):
+                completion.complete()
+
+        operate("write", backend.write(slot, pattern(100_000, seed=1)))
+        operate("read", backend.read(slot, torch.empty(100_000, dtype=torch.uint8)))
+        operate("free", backend.free(slot))
+        assert told == ["write", "read", "free"]
+
+    def test_many_operations_may_be_under_way(self, backend: Backend) -> None:
+        """None waits for another's completion to be looked at."""
+        sources = [pattern(200_000, seed) for seed in range(16)]
+        slots = [backend.reserve(200_000) for _ in sources]
+        writes = [backend.write(slot, source) for slot, source in zip(slots, sources, strict=True)]
+        for write in reversed(writes):
+            succeed(write)
+        buffers = [torch.empty(200_000, dtype=torch.uint8) for _ in sources]
+        reads = [backend.read(slot, into) for slot, into in zip(slots, buffers, strict=True)]
+        for read in reversed(reads):
+            succeed(read)
+        assert all(torch.equal(into, source) for into, source in zip(buffers, sources, strict=True))
+
+    def test_a_callback_may_call_the_backend(self, backend: Backend) -> None:
+        """The engine issues what follows from inside a completion."""
+        source = pattern(100_000, seed=1)
+        slot = backend.reserve(100_000)
+        into = torch.zeros(100_000, dtype=torch.uint8)
+        reads: list[Completion] = []
+        has_begun = threading.Event()
+
+        def read_on(_error: BaseException | None) -> None:
+            reads.append(backend.read(slot, into))
+            has_begun.set()
+
+        backend.write(slot, source).add_done_callback(read_on)
+        assert has_begun.wait(TIMEOUT_S)
+        succeed(reads[0])
+        assert torch.equal(into, source)
+
+    def test_a_buffer_of_another_size_is_refused(self, backend: Backend) -> None:
+        """Rule 5 broken by the engine must not become lost bytes."""
+        source = pattern(5_000, seed=1)
+        slot = stored(backend, source)
+        assert refusal(lambda: backend.write(slot, torch.zeros(4_999, dtype=torch.uint8))) is not None
+        assert refusal(lambda: backend.read(slot, torch.zeros(1, dtype=torch.uint8))) is not None
+        assert torch.equal(contents(backend, slot), source)
+
+    # ------------------------------------------------------------------------------------ threads
+
+    def test_threads_do_not_disturb_each_other(self, backend: Backend) -> None:
+        """Rule 6: each thread finds its own bytes, whatever the others do."""
+        failures: list[BaseException] = []
+        start = threading.Barrier(4)
+
+        def work(seed: int) -> None:
+            chance = random.Random(seed)
+            start.wait(TIMEOUT_S)
+            try:
+                for turn in range(20):
+                    source = pattern(chance.choice((1, 700, 5_000, 70_000, 300_000)), seed * 100 + turn)
+                    slot = stored(backend, source)
+                    assert torch.equal(contents(backend, slot), source)
+                    succeed(backend.free(slot))
+            except BaseException as error:  # noqa: BLE001 - carried to the test's own thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert failures == []
+
+    # ------------------------------------------------------------------------------------ memory in place
+
+    def test_addressable_slots_say_so(self, backend: Backend) -> None:
+        """The medium decides whether bytes can be used in place."""
+        is_addressable = isinstance(backend.reserve(10), AddressableSlot)
+        assert is_addressable is (backend.capabilities.medium is not Medium.STORAGE)
+
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_memory_is_a_storage_of_its_own(self, backend: Backend, nbytes: int) -> None:
+        """It begins at the slot's first byte and ends with its last, at every call the same."""
+        neighbour, slot = backend.reserve(nbytes), backend.reserve(nbytes)
+        if not isinstance(slot, AddressableSlot) or not isinstance(neighbour, AddressableSlot):
+            pytest.skip("bytes behind I/O have no address")
+        memory = slot.memory
+        assert memory is slot.memory
+        assert (memory.dtype, memory.dim(), memory.numel()) == (torch.uint8, 1, nbytes)
+        assert memory.is_contiguous()
+        assert memory.storage_offset() == 0
+        assert memory.untyped_storage().nbytes() == nbytes
+        if nbytes > 0:
+            assert memory.data_ptr() != neighbour.memory.data_ptr()
+
+    def test_memory_shows_what_was_written(self, backend: Backend) -> None:
+        """To whoever acquired the slot."""
+        source = pattern(100_000, seed=1)
+        slot = stored(backend, source)
+        if not isinstance(slot, AddressableSlot):
+            pytest.skip("bytes behind I/O have no address")
+        slot.acquire()
+        assert torch.equal(slot.memory.cpu(), source)
+        slot.release()
+
+    def test_what_memory_was_given_is_read(self, backend: Backend) -> None:
+        """After the writer released the slot."""
+        slot = backend.reserve(100_000)
+        if not isinstance(slot, AddressableSlot):
+            pytest.skip("bytes behind I/O have no address")
+        source = pattern(100_000, seed=1)
+        slot.acquire()
+        slot.memory.copy_(source)
+        slot.release()
+        assert torch.equal(contents(backend, slot), source)
+
+    def test_memory_suits_every_dtype(self, backend: Backend) -> None:
+        """It begins where the widest number may begin, and bytes can be seen as numbers."""
+        slot = backend.reserve(1_600)
+        if not isinstance(slot, AddressableSlot):
+            pytest.skip("bytes behind I/O have no address")
+        assert slot.memory.data_ptr() % 64 == 0
+        assert slot.memory.view(torch.complex128).numel() == 100
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def test_closing_twice_is_closing_once(self, opened: Callable[[int], Backend]) -> None:
+        """`close` is idempotent."""
+        backend = opened(MIB)
+        stored(backend, pattern(1_000, seed=1))
+        backend.close()
+        backend.close()
+
+    def test_a_closed_backend_refuses(self, opened: Callable[[int], Backend]) -> None:
+        """With an error, not with a hang and not with a crash."""
+        backend = opened(MIB)
+        slot = stored(backend, pattern(1_000, seed=1))
+        backend.close()
+        with pytest.raises((BackendError, StoreClosed)):
+            backend.reserve(1)
+        assert refusal(lambda: backend.write(slot, pattern(1_000, seed=2))) is not None
+        assert refusal(lambda: backend.read(slot, torch.empty(1_000, dtype=torch.uint8))) is not None
+
+    def test_closing_ends_every_thread(self, opened: Callable[[int], Backend]) -> None:
+        """Nothing that the backend started outlives it."""
+        before = set(threading.enumerate())
+        backend = opened(MIB)
+        contents(backend, stored(backend, pattern(MIB // 2, seed=1)))
+        backend.close()
+        assert set(threading.enumerate()) - before == set()
+
+    # ------------------------------------------------------------------------------------ in all
+
+    def test_a_long_random_life_loses_no_byte(self, backend: Backend) -> None:
+        """Reserve, write, read and free by chance, always nearly full; a dict knows what must be there."""
+        chance = random.Random(7)
+        held: list[tuple[Slot, int]] = []
+        charged_bytes = 0
+        for seed in range(300):
+            nbytes = chance.choice((0, 1, 100, 512, 5_000, 65_536, 100_001, 400_000))
+            while charged_bytes + charge(backend.capabilities, nbytes) > CAPACITY_BYTES // 2:
+                slot, owner = held.pop(chance.randrange(len(held)))
+                assert torch.equal(contents(backend, slot), pattern(slot.nbytes, owner))
+                succeed(backend.free(slot))
+                charged_bytes -= charge(backend.capabilities, slot.nbytes)
+            held.append((stored(backend, pattern(nbytes, seed)), seed))
+            charged_bytes += charge(backend.capabilities, nbytes)
+        for slot, owner in held:
+            assert torch.equal(contents(backend, slot), pattern(slot.nbytes, owner))

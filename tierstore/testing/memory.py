@@ -1,0 +1,282 @@
+"""An independent meter of live device bytes on the emulated device, and a budget for them.
+
+Where there is no accelerator, every tensor of the program is taken for device memory.  The meter
+watches the program from outside and asks the store nothing:
+
+1. A storage counts from the operation that first returns it, or from the moment an emulated device
+   announces it (`tierstore.spi.device_storage_listeners`), until it dies.
+2. A storage is told from others by the object, never by its address.  Views and results in place
+   are not new, and what an operation was given is not new.
+3. Host blocks do not count: no operation ever returned them.  Nor do meta, fake and other tensors
+   without bytes in host memory, nor tensors older than the meter.
+4. An allocation beyond the capacity is given up and raises `OutOfDeviceMemory`.
+
+Operations are seen in the thread that entered the meter, backward included; announcements in any.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tierstore.errors import UsageError
+from tierstore.spi import device_storage_listeners
+from tierstore.units import format_bytes, parse_bytes
+
+__all__ = ["DeviceBudget", "OutOfDeviceMemory"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_COMPONENTS: Mapping[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+# What torch.tensor() and torch.from_numpy() pass their new tensor through: its input is what is new.
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
+
+
+class OutOfDeviceMemory(torch.OutOfMemoryError):
+    """An allocation would exceed the budget; it was given up.
+
+    Attributes:
+        needed_bytes: what was asked for.
+        live_bytes: what was in use.
+        capacity_bytes: the budget.
+    """
+
+    def __init__(self, needed_bytes: int, live_bytes: int, capacity_bytes: int) -> None:
+        super().__init__(
+            f"out of device memory: {format_bytes(needed_bytes)} asked for, "
+            f"{format_bytes(live_bytes)} in use of a budget of {format_bytes(capacity_bytes)}"
+        )
+        self.needed_bytes = needed_bytes
+        self.live_bytes = live_bytes
+        self.capacity_bytes = capacity_bytes
+
+
+class DeviceBudget:
+    """Meters live device bytes inside a ``with`` block and refuses more than a capacity.
+
+    Each entry starts from nothing.  Meters may be nested; each counts for itself.
+
+    Args:
+        capacity: bytes, or a size such as ``"64MiB"``.
+
+    Raises:
+        ConfigError: it is not a size.
+    """
+
+    def __init__(self, capacity: int | str) -> None:
+        self._capacity_bytes = parse_bytes(capacity)
+        self._books = _Books(self._capacity_bytes)
+        self._metering: contextlib.ExitStack | None = None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The budget."""
+        return self._capacity_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes of all storages that count now; 0 outside the ``with`` block."""
+        return self._books.live_bytes()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that were live at once, in this ``with`` block or the last."""
+        return self._books.peak_bytes
+
+    def __enter__(self) -> Self:
+        """Begin to meter what this thread allocates.
+
+        Raises:
+            UsageError: this meter is in use.
+        """
+        if self._metering is not None:
+            raise UsageError("this DeviceBudget is in use: make another")
+        self._books = _Books(self._capacity_bytes)
+        self._metering = contextlib.ExitStack()
+        self._metering.callback(self._books.close)
+        device_storage_listeners.append(self._books.announce)
+        self._metering.callback(device_storage_listeners.remove, self._books.announce)
+        self._metering.enter_context(_Watch(self._books))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop metering and forget what was counted, except for the peak."""
+        metering, self._metering = self._metering, None
+        if metering is not None:
+            metering.close()
+
+
+class _Entry(weakref.ref[torch.UntypedStorage]):
+    """One storage that counts, and for how much."""
+
+    __slots__ = ("key", "nbytes")
+
+    key: int
+    nbytes: int
+
+
+class _Books:
+    """What is live.  Thread-safe.
+
+    A storage dies in any thread, also inside the lock (a garbage collection may run anywhere), so
+    deaths are only noted and are subtracted by whoever holds the lock next.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._dead: collections.deque[_Entry] = collections.deque()
+        self._lock = threading.Lock()
+        self._entries: dict[int, _Entry] = {}  # by id(); guarded by _lock, as is all below
+        self._live_bytes = 0
+        self.peak_bytes = 0
+
+    def live_bytes(self) -> int:
+        """Return what is live, with every size read again."""
+        with self._lock:
+            self._bury()
+            self._read_again()
+            return self._live_bytes
+
+    def announce(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that an emulated device has allocated.
+
+        Raises:
+            OutOfDeviceMemory: it does not fit; it is not counted.
+        """
+        refusal = self.admit((storage,), ())
+        if refusal is not None:
+            del storage  # the error's traceback refers to this frame: let it not hold device memory
+            raise refusal
+
+    def admit(
+        self, fresh: Sequence[torch.UntypedStorage], used: Sequence[torch.UntypedStorage]
+    ) -> OutOfDeviceMemory | None:
+        """Count the new ones of ``fresh`` and look again at the sizes of ``used``.
+
+        Returns what to raise if they do not fit: then none of them counts.
+        """
+        with self._lock:
+            self._bury()
+            before_bytes = self._live_bytes
+            for storage in used:
+                entry = self._entries.get(id(storage))
+                if entry is not None:
+                    self._update(entry, storage)
+            unknown = [storage for storage in fresh if not self._is_known(storage)]
+            added_bytes = sum(storage.nbytes() for storage in unknown)
+            if self._live_bytes + added_bytes > self.peak_bytes:
+                self._read_again()  # something may have shrunk behind our back
+            is_growing = added_bytes > 0 or self._live_bytes > before_bytes
+            if is_growing and self._live_bytes + added_bytes > self._capacity_bytes:
+                return OutOfDeviceMemory(added_bytes, self._live_bytes, self._capacity_bytes)
+            for storage in unknown:
+                self._enter(storage)
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+            return None
+
+    def close(self) -> None:
+        """Forget every storage."""
+        with self._lock:
+            self._entries.clear()  # a weak reference that is gone calls nobody
+            self._dead.clear()
+            self._live_bytes = 0
+
+    def _is_known(self, storage: torch.UntypedStorage) -> bool:
+        entry = self._entries.get(id(storage))
+        return entry is not None and entry() is storage
+
+    def _enter(self, storage: torch.UntypedStorage) -> None:
+        if self._is_known(storage):
+            return  # twice among the results of one operation
+        entry = _Entry(storage, self._dead.append)
+        entry.key = id(storage)
+        entry.nbytes = storage.nbytes()
+        self._entries[entry.key] = entry
+        self._live_bytes += entry.nbytes
+
+    def _update(self, entry: _Entry, storage: torch.UntypedStorage) -> None:
+        nbytes = storage.nbytes()
+        self._live_bytes += nbytes - entry.nbytes
+        entry.nbytes = nbytes
+
+    def _read_again(self) -> None:
+        for entry in tuple(self._entries.values()):
+            storage = entry()
+            if storage is not None:
+                self._update(entry, storage)
+
+    def _bury(self) -> None:
+        while self._dead:
+            entry = self._dead.popleft()
+            self._live_bytes -= entry.nbytes
+            if self._entries.get(entry.key) is entry:  # else its id already belongs to another storage
+                del self._entries[entry.key]
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation of its thread, and counts the storages that come out of it anew."""
+
+    def __init__(self, books: _Books) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._books = books
+
+    # torch's signature: the types of arguments and result are those of the operation.
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run the operation and count what is new."""
+        kwargs = kwargs or {}
+        used = [*_storages(args), *_storages(kwargs.values())] if kwargs else [*_storages(args)]
+        result = func(*args, **kwargs)
+        given = {id(storage) for storage in used}
+        if func in _LIFTS:
+            fresh = [storage for storage in used if storage.resizable()]  # not memory of numpy's
+        else:
+            fresh = [storage for storage in _storages((result,)) if id(storage) not in given]
+        fresh = [storage for storage in fresh if storage.device.type == "cpu"]
+        refusal = self._books.admit(fresh, used)
+        if refusal is not None:
+            del result, fresh, used  # so that the traceback holds nothing
+            raise refusal
+        return result
+
+
+def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+    """Iterate over the storages in nested sequences of tensors."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield from _tensor_storages(value)
+        elif isinstance(value, list | tuple):
+            yield from _storages(value)
+        elif isinstance(value, torch.UntypedStorage):
+            yield value
+
+
+def _tensor_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # a wrapper: its parts have the bytes
+        yield from _storages([getattr(tensor, name) for name in names])
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+    else:
+        parts = _COMPONENTS.get(tensor.layout, ())
+        yield from _storages([getattr(tensor, part)() for part in parts])

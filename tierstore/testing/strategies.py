@@ -1,0 +1,262 @@
+"""Hypothesis strategies for tensors, and the store's state machine.
+
+Shipped because whoever writes a backend wants both: `StoreMachine` holds a store against a dict that
+never runs out of memory, over any backends that a subclass gives it.  Needs the package hypothesis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tierstore.config import StoreConfig, TierConfig
+from tierstore.engine.transfer import Transfer
+from tierstore.errors import BackendError, CapacityError, KeyNotFound, LeaseError, TierStoreError
+from tierstore.spi import Backend
+from tierstore.store import Lease, Store
+from tierstore.testing.faults import Faulty, Gate
+
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+"""Every kind of element whose bytes a store copies."""
+
+LAYOUTS = ("contiguous", "transposed", "strided", "expanded")
+KEYS = ("a", "b", "c", "d", "e")
+TIERS = ("top", "middle", "bottom")
+PATIENCE_S = 20.0
+
+
+def shapes(max_dims: int = 3, max_side: int = 6) -> st.SearchStrategy[tuple[int, ...]]:
+    """Return shapes, with 0-d and empty ones among them."""
+    return st.lists(st.integers(0, max_side), max_size=max_dims).map(tuple)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, max_side: int = 6) -> torch.Tensor:
+    """Return a tensor of any dtype, shape and layout, with any bytes."""
+    shape = draw(shapes(max_side=max_side))
+    dtype = draw(st.sampled_from(DTYPES))
+    layout = draw(st.sampled_from(LAYOUTS))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+
+    def fill(sides: tuple[int, ...]) -> torch.Tensor:
+        size = torch.empty(sides, dtype=dtype).nbytes
+        raw = torch.randint(
+            0, 2 if dtype is torch.bool else 256, (size,), dtype=torch.uint8, generator=generator
+        )
+        return raw.view(dtype).view(sides)
+
+    match layout:
+        case "transposed" if len(shape) > 1:
+            return fill(shape[::-1]).permute(*range(len(shape) - 1, -1, -1))
+        case "strided" if shape:
+            return fill((shape[0] * 2, *shape[1:]))[::2]
+        case "expanded" if shape:
+            return fill((1, *shape[1:])).expand(shape)
+        case _:
+            return fill(shape)
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are alike in shape, dtype and every bit, NaN payloads included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(_flat_bytes(one), _flat_bytes(other))
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The store against a dict that never runs out of memory.
+
+    Copies of the two lower tiers stand still until a rule lets one through, in any order, and any
+    operation may be told to fail.  After every step the books are checked, and every key that
+    nobody is writing reads as the dict says.
+    """
+
+    eviction = "lru"
+
+    def make(self, capacities: Sequence[int]) -> Sequence[Backend]:
+        """Return fresh backends, fastest first, for tiers of these capacities."""
+        raise TypeError("a subclass says which backends to use")
+
+    @initialize(
+        capacities=st.tuples(st.integers(200, 2000), st.integers(400, 3000), st.integers(4000, 9000)),
+        high=st.sampled_from([1.0, 0.6]),
+    )
+    def begin(self, capacities: tuple[int, int, int], high: float) -> None:
+        """Open the store."""
+        backends = self.make(capacities)
+        self.faulty = [Faulty(backend) for backend in backends]
+        self.gates = [Gate(backend) for backend in self.faulty]
+        for gate in self.gates:
+            gate.open()
+        tiers = [
+            TierConfig(name, gate, capacity, high)
+            for name, gate, capacity in zip(TIERS, self.gates, capacities, strict=True)
+        ]
+        self.store = Store(StoreConfig(tiers, eviction=self.eviction))
+        self.model: dict[str, torch.Tensor] = {}
+        self.leases: list[tuple[str, Lease, bool]] = []
+        self.transfers: list[Transfer[None]] = []
+
+    # --- rules that block: the hardware runs freely -----------------------------------------
+
+    def open_gates(self) -> None:
+        """Let the hardware run, so that a blocking call can end."""
+        for gate in self.gates:
+            gate.open()
+
+    @rule(key=st.sampled_from(KEYS), tensor=tensors(), tier=st.none() | st.sampled_from(TIERS))
+    def put(self, key: str, tensor: torch.Tensor, tier: str | None) -> None:
+        """Put or replace; a refusal changes nothing."""
+        self.open_gates()
+        try:
+            self.store.put(key, tensor, tier=tier, replace=key in self.model)
+        except (CapacityError, BackendError, LeaseError):
+            return
+        self.model[key] = tensor.clone()
+
+    @rule(key=st.sampled_from(KEYS), tier=st.sampled_from(TIERS[:2]), write=st.booleans())
+    def lease(self, key: str, tier: str, write: bool) -> None:
+        """Lease; the bytes are the dict's."""
+        self.open_gates()
+        try:
+            lease = self.store.lease(key, tier=tier, write=write)
+        except KeyNotFound:
+            assert key not in self.model
+            return
+        except LeaseError:
+            assert any(held == key for held, _, _ in self.leases)
+            return
+        except (CapacityError, BackendError):
+            return
+        assert same_bytes(lease.tensor, self.model[key])
+        self.leases.append((key, lease, write))
+
+    @rule(index=st.integers(0, 9), changes=st.booleans())
+    def release(self, index: int, changes: bool) -> None:
+        """Release; a writer may have changed the bytes."""
+        if not self.leases:
+            return
+        key, lease, write = self.leases.pop(index % len(self.leases))
+        if write and changes:
+            lease.tensor.zero_()
+            self.model[key] = torch.zeros_like(self.model[key])
+        lease.release(written=changes)
+
+    @rule(tier=st.sampled_from(TIERS), capacity=st.integers(100, 9000))
+    def resize(self, tier: str, capacity: int) -> None:
+        """Resize; a refusal changes nothing."""
+        self.open_gates()
+        before = self.store.stats().tiers[tier].capacity_bytes
+        try:
+            self.store.resize(tier, capacity)
+        except CapacityError:
+            assert self.store.stats().tiers[tier].capacity_bytes == before
+        else:
+            assert self.store.stats().tiers[tier].capacity_bytes == capacity
+
+    @rule(key=st.sampled_from(KEYS))
+    def drop(self, key: str) -> None:
+        """Drop, even while it moves."""
+        try:
+            self.store.drop(key)
+        except KeyNotFound:
+            assert key not in self.model
+        except LeaseError:
+            assert any(held == key for held, _, _ in self.leases)
+        else:
+            del self.model[key]
+
+    # --- rules that do not block: the hardware may stand still ------------------------------
+
+    @rule(tier=st.integers(0, 2))
+    def shut(self, tier: int) -> None:
+        """Copies of a tier stand still from now on."""
+        self.gates[tier].shut()
+
+    @rule(tier=st.integers(0, 2), index=st.integers(0, 5))
+    def step(self, tier: int, index: int) -> None:
+        """One held copy, any of them, goes through."""
+        gate = self.gates[tier]
+        if gate.held:
+            gate.step(index % gate.held)
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        tier=st.sampled_from(TIERS),
+        way=st.sampled_from(["fetch", "prefetch", "evict"]),
+    )
+    def move(self, key: str, tier: str, way: str) -> None:
+        """Begin to move a key."""
+        try:
+            if way == "evict":
+                transfer = self.store.evict(key, to=tier)
+            else:
+                transfer = (
+                    self.store.fetch(key, tier=tier)
+                    if way == "fetch"
+                    else self.store.prefetch(key, tier=tier)
+                )
+        except KeyNotFound:
+            assert key not in self.model
+        except LeaseError:
+            assert any(held == key for held, _, _ in self.leases)
+        else:
+            self.transfers.append(transfer)
+
+    @rule(tier=st.integers(0, 2), after=st.integers(1, 4))
+    def break_soon(self, tier: int, after: int) -> None:
+        """The operation of a tier that comes ``after`` those until now fails."""
+        self.faulty[tier].fail_next(after)
+
+    # --- what must hold ---------------------------------------------------------------------
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        """The rules of the books, and no tier above its capacity."""
+        if not hasattr(self, "store"):
+            return
+        self.store.check()
+        for tier in self.store.stats().tiers.values():
+            assert tier.charged_bytes <= tier.capacity_bytes
+
+    def teardown(self) -> None:
+        """When the hardware is done nobody waits, and every key reads as the dict says."""
+        if not hasattr(self, "store"):
+            return
+        for faulty in self.faulty:
+            faulty.heal()
+        self.open_gates()
+        for _, lease, _ in self.leases:
+            lease.release(written=False)
+        for transfer in self.transfers:
+            try:
+                transfer.result(PATIENCE_S)
+            except TierStoreError:
+                continue  # a refusal or a failure is an end too; a hang is a TimeoutError
+        assert set(self.store) == set(self.model)
+        for key, tensor in self.model.items():
+            assert same_bytes(self.store.get(key), tensor), key
+            assert self.store.spec(key).shape == tensor.shape
+        self.store.close()
