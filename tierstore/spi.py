@@ -134,7 +134,7 @@ class Slot(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """The bytes asked for: what ``read`` and ``write`` move."""
+        """The bytes asked for, which ``read`` and ``write`` move."""
         ...
 
 
@@ -144,7 +144,7 @@ class AddressableSlot(Slot, Protocol):
 
     @property
     def memory(self) -> torch.Tensor:
-        """The slot's bytes: the same one-dimensional ``torch.uint8`` tensor at every call.
+        """The slot's bytes, as the same one-dimensional ``torch.uint8`` tensor at every call.
 
         Its storage belongs to this slot alone and begins at the slot's first byte, so that the
         storage's use count tells whether anything still refers to the slot.

@@ -1,0 +1,55 @@
+# The commands of this project.  On a fresh machine `make run` and `make test` need python3 (3.11 or newer)
+# with venv and pip, and nothing else; everything goes to .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Progress is shown by the job itself; extra words for it: make run ARGS="--text my.txt"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test test-long check bench docs coverage clean
+
+help:  ## what there is to make
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## .venv with tierstore, editable, and every tool, as constraints.txt pins them
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tierstore needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+run: $(STAMP)  ## the main job: a model that the device cannot hold trains, bit for bit
+	$(BIN)/python docs/examples/train_llama.py $(ARGS)
+
+test: $(STAMP)  ## the whole suite except what takes minutes
+	$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(STAMP)  ## everything, with Hypothesis' long profile
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m '' --timeout 3600 $(ARGS)
+
+check: $(STAMP)  ## format, lint, types, layers, docs, architecture: what CI checks beside the tests
+	scripts/check
+
+bench: $(STAMP)  ## the figures of docs/benchmarks
+	$(BIN)/python -m bench $(ARGS)
+
+docs: $(STAMP)  ## the documentation as HTML, in docs/_build/html
+	$(BIN)/python -m sphinx -n -W --keep-going -q -b html docs docs/_build/html
+
+coverage: $(STAMP)  ## branch coverage: 100 % of the core, at least 95 % overall
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m pytest --cov --cov-report= $(ARGS)
+	$(BIN)/python -m coverage report --include='*/tierstore/core/*' --fail-under=100
+	$(BIN)/python -m coverage report
+
+clean:  ## away with .venv and everything that was built
+	rm -rf $(VENV) build dist docs/_build .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	  .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

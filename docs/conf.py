@@ -1,0 +1,37 @@
+"""Sphinx: Markdown pages, and the reference from docstrings."""
+
+from importlib.metadata import version as _version
+
+project = "tierstore"
+author = "the tierstore authors"
+copyright = "2026, the tierstore authors"
+release = _version("tierstore")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "examples"]
+source_suffix = {".md": "markdown"}
+
+html_theme = "furo"
+html_title = f"tierstore {release}"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+nitpick_ignore_regex = [
+    # There is no network where this is built, so other projects' pages are not linked to.
+    (r"py:.*", r"(torch|numpy|collections|pathlib|types|typing|threading|asyncio|os|enum)(\..*)?"),
+    # A name in single backticks is linked where there is something to link to.
+    (r"py:obj", r".*"),
+    # A backend's classes are reached through its factory.
+    (r"py:class", r"tierstore_backends\..*"),
+    # Type variables have no page.
+    (r"py:class", r"(.*\.)?[A-Z][a-z]*T|(.*\.)?T"),
+]

@@ -1,0 +1,30 @@
+"""What every test shares: Hypothesis' profiles, and the marks that need hardware."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+_SLOW_STORES = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=_SLOW_STORES)
+settings.register_profile(
+    "ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=_SLOW_STORES
+)
+settings.register_profile(
+    "long", max_examples=5_000, stateful_step_count=200, deadline=None, suppress_health_check=_SLOW_STORES
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs an accelerator where there is none."""
+    if torch.accelerator.is_available():
+        return
+    skip = pytest.mark.skip(reason="no torch accelerator on this machine")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)

@@ -1,0 +1,144 @@
+"""The architecture, where import-linter cannot see it: names, sizes, docstrings, habits."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tierstore
+
+_ROOT = Path(__file__).parents[2]
+_ROOMS = ("tierstore", "backends", "bench", "tests", "docs")
+_LONGEST_MODULE = 600
+
+_PUBLIC = {
+    # the store
+    "Store",
+    "Lease",
+    "Transfer",
+    "TensorSpec",
+    # what configures it
+    "TierConfig",
+    "StoreConfig",
+    "OffloadConfig",
+    # the tree of errors
+    "TierStoreError",
+    "UsageError",
+    "KeyNotFound",
+    "KeyExists",
+    "LeaseError",
+    "ConfigError",
+    "NotResident",
+    "CapacityError",
+    "BackendError",
+    "IntegrityError",
+    "StoreClosed",
+    "InvariantError",
+}
+
+_CLIENTS_MAY_IMPORT = _PUBLIC | {"testing", "training"}
+_BACKENDS_MAY_IMPORT = ("tierstore.spi", "tierstore.errors", "tierstore.units")
+
+
+def _modules(*rooms: str) -> list[Path]:
+    return [
+        path for room in rooms for path in sorted((_ROOT / room).rglob("*.py")) if "_build" not in path.parts
+    ]
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(_ROOT))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Yield what a module imports from tierstore, as dotted names of modules and of names in them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name.split(".")[0] == "tierstore")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tierstore":
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+
+
+def _is_public(name: str) -> bool:
+    """Say whether a client may import ``name``."""
+    _, *parts = name.split(".")
+    return (not parts or parts[0] in _CLIENTS_MAY_IMPORT) and not any(part.startswith("_") for part in parts)
+
+
+def test_the_public_names_equal_the_list() -> None:
+    assert set(tierstore.__all__) == _PUBLIC
+    assert all(hasattr(tierstore, name) for name in _PUBLIC)
+
+
+def test_what_is_shipped_for_testing_is_there_without_another_import() -> None:
+    assert tierstore.testing.memory.DeviceBudget is not None
+
+
+@pytest.mark.parametrize("path", _modules(*_ROOMS), ids=_name)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert docstring
+
+
+@pytest.mark.parametrize("path", _modules(*_ROOMS), ids=_name)
+def test_no_module_is_over_600_lines(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= _LONGEST_MODULE
+
+
+@pytest.mark.parametrize("path", _modules("tests"), ids=_name)
+def test_no_test_sleeps(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = {
+        each.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "time"
+        for each in node.names
+    }
+    assert "time.sleep" not in calls
+    assert "sleep" not in names
+
+
+@pytest.mark.parametrize("path", _modules("tierstore", "backends"), ids=_name)
+def test_no_module_is_named_for_nothing(path: Path) -> None:
+    assert path.stem not in {"utils", "util", "helpers", "helper", "common", "manager", "handler", "misc"}
+
+
+@pytest.mark.parametrize("path", _modules("bench", "docs/examples"), ids=_name)
+def test_clients_use_public_names_only(path: Path) -> None:
+    assert [name for name in _imports(path) if not _is_public(name)] == []
+
+
+def test_public_names_are_told_from_others() -> None:
+    public = ["tierstore", "tierstore.Store", "tierstore.training.offload", "tierstore.testing.memory"]
+    private = ["tierstore.store", "tierstore.store.Store", "tierstore.core.ledger", "tierstore.testing._x"]
+    assert [_is_public(name) for name in public + private] == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("path", _modules("backends"), ids=_name)
+def test_a_backend_imports_nothing_else_of_ours(path: Path) -> None:
+    assert [name for name in _imports(path) if not name.startswith(_BACKENDS_MAY_IMPORT)] == []
+
+
+def test_no_file_names_a_place_on_somebody_s_machine() -> None:
+    places = re.compile(
+        r"(?<![\w.])/(home|Users|root|work|opt)/\w|https?://[^\s/]*(pypi|registry)[^\s/]*/simple"
+    )
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=_ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split("\0")  # fmt: skip
+    named = []
+    for entry in filter(None, listed):
+        path = _ROOT / entry
+        if path == Path(__file__) or not path.is_file():
+            continue
+        text = path.read_bytes().decode("utf-8", errors="ignore")
+        named += [f"{entry}: {found[0]}" for found in places.finditer(text)]
+    assert named == []

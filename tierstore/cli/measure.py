@@ -1,0 +1,196 @@
+"""Short measurements of what this machine's copies and disks can do.
+
+Each takes well under a second or two and reports bytes per second.  They say what to expect, not
+what is best: nothing else is stopped meanwhile, and nothing is warmed up for long.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tierstore.errors import BackendError
+from tierstore.units import MIB
+
+_COPY_BYTES = 64 * MIB  # larger than the last-level caches of most machines
+_COPY_SECONDS = 0.3
+_PIECE_BYTES = 4 * MIB
+_FILE_BYTES = 256 * MIB
+_DISK_SECONDS = 0.8
+_THREADS = 4
+_ALIGNMENTS = (512, 4096)  # in the order of how much they allow
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What copies between pinned host memory and a device reach."""
+
+    to_device_bytes_per_s: int
+    from_device_bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What a directory's file system can do.
+
+    Attributes:
+        is_direct: whether files can be read and written without the page cache.
+        alignment_bytes: what direct I/O has to be a multiple of; ``None`` without it.
+        write_bytes_per_s: through to the device if direct, else to the end of an ``fsync``.
+        read_bytes_per_s: from the device if direct, else likely out of the page cache.
+    """
+
+    is_direct: bool
+    alignment_bytes: int | None
+    write_bytes_per_s: int
+    read_bytes_per_s: int
+
+
+def host_copy_bytes_per_s() -> int:
+    """Measure one ``torch.Tensor.copy_`` from host memory to host memory."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    destination = torch.empty_like(source)
+    return _best_bytes_per_s(lambda: destination.copy_(source))
+
+
+def link(device: str) -> Link:
+    """Measure copies from and to pinned memory of the accelerator ``device``.
+
+    Raises:
+        RuntimeError: host memory cannot be pinned there, or the device has no room.
+    """
+    host = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+
+    def up() -> None:
+        there.copy_(host, non_blocking=True)
+        torch.accelerator.synchronize(device)
+
+    def down() -> None:
+        host.copy_(there, non_blocking=True)
+        torch.accelerator.synchronize(device)
+
+    return Link(_best_bytes_per_s(up), _best_bytes_per_s(down))
+
+
+def _best_bytes_per_s(copy: Callable[[], object]) -> int:
+    copy()  # the first touches pages and wakes what sleeps
+    best_s = float("inf")
+    end = time.perf_counter() + _COPY_SECONDS
+    while (begin := time.perf_counter()) < end:
+        copy()
+        best_s = min(best_s, time.perf_counter() - begin)
+    return int(_COPY_BYTES / best_s)
+
+
+def disk(directory: Path, *, room_bytes: int) -> Disk:
+    """Measure writing and reading one file in ``directory`` that is gone afterwards.
+
+    Args:
+        directory: has to exist.
+        room_bytes: the file gets no larger than this.
+
+    Raises:
+        BackendError: a file cannot be made or written there; cause attached.
+    """
+    pieces = min(_FILE_BYTES, room_bytes) // _PIECE_BYTES
+    if pieces == 0:
+        raise BackendError(f"{directory}: less than {_PIECE_BYTES} bytes to measure with; make room there")
+    try:
+        with _unnamed_file(directory) as (descriptor, alignment_bytes):
+            is_direct = alignment_bytes is not None
+            written, write_bytes_per_s = _timed(descriptor, pieces, _write, sync=not is_direct)
+            _, read_bytes_per_s = _timed(descriptor, written, _read, sync=False)
+    except OSError as cause:
+        raise BackendError(f"{directory}: cannot be written or read: {cause.strerror}") from cause
+    return Disk(is_direct, alignment_bytes, write_bytes_per_s, read_bytes_per_s)
+
+
+@contextmanager
+def _unnamed_file(directory: Path) -> Iterator[tuple[int, int | None]]:
+    """Open a file that has no name any more: its descriptor, and the alignment of direct I/O.
+
+    Without direct I/O the alignment is ``None`` and the file goes through the page cache.
+    """
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="tierstore-doctor-") as named:
+        descriptor = _open_direct(named.name)
+        alignment_bytes = None if descriptor is None else _alignment_bytes(descriptor)
+        if descriptor is None or alignment_bytes is None:
+            descriptor = os.open(named.name, os.O_RDWR)
+    try:
+        yield descriptor, alignment_bytes
+    finally:
+        os.close(descriptor)
+
+
+def _open_direct(path: str) -> int | None:
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT)
+    except OSError as refusal:
+        if refusal.errno != errno.EINVAL:  # which is how file systems say that they cannot
+            raise
+        return None
+
+
+def _alignment_bytes(descriptor: int) -> int | None:
+    """Return the smallest alignment that direct I/O accepts for memory, offset and length.
+
+    Closes the descriptor if there is none.
+    """
+    with mmap.mmap(-1, 2 * _ALIGNMENTS[-1]) as memory, memoryview(memory) as view:
+        for alignment_bytes in _ALIGNMENTS:
+            with view[alignment_bytes : 2 * alignment_bytes] as source:
+                try:
+                    os.pwritev(descriptor, [source], alignment_bytes)
+                except OSError as refusal:
+                    if refusal.errno != errno.EINVAL:
+                        raise
+                else:
+                    return alignment_bytes
+    os.close(descriptor)
+    return None
+
+
+def _timed(
+    descriptor: int, pieces: int, move: Callable[[int, mmap.mmap, int], int], *, sync: bool
+) -> tuple[int, int]:
+    """Move at most ``pieces`` pieces in the time there is; return how many, and bytes per second."""
+    begin = time.perf_counter()
+    end = begin + _DISK_SECONDS
+    numbers = itertools.count()
+    done: list[int] = []
+
+    def lane() -> None:
+        with mmap.mmap(-1, _PIECE_BYTES) as memory:
+            while (piece := next(numbers)) < pieces:
+                if move(descriptor, memory, piece * _PIECE_BYTES) != _PIECE_BYTES:
+                    raise OSError(errno.EIO, "moved only a part of the bytes")
+                done.append(piece)
+                if time.perf_counter() > end:
+                    return
+
+    with ThreadPoolExecutor(_THREADS) as lanes:
+        for future in [lanes.submit(lane) for _ in range(_THREADS)]:
+            future.result()
+    if sync:
+        os.fsync(descriptor)
+    return len(done), int(len(done) * _PIECE_BYTES / (time.perf_counter() - begin))
+
+
+def _write(descriptor: int, memory: mmap.mmap, offset: int) -> int:
+    return os.pwritev(descriptor, [memory], offset)
+
+
+def _read(descriptor: int, memory: mmap.mmap, offset: int) -> int:
+    return os.preadv(descriptor, [memory], offset)

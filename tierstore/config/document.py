@@ -1,0 +1,86 @@
+"""The keys of an offload configuration, found in a YAML file.
+
+They may stand at the top level or under ``offload_config:``; ``context:`` is read for
+``memory_offload`` and ``max_device_memory``.  Other sections are left to their owners.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from tierstore.config.checks import Faults
+from tierstore.errors import ConfigError
+
+_SECTION = "offload_config"
+_CONTEXT = "context"
+_CONTEXT_KEYS = ("memory_offload", "max_device_memory")
+_NEAR = 0.9  # "offload_confg" is a slip of "offload_config"; "model_config" is a section of another owner
+
+
+def read_keys(path: Path, known: Sequence[str], faults: Faults) -> dict[str, object]:
+    """Return the offload keys that the YAML file at ``path`` gives, their values unchecked.
+
+    Notes in ``faults`` a section that is not a mapping, a key given in two places, and a key
+    outside the sections that is unknown.
+
+    Raises:
+        ConfigError: the file cannot be read or is not YAML.
+    """
+    document = _mapping(_load(path), faults, "the file")
+    context = _mapping(document.get(_CONTEXT), faults, _CONTEXT)
+    given = [
+        {key: value for key, value in document.items() if _is_ours(key, value, document, known, faults)},
+        _mapping(document.get(_SECTION), faults, _SECTION),
+        {key: context[key] for key in _CONTEXT_KEYS if key in context},
+    ]
+    keys: dict[str, object] = {}
+    for part in given:
+        for key, value in part.items():
+            if key in keys:
+                faults.add(key, value, f"given in two places; the other says {keys[key]!r}")
+            keys[key] = _on_or_off(key, value)
+    return keys
+
+
+def _load(path: Path) -> object:
+    try:
+        document: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise ConfigError(f"{path}: cannot be read: {cause.strerror}") from cause
+    except (yaml.YAMLError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(cause).split())}") from cause
+    return document
+
+
+def _mapping(value: object, faults: Faults, key: str) -> dict[str, object]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        faults.add(key, value, "accepted: a mapping of keys to values")
+        return {}
+    return {str(inner): each for inner, each in value.items()}
+
+
+def _is_ours(
+    key: str, value: object, document: Mapping[str, object], known: Sequence[str], faults: Faults
+) -> bool:
+    """Say whether a top-level entry is an offload key; note those that can be nobody's."""
+    if key in known:
+        return True
+    if isinstance(value, Mapping | list) or value is None:
+        if key != _SECTION and difflib.get_close_matches(key, [_SECTION], cutoff=_NEAR):
+            faults.add_unknown(key, value, [_SECTION])
+    elif not document.keys() & {_SECTION, _CONTEXT}:
+        faults.add_unknown(key, value, known)
+    return False
+
+
+def _on_or_off(key: str, value: object) -> object:
+    """Undo YAML's reading of an unquoted ON as true."""
+    if key == "memory_offload" and isinstance(value, bool):
+        return "ON" if value else "OFF"
+    return value

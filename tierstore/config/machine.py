@@ -1,0 +1,69 @@
+"""What this machine has: its accelerator, and how much room there is on it.
+
+Asked only for what a configuration leaves open.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+
+from tierstore.errors import ConfigError
+
+EMULATED = "emulated"
+CPU = "cpu"
+
+
+def default_device() -> str:
+    """Return the accelerator's name if this machine has one, else ``"cpu"``."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return CPU if accelerator is None else accelerator.type
+
+
+def is_cpu(device: str) -> bool:
+    """Return whether computing on ``device`` happens in host memory without a device tier."""
+    return device.partition(":")[0] == CPU
+
+
+def require_accelerator(device: str) -> None:
+    """Check that this machine has the accelerator ``device``.
+
+    Raises:
+        ConfigError: it has not; the message says what it has.
+    """
+    import torch
+
+    kind, _, index = device.partition(":")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    if accelerator is None or accelerator.type != kind or int(index or 0) >= count:
+        there = f"{count} x {accelerator.type!r}" if accelerator is not None else "no accelerator"
+        raise ConfigError(
+            f"device={device!r}: torch finds {there} on this machine; "
+            "accepted: one of those, 'emulated' or 'cpu'"
+        )
+
+
+def free_device_bytes(device: str) -> int:
+    """Return how many bytes the accelerator ``device`` has free now."""
+    import torch
+
+    free_bytes, _ = torch.accelerator.get_memory_info(device)
+    return int(free_bytes)
+
+
+def available_host_bytes() -> int:
+    """Return how many bytes of host memory can be taken without swapping."""
+    return int(psutil.virtual_memory().available)
+
+
+def free_disk_bytes(path: str) -> int:
+    """Return the free bytes of the file system that ``path`` is, or would be, on."""
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free

@@ -1,0 +1,399 @@
+"""The three configurations: one tier, one store, and what a training loop offloads.
+
+All are frozen and valid once made.  Values that depend on the machine stay ``None`` in
+`OffloadConfig` until `OffloadConfig.store_config` asks for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path, PurePath
+from typing import Any, cast
+
+from tierstore.config import checks, document, machine
+from tierstore.config.checks import Check, Faults
+from tierstore.errors import ConfigError
+from tierstore.units import parse_bytes
+
+Size = int | str
+"""Bytes, or text such as ``"512GB"``; see `tierstore.units.parse_bytes`."""
+
+
+def _keep(owner: object, kept: Mapping[str, object]) -> None:
+    """Put the checked values of a frozen dataclass in the place of those given."""
+    for key, value in kept.items():
+        object.__setattr__(owner, key, value)
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """One tier: which backend, how many bytes, and when room is made.
+
+    Args:
+        name: what calls and messages call the tier.
+        backend: the name of an entry point in the group ``tierstore.backends``, or an instance of
+            a backend, which the store then closes.
+        capacity: the hard quota, as a size; 0 is allowed.
+        high: the share of the capacity above which eviction begins, 0 < high <= 1 (the int 1 too).
+        low: the share down to which it goes on, 0 < low <= high; ``None``: as ``high``.
+        options: for the backend's factory, which checks them.
+
+    Raises:
+        ConfigError: lists every fault.
+    """
+
+    name: str
+    backend: object
+    capacity: Size
+    high: float = 1.0
+    low: float | None = None
+    options: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        faults = Faults(f"TierConfig {self.name!r}")
+        table: dict[str, Check] = {
+            "name": checks.name,
+            "backend": checks.backend,
+            "capacity": checks.size,
+            "high": checks.ratio,
+            "low": checks.optional(checks.ratio),
+            "options": checks.options,
+        }
+        kept = faults.checked(vars(self), table)
+        high, low = kept.get("high"), kept.get("low")
+        if isinstance(high, float) and isinstance(low, float) and low > high:
+            faults.add("low", low, f"accepted: a number greater than 0 and at most high, which is {high}")
+        faults.raise_if_any()
+        _keep(self, kept)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The hard quota."""
+        return parse_bytes(self.capacity)
+
+    @property
+    def high_bytes(self) -> int:
+        """Eviction begins above this many bytes."""
+        return math.floor(Fraction(self.high) * self.capacity_bytes)
+
+    @property
+    def low_bytes(self) -> int:
+        """Eviction goes on down to this many bytes."""
+        return math.floor(Fraction(self.high if self.low is None else self.low) * self.capacity_bytes)
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """A store: its tiers, fastest first, and who is evicted first.
+
+    Args:
+        tiers: at least one, with different names.
+        eviction: ``"lru"``, ``"size-class"`` or ``"next-use"``.
+
+    Raises:
+        ConfigError: lists every fault.
+    """
+
+    tiers: Sequence[TierConfig]
+    eviction: str = "lru"
+
+    def __post_init__(self) -> None:
+        faults = Faults("StoreConfig")
+        kept = faults.checked(vars(self), {"tiers": _tiers, "eviction": checks.eviction})
+        faults.raise_if_any()
+        _keep(self, kept)
+
+    @classmethod
+    def default(
+        cls,
+        device: str | None = None,
+        max_device_memory: Size | None = None,
+        offload_cpu_size: Size | None = None,
+        offload_disk_size: Size | None = None,
+        offload_path: str | PurePath = "./offload/",
+        *,
+        durable: bool = False,
+        **more: object,
+    ) -> StoreConfig:
+        """Return the usual hierarchy: the tiers ``device``, ``host`` and ``disk``.
+
+        Asks the machine for what is not given.  With device ``"cpu"`` there is no tier ``device``,
+        with an ``offload_disk_size`` of 0 no tier ``disk``.
+
+        Args:
+            device: a torch accelerator, ``"emulated"`` or ``"cpu"``; ``None``: the accelerator if
+                there is one, else ``"cpu"``.
+            max_device_memory: capacity of ``device``; ``None``: what it has free (has to be given
+                for ``"emulated"``, and must not be for ``"cpu"``).
+            offload_cpu_size: capacity of ``host``; ``None``: the available host memory.
+            offload_disk_size: capacity of ``disk``; ``None``: the free space at ``offload_path``.
+            offload_path: the directory that ``disk`` keeps its files in.
+            durable: only ``False`` in this version: the disk tier is scratch space.
+            more: any other key of `OffloadConfig`; ``eviction`` is ``"lru"`` unless given.  Keys
+                that only a training loop reads are checked, and mean nothing to a store.
+
+        Raises:
+            ConfigError: lists every fault.
+        """
+        if durable is not False:
+            raise ConfigError(
+                f"durable={durable!r}: not available in this version; "
+                "accepted: False (the disk tier is scratch space)"
+            )
+        keys = {
+            "device": device,
+            "max_device_memory": max_device_memory,
+            "offload_cpu_size": offload_cpu_size,
+            "offload_disk_size": offload_disk_size,
+            "offload_path": offload_path,
+        }
+        return OffloadConfig.from_mapping({"eviction": "lru"} | more | keys).store_config()
+
+
+def _tiers(value: object) -> tuple[TierConfig, ...]:
+    if (
+        not isinstance(value, Sequence)
+        or not value
+        or not all(isinstance(each, TierConfig) for each in value)
+    ):
+        raise ConfigError("accepted: a list of at least one TierConfig, fastest first")
+    names = [tier.name for tier in value]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"accepted: tiers with different names; given more than once: {', '.join(twice)}")
+    return tuple(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What a training loop offloads, and what it may use for that.
+
+    The names and defaults are those of the reference configuration; ``offload_grad``,
+    ``offload_optimizer``, ``device``, ``device_options``, ``eviction``, ``checksum`` and
+    ``optimizer_target`` are ours.  Sizes may be given as text and are kept in bytes.
+
+    Args:
+        memory_offload: ``"ON"`` or ``"OFF"``; with OFF nothing is offloaded.
+        max_device_memory: all that the program may have on the device; ``None``: what is free.
+        offload_param: where parameters go: ``"cpu"``, ``"disk"`` (in any case), or ``None``: as
+            the quotas and the plan decide.
+        offload_checkpoint: the same for the outputs of recomputed layers.
+        offload_grad: the same for gradients.
+        offload_optimizer: the same for optimizer state.
+        auto_offload: whether those four only say where bytes start out, and the quotas and the
+            plan decide from then on; with ``False`` they are obeyed after every use.
+        offload_cpu_size: quota of host memory; ``None``: what is available.
+        offload_disk_size: quota of disk; 0: no disk; ``None``: what is free.
+        offload_path: the directory for files.
+        host_mem_block_size: the host pool grows by blocks of this size.
+        aio_block_size: files are read and written in pieces of this size.
+        aio_queue_depth: how many of those pieces may be under way.
+        enable_aio: whether several may be under way at all.
+        enable_pinned_mem: whether host memory is registered with the device.
+        hbm_ratio: the share of the device quota that may be filled before eviction, 0 < x <= 1.
+        cpu_ratio: the share of the host quota that may be filled before eviction, 0 < x <= 1.
+        device: as in `StoreConfig.default`.
+        device_options: more options for the device's backend; for ``"emulated"``:
+            ``link_bandwidth``, ``link_latency_s``, ``late_events``, ``overwrite_freed``.
+        eviction: ``"lru"``, ``"size-class"`` or ``"next-use"``.
+        checksum: whether bytes read from disk are compared with those written.
+        optimizer_target: where the optimizer computes: ``"device"`` or ``"cpu"``.
+
+    Raises:
+        ConfigError: lists every fault.
+    """
+
+    memory_offload: str = "ON"
+    max_device_memory: Size | None = None
+    offload_param: str | None = None
+    offload_checkpoint: str | None = None
+    offload_grad: str | None = None
+    offload_optimizer: str | None = None
+    auto_offload: bool = True
+    offload_cpu_size: Size | None = None
+    offload_disk_size: Size | None = None
+    offload_path: str | PurePath = "./offload/"
+    host_mem_block_size: Size = "1GB"
+    aio_block_size: Size = "1MB"
+    aio_queue_depth: int = 1024
+    enable_aio: bool = True
+    enable_pinned_mem: bool = True
+    hbm_ratio: float = 1.0
+    cpu_ratio: float = 1.0
+    device: str | None = None
+    device_options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    eviction: str = "next-use"
+    checksum: bool = True
+    optimizer_target: str = "device"
+
+    def __post_init__(self) -> None:
+        faults = Faults("OffloadConfig")
+        kept = _judge(vars(self), faults)
+        faults.raise_if_any()
+        _keep(self, kept)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is offloaded."""
+        return self.memory_offload == "ON"
+
+    @property
+    def max_device_bytes(self) -> int | None:
+        """``max_device_memory`` in bytes; ``None``: what the device has free."""
+        return None if self.max_device_memory is None else parse_bytes(self.max_device_memory)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object]) -> OffloadConfig:
+        """Read a mapping of keys to values, such as a reference ``offload_config``.
+
+        Raises:
+            ConfigError: lists every fault, unknown keys among them.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"OffloadConfig: {mapping!r}: accepted: a mapping of keys to values")
+        return cls._from_keys(mapping, Faults("OffloadConfig"))
+
+    @classmethod
+    def from_yaml(cls, path: str | PurePath) -> OffloadConfig:
+        """Read a YAML file.
+
+        The keys stand at the top level or under ``offload_config:``.  From ``context:`` the keys
+        ``memory_offload`` and ``max_device_memory`` are read; other sections are left alone.
+        An unquoted ``ON``, which YAML reads as true, is understood.
+
+        Raises:
+            ConfigError: the file cannot be read, is not YAML, or has faults, which are listed.
+        """
+        faults = Faults(f"OffloadConfig from {path}")
+        return cls._from_keys(document.read_keys(Path(path), tuple(_OFFLOAD), faults), faults)
+
+    @classmethod
+    def _from_keys(cls, given: Mapping[str, object], faults: Faults) -> OffloadConfig:
+        for key, value in given.items():
+            if key not in _OFFLOAD:
+                faults.add_unknown(key, value, tuple(_OFFLOAD))
+        known = {key: value for key, value in given.items() if key in _OFFLOAD}
+        kept = _judge(vars(cls()) | known, faults)
+        faults.raise_if_any()
+        return cls(**cast("dict[str, Any]", kept))
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return every key with its value, sizes in bytes: `from_mapping` reads it back."""
+        return {
+            key: dict(value) if isinstance(value, Mapping) else value for key, value in vars(self).items()
+        }
+
+    def store_config(self) -> StoreConfig:
+        """Return the tiers that this configuration means on this machine.
+
+        Raises:
+            ConfigError: the device is not there, or its memory is left open where it cannot be
+                asked, or given where there is none.
+        """
+        device = self.device or machine.default_device()
+        faults = Faults("OffloadConfig")
+        _judge_device(vars(self) | {"device": device}, faults)
+        faults.raise_if_any()
+        tiers = [self._host_tier(), *self._disk_tiers()]
+        if not machine.is_cpu(device):
+            tiers.insert(0, self._device_tier(device))
+        return StoreConfig(tiers=tiers, eviction=self.eviction)
+
+    def _device_tier(self, device: str) -> TierConfig:
+        capacity_bytes = self.max_device_bytes
+        if capacity_bytes is None and device == machine.EMULATED:
+            raise ConfigError(
+                "max_device_memory=None: has to be given for device 'emulated', which has no memory of its "
+                "own to ask; accepted: a size greater than 0"
+            )
+        if device != machine.EMULATED:
+            machine.require_accelerator(device)
+        return TierConfig(
+            name="device",
+            backend="device",
+            capacity=machine.free_device_bytes(device) if capacity_bytes is None else capacity_bytes,
+            high=self.hbm_ratio,
+            options={**self.device_options, "device": device},
+        )
+
+    def _host_tier(self) -> TierConfig:
+        return TierConfig(
+            name="host",
+            backend="pinned",
+            capacity=machine.available_host_bytes()
+            if self.offload_cpu_size is None
+            else self.offload_cpu_size,
+            high=self.cpu_ratio,
+            options={
+                "host_mem_block_size": self.host_mem_block_size,
+                "enable_pinned_mem": self.enable_pinned_mem,
+            },
+        )
+
+    def _disk_tiers(self) -> list[TierConfig]:
+        path = str(self.offload_path)
+        capacity = machine.free_disk_bytes(path) if self.offload_disk_size is None else self.offload_disk_size
+        if capacity == 0:
+            return []
+        options = {
+            "path": path,
+            "aio_block_size": self.aio_block_size,
+            "aio_queue_depth": self.aio_queue_depth,
+            "enable_aio": self.enable_aio,
+            "checksum": self.checksum,
+        }
+        return [TierConfig(name="disk", backend="files", capacity=capacity, options=options)]
+
+
+_OFFLOAD: dict[str, Check] = {
+    "memory_offload": checks.one_of("ON", "OFF"),
+    "max_device_memory": checks.optional(checks.positive_size),
+    "offload_param": checks.optional(checks.target),
+    "offload_checkpoint": checks.optional(checks.target),
+    "offload_grad": checks.optional(checks.target),
+    "offload_optimizer": checks.optional(checks.target),
+    "auto_offload": checks.flag,
+    "offload_cpu_size": checks.optional(checks.positive_size),
+    "offload_disk_size": checks.optional(checks.size),
+    "offload_path": checks.directory,
+    "host_mem_block_size": checks.positive_size,
+    "aio_block_size": checks.positive_size,
+    "aio_queue_depth": checks.positive_int,
+    "enable_aio": checks.flag,
+    "enable_pinned_mem": checks.flag,
+    "hbm_ratio": checks.ratio,
+    "cpu_ratio": checks.ratio,
+    "device": checks.optional(checks.device),
+    "device_options": checks.options,
+    "eviction": checks.eviction,
+    "checksum": checks.flag,
+    "optimizer_target": checks.one_of("device", "cpu"),
+}
+
+
+def _judge(values: Mapping[str, object], faults: Faults) -> dict[str, object]:
+    """Check every key of an offload configuration, alone and together; return what passed."""
+    kept = faults.checked(values, _OFFLOAD)
+    _judge_device(kept, faults)
+    return kept
+
+
+def _judge_device(kept: Mapping[str, object], faults: Faults) -> None:
+    """Note what is said about a device that has no memory of its own, or is said twice."""
+    options = kept.get("device_options")
+    if isinstance(options, Mapping) and "device" in options:
+        faults.add("device_options", options, "accepted: anything but 'device', which has a key of its own")
+    device = kept.get("device")
+    if not isinstance(device, str) or not machine.is_cpu(device):
+        return
+    for key in ("max_device_memory", "device_options"):
+        if kept.get(key):
+            faults.add(
+                key,
+                kept[key],
+                f"device {device!r} computes in host memory and has no tier of its own; leave the key out, "
+                "or set device to 'emulated' for one with a quota",
+            )
