@@ -15,8 +15,8 @@ NAMES = ("device", "host", "disk")
 
 
 def memory_backends(capacities: Sequence[int]) -> list[Backend]:
-    """Return plain memory backends; the last is reached by reads and writes only."""
-    last = len(capacities) - 1
+    """Return plain memory backends; the last of several is reached by reads and writes only."""
+    last = max(len(capacities) - 1, 1)
     return [
         open_backend(capacity_bytes=capacity, options={"storage": index == last})
         for index, capacity in enumerate(capacities)

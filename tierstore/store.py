@@ -53,7 +53,7 @@ class Lease:
     def __getitem__(self, key: str) -> torch.Tensor:
         """Return the tensor of ``key``, without a copy.  Do not use it after the release."""
         if not self._is_held:
-            raise UsageError(f"the lease on {key!r} was released; its bytes may be gone.", key=key)
+            raise UsageError("the lease was released; the bytes it showed may be gone.", key=key)
         try:
             return self._tensors[key]
         except KeyError:
@@ -62,9 +62,9 @@ class Lease:
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor of a lease on one key."""
-        if len(self._tensors) != 1:
+        if self._is_held and len(self._tensors) != 1:
             raise UsageError(f"lease.tensor needs a lease on one key, not on {len(self._tensors)}.")
-        return self[next(iter(self._tensors))]
+        return self[next(iter(self._tensors), "")]
 
     def release(self, *, written: bool = True) -> None:
         """End the lease.  A second call does nothing.

@@ -1,0 +1,88 @@
+"""Who goes next, by each policy."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierstore.core.entry import Entry
+from tierstore.core.eviction import POLICIES, size_class
+from tierstore.core.model import Plan
+from tierstore.core.residency import Replica, State, Step
+from tierstore.errors import InvariantError
+
+MIB = 1024**2
+
+
+def replicas(*mebibytes: float) -> list[Replica]:
+    """Return candidates, oldest use first, keyed "0", "1", ..."""
+    return [
+        Replica(Entry(number, str(number), 0, None), 0, int(size * MIB))
+        for number, size in enumerate(mebibytes)
+    ]
+
+
+def order(
+    policy: str, candidates: list[Replica], needed_mib: float = 1, plan: Plan | None = None, position: int = 0
+) -> str:
+    def distance(key: str) -> int | None:
+        return None if plan is None else plan.distance(key, position)
+
+    return "".join(r.key for r in POLICIES[policy](candidates, int(needed_mib * MIB), distance))
+
+
+def test_lru_takes_the_oldest_use_first() -> None:
+    assert order("lru", replicas(1, 500, 2)) == "012"
+
+
+@pytest.mark.parametrize(
+    ("mib", "expected"),
+    [(0, 0), (15.9, 0), (16, 1), (31.9, 1), (32, 2), (64, 3), (512, 6), (1023, 6), (1024, 7), (9000, 7)],
+)
+def test_size_classes_double_from_16_mib_and_the_last_holds_everything_from_1_gib(
+    mib: float, expected: int
+) -> None:
+    assert size_class(int(mib * MIB)) == expected
+
+
+def test_size_class_takes_the_first_large_enough_in_the_requests_class() -> None:
+    assert order("size-class", replicas(2000, 17, 20, 30), needed_mib=20)[0] == "2"
+
+
+def test_size_class_then_takes_the_largest_classes_in_the_order_of_use() -> None:
+    assert order("size-class", replicas(1, 40, 2000, 17, 1500, 50), needed_mib=33) == "124530"
+
+
+def test_size_class_searches_only_the_requests_own_class_for_the_lower_bound() -> None:
+    assert order("size-class", replicas(17, 100), needed_mib=20) == "10"
+
+
+def test_next_use_takes_what_is_needed_furthest_in_the_future() -> None:
+    plan = Plan(("0", "1", "2"))
+    assert order("next-use", replicas(1, 1, 1), plan=plan, position=0) == "021"
+    assert order("next-use", replicas(1, 1, 1), plan=plan, position=1) == "102"
+
+
+def test_next_use_takes_what_no_plan_knows_first_and_is_lru_without_one() -> None:
+    assert order("next-use", replicas(1, 1, 1), plan=Plan(("0", "2")), position=0) == "102"
+    assert order("next-use", replicas(1, 1, 1)) == "012"
+
+
+def test_a_plan_is_a_cycle() -> None:
+    plan = Plan(("a", "b", "a", "c"))
+    assert plan.distance("a", 0) == 2
+    assert plan.distance("a", 2) == 2
+    assert plan.distance("c", 3) == 4
+    assert plan.distance("b", 3) == 2
+    assert plan.distance("d", 0) is None
+
+
+def test_a_replica_takes_no_step_outside_its_table() -> None:
+    replica = replicas(1)[0]
+    assert replica.key == "0"
+    with pytest.raises(InvariantError, match="FILLED while ABSENT"):
+        replica.step(Step.FILLED)
+    replica.step(Step.RESERVE)
+    replica.step(Step.FILLED)
+    assert replica.state is State.READY
+    with pytest.raises(InvariantError, match="bug in tierstore"):
+        replica.step(Step.FREED)
