@@ -1,0 +1,42 @@
+"""Asynchronous disk files as scratch space: the tier below host memory.
+
+What it promises: at most ``capacity_bytes`` of disk, counted in the file system's own blocks; every
+byte checked on its way back; nothing left behind after ``close``, and after a crash nothing that
+the next owner of the directory does not sweep.  What it does not do: survive a restart.
+
+The rooms, each ignorant of the ones after it:
+
+- `layout`: where bytes live in one linear address space.  Pure.
+- `owner`: who may use a directory, and what is swept from it.
+- `syscalls`, `probe`: the few calls into the kernel, and what they can do in a directory.
+- `segments`: the address space as a few large files.
+- `space`: layout and segments together, from any thread.
+- `transfer`, `piece_queue`, `lane`, `engine`: how bytes move: cut into pieces, merged where they
+  touch, moved by worker threads.
+- `options`, `backend`: what a user writes, and the `tierstore.spi.Backend` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tierstore.units import parse_bytes
+from tierstore_backends.files.backend import FilesBackend
+from tierstore_backends.files.options import parse_options
+
+__all__ = ["FilesBackend", "open_backend"]
+
+
+def open_backend(*, capacity_bytes: int, options: Mapping[str, object]) -> FilesBackend:
+    """Open a directory as scratch space for at most ``capacity_bytes``.
+
+    Args:
+        capacity_bytes: the most that the files may take on disk.
+        options: ``path`` is required; see `tierstore_backends.files.options.FilesOptions`.
+
+    Raises:
+        ConfigError: an unknown option, a bad value or a negative capacity; the message lists every fault.
+        UsageError: another live backend owns the directory; the message names its process.
+        BackendError: the directory cannot be made or used.
+    """
+    return FilesBackend(parse_bytes(capacity_bytes), parse_options(options))

@@ -1,0 +1,272 @@
+"""Scratch files as a `tierstore.spi.Backend`.
+
+Reads are served before writes that wait at the same time; within a direction the first to come is
+the first to go.  A read never waits for more than the pieces that are in the workers' hands.
+
+Knows nothing of keys, tiers or policies.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from typing import Final
+
+import torch
+
+from tierstore.errors import StoreClosed, UsageError
+from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
+from tierstore.units import GIB, MIB, align_up
+from tierstore_backends.files.engine import CallerEngine, Engine, ThreadEngine
+from tierstore_backends.files.lane import Lane
+from tierstore_backends.files.options import FilesOptions
+from tierstore_backends.files.owner import DirectoryOwner
+from tierstore_backends.files.piece_queue import PieceQueue
+from tierstore_backends.files.probe import IoMode, probe
+from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.space import Space
+from tierstore_backends.files.syscalls import KERNEL, Syscalls
+from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, cut
+
+_SEGMENT_BYTES: Final = 64 * GIB
+_STRIDE_BYTES: Final = 64 * MIB
+_QUIET_S: Final = 30.0  # longer than a training step leaves a disk alone: what is cut is slow to regrow
+
+
+class FilesBackend:
+    """Files in a directory that this object alone owns, as scratch space.
+
+    Everything may be called from any thread.  ``reserve``, ``read``, ``write`` and ``free`` do not
+    block on the disk, except where ``enable_aio`` is off; ``resize`` to less and ``close`` do.
+
+    Args:
+        capacity_bytes: the most that the files may take on disk.
+        options: see `FilesOptions`.
+        syscalls: the way to the kernel; tests pass their own.
+        segment_bytes: the length of a full file; a multiple of 64 KiB.
+        stride_bytes: how far files grow at a time; a multiple of 64 KiB.
+        quiet_s: after so long without a transfer, the free end of the files is cut off.
+
+    Raises:
+        UsageError: another live backend owns the directory.
+        BackendError: the directory cannot be made or used.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        options: FilesOptions,
+        *,
+        syscalls: Syscalls = KERNEL,
+        segment_bytes: int = _SEGMENT_BYTES,
+        stride_bytes: int = _STRIDE_BYTES,
+        quiet_s: float = _QUIET_S,
+    ) -> None:
+        owner = DirectoryOwner.claim(options.path)
+        try:
+            mode = probe(options.path, options.direct, syscalls)
+            self._segments = Segments(
+                options.path, mode.flags, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
+            )
+            self._space = Space(capacity_bytes, mode.alignment_bytes, self._segments)
+            self._block_bytes = align_up(options.aio_block_size, mode.alignment_bytes)
+            self._engine = self._start(options, mode, syscalls, quiet_s)
+        except BaseException:
+            owner.release()
+            raise
+        self._capabilities = Capabilities(
+            medium=Medium.STORAGE,
+            is_durable=False,
+            alignment_bytes=mode.alignment_bytes,
+            depth=options.aio_queue_depth if options.enable_aio else 1,
+        )
+        # Also when it is forgotten, and when the interpreter ends: nothing may stay behind.
+        self._finalizer = weakref.finalize(self, _shut, self._engine, self._segments, owner)
+        self._closing = threading.Lock()  # held while the first to close waits for the disk
+        self._owner = owner
+        _open_backends.add(self)
+
+    def _start(self, options: FilesOptions, mode: IoMode, syscalls: Syscalls, quiet_s: float) -> Engine:
+        lanes = [
+            Lane(
+                self._segments,
+                syscalls,
+                alignment_bytes=mode.alignment_bytes,
+                memory_alignment_bytes=mode.memory_alignment_bytes,
+                block_bytes=self._block_bytes,
+                is_checked=options.checksum,
+            )
+            for _ in range(options.threads)
+        ]
+        moves = [lane.move for lane in lanes]
+        if not options.enable_aio:
+            return CallerEngine(moves)
+        waiting = functools.partial(PieceQueue, self._block_bytes, self._segments.segment_bytes)
+        return ThreadEngine(
+            moves,
+            waiting(),
+            waiting(),
+            depth=options.aio_queue_depth,
+            tidy=self._space.trim,
+            quiet_s=quiet_s,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `tierstore.spi.Backend`."""
+        return self._capabilities
+
+    @property
+    def physical_bytes(self) -> int:
+        """What the files take on disk now, as the file system counts it.
+
+        That is at most the capacity, and beside it what the file system needs to find the blocks:
+        on ext4 nothing, or one block for some hundred fragments of a file.
+        """
+        return self._segments.physical_bytes
+
+    def reserve(self, nbytes: int) -> FileSlot:
+        """Take addresses for ``nbytes``; touches no disk.
+
+        Raises:
+            CapacityError: fewer bytes are free, in however many pieces.
+            UsageError: ``nbytes`` is negative.
+            StoreClosed: after ``close``.
+        """
+        self._check_open()
+        if nbytes < 0:
+            raise UsageError(f"a slot cannot have {nbytes} bytes")
+        return FileSlot(nbytes, self._space.reserve(nbytes), self)
+
+    def read(self, slot: Slot, into: Buffer) -> Completion:
+        """Fill ``into``; compare its checksums with those of the write.
+
+        Completes with ``IntegrityError`` where bytes differ, ``BackendError`` where the disk fails.
+
+        Raises:
+            UsageError: not a slot of this backend, one without bytes, or a buffer that does not fit.
+            StoreClosed: after ``close``.
+        """
+        own = self._own(slot)
+        if own.state is not SlotState.WRITTEN and own.nbytes:
+            raise UsageError(f"{own} holds no bytes: nothing was written there, or writing failed")
+        _check_buffer(own, into)
+        return self._move(Direction.READ, own, into)
+
+    def write(self, slot: Slot, source: Buffer) -> Completion:
+        """Write ``source``; keep its checksums.
+
+        Completes with ``BackendError`` where the disk fails or is full; the slot then holds no
+        bytes, and may be written again.
+
+        Raises:
+            UsageError: not a slot of this backend, or a buffer that does not fit.
+            StoreClosed: after ``close``.
+        """
+        own = self._own(slot)
+        _check_buffer(own, source)
+        # From here to the end of the write the old bytes are gone and the new ones not there.
+        own.state = SlotState.RESERVED
+        return self._move(Direction.WRITE, own, source)
+
+    def free(self, slot: Slot) -> Completion:
+        """Give the slot's addresses to others.  Done at once: their blocks are used again.
+
+        Raises:
+            UsageError: not a slot of this backend, or freed before.
+            StoreClosed: after ``close``.
+        """
+        own = self._own(slot)
+        own.state = SlotState.FREED
+        if self._space.free(own.extents):
+            self._engine.tidy_when_quiet()
+        return Completion.done()
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Hold at most ``capacity_bytes``; what the files hold above it is given back on return.
+
+        Raises:
+            CapacityError: more is reserved.
+            BackendError: the file system failed to give bytes back.
+            StoreClosed: after ``close``.
+        """
+        self._check_open()
+        self._space.resize(capacity_bytes)
+
+    def close(self) -> None:
+        """Finish what is under way and remove every file.  Idempotent; from any thread.
+
+        Raises:
+            UsageError: called from a completion's callback, which would wait for itself.
+            BackendError: a file could not be removed.
+        """
+        if self._engine.is_worker():
+            raise UsageError("scratch files cannot be closed from a completion's callback")
+        with self._closing:
+            self._finalizer()
+        _open_backends.discard(self)
+
+    def disown(self) -> None:
+        """Become closed without touching anything: for the child of a fork, which owns nothing."""
+        self._finalizer.detach()
+        self._closing = threading.Lock()  # a thread that the child does not have may hold the old one
+        self._segments.disown()
+        self._owner.disown()
+
+    def _move(self, direction: Direction, slot: FileSlot, buffer: Buffer) -> Completion:
+        if not slot.nbytes:
+            return Completion.done()
+        transfer = Transfer(direction, slot, buffer)
+        self._engine.submit(
+            cut(transfer, block_bytes=self._block_bytes, segment_bytes=self._segments.segment_bytes)
+        )
+        return transfer.completion
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise StoreClosed("the scratch files were closed")
+
+    def _own(self, slot: Slot) -> FileSlot:
+        self._check_open()
+        if not isinstance(slot, FileSlot) or slot.home is not self:
+            raise UsageError(f"{slot!r} is not a slot of these scratch files")
+        if slot.state is SlotState.FREED:
+            raise UsageError(f"{slot!r} was freed before")
+        return slot
+
+
+def _check_buffer(slot: FileSlot, buffer: Buffer) -> None:
+    if (
+        buffer.dtype is not torch.uint8
+        or buffer.dim() != 1
+        or buffer.numel() != slot.nbytes
+        or not buffer.is_cpu
+        or not buffer.is_contiguous()
+    ):
+        raise UsageError(
+            f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
+            f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
+        )
+
+
+def _shut(engine: Engine, segments: Segments, owner: DirectoryOwner) -> None:
+    """End everything: the engine first, so that nothing moves when files go."""
+    try:
+        engine.close()
+    finally:
+        segments.close()
+        owner.release()
+
+
+_open_backends: weakref.WeakSet[FilesBackend] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    """In the child of a fork there are no workers, and the files are the parent's."""
+    for backend in list(_open_backends):
+        backend.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

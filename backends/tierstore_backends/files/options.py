@@ -1,0 +1,142 @@
+"""What a user may say about scratch files: read and checked as a whole.
+
+Promises: all faults in one message, each with what was given and what is accepted.
+Knows nothing of what the options do; that is told where they are used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from tierstore.errors import ConfigError
+from tierstore.units import GIB, MIB, parse_bytes
+
+_MOST_THREADS = 1024
+_LARGEST_BLOCK_BYTES = GIB  # Linux moves less than 2 GiB at a time
+
+
+class Direct(enum.Enum):
+    """Whether I/O goes past the page cache."""
+
+    AUTO = enum.auto()  # where a probe says that it works, else through the cache with a warning
+    ALWAYS = enum.auto()  # or the backend does not open
+    NEVER = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class FilesOptions:
+    """How to use a directory as scratch space.
+
+    Attributes:
+        path: the directory; made with its parents where it is missing.
+        aio_block_size: the most bytes that one system call moves: larger transfers are cut, and
+            neighbours are merged up to it.  Rounded up to the alignment.  4 MiB is what measured
+            best: with 1 MiB, threads meet at the interpreter's lock four times as often, which
+            cost 10 to 20 % of a disk of 4 GB/s.
+        aio_queue_depth: at most this many pieces are in the workers' hands at a time.
+        enable_aio: ``False`` moves every transfer in the calling thread, before the call returns.
+        checksum: whether bytes are summed when written and compared when read.
+        threads: how many workers move bytes; how many callers do where ``enable_aio`` is off.
+        direct: ``"auto"``, ``True`` or ``False`` in the mapping.
+    """
+
+    path: Path
+    aio_block_size: int = 4 * MIB
+    aio_queue_depth: int = 1024
+    enable_aio: bool = True
+    checksum: bool = True
+    threads: int = 4
+    direct: Direct = Direct.AUTO
+
+
+def parse_options(options: Mapping[str, object]) -> FilesOptions:
+    """Read the options of the ``files`` backend.
+
+    Raises:
+        ConfigError: unknown names, with near misses, and bad values, with what is accepted.
+    """
+    faults: list[str] = []
+    values: dict[str, object] = {}
+    for name, given in options.items():
+        read = _READERS.get(name)
+        if read is None:
+            faults.append(_unknown(name))
+            continue
+        try:
+            values[name] = read(given)
+        except ConfigError as error:
+            faults.append(f"{name}={given!r}: {error}")
+    if "path" not in options:
+        faults.append("path is missing: the directory to keep scratch files in")
+    if faults:
+        raise ConfigError("options of the 'files' backend: " + "; ".join(faults))
+    return FilesOptions(**values)  # type: ignore[arg-type]  # each reader returns its field's type
+
+
+def _unknown(name: str) -> str:
+    known = [field.name for field in fields(FilesOptions)]
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"unknown option {name!r}{hint}; accepted: {', '.join(known)}"
+
+
+def _path(given: object) -> Path:
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise ConfigError("accepted: the path of a directory, as text or a Path")
+    text = os.fspath(given)
+    if not isinstance(text, str) or "\0" in text:
+        raise ConfigError("accepted: the path of a directory, as text or a Path")
+    # Absolute now: the program may change its working directory later.
+    return Path(text).expanduser().absolute()
+
+
+def _block_size(given: object) -> int:
+    if isinstance(given, int | str) and not isinstance(given, bool):
+        nbytes = parse_bytes(given)
+        if 0 < nbytes <= _LARGEST_BLOCK_BYTES:
+            return nbytes
+    raise ConfigError("accepted: a size from 1 to 1GiB, in bytes or as text such as '1MiB'")
+
+
+def _positive_int(given: object) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given <= 0:
+        raise ConfigError("accepted: an int above 0")
+    return given
+
+
+def _threads(given: object) -> int:
+    if (threads := _positive_int(given)) > _MOST_THREADS:
+        raise ConfigError(f"accepted: an int from 1 to {_MOST_THREADS}")
+    return threads
+
+
+def _switch(given: object) -> bool:
+    if not isinstance(given, bool):
+        raise ConfigError("accepted: True or False")
+    return given
+
+
+def _direct(given: object) -> Direct:
+    if given == "auto":
+        return Direct.AUTO
+    if given is True:
+        return Direct.ALWAYS
+    if given is False:
+        return Direct.NEVER
+    raise ConfigError("accepted: 'auto', True or False")
+
+
+_READERS: Mapping[str, Callable[[object], object]] = {
+    "path": _path,
+    "aio_block_size": _block_size,
+    "aio_queue_depth": _positive_int,
+    "enable_aio": _switch,
+    "checksum": _switch,
+    "threads": _threads,
+    "direct": _direct,
+}

@@ -1,0 +1,165 @@
+"""Who may use a directory: one live owner, held by a lock that dies with its process.
+
+Rule 1: the owner is whoever holds ``flock`` on the lock file; the number inside is for messages.
+Rule 2: only files whose names are ours are ever touched.
+Rule 3: what a dead owner left is swept by the next one; what a live one holds is refused.
+Rule 4: on release nothing of ours is left: neither files, nor the lock, nor a directory that was
+made for them, by this owner or by a dead one before it, unless something foreign is in it.
+
+Knows nothing of what the files contain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from pathlib import Path
+
+from tierstore.errors import BackendError, UsageError
+
+_LOCK_NAME = "tierstore-scratch.lock"
+_OURS = re.compile(r"tierstore-scratch-(?:[0-9]{4,}|probe)\.bin", re.ASCII)
+_CLAIM_ATTEMPTS = 100
+
+
+def segment_name(index: int) -> str:
+    """Name the ``index``-th file of scratch space."""
+    return f"tierstore-scratch-{index:04d}.bin"
+
+
+PROBE_NAME = "tierstore-scratch-probe.bin"
+
+
+class DirectoryOwner:
+    """The right to a directory, from ``claim`` to ``release``."""
+
+    def __init__(self, folder: Path, lock_fd: int, made: int) -> None:
+        self.folder = folder
+        self._lock_fd: int | None = lock_fd
+        self._made = made  # this many directories, from ``folder`` upwards, exist only for us
+
+    @classmethod
+    def claim(cls, folder: Path) -> DirectoryOwner:
+        """Make ``folder`` if it is missing, lock it, and sweep what a dead owner left.
+
+        Raises:
+            UsageError: a live backend owns it, in this process or another; the message names it.
+            BackendError: it cannot be made, locked or swept.
+        """
+        made = 0
+        try:
+            for _ in range(_CLAIM_ATTEMPTS):
+                made += _make(folder)
+                lock_fd = _lock(folder)
+                if lock_fd is not None:
+                    return cls._settle(folder, lock_fd, made)
+        except OSError as error:
+            _unmake(folder, made)
+            raise BackendError(f"scratch files cannot be kept in {folder}: {error}") from error
+        raise BackendError(f"{folder} is taken and given up again and again by others", transient=True)
+
+    @classmethod
+    def _settle(cls, folder: Path, lock_fd: int, made: int) -> DirectoryOwner:
+        try:
+            made = max(made, _read_note(lock_fd)[1])
+            note = f"{os.getpid()}\n{made}\n".encode()
+            os.ftruncate(lock_fd, 0)
+            os.pwrite(lock_fd, note, 0)
+            _sweep(folder)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the error under way says more
+                (folder / _LOCK_NAME).unlink(missing_ok=True)
+            os.close(lock_fd)
+            raise
+        return cls(folder, lock_fd, made)
+
+    def release(self) -> None:
+        """Remove what is ours and let the next one in.  Idempotent.
+
+        Raises:
+            BackendError: a file cannot be removed.  The directory is given up all the same.
+        """
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is None:
+            return
+        try:
+            _sweep(self.folder)
+            (self.folder / _LOCK_NAME).unlink(missing_ok=True)
+            _unmake(self.folder, self._made)
+        except OSError as error:
+            raise BackendError(f"scratch files cannot be removed from {self.folder}: {error}") from error
+        finally:
+            os.close(lock_fd)  # last: whoever waits for the lock finds everything gone
+
+    def disown(self) -> None:
+        """Forget the directory without touching it: for the child of a fork, which owns nothing.
+
+        The lock stays with the parent, because it belongs to the open file that both share.
+        """
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is not None:
+            os.close(lock_fd)
+
+
+def _make(folder: Path) -> int:
+    """Make ``folder``; return how many directories had to be made."""
+    missing = 0
+    for ancestor in (folder, *folder.parents):
+        if ancestor.exists():
+            break
+        missing += 1
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _unmake(folder: Path, made: int) -> None:
+    """Remove the ``made`` lowest directories of ``folder`` as far as they are empty."""
+    for ancestor in (folder, *folder.parents)[:made]:
+        try:
+            ancestor.rmdir()
+        except OSError:
+            return  # something else is in there, or it is gone: not ours either way
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock the directory; ``None`` if it or its lock file vanished meanwhile: try again."""
+    path = folder / _LOCK_NAME
+    try:
+        lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # An owner that leaves removes the file while it holds the lock: then this one is nobody's.
+        if path.stat().st_ino == os.fstat(lock_fd).st_ino:
+            return lock_fd
+    except BlockingIOError:
+        pid = _read_note(lock_fd)[0]
+        os.close(lock_fd)
+        whose = "this process" if pid == os.getpid() else f"process {pid}" if pid else "another process"
+        raise UsageError(
+            f"{folder} is in use by a live backend of {whose} (pid {pid or 'unknown'}): "
+            f"close that one, or give this one a directory of its own"
+        ) from None
+    except FileNotFoundError:
+        pass
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    os.close(lock_fd)
+    return None
+
+
+def _read_note(lock_fd: int) -> tuple[int, int]:
+    """Return the owner's process and how many directories were made for it; 0 where unknown."""
+    lines = os.pread(lock_fd, 64, 0).decode("ascii", errors="replace").split("\n")
+    pid, made = (int(line) if line.isascii() and line.isdigit() else 0 for line in (*lines, "", "")[:2])
+    return pid, made
+
+
+def _sweep(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if _OURS.fullmatch(entry.name) and entry.is_file() and not entry.is_symlink():
+            entry.unlink(missing_ok=True)

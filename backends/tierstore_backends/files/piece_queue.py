@@ -1,0 +1,88 @@
+"""Pieces that wait, first come first served, each call for one taking its neighbours along.
+
+A disk moves 1 MiB in one call far faster than 32 times 32 KiB.  So whoever takes the oldest piece
+also gets those that wait and continue it in the file, upwards and downwards, in whatever order
+they came: a backward pass reads backwards.  Merging never crosses the end of a file or exceeds a
+block; what is taken along overtakes others, which delays them by nothing but its own bytes.
+
+Not thread-safe: the engine's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tierstore_backends.files.transfer import Piece
+
+BATCH_PIECES = 512
+"""The most pieces in one call: each needs two I/O vectors at most, and Linux takes 1,024."""
+
+
+class PieceQueue:
+    """One direction's queue.
+
+    Args:
+        batch_bytes: the most that is moved at once.
+        segment_bytes: a batch does not cross a multiple of this.
+    """
+
+    def __init__(self, batch_bytes: int, segment_bytes: int) -> None:
+        self._batch_bytes = batch_bytes
+        self._segment_bytes = segment_bytes
+        self._order: deque[Piece] = deque()  # also those taken along, until they come to the front
+        self._by_start: dict[int, Piece] = {}  # waiting pieces only; two reads of one slot: the later
+        self._by_end: dict[int, Piece] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, piece: Piece) -> None:
+        """Let ``piece`` wait."""
+        piece.is_queued = True
+        self._order.append(piece)
+        self._by_start[piece.address] = piece
+        self._by_end[piece.end] = piece
+        self._count += 1
+
+    def take(self, most: int) -> list[Piece]:
+        """Return the oldest piece and its neighbours: at most ``most``, in file order; or none."""
+        while self._order:
+            oldest = self._order.popleft()
+            if oldest.is_queued:
+                self._remove(oldest)
+                return self._with_neighbours(oldest, min(most, BATCH_PIECES))
+        return []
+
+    def _with_neighbours(self, oldest: Piece, most: int) -> list[Piece]:
+        room = self._batch_bytes - (oldest.end - oldest.address)
+        above: list[Piece] = []
+        end = oldest.end
+        while len(above) + 1 < most and end % self._segment_bytes:
+            piece = self._by_start.get(end)
+            if piece is None or piece.end - end > room:
+                break
+            self._remove(piece)
+            above.append(piece)
+            room -= piece.end - end
+            end = piece.end
+        below: list[Piece] = []
+        start = oldest.address
+        while len(above) + len(below) + 1 < most and start % self._segment_bytes:
+            piece = self._by_end.get(start)
+            if piece is None or start - piece.address > room:
+                break
+            self._remove(piece)
+            below.append(piece)
+            room -= start - piece.address
+            start = piece.address
+        below.reverse()
+        return [*below, oldest, *above]
+
+    def _remove(self, piece: Piece) -> None:
+        piece.is_queued = False
+        self._count -= 1
+        if self._by_start.get(piece.address) is piece:
+            del self._by_start[piece.address]
+        if self._by_end.get(piece.end) is piece:
+            del self._by_end[piece.end]

@@ -1,0 +1,185 @@
+"""The address space as a few large files.
+
+Address ``a`` is byte ``a % segment_bytes`` of file ``a // segment_bytes``.  Files are opened and
+grow when something is first written beyond their end: a stride at a time and with their blocks
+allocated, because a disk writes into allocated blocks up to three times as fast as it allocates
+them piece by piece (64 KiB pieces on ext4: 0.9 against 0.35 GB/s).
+
+Rule 1: a file never grows beyond the limit, and blocks are allocated ahead only while every address
+below the limit is part of the capacity; so allocating ahead cannot break the quota.
+Rule 2: allocating ahead is a favour: where it fails, or the disk is nearly full, the file grows without
+blocks, and if that matters the write itself meets the error.
+
+Thread-safe.  Knows nothing of slots.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from pathlib import Path
+
+from tierstore.units import align_up, format_bytes
+from tierstore_backends.files.owner import segment_name
+from tierstore_backends.files.syscalls import Syscalls
+
+_log = logging.getLogger("tierstore.files")
+
+_CANNOT_PUNCH = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+
+
+class Segments:
+    """The files of one directory, growing and shrinking with what is written.
+
+    Args:
+        folder: where the files are; owned.
+        flags: how they are opened.
+        syscalls: the way to the kernel.
+        segment_bytes: the length of a full file; a multiple of the alignment.
+        stride_bytes: how far a file grows at a time; a multiple of the alignment.
+    """
+
+    def __init__(
+        self, folder: Path, flags: int, syscalls: Syscalls, *, segment_bytes: int, stride_bytes: int
+    ) -> None:
+        self.segment_bytes = segment_bytes
+        self._folder = folder
+        self._flags = flags
+        self._syscalls = syscalls
+        self._stride_bytes = stride_bytes
+        self._lock = threading.Lock()  # guards all below; held while a file is opened or changes length
+        self._fds: list[int] = []
+        self._lengths: list[int] = []
+        self._limit = 0
+        self._is_dense = True
+
+    def path(self, address: int) -> Path:
+        """Name the file that holds ``address``."""
+        return self._folder / segment_name(address // self.segment_bytes)
+
+    def locate(self, start: int, end: int) -> tuple[int, int]:
+        """Return the open file that holds ``[start, end)``, long enough, and where it begins in it.
+
+        Raises:
+            OSError: the file cannot be opened or lengthened.
+        """
+        index, offset = divmod(start, self.segment_bytes)
+        end -= start - offset
+        # Without the lock: entries only appear; a length shrinks only while nothing moves there.
+        if index >= len(self._lengths) or end > self._lengths[index]:
+            with self._lock:
+                self._grow(index, end)
+        return self._fds[index], offset
+
+    @property
+    def end(self) -> int:
+        """One past the highest address that a file is long enough for."""
+        with self._lock:
+            index = max((i for i, length in enumerate(self._lengths) if length), default=None)
+            return 0 if index is None else index * self.segment_bytes + self._lengths[index]
+
+    @property
+    def physical_bytes(self) -> int:
+        """What the files take on disk."""
+        with self._lock:
+            return sum(os.fstat(fd).st_blocks * 512 for fd in self._fds)
+
+    def limit(self, end: int, *, is_dense: bool) -> None:
+        """Let files hold addresses below ``end``, and cut off what they hold above.
+
+        Args:
+            end: one past the highest address in use.
+            is_dense: whether everything below is part of the capacity (rule 1).
+
+        Raises:
+            OSError: a file cannot be cut.
+        """
+        with self._lock:
+            self._limit = end
+            self._is_dense = is_dense
+            self._cut(end)
+
+    def trim(self, end: int) -> None:
+        """Cut the files down to the stride that holds the last byte below ``end``.
+
+        Nothing above may be in use or under way.
+
+        Raises:
+            OSError: a file cannot be cut.
+        """
+        with self._lock:
+            self._cut(align_up(end, self._stride_bytes))
+
+    def punch(self, start: int, end: int) -> None:
+        """Give the blocks of ``[start, end)`` back to the file system.
+
+        Raises:
+            OSError: the file system failed at it.  One that cannot do it at all is only logged.
+        """
+        while start < end:
+            index, offset = divmod(start, self.segment_bytes)
+            nbytes = min(end - start, self.segment_bytes - offset)
+            with self._lock:
+                length = self._lengths[index] if index < len(self._lengths) else 0
+                if offset < length:
+                    self._punch(index, offset, min(nbytes, length - offset))
+            start += nbytes
+
+    def close(self) -> None:
+        """Close the files.  Whoever owns the directory removes them.  Idempotent."""
+        with self._lock:
+            fds, self._fds, self._lengths = self._fds, [], []
+        for fd in fds:
+            os.close(fd)
+
+    def disown(self) -> None:
+        """Close the files in the child of a fork, where nobody else can hold the lock for long."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds, self._lengths = [], []
+
+    def _grow(self, index: int, end: int) -> None:
+        while index >= len(self._fds):
+            path = self._folder / segment_name(len(self._fds))
+            self._fds.append(os.open(path, self._flags | os.O_EXCL, 0o600))
+            self._lengths.append(0)
+        length = self._lengths[index]
+        if end <= length:
+            return
+        room = min(self.segment_bytes, self._limit - index * self.segment_bytes)
+        target = min(max(room, end), align_up(end, self._stride_bytes))
+        if not self._allocate(self._fds[index], length, target - length):
+            self._syscalls.truncate(self._fds[index], target)
+        self._lengths[index] = target
+
+    def _allocate(self, fd: int, offset: int, nbytes: int) -> bool:
+        disk = os.fstatvfs(fd)
+        # On a disk that is nearly full the last blocks are for what is really written.
+        if not self._is_dense or disk.f_bavail * disk.f_frsize < 2 * nbytes:
+            return False
+        try:
+            self._syscalls.allocate(fd, offset, nbytes)
+        except OSError:
+            return False  # whatever it is: the write will meet it if it matters
+        return True
+
+    def _cut(self, end: int) -> None:
+        for index, length in enumerate(self._lengths):
+            wanted = min(length, max(0, end - index * self.segment_bytes))
+            if wanted < length:
+                self._syscalls.truncate(self._fds[index], wanted)
+                self._lengths[index] = wanted
+
+    def _punch(self, index: int, offset: int, nbytes: int) -> None:
+        try:
+            self._syscalls.punch(self._fds[index], offset, nbytes)
+        except OSError as error:
+            if error.errno not in _CANNOT_PUNCH:
+                raise
+            _log.warning(
+                "%s: the file system cannot give back %s inside a file; it is given back on close",
+                self._folder / segment_name(index),
+                format_bytes(nbytes),
+            )

@@ -1,0 +1,77 @@
+"""Layout and files together, from any thread: what is reserved, and what the disk holds for it.
+
+Promises: the files never hold more than the capacity.  Freed addresses are used again before
+new ones; their blocks stay with the files, which is what makes writing there fast, until the
+capacity shrinks or the store has been quiet for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from tierstore.errors import BackendError
+from tierstore_backends.files.layout import Extent, Layout
+from tierstore_backends.files.segments import Segments
+
+
+class Space:
+    """Room in the files of one directory.
+
+    Args:
+        capacity_bytes: the most the files may hold.
+        alignment_bytes: what every extent is a multiple of.
+        segments: the files.
+    """
+
+    def __init__(self, capacity_bytes: int, alignment_bytes: int, segments: Segments) -> None:
+        self._segments = segments
+        self._resizing = threading.Lock()  # one resize at a time; held while files are cut
+        self._lock = threading.Lock()  # guards the layout
+        self._layout = Layout(capacity_bytes, alignment_bytes)
+        segments.limit(self._layout.end, is_dense=True)
+
+    def reserve(self, nbytes: int) -> tuple[Extent, ...]:
+        """Take extents for ``nbytes``.
+
+        Raises:
+            CapacityError: fewer bytes are free.
+        """
+        with self._lock:
+            return self._layout.reserve(nbytes)
+
+    def free(self, extents: Sequence[Extent]) -> bool:
+        """Take extents back; return whether the files hold more than is in use above them all."""
+        with self._lock:
+            self._layout.free(extents)
+            tail_start = self._layout.tail_start
+        return any(end > tail_start for _, end in extents)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Hold at most ``capacity_bytes`` from now on; what lies above is given back before this returns.
+
+        Raises:
+            CapacityError: more is reserved.
+            BackendError: the files could not be cut; the new capacity holds for what is reserved.
+        """
+        with self._resizing:
+            with self._lock:
+                retired = self._layout.resize(capacity_bytes)
+                end, is_dense = self._layout.end, self._layout.is_dense
+            try:
+                self._segments.limit(end, is_dense=is_dense)
+                for start, stop in retired:
+                    self._segments.punch(start, stop)
+            except OSError as error:
+                raise BackendError(f"scratch files could not be made smaller: {error}") from error
+
+    def trim(self) -> None:
+        """Cut off the tail of the files that is free.  Only while nothing moves (see `engine`).
+
+        Raises:
+            OSError: a file cannot be cut.
+        """
+        with self._lock:
+            tail_start = self._layout.tail_start
+        # What is reserved from here on lies there too, but nothing of it moves before this returns.
+        self._segments.trim(tail_start)

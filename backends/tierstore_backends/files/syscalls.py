@@ -1,0 +1,77 @@
+"""The calls into the kernel that move or give back bytes, behind a seam.
+
+A test passes its own `Syscalls` to make the n-th call fail or fall short; the product passes
+`KERNEL`.  Knows nothing of extents, pieces or alignment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+_KEEP_SIZE = 0x01  # <linux/falloc.h>
+_PUNCH_HOLE = 0x02
+
+
+class Syscalls(Protocol):
+    """What the engine asks of the kernel.  Every member raises ``OSError`` as the kernel does."""
+
+    def read(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
+        """Fill ``vector`` from ``offset``; return how many bytes came, 0 at the end of the file."""
+        ...
+
+    def write(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
+        """Write ``vector`` at ``offset``; return how many bytes went."""
+        ...
+
+    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """Give a range of the file blocks on disk; the file grows to hold it."""
+        ...
+
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        """Take a range's blocks from the file; its length stays."""
+        ...
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Make the file ``nbytes`` long."""
+        ...
+
+
+class _Kernel:
+    """The real thing."""
+
+    def __init__(self) -> None:
+        # Only Linux has it; elsewhere files grow as they are written and holes stay.
+        self._fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+        if self._fallocate is not None:
+            self._fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+            self._fallocate.restype = ctypes.c_int
+
+    def read(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, vector, offset)
+
+    def write(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, vector, offset)
+
+    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
+        # Not os.posix_fallocate: where a file system cannot, that writes zeros byte by byte.
+        self._change(fd, 0, offset, nbytes)
+
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        self._change(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def _change(self, fd: int, mode: int, offset: int, nbytes: int) -> None:
+        if self._fallocate is None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        if self._fallocate(fd, mode, offset, nbytes):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+
+KERNEL: Syscalls = _Kernel()

@@ -1,0 +1,110 @@
+"""What backends in host memory share: a slot and a copy.
+
+Promises: a slot that was freed cannot be used again, and a copy of the wrong number of bytes fails
+before it touches any.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Generic, TypeVar
+
+import torch
+
+from tierstore.errors import BackendError
+from tierstore.spi import Buffer, Completion, Slot
+
+PlaceT = TypeVar("PlaceT")
+
+
+class HostSlot(Generic[PlaceT]):
+    """Bytes in host memory.
+
+    Args:
+        memory: a one-dimensional ``torch.uint8`` tensor whose storage is the slot's alone.
+        place: what the backend needs to know to give the bytes back.
+
+    Attributes:
+        written: set when the last write has moved its bytes, if that may come after the call;
+            ``None`` otherwise.
+    """
+
+    __slots__ = ("_memory", "nbytes", "place", "written")
+
+    def __init__(self, memory: torch.Tensor, place: PlaceT) -> None:
+        self.nbytes = memory.numel()
+        self.place = place
+        self.written: threading.Event | None = None
+        self._memory: torch.Tensor | None = memory
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The slot's bytes.
+
+        Raises:
+            BackendError: the slot was freed.
+        """
+        if self._memory is None:
+            raise BackendError(f"a slot of {self.nbytes} bytes is used after it was freed")
+        return self._memory
+
+    def acquire(self) -> None:
+        """Wait for the last write's bytes: a host thread is its own stream of work."""
+        if self.written is not None:
+            self.written.wait()
+
+    def release(self) -> None:
+        """Do nothing: whoever used the bytes has used them."""
+
+    def vacate(self) -> None:
+        """Let go of the bytes.
+
+        Raises:
+            BackendError: the slot was freed before.
+        """
+        if self._memory is None:
+            raise BackendError(f"a slot of {self.nbytes} bytes is freed twice")
+        self._memory = None
+
+
+def own(slot: Slot) -> HostSlot[object]:
+    """Return ``slot`` as what it must be.
+
+    Raises:
+        BackendError: it is another backend's.
+    """
+    if not isinstance(slot, HostSlot):
+        raise BackendError(f"not a slot of this backend: {slot!r}")
+    return slot
+
+
+def check_sizes(into: Buffer, source: Buffer) -> None:
+    """Refuse a copy between different numbers of bytes.
+
+    Raises:
+        BackendError: the numbers differ.
+    """
+    if into.numel() != source.numel():
+        raise BackendError(f"a copy of {source.numel()} bytes into {into.numel()}")
+
+
+def read(slot: Slot, into: Buffer) -> Completion:
+    """Copy a slot's bytes into a buffer before returning."""
+    try:
+        memory = own(slot).memory
+        check_sizes(into, memory)
+    except BackendError as error:
+        return Completion.done(error)
+    into.copy_(memory)
+    return Completion.done()
+
+
+def write(slot: Slot, source: Buffer) -> Completion:
+    """Copy a buffer into a slot before returning."""
+    try:
+        memory = own(slot).memory
+        check_sizes(memory, source)
+    except BackendError as error:
+        return Completion.done(error)
+    memory.copy_(source)
+    return Completion.done()

@@ -1,0 +1,111 @@
+"""The reference backend: plain memory, simple and obviously right.
+
+Promises every rule of `tierstore.spi` with the least code that can: a slot is one tensor, a copy is
+done when the call returns, and bytes are given back at once.  For tests, and to read first when
+writing a backend.
+
+Options:
+    durable: whether to claim that bytes survive a power loss (they do not: for tests of ``flush``).
+    storage: whether bytes are reached by ``read`` and ``write`` only, as behind I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tierstore.errors import BackendError
+from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
+from tierstore_backends import host
+from tierstore_backends.options import Options
+from tierstore_backends.quota import Quota
+
+__all__ = ["MemoryBackend", "open_backend"]
+
+_CLOSED = "the 'memory' backend is closed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Enclosed:
+    """A slot whose bytes cannot be touched in place."""
+
+    inside: host.HostSlot[None]
+
+    @property
+    def nbytes(self) -> int:
+        return self.inside.nbytes
+
+
+class MemoryBackend:
+    """Holds bytes in tensors of their own.  See the module for the options."""
+
+    def __init__(self, capacity_bytes: int, *, is_durable: bool = False, is_storage: bool = False) -> None:
+        self.capabilities = Capabilities(
+            medium=Medium.STORAGE if is_storage else Medium.HOST, is_durable=is_durable
+        )
+        self._quota = Quota("memory", capacity_bytes)
+        self._is_closed = False
+
+    def reserve(self, nbytes: int) -> Slot:
+        """Take room for ``nbytes``.
+
+        Raises:
+            CapacityError: more than what is free.
+            BackendError: the backend is closed.
+        """
+        if self._is_closed:
+            raise BackendError(_CLOSED)
+        self._quota.take(nbytes)
+        # Not what an operation returns: a meter of the emulated device would take it for device memory.
+        memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage(nbytes))
+        slot = host.HostSlot(memory, place=None)
+        return _Enclosed(slot) if self.capabilities.medium is Medium.STORAGE else slot
+
+    def read(self, slot: Slot, into: Buffer) -> Completion:
+        """Copy the slot's bytes into ``into`` before returning."""
+        if self._is_closed:
+            return Completion.done(BackendError(_CLOSED))
+        return host.read(_inside(slot), into)
+
+    def write(self, slot: Slot, source: Buffer) -> Completion:
+        """Copy ``source`` into the slot before returning."""
+        if self._is_closed:
+            return Completion.done(BackendError(_CLOSED))
+        return host.write(_inside(slot), source)
+
+    def free(self, slot: Slot) -> Completion:
+        """Give the slot's bytes back before returning."""
+        try:
+            host.own(_inside(slot)).vacate()
+        except BackendError as error:
+            return Completion.done(error)
+        self._quota.give(slot.nbytes)
+        return Completion.done()
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Hold at most ``capacity_bytes`` from now on."""
+        self._quota.resize(capacity_bytes)
+
+    def close(self) -> None:
+        """Refuse everything from now on."""
+        self._is_closed = True
+
+
+def _inside(slot: Slot) -> Slot:
+    return slot.inside if isinstance(slot, _Enclosed) else slot
+
+
+def open_backend(*, capacity_bytes: int, options: Mapping[str, object]) -> MemoryBackend:
+    """Open the reference backend.
+
+    Raises:
+        ConfigError: an unknown option or a bad value.
+    """
+    known = Options("memory", options, ("durable", "storage"))
+    return MemoryBackend(
+        capacity_bytes,
+        is_durable=known.flag("durable", default=False),
+        is_storage=known.flag("storage", default=False),
+    )

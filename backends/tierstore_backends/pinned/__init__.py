@@ -1,0 +1,313 @@
+"""The pinned block pool: host memory in large blocks that devices and disks use directly.
+
+Memory comes in blocks of ``host_mem_block_size``, page-locked once each where a CUDA device is there;
+slots of exact size are cut out of them.
+
+1. The bytes of the blocks never exceed the capacity.  After a ``resize`` below what the blocks
+   hold, the slots fit in the new capacity, blocks are given back as soon as they are empty, and the
+   free pages of blocks that are not page-locked at once.
+2. Slots take multiples of 512 bytes; slots of 64 KiB and more begin on a page, so that a disk can
+   use them without a bounce buffer.
+3. A block that becomes empty is kept for the next slot: memory that was touched before is several
+   times faster than fresh memory.  It goes when a larger block needs its room.
+4. A slot is freed at once.  Nobody guards the events of a device that still reads it, and nobody
+   needs to: the engine frees a slot after every copy and lease on it has ended.
+
+Options:
+    host_mem_block_size: the size of a block (default "1GB"); a larger slot gets a larger block.
+    enable_pinned_mem: whether to page-lock blocks (default True; done only where CUDA is).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from tierstore.errors import BackendError, CapacityError
+from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
+from tierstore.units import GIB, KIB, align_up, format_bytes
+from tierstore_backends import host
+from tierstore_backends.options import Options
+from tierstore_backends.pinned.blocks import PAGE_BYTES, Block, CudaRegistrar, Registrar
+from tierstore_backends.pinned.ranges import FreeRanges
+from tierstore_backends.quota import Quota
+
+__all__ = ["PinnedPool", "open_backend"]
+
+GRANULE_BYTES = 512  # a slot takes a multiple: what CUDA's own allocator uses, and a disk's sector
+PAGED_FROM_BYTES = 64 * KIB  # slots from here on begin on a page
+_SPAN_BITS = 48  # block number << 48 is where its addresses begin: the gap between blocks
+_CLOSED = "the 'pinned' backend is closed"
+_OFFSET_MASK = (1 << _SPAN_BITS) - 1
+
+_log = logging.getLogger("tierstore")
+
+
+class _Place(NamedTuple):
+    """Where a slot lies.  A slot without bytes has none."""
+
+    start: int
+    nbytes: int
+
+
+class PinnedPool:
+    """Host memory in blocks.  See the module for its rules.
+
+    Args:
+        capacity_bytes: the most that all blocks together hold.
+        block_bytes: the size of a block.
+        registrar: page-locks the blocks; ``None``: they stay pageable.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, *, block_bytes: int = GIB, registrar: Registrar | None = None
+    ) -> None:
+        self.capabilities = Capabilities(medium=Medium.HOST, alignment_bytes=GRANULE_BYTES)
+        self._block_bytes = align_up(block_bytes, PAGE_BYTES)
+        self._quota = Quota("pinned", capacity_bytes, GRANULE_BYTES)
+        self._growing = threading.Lock()  # held by the one thread that makes a block: page-locking is slow
+        self._registrar = registrar  # guarded by _growing
+        self._lock = threading.Lock()  # guards all below; never held while memory is mapped or locked
+        self._free = FreeRanges()
+        self._blocks: dict[int, Block] = {}
+        self._next_number = 1
+        self._mapped_bytes = 0
+        self._is_closed = False
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The bytes of all blocks: address space, and memory where it was touched or page-locked."""
+        return self._mapped_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """At most this much memory is in use: page-locked blocks, and pageable ones as far as touched."""
+        with self._lock:
+            return sum(block.resident_bytes for block in self._blocks.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all slots."""
+        return self._quota.held_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The bytes of the blocks that are page-locked."""
+        with self._lock:
+            return sum(block.nbytes for block in self._blocks.values() if block.is_pinned)
+
+    def reserve(self, nbytes: int) -> Slot:
+        """Take room for ``nbytes``.  Makes, and page-locks, a new block when the others are full.
+
+        Raises:
+            CapacityError: more than what is free, or no free range is that long.
+            BackendError: the pool is closed.
+        """
+        if self._is_closed:
+            raise BackendError(_CLOSED)
+        self._quota.take(nbytes)
+        if nbytes == 0:
+            return host.HostSlot(torch.empty(0, dtype=torch.uint8), place=None)
+        room_bytes = align_up(nbytes, GRANULE_BYTES)
+        try:
+            start, memory = self._cut(room_bytes, nbytes) or self._grow(room_bytes, nbytes)
+        except (CapacityError, BackendError):
+            self._quota.give(nbytes)
+            raise
+        return host.HostSlot(memory, place=_Place(start, room_bytes))
+
+    def read(self, slot: Slot, into: Buffer) -> Completion:
+        """Copy the slot's bytes into ``into`` before returning."""
+        return Completion.done(BackendError(_CLOSED)) if self._is_closed else host.read(slot, into)
+
+    def write(self, slot: Slot, source: Buffer) -> Completion:
+        """Copy ``source`` into the slot before returning."""
+        return Completion.done(BackendError(_CLOSED)) if self._is_closed else host.write(slot, source)
+
+    def free(self, slot: Slot) -> Completion:
+        """Give the slot's bytes back to the pool before returning."""
+        try:
+            owned = host.own(slot)
+            owned.vacate()
+        except BackendError as error:
+            return Completion.done(error)
+        try:
+            if isinstance(owned.place, _Place) and not self._is_closed:
+                self._give(owned.place)
+        except BackendError as error:
+            return Completion.done(error)
+        finally:
+            self._quota.give(slot.nbytes)
+        return Completion.done()
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Hold at most ``capacity_bytes`` from now on; give back what is free beyond it.
+
+        Raises:
+            BackendError: the device does not unlock a block.
+        """
+        self._quota.resize(capacity_bytes)
+        with self._lock:
+            empty = self._withdraw_empty(self._mapped_bytes - capacity_bytes)
+            if self._is_over():
+                for start, nbytes in self._free:
+                    self._discard(start, nbytes)
+        _release(empty)
+
+    def close(self) -> None:
+        """Unlock and give back every block.  A tensor still in use keeps its memory.  Idempotent.
+
+        Raises:
+            BackendError: the device does not unlock a block.
+        """
+        with self._growing, self._lock:
+            self._is_closed = True
+            blocks = list(self._blocks.values())
+            self._blocks.clear()
+            self._free = FreeRanges()
+            self._mapped_bytes = 0
+        _release(blocks)
+
+    def _cut(self, room_bytes: int, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        """Take a range out of the blocks there are; ``None`` if none is free that fits."""
+        with self._lock:
+            return self._take(room_bytes, nbytes)
+
+    def _take(self, room_bytes: int, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        """Take a range.  Under the lock."""
+        alignment_bytes = PAGE_BYTES if room_bytes >= PAGED_FROM_BYTES else GRANULE_BYTES
+        start = self._free.take(room_bytes, alignment_bytes)
+        if start is None:
+            return None
+        block = self._blocks[start >> _SPAN_BITS]
+        block.used_bytes += room_bytes
+        return start, block.memory(start & _OFFSET_MASK, nbytes)
+
+    def _grow(self, room_bytes: int, nbytes: int) -> tuple[int, torch.Tensor]:
+        """Make a block and take a range out of it.
+
+        Raises:
+            CapacityError: the capacity, or the system, has no room for one that is large enough.
+            BackendError: the device does not unlock a block that has to make room.
+        """
+        with self._growing:
+            cut = self._cut(room_bytes, nbytes)  # another thread may have made a block meanwhile
+            while cut is None:
+                block = self._map(self._plan_block(room_bytes))
+                with self._lock:
+                    self._add(block)
+                    cut = self._take(room_bytes, nbytes)  # a best fit: it may lie in another block
+            return cut
+
+    def _add(self, block: Block) -> None:
+        """Make a block part of the pool.  Under the lock."""
+        number = self._next_number
+        self._next_number += 1
+        self._blocks[number] = block
+        self._mapped_bytes += block.nbytes
+        self._free.give(number << _SPAN_BITS, block.nbytes)
+
+    def _plan_block(self, nbytes: int) -> int:
+        """Return how large a block may be that holds ``nbytes``; give empty blocks back if it needs that.
+
+        Raises:
+            CapacityError: nothing large enough fits in the capacity.
+        """
+        with self._lock:
+            room_bytes = self._quota.capacity_bytes - self._mapped_bytes
+            empty = self._withdraw_empty(nbytes - room_bytes, or_none=True)
+            room_bytes = (self._quota.capacity_bytes - self._mapped_bytes) // GRANULE_BYTES * GRANULE_BYTES
+            free_bytes, largest_bytes = self._free.free_bytes, self._free.largest_bytes
+        _release(empty)
+        if room_bytes < nbytes:
+            raise CapacityError(
+                f"no free range of the 'pinned' backend has {format_bytes(nbytes)}: "
+                f"{format_bytes(free_bytes)} are free in pieces of {format_bytes(largest_bytes)} and less, "
+                f"and {format_bytes(max(room_bytes, 0))} are not in blocks yet. "
+                "Free neighbouring slots or raise the capacity.",
+                needed_bytes=nbytes,
+                free_bytes=free_bytes + max(room_bytes, 0),
+            )
+        return min(max(self._block_bytes, nbytes), room_bytes)
+
+    def _map(self, nbytes: int) -> Block:
+        try:
+            block = Block(nbytes)
+        except OSError as error:
+            raise CapacityError(
+                f"the system has no host memory for a block of {format_bytes(nbytes)}", needed_bytes=nbytes
+            ) from error
+        if self._registrar is not None:
+            try:
+                block.pin(self._registrar)
+            except BackendError as error:
+                # One refusal is enough: the limit is the system's, and asking again is slow.
+                self._registrar = None
+                _log.warning(
+                    "a host block of %s cannot be pinned (%s): it and all later ones are pageable, and "
+                    "copies to the device slower. Lower the host quota or host_mem_block_size, or set "
+                    "enable_pinned_mem to False.",
+                    format_bytes(nbytes),
+                    error,
+                )
+        return block
+
+    def _give(self, place: _Place) -> None:
+        empty: list[Block] = []
+        with self._lock:
+            self._blocks[place.start >> _SPAN_BITS].used_bytes -= place.nbytes
+            self._free.give(place.start, place.nbytes)
+            if self._is_over():
+                self._discard(place.start, place.nbytes)
+                empty = self._withdraw_empty(self._mapped_bytes - self._quota.capacity_bytes)
+        _release(empty)
+
+    def _is_over(self) -> bool:
+        """Whether blocks hold more than the capacity, which was lowered.  Under the lock."""
+        return self._mapped_bytes > self._quota.capacity_bytes
+
+    def _discard(self, start: int, nbytes: int) -> None:
+        self._blocks[start >> _SPAN_BITS].discard(start & _OFFSET_MASK, nbytes)
+
+    def _withdraw_empty(self, excess_bytes: int, *, or_none: bool = False) -> list[Block]:
+        """Take empty blocks of ``excess_bytes`` or more out of the pool.  Under the lock.
+
+        With ``or_none``, take none if all of them together are less.
+        """
+        empty = sorted((n for n, block in self._blocks.items() if block.used_bytes == 0), reverse=True)
+        if or_none and sum(self._blocks[number].nbytes for number in empty) < excess_bytes:
+            return []
+        withdrawn: list[Block] = []
+        for number in empty:
+            if excess_bytes <= 0:
+                break
+            block = self._blocks.pop(number)
+            self._free.remove(number << _SPAN_BITS, block.nbytes)
+            self._mapped_bytes -= block.nbytes
+            excess_bytes -= block.nbytes
+            withdrawn.append(block)
+        return withdrawn
+
+
+def _release(blocks: list[Block]) -> None:
+    for block in blocks:
+        block.release()
+
+
+def open_backend(*, capacity_bytes: int, options: Mapping[str, object]) -> PinnedPool:
+    """Open the pinned block pool.
+
+    Raises:
+        ConfigError: an unknown option or a bad value.
+    """
+    known = Options("pinned", options, ("host_mem_block_size", "enable_pinned_mem"))
+    is_pinning = known.flag("enable_pinned_mem", default=True) and torch.cuda.is_available()
+    return PinnedPool(
+        capacity_bytes,
+        block_bytes=known.nbytes("host_mem_block_size") or GIB,
+        registrar=CudaRegistrar() if is_pinning else None,
+    )

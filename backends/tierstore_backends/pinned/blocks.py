@@ -1,0 +1,148 @@
+"""One block of host memory: mapped, page-locked if it can be, given back whole.
+
+Promises: memory is registered with the device once, unregistered before it is unmapped, and unmapped
+only when no tensor refers to it any more.  A block knows nothing of slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import Protocol
+
+import torch
+
+from tierstore.errors import BackendError
+from tierstore.units import align_up
+
+PAGE_BYTES = 4096
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
+
+
+class Registrar(Protocol):
+    """Page-locks memory, so that a device copies it at full speed and asynchronously."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock.
+
+        Raises:
+            BackendError: the system refuses, mostly for lack of *pinned* memory.
+        """
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register` for the range that begins at ``address``.
+
+        Raises:
+            BackendError: the device refuses.
+        """
+        ...
+
+
+class CudaRegistrar:
+    """Registers memory with the CUDA runtime that torch uses."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock for every CUDA device.
+
+        Raises:
+            BackendError: CUDA refuses.
+        """
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
+        if code != 0:
+            self._clear_error()
+            raise BackendError(f"cudaHostRegister failed with CUDA error {code}")
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`.
+
+        Raises:
+            BackendError: CUDA refuses.
+        """
+        code = int(torch.cuda.cudart().cudaHostUnregister(address))
+        if code != 0:
+            self._clear_error()
+            raise BackendError(f"cudaHostUnregister failed with CUDA error {code}")
+
+    @staticmethod
+    def _clear_error() -> None:
+        # CUDA keeps the error until somebody asks, torch asks after its next kernel and blames that
+        # kernel, and torch offers no cudaGetLastError: so let a kernel of our own be blamed.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+
+
+class Block:
+    """``nbytes`` of anonymous memory, from huge pages where the system has them.
+
+    Not thread-safe.  Untouched memory costs nothing until it is first written, unless it is
+    page-locked.
+
+    Args:
+        nbytes: its length, above 0.
+
+    Raises:
+        OSError: the system has no such room.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.used_bytes = 0  # kept by the pool
+        self._touched_bytes = 0  # up to here, pages may have been written
+        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._registrar: Registrar | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the memory is page-locked."""
+        return self._registrar is not None
+
+    @property
+    def resident_bytes(self) -> int:
+        """At most this much memory is in use: all of it if page-locked, else what may have been touched."""
+        return self.nbytes if self.is_pinned else self._touched_bytes
+
+    def pin(self, registrar: Registrar) -> None:
+        """Page-lock the memory until `release`.
+
+        Raises:
+            BackendError: the registrar refuses; the block is pageable then, and usable.
+        """
+        registrar.register(self._address, self.nbytes)
+        self._registrar = registrar
+
+    def memory(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` (above 0) at ``offset`` as a tensor with a storage of its own.
+
+        The storage begins at the first of these bytes and keeps the whole mapping alive.
+        """
+        self._touched_bytes = max(self._touched_bytes, offset + nbytes)
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=nbytes)
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Give the pages that lie wholly inside a range back to the system; their bytes are lost.
+
+        Page-locked memory stays: it cannot be given back in parts.
+        """
+        first = align_up(offset, PAGE_BYTES)
+        length = (offset + nbytes) // PAGE_BYTES * PAGE_BYTES - first
+        if self.is_pinned:
+            return
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
+        if offset + nbytes >= self._touched_bytes:
+            self._touched_bytes = min(self._touched_bytes, first)
+
+    def release(self) -> None:
+        """Unlock the memory and let go of it: it is unmapped when the last tensor on it dies.
+
+        Raises:
+            BackendError: it could not be unlocked; then it stays mapped.
+        """
+        if self._registrar is not None:
+            self._registrar.unregister(self._address)
+            self._registrar = None
+        del self._map

@@ -1,0 +1,1 @@
+"""Every backend against the shipped conformance suite."""

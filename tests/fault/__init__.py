@@ -1,0 +1,1 @@
+"""A failure at every point where one can happen."""

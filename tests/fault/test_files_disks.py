@@ -1,0 +1,111 @@
+"""Scratch files on real small disks: ones that fill up, and ones that cannot be written."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.files_disk import PAGE, blank, buffer, finish, open_files, outcome
+from tierstore.errors import BackendError
+from tierstore.units import KIB, MIB
+
+DISK = 8 * MIB
+
+
+def mount(*arguments: str) -> None:
+    """Mount, or skip the test where that is not allowed."""
+    try:
+        subprocess.run(["mount", *arguments], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting is not possible here: {error}")
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 8 MiB."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    if request.param == "tmpfs":
+        mount("-t", "tmpfs", "-o", f"size={DISK}", "none", str(point))
+    else:
+        mkfs = shutil.which("mkfs.ext4")
+        if mkfs is None:
+            pytest.skip("there is no mkfs.ext4 here")
+        image = tmp_path / "image"
+        with image.open("wb") as file:
+            file.truncate(DISK)
+        subprocess.run([mkfs, "-q", "-O", "^has_journal", str(image)], check=True, capture_output=True)
+        mount("-o", "loop", str(image), str(point))
+    yield point
+    subprocess.run(["umount", str(point)], check=True)
+
+
+@pytest.mark.parametrize("nbytes", [512 * KIB, 20 * KIB + 1])
+def test_a_disk_that_fills_up_fails_what_does_not_fit_and_nothing_else(disk: Path, nbytes: int) -> None:
+    files = open_files(disk / "scratch", 4 * DISK, stride_bytes=MIB)
+    slots = [files.reserve(nbytes) for _ in range(2 * DISK // nbytes)]
+    writing = [files.write(slot, buffer(nbytes, i)) for i, slot in enumerate(slots)]
+    errors = [outcome(completion) for completion in writing]
+
+    failures = [error for error in errors if error is not None]
+    assert failures
+    for error in failures:
+        assert isinstance(error, BackendError)
+        assert not error.transient
+        assert "failed: ENOSPC" in str(error)
+    kept = [i for i, error in enumerate(errors) if error is None]
+    assert len(kept) * nbytes > DISK // 2
+    into = blank(nbytes)
+    for i in kept:
+        finish(files.read(slots[i], into))
+        assert into.equal(buffer(nbytes, i))
+
+    # What is freed can really be used again: its blocks are there.
+    half = kept[::2]
+    for i in half:
+        finish(files.free(slots[i]))
+    for i in half:
+        slot = files.reserve(nbytes)
+        finish(files.write(slot, buffer(nbytes, 1000 + i)))
+        finish(files.read(slot, into))
+        assert into.equal(buffer(nbytes, 1000 + i))
+    files.close()
+    assert not (disk / "scratch").exists()
+
+
+def test_a_disk_that_is_full_at_opening_is_refused_and_left_as_it_was(disk: Path) -> None:
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(PAGE))
+    with pytest.raises(BackendError, match="No space left"):
+        open_files(disk / "scratch", MIB)
+    assert not (disk / "scratch").exists()
+    filler.unlink()
+    open_files(disk / "scratch", MIB).close()
+
+
+def test_a_disk_that_cannot_be_written_is_refused_with_its_name(disk: Path) -> None:
+    mount("-o", "remount,ro", str(disk))
+    with pytest.raises(BackendError, match=r"cannot be kept in .*scratch.*Read-only file system"):
+        open_files(disk / "scratch")
+    with pytest.raises(BackendError, match=r"cannot be kept in .*disk.*Read-only file system"):
+        open_files(disk)
+
+
+def test_shrinking_gives_room_to_others(disk: Path) -> None:
+    files = open_files(disk / "scratch", 5 * MIB, stride_bytes=MIB)
+    slots = [files.reserve(MIB) for _ in range(5)]
+    finish(*(files.write(slot, buffer(MIB, i)) for i, slot in enumerate(slots)))
+    for slot in slots[:4]:
+        finish(files.free(slot))
+    files.resize(MIB)
+    (disk / "others").write_bytes(bytes(5 * MIB))
+    into = blank(MIB)
+    finish(files.read(slots[4], into))
+    assert into.equal(buffer(MIB, 4))
+    files.close()

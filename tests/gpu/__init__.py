@@ -1,0 +1,1 @@
+"""What only a torch accelerator can show."""
