@@ -208,6 +208,14 @@ def test_the_refusal_holds_no_memory() -> None:
     assert isinstance(refusal.value.__cause__, OutOfDeviceMemory)
 
 
+def test_the_refusal_holds_nothing_that_the_operation_made() -> None:
+    with DeviceBudget("1MiB") as outside, DeviceBudget(100):
+        with pytest.raises(OutOfDeviceMemory) as refusal:
+            torch.zeros(1000)
+        assert refusal.value.needed_bytes == 4000
+        assert outside.live_bytes == 0
+
+
 def test_generic_handlers_of_out_of_memory_errors_work() -> None:
     with DeviceBudget(100), pytest.raises(torch.OutOfMemoryError):
         torch.zeros(1000)
@@ -229,6 +237,7 @@ def test_growing_in_place_beyond_the_budget_is_refused() -> None:
         tensor = torch.zeros(1000)
         with pytest.raises(OutOfDeviceMemory):
             tensor.resize_(3000)
+        assert tensor.view(-1).zero_().numel() == 3000  # what does not grow further may go on
 
 
 def test_nested_meters_each_count_for_themselves() -> None:

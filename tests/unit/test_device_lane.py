@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable
 
@@ -33,11 +34,6 @@ def _told(tell: Callable[..., object], *arguments: object) -> Completion:
     completion = Completion()
     completion.add_done_callback(ended)
     return completion
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors and buffers refer to a tensor's storage."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 # ---------------------------------------------------------------------------------------- links
@@ -122,14 +118,29 @@ def test_a_small_copy_does_not_overtake_a_large_one() -> None:
     lane.close()
 
 
+def test_small_copies_are_done_at_once_again_when_the_large_one_has_ended() -> None:
+    lane = Lane("h2d", Link(), PromptDelivery())
+    large, small = Completion(), Completion()
+    lane.copy(_buffer(MIB), _buffer(MIB), large)
+    succeed(large)
+    lane.copy(_buffer(1), _buffer(1), small)
+    assert small.is_done
+    lane.close()
+
+
 def test_a_lane_lets_go_of_its_buffers_before_it_says_so() -> None:
     lane = Lane("h2d", Link(), PromptDelivery())
     into, source = _buffer(MIB), _buffer(MIB)
-    counts: queue.SimpleQueue[int] = queue.SimpleQueue()
-    mine, may_begin = _uses(source), threading.Event()
-    lane.copy(into, source, _told(lambda: counts.put(_uses(source))), after=may_begin)
+    counts: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def count() -> None:
+        counts.put((sys.getrefcount(into), sys.getrefcount(source)))
+
+    count()
+    may_begin = threading.Event()
+    lane.copy(into, source, _told(count), after=may_begin)
     may_begin.set()
-    assert counts.get(timeout=_TIMEOUT_S) == mine
+    assert counts.get(timeout=_TIMEOUT_S) == counts.get(timeout=_TIMEOUT_S)
     lane.close()
 
 
@@ -181,6 +192,27 @@ def test_late_completions_keep_their_order_within_a_direction() -> None:
 def test_late_completions_overtake_those_of_the_other_direction() -> None:
     told = _late(3, "iooioiioio" * 3)
     assert [int(name[1:]) for name in told] != list(range(30))
+
+
+def test_either_direction_may_overtake_the_other() -> None:
+    overtaking = set[str]()
+    for seed in range(20):
+        told = [(name[0], int(name[1:])) for name in _late(seed, "io" * 10)]
+        for position, (direction, number) in enumerate(told):
+            if any(other < number for _, other in told[position + 1 :]):
+                overtaking.add(direction)
+    assert overtaking == {"i", "o"}
+
+
+def test_what_has_ended_is_told_although_something_else_never_ends() -> None:
+    delivery = LateDelivery(1)
+    delivery.begin()
+    completions = [Completion() for _ in range(4)]
+    for completion in completions:
+        delivery.begin()
+        delivery.end("i", completion)
+    succeed(completions[0])
+    delivery.close()
 
 
 def test_late_completions_are_told_in_a_thread_of_their_own() -> None:

@@ -7,7 +7,9 @@ may do at worst, nothing before they must.
 from __future__ import annotations
 
 import collections
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -330,15 +332,31 @@ def test_completions_of_one_direction_come_in_order(device: StreamDevice, module
 def test_buffers_are_let_go_of_before_the_copy_completes(device: StreamDevice, module: Simulated) -> None:
     slot, source = _reserve(device), pattern(_N, seed=1)
     counts: list[int] = []
-    mine = torch._C._storage_Use_Count(source.untyped_storage()._cdata)
+
+    def count(_error: BaseException | None = None) -> None:
+        counts.append(sys.getrefcount(source))
+
+    count()
     write = device.write(slot, source)
-    write.add_done_callback(
-        lambda _error: counts.append(torch._C._storage_Use_Count(source.untyped_storage()._cdata))
-    )
+    write.add_done_callback(count)
     module.run_everything()
     succeed(write)
-    # The simulated stream drops its queued copy, as a real one keeps none.
-    assert counts == [mine]
+    assert counts == [counts[0]] * 2
+
+
+def test_memory_is_dropped_before_its_free_completes(device: StreamDevice, module: Simulated) -> None:
+    slot = _reserve(device)
+    slot.acquire()
+    module.compute.queue.append(lambda: None)
+    slot.release()
+    memory = weakref.ref(slot.memory.untyped_storage())
+    is_alive: list[bool] = []
+    free = device.free(slot)
+    free.add_done_callback(lambda _error: is_alive.append(memory() is not None))
+    assert memory() is not None
+    module.compute.run()
+    succeed(free)
+    assert is_alive == [False]
 
 
 def test_a_device_that_fails_fails_the_copy(device: StreamDevice, module: Simulated) -> None:

@@ -239,7 +239,7 @@ def test_what_is_written_while_the_tail_is_cut_is_not_cut_off(tmp_path: Path) ->
 def test_neighbours_that_wait_are_moved_in_one_call(tmp_path: Path) -> None:
     gate = Gate("write", "read")
     kernel = ScriptedKernel()
-    files = open_files(tmp_path, 8 * MIB, syscalls=kernel, threads=1)
+    files = open_files(tmp_path, 8 * MIB, syscalls=kernel, threads=1, aio_block_size=MIB)
     first, *slots = [files.reserve(SMALL) for _ in range(129)]
     kernel.twist = gate
     kernel.forget()

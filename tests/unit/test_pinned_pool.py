@@ -305,6 +305,34 @@ def test_threads_that_grow_the_pool_make_no_block_too_many() -> None:
     assert pool.mapped_bytes == pool.used_bytes == 8 * MIB
 
 
+def test_who_waited_for_a_block_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noting:
+        """A lock that says that somebody wants it."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+            self.wanted = [threading.Event(), threading.Event()]
+
+        def __enter__(self) -> None:
+            next(event for event in self.wanted if not event.is_set()).set()
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    pool, growing = PinnedPool(4 * MIB, block_bytes=MIB), Noting()
+    monkeypatch.setattr(pool, "_growing", growing)
+    growing.lock.acquire()
+    threads = [threading.Thread(target=pool.reserve, args=(1000,)) for _ in range(2)]
+    for thread, wanted in zip(threads, growing.wanted, strict=True):
+        thread.start()
+        assert wanted.wait(30)
+    growing.lock.release()
+    for thread in threads:
+        thread.join()
+    assert pool.mapped_bytes == MIB
+
+
 def test_slots_are_freed_while_a_block_is_being_locked() -> None:
     """Page-locking takes long: nobody but those who need the new block waits for it."""
     is_locking, may_go_on = threading.Event(), threading.Event()

@@ -121,6 +121,11 @@ class Entry:
         replica = self.replicas.get(tier)
         return replica is not None and replica.state is State.READY
 
-    def is_moving(self) -> bool:
-        """Whether a copy reads or writes any replica."""
-        return any(r.readers or r.copy is not None for r in self.replicas.values())
+    def may_be_written(self, tier: int) -> bool:
+        """Whether no copy reads the replica in ``tier``, or makes another that would be stale.
+
+        A copy that still reads *another* replica, to bring this one in stream order, does not matter.
+        """
+        others = (replica for other, replica in self.replicas.items() if other != tier)
+        is_copied = any(r.state is State.FILLING and r.copy is not None for r in others)
+        return not self.replicas[tier].readers and not is_copied

@@ -87,9 +87,7 @@ class Moving:
         entry = victim.entry
         for lower in range(tier + 1, len(self.books.shelves)):
             shelf = self.books.shelves[lower]
-            replica = entry.replicas.get(lower)
-            is_draining = replica is not None and replica.state is State.DRAINING
-            if not is_draining and shelf.charge(entry.nbytes) <= shelf.limit_bytes:
+            if shelf.charge(entry.nbytes) <= shelf.limit_bytes:
                 self.want(entry, lower, urgency, None)
                 return True
         return False

@@ -179,7 +179,7 @@ class Lease(Request):
                 self.desk.want(entry, self.tier, Urgency.DEMAND, self)
             return False
         if self.access is Access.WRITE:
-            if entry.is_moving():
+            if not entry.may_be_written(self.tier):
                 return False
             entry.writer = self.number
         self._take(entry.replicas[self.tier])
