@@ -183,6 +183,16 @@ def test_no_block_is_taken_ahead_for_addresses_outside_the_capacity(tmp_path: Pa
     files.close()
 
 
+def test_files_grow_a_stride_at_a_time_with_their_blocks(tmp_path: Path) -> None:
+    kernel = ScriptedKernel()
+    files = open_files(tmp_path, MIB, syscalls=kernel, stride_bytes=256 * KIB)
+    for _ in range(5):
+        written(files, 1, 64 * KIB)
+    assert [nbytes for _, nbytes in kernel.of_kind("allocate")] == [256 * KIB, 256 * KIB]
+    assert kernel.of_kind("truncate") == []
+    files.close()
+
+
 def test_growing_makes_room(tmp_path: Path) -> None:
     files = open_files(tmp_path, PAGE)
     first = written(files, 1, PAGE)[0]

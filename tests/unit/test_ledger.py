@@ -509,3 +509,36 @@ def test_the_last_replica_of_a_live_key_cannot_be_dropped() -> None:
     desk.store("k", 10, DEVICE)
     with pytest.raises(InvariantError, match="last"):
         desk.ledger.books.drop(desk.ledger.books.index["k"].replicas[DEVICE])
+
+
+def test_a_replaced_replica_is_freed_when_its_last_lease_ends() -> None:
+    desk = Desk()
+    desk.store("k", 10, DEVICE)
+    lease = desk.lease("k")
+    desk.put("k", 10, replace=True)
+    desk.finish()
+    assert desk.frees == []
+    desk.tell(m.LeaseReleased(lease, written=False))
+    assert len(desk.frees) == 1
+
+
+def test_a_replaced_replica_that_is_leased_counts_as_held_not_as_coming_free() -> None:
+    desk = Desk(device=20)
+    desk.store("k", 10, DEVICE)
+    desk.lease("k")
+    desk.put("k", 10, DEVICE, replace=True)
+    desk.finish()
+    put = desk.put("new", 20, DEVICE)
+    assert isinstance(desk.answers[put], CapacityError)
+
+
+def test_a_write_while_a_put_replaces_the_key_fails_the_put() -> None:
+    desk = Desk()
+    desk.store("k", 10, DEVICE)
+    put = desk.put("k", 10, replace=True)
+    lease = desk.lease("k", access=m.Access.WRITE)
+    desk.run()
+    assert isinstance(desk.answers[put], LeaseError)
+    assert desk.answers[lease] == "granted"
+    desk.tell(m.LeaseReleased(lease, written=True))
+    assert list(desk.ledger) == ["k"]
