@@ -1,12 +1,14 @@
 """What backends in host memory share: a slot and a copy.
 
-Promises: a slot that was freed cannot be used again, and a copy of the wrong number of bytes fails
-before it touches any.
+Promises: a slot that was freed cannot be used again, a copy of the wrong number of bytes fails before
+it touches any, and neither depends on the caller's ``torch.inference_mode()``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 import torch
@@ -67,6 +69,19 @@ class HostSlot(Generic[PlaceT]):
         self._memory = None
 
 
+def plain_tensors() -> AbstractContextManager[object]:
+    """Make tensors that may be written later: those made in inference mode may not."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(mode=False)
+    return contextlib.nullcontext()
+
+
+def copy(into: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy, also into a buffer that was made in inference mode."""
+    with torch.inference_mode() if into.is_inference() else contextlib.nullcontext():
+        into.copy_(source, non_blocking=non_blocking)
+
+
 def own(slot: Slot) -> HostSlot[object]:
     """Return ``slot`` as what it must be.
 
@@ -95,7 +110,7 @@ def read(slot: Slot, into: Buffer) -> Completion:
         check_sizes(into, memory)
     except BackendError as error:
         return Completion.done(error)
-    into.copy_(memory)
+    copy(into, memory)
     return Completion.done()
 
 
@@ -106,5 +121,5 @@ def write(slot: Slot, source: Buffer) -> Completion:
         check_sizes(memory, source)
     except BackendError as error:
         return Completion.done(error)
-    memory.copy_(source)
+    copy(memory, source)
     return Completion.done()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def test_a_disk_that_fills_up_fails_what_does_not_fit_and_nothing_else(disk: Pat
 
 def test_a_disk_that_is_full_at_opening_is_refused_and_left_as_it_was(disk: Path) -> None:
     filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(PAGE))
     with pytest.raises(BackendError, match="No space left"):

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tierstore.errors import CapacityError
+from tierstore.errors import BackendError, CapacityError
 from tierstore.spi import AddressableSlot, Backend
 from tierstore.testing.conformance import BackendConformance, finish, pattern, succeed
 from tierstore.units import GIB, MIB
 from tierstore_backends.device import StreamDevice, open_backend
 from tierstore_backends.pinned import PinnedPool
 from tierstore_backends.pinned import open_backend as open_pinned
+from tierstore_backends.pinned.blocks import CudaRegistrar
 
 pytestmark = pytest.mark.gpu
 
@@ -184,9 +185,6 @@ def test_a_full_card_is_a_capacity_error_with_its_cause() -> None:
 def test_a_refused_registration_leaves_no_error_for_the_next_kernel(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from tierstore.errors import BackendError
-    from tierstore_backends.pinned.blocks import CudaRegistrar
-
     with pytest.raises(BackendError):
         CudaRegistrar().register(4096, 4096)  # nothing is mapped there
     assert int(torch.ones(10, device="cuda").sum()) == 10

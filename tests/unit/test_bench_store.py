@@ -11,6 +11,7 @@ from bench.command import Question, Settings
 from bench.store import QUESTIONS, Shuttle, Traffic, check_equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS.keys())
 def test_each_question_yields_its_figure_with_details(question: Question, tmp_path: Path) -> None:
     figure = question(Settings(tmp_path, repeats=1, warmups=0, scale=0.01))
@@ -36,7 +37,7 @@ def test_every_round_trip_writes_and_reads_every_byte_again(tmp_path: Path) -> N
 def test_traffic_is_the_same_every_time(tmp_path: Path) -> None:
     keys = []
     for name in ("first", "second"):
-        traffic = Traffic(tmp_path / name)
+        traffic = Traffic(tmp_path / name, 16 * 1024**2)
         with traffic.store:
             for _ in range(3):
                 traffic.step()

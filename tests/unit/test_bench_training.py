@@ -20,9 +20,10 @@ def test_every_figure_of_the_page_has_one_question() -> None:
     assert sorted(names) == sorted(FIGURES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS.keys())
 def test_each_question_yields_its_figure_with_details(question: Question, tmp_path: Path) -> None:
-    figure = question(Settings(tmp_path, repeats=1, warmups=0, scale=0.05))
+    figure = question(Settings(tmp_path, repeats=1, warmups=0, scale=0.02))
     assert QUESTIONS[figure.name] is question
     assert figure.reached > 0
     assert figure.details

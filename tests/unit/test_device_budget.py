@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tierstore.errors import CapacityError, ConfigError, UsageError
@@ -146,6 +147,26 @@ def test_the_parts_of_a_sparse_tensor_count() -> None:
         assert 3200 + 24 + 3 * 8 * 4 <= before <= 3200 + 24 + 2 * (3 * 8 * 4) + 2 * 24
         layer.zero_grad()
         assert budget.live_bytes == 3200 + 24
+
+
+def test_a_subclass_of_tensor_counts() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    named = torch.zeros(1000).as_subclass(Named)
+    with DeviceBudget("1MiB") as budget:
+        doubled = named * 2
+        assert isinstance(doubled, Named)
+        assert budget.live_bytes == 4000
+
+
+def test_a_wrapper_counts_as_its_parts() -> None:
+    wrapper = TwoTensor(torch.zeros(1000), torch.zeros(1000))
+    with DeviceBudget("1MiB") as budget:
+        doubled = wrapper * 2
+        assert budget.live_bytes == 8000
+        del doubled
+        assert budget.live_bytes == 0
 
 
 def test_a_storage_that_changes_size_is_counted_anew() -> None:

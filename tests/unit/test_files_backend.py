@@ -28,6 +28,8 @@ from tierstore.errors import CapacityError, StoreClosed, UsageError
 from tierstore.spi import Backend, Completion, Medium
 from tierstore.units import KIB, MIB
 from tierstore_backends.files import FilesBackend, open_backend
+from tierstore_backends.files.options import parse_options
+from tierstore_backends.files.owner import segment_name
 from tierstore_backends.files.transfer import FileSlot
 
 SMALL = 32 * KIB
@@ -55,28 +57,20 @@ def test_the_entry_point_opens_a_storage_backend(tmp_path: Path) -> None:
     files.close()
 
 
-@pytest.mark.parametrize("direct", ["auto", False])
-@pytest.mark.parametrize("enable_aio", [True, False])
-@pytest.mark.parametrize("checksum", [True, False])
-@pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 64 * KIB, 300 * KIB + 5])
-@pytest.mark.parametrize("misalignment", [0, 64])
-def test_bytes_come_back(
-    tmp_path: Path,
-    *,
-    direct: object,
-    enable_aio: bool,
-    checksum: bool,
-    nbytes: int,
-    misalignment: int,
-) -> None:
-    files = open_files(
-        tmp_path, direct=direct, enable_aio=enable_aio, checksum=checksum, aio_block_size=64 * KIB
-    )
-    slot = files.reserve(nbytes)
-    finish(files.write(slot, buffer(nbytes, 1, misalignment=misalignment)))
-    into = blank(nbytes, misalignment=64 - misalignment)
-    finish(files.read(slot, into))
-    assert into.equal(buffer(nbytes, 1))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checksum": False}, {"enable_aio": False}, {"direct": False}, {"direct": False, "threads": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("misalignment", [0, 64, 1])
+def test_bytes_come_back(tmp_path: Path, options: dict[str, object], misalignment: int) -> None:
+    files = FilesBackend(8 * MIB, parse_options({"path": tmp_path, "aio_block_size": 64 * KIB, **options}))
+    for nbytes in (1, PAGE - 1, PAGE, PAGE + 1, 64 * KIB, 300 * KIB + 5):
+        slot = files.reserve(nbytes)
+        finish(files.write(slot, buffer(nbytes, 1, misalignment=misalignment)))
+        into = blank(nbytes, misalignment=64 - misalignment)
+        finish(files.read(slot, into))
+        assert into.equal(buffer(nbytes, 1))
     files.close()
 
 
@@ -86,6 +80,17 @@ def test_a_read_fills_its_buffer_and_nothing_around_it(files: FilesBackend) -> N
     finish(files.read(slot, whole[PAGE : PAGE + 5000]))
     assert whole[:PAGE].eq(77).all()
     assert whole[PAGE + 5000 :].eq(77).all()
+
+
+def test_what_fills_a_slot_up_on_disk_is_zeros_and_nobodys_bytes(tmp_path: Path) -> None:
+    files = open_files(tmp_path, threads=1)
+    large, small = files.reserve(3 * PAGE), files.reserve(100)
+    finish(files.write(large, buffer(3 * PAGE, misalignment=1).fill_(0xFF)))  # bounced
+    finish(files.write(small, buffer(100)))
+    with (tmp_path / segment_name(0)).open("rb") as file:
+        file.seek(3 * PAGE + 100)
+        assert file.read(PAGE - 100) == bytes(PAGE - 100)
+    files.close()
 
 
 def test_a_slot_can_be_written_again(files: FilesBackend) -> None:
@@ -273,6 +278,17 @@ def test_neighbours_that_wait_are_moved_in_one_call(tmp_path: Path) -> None:
     assert max(nbytes for _, nbytes in kernel.of_kind("read")) == MIB
     assert len(kernel.of_kind("read")) <= 7
     assert all(each.equal(buffer(SMALL, i)) for i, each in enumerate(into))
+    files.close()
+
+
+def test_memory_that_the_disk_cannot_use_is_not_tried_first(tmp_path: Path) -> None:
+    kernel = ScriptedKernel()
+    files = open_files(tmp_path, syscalls=kernel)
+    slot = files.reserve(64 * KIB)
+    kernel.forget()
+    finish(files.write(slot, buffer(64 * KIB, misalignment=1)))
+    finish(files.read(slot, blank(64 * KIB, misalignment=1)))
+    assert len(kernel.of_kind("write")) == len(kernel.of_kind("read")) == 1
     files.close()
 
 

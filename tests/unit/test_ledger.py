@@ -542,3 +542,14 @@ def test_a_write_while_a_put_replaces_the_key_fails_the_put() -> None:
     assert desk.answers[lease] == "granted"
     desk.tell(m.LeaseReleased(lease, written=True))
     assert list(desk.ledger) == ["k"]
+
+
+def test_a_demand_gets_room_before_a_write_back_that_asked_earlier() -> None:
+    desk = Desk()
+    desk.store("old", 100, HOST)
+    desk.store("below", 60, DISK)
+    desk.tell(m.DropRequested(["old"]))
+    desk.fetch("below", HOST, m.Urgency.WRITE_BACK)
+    desk.put("urgent", 60, HOST)
+    desk.free()
+    assert desk.moving() == [("urgent", None, HOST)]

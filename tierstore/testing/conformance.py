@@ -353,6 +353,27 @@ class BackendConformance:
         assert slot.memory.data_ptr() % 64 == 0
         assert slot.memory.view(torch.complex128).numel() == 100
 
+    def test_memory_does_not_depend_on_where_it_was_reserved(self, backend: Backend) -> None:
+        """Inside inference mode, and where tensors are made on another device by default."""
+        with torch.inference_mode(), torch.device("meta"):
+            slot = backend.reserve(1_000)
+        source = pattern(1_000, seed=1)
+        succeed(backend.write(slot, source))
+        if isinstance(slot, AddressableSlot):
+            slot.acquire()
+            slot.memory.add_(1)
+            slot.release()
+            source.add_(1)
+        assert torch.equal(contents(backend, slot), source)
+
+    def test_a_buffer_of_inference_mode_can_be_filled(self, backend: Backend) -> None:
+        """Whoever fills it may be a thread outside that mode."""
+        source = pattern(1_000, seed=1)
+        with torch.inference_mode():
+            into = torch.zeros(1_000, dtype=torch.uint8)
+        succeed(backend.read(stored(backend, source), into))
+        assert torch.equal(into, source)
+
     # ------------------------------------------------------------------------------------ the end
 
     def test_closing_twice_is_closing_once(self, opened: Callable[[int], Backend]) -> None:

@@ -20,7 +20,7 @@ import collections
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -134,7 +134,8 @@ class _Books:
     """What is live.  Thread-safe.
 
     A storage dies in any thread, also inside the lock (a garbage collection may run anywhere), so
-    deaths are only noted and are subtracted by whoever holds the lock next.
+    deaths are only noted and are subtracted by whoever holds the lock next.  A death is noted before
+    its ``id()`` can belong to another storage, so an id among the entries means that very storage.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -177,17 +178,26 @@ class _Books:
                 entry = self._entries.get(id(storage))
                 if entry is not None:
                     self._update(entry, storage)
-            unknown = [storage for storage in fresh if not self._is_known(storage)]
-            added_bytes = sum(storage.nbytes() for storage in unknown)
+            unknown = {id(storage): storage for storage in fresh if id(storage) not in self._entries}
+            added_bytes = sum(storage.nbytes() for storage in unknown.values())
             if self._live_bytes + added_bytes > self.peak_bytes:
                 self._read_again()  # something may have shrunk behind our back
             is_growing = added_bytes > 0 or self._live_bytes > before_bytes
             if is_growing and self._live_bytes + added_bytes > self._capacity_bytes:
                 return OutOfDeviceMemory(added_bytes, self._live_bytes, self._capacity_bytes)
-            for storage in unknown:
+            for storage in unknown.values():
                 self._enter(storage)
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
             return None
+
+    def is_settled(self, used: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether none of these has changed its size.  Without the lock: it is asked at every operation."""
+        entries = self._entries
+        for storage in used:
+            entry = entries.get(id(storage))
+            if entry is not None and entry.nbytes != storage.nbytes():
+                return False
+        return True
 
     def close(self) -> None:
         """Forget every storage."""
@@ -196,13 +206,7 @@ class _Books:
             self._dead.clear()
             self._live_bytes = 0
 
-    def _is_known(self, storage: torch.UntypedStorage) -> bool:
-        entry = self._entries.get(id(storage))
-        return entry is not None and entry() is storage
-
     def _enter(self, storage: torch.UntypedStorage) -> None:
-        if self._is_known(storage):
-            return  # twice among the results of one operation
         entry = _Entry(storage, self._dead.append)
         entry.key = id(storage)
         entry.nbytes = storage.nbytes()
@@ -224,8 +228,7 @@ class _Books:
         while self._dead:
             entry = self._dead.popleft()
             self._live_bytes -= entry.nbytes
-            if self._entries.get(entry.key) is entry:  # else its id already belongs to another storage
-                del self._entries[entry.key]
+            del self._entries[entry.key]
 
 
 class _Watch(TorchDispatchMode):
@@ -244,39 +247,50 @@ class _Watch(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # noqa: ANN401
         """Run the operation and count what is new."""
-        kwargs = kwargs or {}
-        used = [*_storages(args), *_storages(kwargs.values())] if kwargs else [*_storages(args)]
-        result = func(*args, **kwargs)
-        given = {id(storage) for storage in used}
+        used: list[torch.UntypedStorage] = []
+        _collect(args, used)
+        if kwargs:
+            _collect(kwargs.values(), used)
+        result = func(*args, **(kwargs or {}))
         if func in _LIFTS:
             fresh = [storage for storage in used if storage.resizable()]  # not memory of numpy's
         else:
-            fresh = [storage for storage in _storages((result,)) if id(storage) not in given]
-        fresh = [storage for storage in fresh if storage.device.type == "cpu"]
-        refusal = self._books.admit(fresh, used)
-        if refusal is not None:
-            del result, fresh, used  # so that the traceback holds nothing
-            raise refusal
+            fresh = _made(result, used)
+        if fresh or not self._books.is_settled(used):
+            refusal = self._books.admit(fresh, used)
+            if refusal is not None:
+                del result, fresh, used  # so that the traceback holds nothing
+                raise refusal
         return result
 
 
-def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
-    """Iterate over the storages in nested sequences of tensors."""
+def _made(result: object, used: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+    """Return the storages in host memory that an operation returned and was not given."""
+    found: list[torch.UntypedStorage] = []
+    _collect((result,), found)
+    given = set(map(id, used))
+    return [storage for storage in found if id(storage) not in given and storage.device.type == "cpu"]
+
+
+def _collect(values: Iterable[object], into: list[torch.UntypedStorage]) -> None:
+    """Append the storages in nested sequences of tensors."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield from _tensor_storages(value)
+            if type(value) in _PLAIN and value.layout is torch.strided:
+                into.append(value.untyped_storage())
+            else:
+                _collect(_parts(value), into)
         elif isinstance(value, list | tuple):
-            yield from _storages(value)
+            _collect(value, into)
         elif isinstance(value, torch.UntypedStorage):
-            yield value
+            into.append(value)
 
 
-def _tensor_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()  # a wrapper: its parts have the bytes
-        yield from _storages([getattr(tensor, name) for name in names])
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-    else:
-        parts = _COMPONENTS.get(tensor.layout, ())
-        yield from _storages([getattr(tensor, part)() for part in parts])
+def _parts(tensor: torch.Tensor) -> Iterable[object]:
+    """Return what holds the bytes of a tensor that is not a plain one."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [getattr(tensor, name) for name in names]
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    return [getattr(tensor, part)() for part in _COMPONENTS.get(tensor.layout, ())]

@@ -71,7 +71,7 @@ class Arena:
             OSError: the system has no such room.
         """
         if nbytes < RECYCLED_FROM_BYTES:
-            return torch.empty(nbytes, dtype=torch.uint8), None
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), None
         with self._lock:
             piece = self._pop(nbytes) if nbytes in self._kept else None
         piece = piece or Piece(nbytes)

@@ -141,7 +141,8 @@ class EmulatedDevice:
 
     def _allocate(self, nbytes: int) -> Slot:
         try:
-            memory, piece = self._arena.take(nbytes)
+            with host.plain_tensors():
+                memory, piece = self._arena.take(nbytes)
             self._arena.trim(self._quota.capacity_bytes - self._quota.held_bytes)
             try:
                 for listener in tuple(device_storage_listeners):

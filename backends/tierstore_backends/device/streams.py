@@ -29,7 +29,7 @@ import torch
 from tierstore.errors import BackendError, CapacityError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import format_bytes
-from tierstore_backends.host import check_sizes
+from tierstore_backends import host
 from tierstore_backends.quota import Quota
 
 ALIGNMENT_BYTES = 512  # what CUDA's caching allocator rounds to
@@ -261,7 +261,7 @@ class _Lane:
         with self._lock:
             slot.order(self._stream)
             with self._streams.inside(self._stream):
-                into.copy_(source, non_blocking=True)
+                host.copy(into, source, non_blocking=True)
             ended = self._streams.mark(self._stream)
             if completion.is_stream_ordered:
                 slot.note(ended)
@@ -305,7 +305,8 @@ class StreamDevice:
             raise BackendError(_CLOSED)
         self._quota.take(nbytes)
         try:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._streams.device)
+            with host.plain_tensors():
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self._streams.device)
             reserved = self._streams.mark(self._streams.current())
         except torch.OutOfMemoryError as error:
             self._quota.give(nbytes)
@@ -325,7 +326,7 @@ class StreamDevice:
         completion = Completion()
         try:
             owned = self._own(slot)
-            check_sizes(into, owned.memory)
+            host.check_sizes(into, owned.memory)
             self._outward.copy(owned, into, owned.memory, completion)
         except (BackendError, RuntimeError) as error:
             return Completion.done(_as_backend_error(error))
@@ -336,7 +337,7 @@ class StreamDevice:
         completion = Completion(is_stream_ordered=True)
         try:
             owned = self._own(slot)
-            check_sizes(owned.memory, source)
+            host.check_sizes(owned.memory, source)
             self._inward.copy(owned, owned.memory, source, completion)
         except (BackendError, RuntimeError) as error:
             return Completion.done(_as_backend_error(error))

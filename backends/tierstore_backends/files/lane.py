@@ -17,10 +17,11 @@ import errno
 import mmap
 from collections.abc import Callable, Sequence
 
+import numpy
 import xxhash
 
 from tierstore.errors import BackendError, IntegrityError
-from tierstore.units import MIB, align_up
+from tierstore.units import KIB, MIB, align_up
 from tierstore_backends.files.segments import Segments
 from tierstore_backends.files.syscalls import Syscalls
 from tierstore_backends.files.transfer import Direction, Piece
@@ -28,6 +29,7 @@ from tierstore_backends.files.transfer import Direction, Piece
 _TRANSIENT = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT})
 _BOUNCE_MAY_HELP = frozenset({errno.EINVAL, errno.EFAULT})  # the disk cannot use the caller's memory
 _CALLS_WITHOUT_PROGRESS = 3
+_COPIED_AT_LEISURE = 64 * KIB  # below, a copy is over before anybody could use the lock
 _HASHED_AT_ONCE = MIB  # a hash holds the interpreter's lock: let others have it in between
 
 
@@ -90,7 +92,7 @@ class Lane:
         try:
             self._transfer(batch, views, is_bounced=is_bounced)
         except OSError as error:
-            return error.with_traceback(None)
+            return error.with_traceback(None)  # rule 3
         return None
 
     def _transfer(self, batch: Sequence[Piece], views: Sequence[memoryview], *, is_bounced: bool) -> None:
@@ -98,7 +100,7 @@ class Lane:
         vector, bounced = self._vector(batch, views, is_bounced=is_bounced)
         if is_write:
             for lent, own in bounced:
-                own[: len(lent)] = lent
+                _copy(lent, own[: len(lent)])
                 own[len(lent) :] = bytes(len(own) - len(lent))
         start, end = batch[0].address, batch[-1].end
         fd, offset = self._segments.locate(start, end)
@@ -106,7 +108,7 @@ class Lane:
         self._exhaust(call, fd, vector, offset, end - start)
         if not is_write:
             for lent, own in bounced:
-                lent[:] = own[: len(lent)]
+                _copy(own[: len(lent)], lent)
 
     def _vector(
         self, batch: Sequence[Piece], views: Sequence[memoryview], *, is_bounced: bool
@@ -175,7 +177,7 @@ class Lane:
             f"{errno.errorcode.get(code, code)} ({cause.strerror or cause})",
             transient=code in _TRANSIENT,
         )
-        error.__cause__ = cause.with_traceback(None)
+        error.__cause__ = cause
         return error
 
     def _where(self, piece: Piece) -> str:
@@ -190,6 +192,13 @@ def _digest(data: memoryview) -> int:
     for start in range(0, len(data), _HASHED_AT_ONCE):
         running.update(data[start : start + _HASHED_AT_ONCE])
     return running.intdigest()
+
+
+def _copy(source: memoryview, into: memoryview) -> None:
+    if len(source) < _COPIED_AT_LEISURE:
+        into[:] = source
+    else:  # numpy lets go of the interpreter's lock
+        numpy.copyto(numpy.frombuffer(into, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
 
 
 def _after(vector: Sequence[memoryview], nbytes: int) -> list[memoryview]:

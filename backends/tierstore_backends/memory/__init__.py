@@ -59,7 +59,8 @@ class MemoryBackend:
             raise BackendError(_CLOSED)
         self._quota.take(nbytes)
         # Not what an operation returns: a meter of the emulated device would take it for device memory.
-        memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage(nbytes))
+        with host.plain_tensors():
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(torch.UntypedStorage(nbytes))
         slot = host.HostSlot(memory, place=None)
         return _Enclosed(slot) if self.capabilities.medium is Medium.STORAGE else slot
 

@@ -111,10 +111,12 @@ class PinnedPool:
             raise BackendError(_CLOSED)
         self._quota.take(nbytes)
         if nbytes == 0:
-            return host.HostSlot(torch.empty(0, dtype=torch.uint8), place=None)
+            with host.plain_tensors():
+                return host.HostSlot(torch.empty(0, dtype=torch.uint8, device="cpu"), place=None)
         room_bytes = align_up(nbytes, GRANULE_BYTES)
         try:
-            start, memory = self._cut(room_bytes, nbytes) or self._grow(room_bytes, nbytes)
+            with host.plain_tensors():
+                start, memory = self._cut(room_bytes, nbytes) or self._grow(room_bytes, nbytes)
         except (CapacityError, BackendError):
             self._quota.give(nbytes)
             raise
