@@ -14,6 +14,10 @@ from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.options import parse_options
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
 
+_RANDOM = torch.randint(
+    0, 256, (8 * MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+)  # different seeds of ``buffer`` are different windows
+
 TIMEOUT_S = 30.0
 PAGE = 4096
 
@@ -210,15 +214,15 @@ def finish(*completions: Completion) -> None:
 
 def buffer(nbytes: int, seed: int = 0, *, misalignment: int = 0) -> Buffer:
     """Return random bytes that begin ``misalignment`` bytes after the start of a page."""
-    whole = torch.zeros(nbytes + 2 * PAGE, dtype=torch.uint8)
+    whole = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE + misalignment
-    generator = torch.Generator().manual_seed(seed)
-    whole[start : start + nbytes] = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    begin = seed * 7919 % (len(_RANDOM) - nbytes)
+    whole[start : start + nbytes] = _RANDOM[begin : begin + nbytes]
     return whole[start : start + nbytes]
 
 
 def blank(nbytes: int, *, misalignment: int = 0) -> Buffer:
     """Return room to read into, filled with a byte that stands for nothing."""
-    whole = torch.full((nbytes + 2 * PAGE,), 0xEE, dtype=torch.uint8)
+    whole = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE + misalignment
-    return whole[start : start + nbytes]
+    return whole[start : start + nbytes].fill_(0xEE)

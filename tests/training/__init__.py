@@ -1,0 +1,1 @@
+"""Training with offload against the same loop in plain PyTorch."""

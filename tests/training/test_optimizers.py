@@ -1,0 +1,273 @@
+"""Every per-parameter optimizer of ``torch.optim``: the same bits, stepped a bundle at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.twins import (
+    Optimizer,
+    Trial,
+    assert_same,
+    batch,
+    blocks,
+    build_blocks,
+    config_of,
+    every_layout,
+    loss_of,
+    step,
+    steps,
+)
+from tierstore.errors import UsageError
+from tierstore.training import offload
+
+optim = torch.optim
+some_layouts = pytest.mark.parametrize("layout", ["host", "disk", "device"])
+
+KINDS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+    "sgd": (optim.SGD, {"lr": 0.1}),
+    "sgd-momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "sgd-nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "sgd-foreach": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "sgd-fused": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "sgd-maximize": (optim.SGD, {"lr": 0.1, "maximize": True}),
+    "adam": (optim.Adam, {"lr": 1e-2, "weight_decay": 0.01}),
+    "adam-amsgrad": (optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "adam-foreach": (optim.Adam, {"lr": 1e-2, "foreach": True}),
+    "adam-fused": (optim.Adam, {"lr": 1e-2, "fused": True}),
+    "adamw": (optim.AdamW, {"lr": 1e-2}),
+    "adamw-amsgrad-foreach": (optim.AdamW, {"lr": 1e-2, "amsgrad": True, "foreach": True}),
+    "adamw-fused": (optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "adamw-tensor-lr": (optim.AdamW, {"lr": torch.tensor(1e-2)}),
+    "rmsprop": (optim.RMSprop, {"lr": 1e-2}),
+    "rmsprop-centered": (optim.RMSprop, {"lr": 1e-2, "centered": True, "momentum": 0.5}),
+    "adagrad": (optim.Adagrad, {"lr": 1e-2}),
+    "adagrad-fused": (optim.Adagrad, {"lr": 1e-2, "fused": True}),
+    "adadelta": (optim.Adadelta, {"lr": 1.0}),
+    "adamax": (optim.Adamax, {"lr": 1e-2}),
+    "nadam": (optim.NAdam, {"lr": 1e-2}),
+    "radam": (optim.RAdam, {"lr": 1e-2}),
+    "asgd": (optim.ASGD, {"lr": 1e-2}),
+    "rprop": (optim.Rprop, {"lr": 1e-2}),
+    "adafactor": (optim.Adafactor, {"lr": 1e-2}),
+    "adafactor-foreach": (optim.Adafactor, {"lr": 1e-2, "foreach": True}),
+}
+
+
+@some_layouts
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizer(layout: str, tmp_path: Path, kind: str) -> None:
+    make, options = KINDS[kind]
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks(2)
+        return model, [make(model.parameters(), **options)]
+
+    assert_same(build, steps(4), layout, tmp_path)
+
+
+@some_layouts
+def test_the_optimizer_s_state_from_before_is_taken_over(layout: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model, optimizers = build_blocks()
+        trial = Trial(model, optimizers)
+        torch.manual_seed(5)
+        step(trial)
+        loss_of(model, *batch()).backward()
+        return model, optimizers
+
+    assert_same(build, steps(3), layout, tmp_path)
+
+
+@some_layouts
+def test_parameter_groups_with_different_options(layout: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks()
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        groups = [{"params": vectors, "weight_decay": 0.0, "lr": 3e-3}, {"params": matrices}]
+        return model, [torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)]
+
+    assert_same(build, steps(), layout, tmp_path)
+
+
+@some_layouts
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        lambda optimizer: optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+        lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
+    ],
+    ids=["step", "one-cycle", "cosine"],
+)
+def test_learning_rate_schedules(layout: str, tmp_path: Path, schedule: Callable[[Optimizer], Any]) -> None:
+    def loop(trial: Trial) -> None:
+        scheduler = schedule(trial.optimizer)
+        for _ in range(4):
+            step(trial)
+            scheduler.step()
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+
+
+@some_layouts
+def test_a_group_added_in_the_middle(layout: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks()
+        return model, [torch.optim.AdamW(model[:2].parameters(), lr=1e-2)]
+
+    def loop(trial: Trial) -> None:
+        step(trial)
+        trial.model.zero_grad()
+        trial.optimizer.add_param_group({"params": list(trial.model[2:].parameters()), "lr": 1e-3})  # type: ignore[index]
+        step(trial)
+        step(trial)
+
+    assert_same(build, loop, layout, tmp_path)
+
+
+@some_layouts
+def test_a_closure(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for turn in range(4):
+            inputs, classes = batch()
+
+            def closure(inputs: Tensor = inputs, classes: Tensor = classes) -> float:
+                trial.optimizer.zero_grad()
+                loss = loss_of(trial.model, inputs, classes)
+                loss.backward()
+                trial.log_gradients()
+                return loss.item()
+
+            loss = trial.optimizer.step(closure) if turn % 2 else trial.optimizer.step(closure=closure)
+            trial.log(torch.tensor(loss))
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+
+
+@some_layouts
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_the_norm_of_gradients(layout: str, tmp_path: Path, norm_type: float) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            loss_of(trial.model, *batch()).backward()
+            trial.log(nn.utils.clip_grad_norm_(trial.model.parameters(), 0.1, norm_type))
+            trial.log_gradients()
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+
+
+@some_layouts
+def test_clipping_by_the_run_itself(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            loss_of(trial.model, *batch()).backward()
+            norm = (
+                trial.run.clip_grad_norm_(0.1)
+                if trial.run is not None
+                else nn.utils.clip_grad_norm_(trial.model.parameters(), 0.1)
+            )
+            trial.log(norm)
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+
+
+@some_layouts
+def test_clipping_gradients_by_value(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            loss_of(trial.model, *batch()).backward()
+            nn.utils.clip_grad_value_(trial.model.parameters(), 0.01)
+            trial.log_gradients()
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+
+
+@some_layouts
+def test_gradients_changed_and_assigned_by_hand(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            loss_of(trial.model, *batch()).backward()
+            for number, parameter in enumerate(trial.model.parameters()):
+                assert parameter.grad is not None
+                if number % 3 == 0:
+                    parameter.grad.mul_(0.5)
+                elif number % 3 == 1:
+                    parameter.grad = parameter.grad * 2
+                else:
+                    parameter.grad.data.clamp_(-0.01, 0.01)
+            trial.log_gradients()
+            (loss_of(trial.model, *batch()) * 2).backward()
+            trial.log_gradients()
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+
+
+@some_layouts
+def test_an_optimizer_that_calls_its_base_class(layout: str, tmp_path: Path) -> None:
+    class Shrinking(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(0.999)
+            return loss
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks()
+        return model, [Shrinking(model.parameters(), lr=1e-2)]
+
+    assert_same(build, steps(3), layout, tmp_path)
+
+
+def test_a_gradient_that_somebody_kept_outlives_zero_grad(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, (optimizer,) = build_blocks()
+    with offload(model, optimizer, config_of("device", tmp_path)):
+        loss_of(model, *batch()).backward()
+        kept = [parameter.grad for parameter in model.parameters()]
+        values = [gradient.clone() for gradient in kept if gradient is not None]
+        optimizer.zero_grad()
+        loss_of(model, *batch()).backward()
+        assert all(type(gradient) is Tensor for gradient in kept)
+        assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True) if a is not None)
+
+
+def test_the_gradient_is_the_same_object_until_it_is_zeroed(tmp_path: Path) -> None:
+    model, (optimizer,) = build_blocks()
+    with offload(model, optimizer, config_of("device", tmp_path)):
+        loss_of(model, *batch()).backward()
+        weight = model[0].up.weight  # type: ignore[index]
+        first = weight.grad
+        assert first is not None
+        assert weight.grad is first
+        before = first.clone()
+        loss_of(model, *batch()).backward()
+        assert weight.grad is first
+        assert not torch.equal(before, first)
+
+
+def test_lbfgs_is_refused(tmp_path: Path) -> None:
+    model = blocks()
+    with pytest.raises(UsageError, match="LBFGS"):
+        offload(model, torch.optim.LBFGS(model.parameters()), config_of("host", tmp_path))
+
+
+@every_layout
+def test_an_optimizer_that_computes_on_the_cpu(layout: str, tmp_path: Path) -> None:
+    assert_same(build_blocks, steps(3), layout, tmp_path, {"optimizer_target": "cpu"})

@@ -1,0 +1,228 @@
+"""Two runs of one loop, one plain and one offloaded: what they log and leave has to be the same bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tierstore.training import Offload, offload
+
+Optimizer = torch.optim.Optimizer
+Log = Callable[[Tensor | None], None]
+Build = Callable[[], tuple[nn.Module, Sequence[Optimizer]]]
+
+
+@dataclass
+class Trial:
+    """What a loop trains, and what it says.
+
+    Attributes:
+        model: plain or offloaded.
+        optimizers: of the model.
+        run: the offloading; ``None`` where there is none.
+        logged: copies of what the loop logged.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    run: Offload | None = None
+    logged: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The first one."""
+        return self.optimizers[0]
+
+    def log(self, tensor: Tensor | None) -> None:
+        """Keep a copy, to be compared."""
+        self.logged.append(None if tensor is None else tensor.detach().clone())
+
+    def log_gradients(self) -> None:
+        """Keep a copy of every gradient."""
+        for parameter in self.model.parameters():
+            self.log(parameter.grad)
+
+
+Loop = Callable[[Trial], None]
+
+LATE_AND_OVERWRITTEN = {"overwrite_freed": True, "late_events": 7}
+
+LAYOUTS: dict[str, dict[str, object]] = {
+    "host": {"device": "cpu", "offload_cpu_size": "64MB", "offload_disk_size": 0},
+    "disk": {"device": "cpu", "offload_cpu_size": "112KB", "offload_disk_size": "64MB"},
+    "device": {
+        "device": "emulated",
+        "max_device_memory": "112KB",
+        "offload_cpu_size": "64MB",
+        "offload_disk_size": 0,
+        "device_options": LATE_AND_OVERWRITTEN,
+    },
+    "three": {
+        "device": "emulated",
+        "max_device_memory": "112KB",
+        "offload_cpu_size": "144KB",
+        "offload_disk_size": "64MB",
+        "device_options": LATE_AND_OVERWRITTEN,
+    },
+}
+"""The models of these tests need 200 KB and more with gradients and Adam's state."""
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def config_of(layout: str, path: Path, more: Mapping[str, object] | None = None) -> dict[str, object]:
+    """Return the configuration of a layout, with its files at ``path``."""
+    return {**LAYOUTS[layout], "offload_path": str(path / "files"), **(more or {})}
+
+
+def assert_same(
+    build: Build, loop: Loop, layout: str, path: Path, more: Mapping[str, object] | None = None
+) -> None:
+    """Run the loop plain and offloaded; compare all that it logged and all that is left."""
+    torch.manual_seed(0)
+    plain = Trial(*build())
+    torch.manual_seed(1)
+    loop(plain)
+    torch.manual_seed(0)
+    ours = Trial(*build())
+    identities = [id(parameter) for parameter in ours.model.parameters()]
+    config = config_of(layout, path, more)
+    with offload(ours.model, list(ours.optimizers), config) as run:
+        ours.run = run
+        torch.manual_seed(1)
+        loop(ours)
+        run.store.check()
+        assert identities == [id(parameter) for parameter in ours.model.parameters()]
+    assert_equal_lists(plain.logged, ours.logged)
+    assert_equal_models(plain.model, ours.model)
+    for expected, found in zip(plain.optimizers, ours.optimizers, strict=True):
+        assert_equal_states(expected, found)
+
+
+def assert_equal_lists(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    """Compare two lists of tensors, bit for bit."""
+    assert len(expected) == len(found)
+    for number, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert (a is None) == (b is None), f"tensor {number}: one of the two is None"
+        assert a is None or b is None or same(a, b), f"tensor {number} differs: {a} and {b}"
+
+
+def assert_equal_models(expected: nn.Module, found: nn.Module) -> None:
+    """Compare parameters with their gradients, and buffers; all have to be ordinary tensors."""
+    others = dict(found.named_parameters())
+    for name, parameter in expected.named_parameters():
+        other = others[name]
+        assert type(other) is type(parameter), name
+        assert other.stride() == parameter.stride(), name
+        assert same(parameter, other), name
+        assert_equal_lists([parameter.grad], [other.grad])
+    for (name, a), (_, b) in zip(expected.named_buffers(), found.named_buffers(), strict=True):
+        assert same(a, b), name
+
+
+def assert_equal_states(expected: Optimizer, found: Optimizer) -> None:
+    """Compare what two optimizers keep for each parameter."""
+    for group, other in zip(expected.param_groups, found.param_groups, strict=True):
+        assert {k: v for k, v in group.items() if k != "params"} == {
+            k: v for k, v in other.items() if k != "params"
+        }
+        for a, b in zip(group["params"], other["params"], strict=True):
+            assert (a in expected.state) == (b in found.state)
+            if a in expected.state:
+                assert_equal_entries(expected.state[a], found.state[b])
+
+
+def assert_equal_entries(expected: Mapping[str, object], found: Mapping[str, object]) -> None:
+    """Compare the state of one parameter."""
+    assert list(expected) == list(found)
+    for name, value in expected.items():
+        other = found[name]
+        if isinstance(value, Tensor):
+            assert isinstance(other, Tensor)
+            assert type(other) is type(value)
+            assert same(value, other), name
+        else:
+            assert value == other, name
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    a, b = a.detach(), b.detach()
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+# ---------------------------------------------------------------------- what is trained
+
+WIDTH = 48
+
+
+class Block(nn.Module):
+    """A residual block with a norm."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform ``(batch, width)``."""
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks(count: int = 3) -> nn.Sequential:
+    """Return some blocks and a head."""
+    return nn.Sequential(*(Block() for _ in range(count)), nn.Linear(WIDTH, 5))
+
+
+def adam(model: nn.Module) -> list[Optimizer]:
+    """Return Adam for all parameters."""
+    return [torch.optim.Adam(model.parameters(), lr=1e-2)]
+
+
+def build_blocks() -> tuple[nn.Module, Sequence[Optimizer]]:
+    """Return blocks with Adam."""
+    model = blocks()
+    return model, adam(model)
+
+
+def batch(size: int = 6) -> tuple[Tensor, Tensor]:
+    """Return random inputs and classes."""
+    return torch.randn(size, WIDTH), torch.randint(0, 5, (size,))
+
+
+def loss_of(model: nn.Module, inputs: Tensor, classes: Tensor) -> Tensor:
+    """Return the loss of one batch."""
+    return nn.functional.cross_entropy(model(inputs), classes)
+
+
+def step(trial: Trial) -> None:
+    """Do one ordinary step with every optimizer."""
+    loss = loss_of(trial.model, *batch())
+    loss.backward()
+    trial.log(loss)
+    trial.log_gradients()
+    for optimizer in trial.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps(count: int = 4) -> Loop:
+    """Return a loop of ordinary steps."""
+
+    def loop(trial: Trial) -> None:
+        for _ in range(count):
+            step(trial)
+
+    return loop
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return independent copies."""
+    return [copy.deepcopy(tensor.detach()) for tensor in tensors]

@@ -1,0 +1,293 @@
+"""``run.save`` and ``run.load``: a training checkpoint that streams, one bundle at a time.
+
+A checkpoint is a directory: ``model.safetensors`` with parameters and persistent buffers under the
+names of ``model.state_dict()``, ``optimizer.safetensors`` with the optimizers' tensors, and
+``optimizer.json`` with the rest of their state.  Save between steps: gradients are not part of it,
+nor is the state of random number generators.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tierstore.errors import UsageError
+from tierstore.training.groups import first_names
+from tierstore.training.tensorfile import Entry, TensorFile, check_names, write_file
+
+MODEL = "model.safetensors"
+STATE = "optimizer.safetensors"
+SCALARS = "optimizer.json"
+_FORMAT = 1
+
+Parameters = Sequence[torch.Tensor]
+
+
+class Access(NamedTuple):
+    """How a checkpoint gets at the bytes of what may be offloaded.
+
+    Attributes:
+        parts: the parameters, in parts that are read and written together.
+        read: return independent copies, in host memory, of tensors of one part.
+        write: give the tensors of one part new values.
+        settle: take in the optimizer's state of one part, which was replaced.
+    """
+
+    parts: Sequence[Parameters]
+    read: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+    write: Callable[[Parameters, Sequence[torch.Tensor]], None]
+    settle: Callable[[int, Parameters], None]
+
+
+def ordinary_access(model: nn.Module) -> Access:
+    """Return the access to a model that is not offloaded."""
+
+    def write(part: Parameters, values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(part, values, strict=True):
+                parameter.copy_(value)
+
+    return Access([[p] for p in model.parameters()], list, write, lambda *_: None)
+
+
+def all_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return every name of every parameter, the first one first."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state dict holds, by name."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set  # noqa: SLF001 - there is no other way to ask
+    }
+
+
+class Checkpoint:
+    """Saves and loads one model with its optimizers.
+
+    Args:
+        model: whose parameters and buffers.
+        optimizers: whose state.
+        access: to bytes that may be offloaded.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], access: Access) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._access = access
+        self._names = first_names(model)
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write the checkpoint; ``path`` is the former one or this one, whole, never a mixture.
+
+        Raises:
+            UsageError: a value that cannot be saved; the message names it.
+            OSError: the file system failed; a former checkpoint is unharmed.
+        """
+        path = path.absolute()
+        fresh = path.with_name(f".{path.name}.new-{os.getpid()}")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        try:
+            self._write_model(fresh / MODEL)
+            self._write_state(fresh)
+            _publish(fresh, path)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+
+    def _write_model(self, path: Path) -> None:
+        buffers = persistent_buffers(self._model)
+        entries = [Entry.of(self._names[p], p) for part in self._access.parts for p in part]  # type: ignore[index]
+        entries += [Entry.of(name, buffer) for name, buffer in buffers.items()]
+
+        def tensors() -> Iterator[torch.Tensor]:
+            for part in self._access.parts:
+                yield from self._access.read(part)
+            yield from buffers.values()
+
+        write_file(path, entries, tensors(), {"format": "pt"})
+
+    def _write_state(self, directory: Path) -> None:
+        sources: list[tuple[Entry, torch.Tensor]] = []
+        document = {
+            "format": _FORMAT,
+            "optimizers": [self._describe(i, optimizer, sources) for i, optimizer in enumerate(self._optimizers)],
+        }
+        write_file(directory / STATE, [entry for entry, _ in sources], self._read_runs(sources), {})
+        with (directory / SCALARS).open("w", encoding="utf-8") as file:
+            json.dump(document, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _describe(
+        self, index: int, optimizer: torch.optim.Optimizer, sources: list[tuple[Entry, torch.Tensor]]
+    ) -> dict[str, object]:
+        """Return an optimizer's state as JSON; its tensors are added to ``sources``."""
+        groups = [
+            {"params": [self._name(p) for p in group["params"]]}
+            | {
+                "options": {
+                    name: _encode(value, f"{index}/group {number}/{name}", sources)
+                    for name, value in group.items()
+                    if name != "params"
+                }
+            }
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        state: dict[str, object] = {}
+        for parameter in self._in_order(optimizer):
+            name = self._name(parameter)
+            state[name] = {
+                key: _encode(value, f"{index}/{name}/{key}", sources)
+                for key, value in optimizer.state[parameter].items()
+            }
+        return {"groups": groups, "state": state}
+
+    def _in_order(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Return the parameters that have state, part by part."""
+        known = [p for part in self._access.parts for p in part if p in optimizer.state]
+        return known + [p for p in optimizer.state if isinstance(p, torch.Tensor) and p not in self._names]
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        try:
+            return self._names[parameter]  # type: ignore[index]
+        except KeyError:
+            raise UsageError(
+                f"an optimizer trains a parameter of shape {list(parameter.shape)} that is not in the model; "
+                "a checkpoint cannot name it."
+            ) from None
+
+    def _read_runs(self, sources: Sequence[tuple[Entry, torch.Tensor]]) -> Iterator[torch.Tensor]:
+        """Read tensors; those that lie together are read together."""
+        for _, tensor in sources:
+            yield from self._access.read([tensor])
+
+    # --- loading ------------------------------------------------------------------------------
+
+    def load(self, path: Path) -> None:
+        """Take everything over from a checkpoint.
+
+        Raises:
+            UsageError: it cannot be read or does not fit; every fault is listed, and nothing was changed.
+        """
+        document = _read_document(path / SCALARS)
+        with TensorFile(path / MODEL) as weights, TensorFile(path / STATE) as state:
+            found = self._check(weights)
+            self._check_optimizers(document)
+            self._load_model(weights, found)
+            for index, optimizer in enumerate(self._optimizers):
+                self._load_optimizer(index, optimizer, document["optimizers"][index], state)
+
+    def _check(self, weights: TensorFile) -> dict[str, str]:
+        names = all_names(self._model)
+        wanted: dict[str, torch.Tensor] = {each[0]: parameter for parameter, each in names.items()}
+        wanted |= persistent_buffers(self._model)
+        return check_names(weights, wanted, {each[0]: each[1:] for each in names.values()})
+
+    def _check_optimizers(self, document: dict[str, Any]) -> None:
+        saved = [[group["params"] for group in each["groups"]] for each in document["optimizers"]]
+        mine = [
+            [[self._name(p) for p in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
+        if saved != mine:
+            raise UsageError(
+                "the checkpoint's optimizers do not train the same parameters in the same groups: "
+                f"saved {_sizes(saved)} parameters a group, here {_sizes(mine)}."
+            )
+
+    def _load_model(self, weights: TensorFile, found: dict[str, str]) -> None:
+        for part in self._access.parts:
+            values = [weights.read(found[self._names[p]]) for p in part]  # type: ignore[index]
+            self._access.write(part, values)
+        with torch.no_grad():
+            for name, buffer in persistent_buffers(self._model).items():
+                buffer.copy_(weights.read(found[name]))
+
+    def _load_optimizer(
+        self, index: int, optimizer: torch.optim.Optimizer, saved: dict[str, Any], file: TensorFile
+    ) -> None:
+        for group, entry in zip(optimizer.param_groups, saved["groups"], strict=True):
+            for name, value in entry["options"].items():
+                group[name] = _decode(value, file)
+        for part in self._access.parts:
+            for parameter in part:
+                name = self._names[parameter]  # type: ignore[index]
+                if name in saved["state"]:
+                    entries = saved["state"][name]
+                    optimizer.state[parameter] = {key: _decode(value, file) for key, value in entries.items()}
+                else:
+                    optimizer.state.pop(parameter, None)
+            self._access.settle(index, part)
+
+
+def _encode(value: object, name: str, sources: list[tuple[Entry, torch.Tensor]]) -> object:
+    """Return a value as JSON; a tensor goes to ``sources`` and is referred to by its name."""
+    if isinstance(value, torch.Tensor):
+        sources.append((Entry.of(name, value), value))
+        return {"tensor": name, "device": "cpu" if value.dim() else str(value.device)}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_encode(each, f"{name}/{number}", sources) for number, each in enumerate(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UsageError(f"the optimizer's {name!r} is a {type(value).__name__}, which a checkpoint cannot hold.")
+
+
+def _decode(value: object, file: TensorFile) -> object:
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return file.read(value["tensor"]).to(value["device"])
+    if "tuple" in value:
+        return tuple(_decode(each, file) for each in value["tuple"])
+    return [_decode(each, file) for each in value["list"]]
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{str(path.parent)!r} is not a checkpoint: {error}") from error
+    if document.get("format") != _FORMAT:
+        raise UsageError(f"{str(path)!r} has format {document.get('format')!r}; this version reads {_FORMAT}.")
+    return document
+
+
+def _sizes(optimizers: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
+    return [[len(group) for group in groups] for groups in optimizers]
+
+
+def _publish(fresh: Path, path: Path) -> None:
+    """Put a finished directory in the place of a former one."""
+    _sync(fresh)
+    former = path.with_name(f".{path.name}.old-{os.getpid()}")
+    if path.exists():
+        path.rename(former)
+    fresh.rename(path)
+    _sync(path.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,152 @@
+"""Where in a step the program is, and what it will need next.
+
+The first step is recorded; from the second on the store follows the plan made of it, and what comes
+next is prefetched: to the fastest tier within a share of it, and from disk to host memory further
+ahead.  A step that goes another way is recorded anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tierstore.errors import KeyNotFound
+from tierstore.planning import Trace, plan_from
+from tierstore.planning.planner import Place
+from tierstore.store import Store
+
+MOST_STEPS_WITHOUT_ALL = 16
+"""A step ends when every optimizer has stepped, or one of them this often."""
+
+
+@dataclass(slots=True)
+class Window:
+    """How far ahead is prefetched into one tier.
+
+    Attributes:
+        tier: where to.
+        limit_bytes: how many bytes of keys may lie ahead.
+        turn: up to where it was prefetched, exclusive.
+        ahead_bytes: of the keys between where the step is and ``turn``.
+    """
+
+    tier: str
+    limit_bytes: int
+    turn: int = 0
+    ahead_bytes: int = 0
+
+
+class Follower:
+    """Records steps and follows the plan made of them.
+
+    Args:
+        store: that takes the plan as advice.
+        windows: what is prefetched where; empty: everything fits, and nothing needs to be known.
+        nbytes_of: the bytes of a key.
+        optimizers: how many there are.
+    """
+
+    def __init__(
+        self, store: Store, windows: Sequence[Window], nbytes_of: Callable[[str], int], optimizers: int
+    ) -> None:
+        self._store = store
+        self._windows = list(windows)
+        self._nbytes_of = nbytes_of
+        self._steps = [0] * max(1, optimizers)
+        self._trace = Trace()
+        self._place: Place | None = None
+        self._followed: tuple[str, ...] = ()
+        self._last = ""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to gain."""
+        return bool(self._windows)
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a step was recorded and is followed."""
+        return self._place is not None
+
+    def set_windows(self, windows: Sequence[Window]) -> None:
+        """Prefetch otherwise from now on."""
+        self._windows = list(windows)
+        for window in self._windows:
+            window.turn = 0 if self._place is None else self._place.turn
+
+    def note(self, key: str) -> None:
+        """Take in that ``key`` is used now; prefetch what comes after it."""
+        if not self._windows or key == self._last:
+            return
+        self._last = key
+        self._trace.note(key)
+        place = self._place
+        if place is None:
+            return
+        before = place.turn
+        position = place.pass_by(key)
+        if position is None:
+            return
+        self._store.advance(position)
+        for window in self._windows:
+            self._pass(window, place, before)
+            self._prefetch(window, place)
+
+    def note_step(self, optimizer: int) -> None:
+        """Take in that an optimizer has stepped."""
+        self._steps[optimizer] += 1
+
+    def begin_forward(self) -> None:
+        """Take in that a module is used: after the optimizers' steps a new step begins."""
+        if not self._windows or not (all(self._steps) or max(self._steps) >= MOST_STEPS_WITHOUT_ALL):
+            return
+        self._steps = [0] * len(self._steps)
+        self._end_step()
+
+    def begin_inference(self) -> None:
+        """Take in that a model without an optimizer is used: each use is a step."""
+        if self._windows and len(self._trace):
+            self._end_step()
+
+    def _end_step(self) -> None:
+        accesses = self._trace.take()
+        self._last = ""
+        if not accesses:
+            return
+        if accesses == self._followed and self._place is not None:
+            self._place.begin_cycle()
+            return
+        plan = plan_from(accesses)
+        self._followed = accesses
+        self._store.follow(plan)
+        self._place = Place(plan)
+        for window in self._windows:
+            window.turn = window.ahead_bytes = 0
+
+    # --- prefetch -----------------------------------------------------------------------------
+
+    def _pass(self, window: Window, place: Place, before: int) -> None:
+        """What was ahead has been reached."""
+        for turn in range(before, min(place.turn, window.turn)):
+            window.ahead_bytes -= self._nbytes_of(place.key_at(turn))
+        if window.turn < place.turn:
+            window.turn, window.ahead_bytes = place.turn, 0
+
+    def _prefetch(self, window: Window, place: Place) -> None:
+        """Prefetch within the window, and the next one whatever its size."""
+        last = place.turn + place.length - 1
+        while window.turn < last:
+            key = place.key_at(window.turn)
+            nbytes = self._nbytes_of(key)
+            if window.ahead_bytes and window.ahead_bytes + nbytes > window.limit_bytes:
+                return
+            window.turn += 1
+            window.ahead_bytes += nbytes
+            if nbytes:
+                self._advise(key, window.tier)
+
+    def _advise(self, key: str, tier: str) -> None:
+        try:
+            self._store.prefetch(key, tier=tier)
+        except KeyNotFound:
+            pass  # a gradient that is not there yet, or was dropped: nothing to bring

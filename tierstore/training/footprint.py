@@ -1,0 +1,206 @@
+"""What the program has on the device outside the store: activations, workspace, fresh gradients.
+
+Measured only in steps that are to be learned from.  On CUDA the allocator is asked; where a device is
+emulated, every tensor of host memory that an operation makes is taken for the device's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tierstore.store import Store
+
+
+class Meter(Protocol):
+    """Measures the program's device bytes between `begin` and `end`."""
+
+    def begin(self, inputs: Iterable[object]) -> None:
+        """Start; ``inputs`` are there already."""
+        ...
+
+    def look(self) -> None:
+        """Take a sample, where one is needed."""
+        ...
+
+    def end(self) -> int:
+        """Stop; return the most bytes at one moment."""
+        ...
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Do not take what is allocated inside the context for the program's."""
+        ...
+
+
+def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and mappings."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, Mapping):
+            yield from tensors_in(value.values())
+
+
+# ---------------------------------------------------------------------- an emulated device
+
+
+class EmulatedMeter:
+    """Sees every operation of the thread and counts the storages that come out of it anew."""
+
+    def __init__(self) -> None:
+        self._mode: _Counting | None = None
+
+    def begin(self, inputs: Iterable[object]) -> None:
+        """See `Meter.begin`."""
+        if self._mode is None:
+            self._mode = _Counting()
+            self._mode.__enter__()
+        self._mode.add([tensor.untyped_storage() for tensor in tensors_in(inputs) if type(tensor) is torch.Tensor])
+
+    def look(self) -> None:
+        """See `Meter.look`."""
+
+    def end(self) -> int:
+        """See `Meter.end`."""
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return 0
+        mode.end()
+        return mode.peak_bytes
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """See `Meter.apart`."""
+        mode = self._mode
+        if mode is None or mode.is_paused:
+            yield
+            return
+        mode.is_paused = True
+        try:
+            yield
+        finally:
+            mode.is_paused = False
+
+
+class _Storage(weakref.ref[torch.UntypedStorage]):
+    """A storage that counts, and for how much."""
+
+    __slots__ = ("key", "nbytes")
+
+    key: int
+    nbytes: int
+
+
+class _Counting(TorchDispatchMode):
+    """The mode that `EmulatedMeter` is in while it measures."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live: dict[int, _Storage] = {}
+        self._live_bytes = 0
+        self.peak_bytes = 0
+        self.is_paused = False
+        self.is_over = False
+
+    def end(self) -> None:
+        """Be no mode any more; one that others were put on top of goes when it is on top again."""
+        self.is_over = True
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is self:  # noqa: SLF001
+            self.__exit__(None, None, None)
+
+    def add(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Count storages that were not counted yet."""
+        for storage in storages:
+            if id(storage) not in self._live and storage.device.type == "cpu":
+                entry = _Storage(storage, self._forget)
+                entry.key, entry.nbytes = id(storage), storage.nbytes()
+                self._live[entry.key] = entry
+                self._live_bytes += entry.nbytes
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+
+    def _forget(self, entry: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(entry, _Storage)
+        if self._live.pop(entry.key, None) is not None:
+            self._live_bytes -= entry.nbytes
+
+    # torch's signature: the types of arguments and result are those of the operation.
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run the operation and count what is new."""
+        result = func(*args, **(kwargs or {}))
+        if not (self.is_paused or self.is_over):
+            given = {id(storage) for storage in _storages((args, kwargs or {}))}
+            self.add([storage for storage in _storages((result,)) if id(storage) not in given])
+        return result
+
+
+def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors_in(values):
+        if tensor.layout is torch.strided and not tensor.is_meta and type(tensor) in _PLAIN:
+            yield tensor.untyped_storage()
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+# ---------------------------------------------------------------------- CUDA
+
+
+class AllocatorMeter:
+    """Asks the device's allocator.
+
+    The allocator's own peak is the user's: it is read and never reset.  Where an earlier peak hides
+    this step's, samples at modules' boundaries have to do.
+
+    Args:
+        store: whose bytes are not the program's.
+        device: that is asked.
+    """
+
+    def __init__(self, store: Store, device: torch.device) -> None:
+        self._store = store
+        self._device = device
+        self._most_bytes = 0
+        self._former_peak_bytes = 0
+        self._least_stored_bytes: int | None = None
+
+    def begin(self, inputs: Iterable[object]) -> None:
+        """See `Meter.begin`."""
+        del inputs
+        if self._least_stored_bytes is None:
+            self._most_bytes = 0
+            self._former_peak_bytes = torch.accelerator.max_memory_allocated(self._device)
+        self.look()
+
+    def look(self) -> None:
+        """See `Meter.look`."""
+        stored_bytes = self._store.stats().tiers[self._store.tier_names[0]].charged_bytes
+        self._most_bytes = max(self._most_bytes, torch.accelerator.memory_allocated(self._device) - stored_bytes)
+        least = self._least_stored_bytes
+        self._least_stored_bytes = stored_bytes if least is None else min(least, stored_bytes)
+
+    def end(self) -> int:
+        """See `Meter.end`."""
+        self.look()
+        peak_bytes = torch.accelerator.max_memory_allocated(self._device)
+        if peak_bytes > self._former_peak_bytes:
+            self._most_bytes = max(self._most_bytes, peak_bytes - (self._least_stored_bytes or 0))
+        self._least_stored_bytes = None
+        return self._most_bytes
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """See `Meter.apart`."""
+        yield

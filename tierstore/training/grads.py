@@ -1,0 +1,277 @@
+"""Gradients that wait for the optimizer in the store.
+
+1. Where gradients are stashed, each parameter's gradient is one key, put there as soon as backward has
+   accumulated it.  Later backward passes add to it in place, in the order in which PyTorch would.
+2. ``p.grad`` is then a *handle*: a guarded tensor over that key, the same object until it is zeroed.
+   Nothing is brought before it is used.
+3. A gradient that somebody assigned, that is sparse, or that has a graph of its own stays an ordinary
+   tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+import torch
+
+from tierstore.store import Store
+from tierstore.training import guard
+from tierstore.training.binding import Access, Binding, Bindings, natively
+from tierstore.training.groups import Place, lay_out
+from tierstore.training.tiers import Placement
+
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+def native_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that autograd itself sees."""
+    with natively():
+        return cast("torch.Tensor | None", _get_grad(parameter))
+
+
+def set_native_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Set the gradient that autograd itself sees."""
+    with natively():
+        _set_grad(parameter, gradient)
+
+
+class Gradient:
+    """The gradient of one parameter.
+
+    Attributes:
+        name: the parameter's.
+        binding: ties the handle to the key, while a stash exists.
+        is_assigned: whether somebody set it, so that it stays where it is.
+    """
+
+    __slots__ = ("binding", "is_assigned", "name", "parameter")
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.binding: Binding | None = None
+        self.is_assigned = False
+
+    @property
+    def handle(self) -> torch.Tensor | None:
+        """What ``p.grad`` is while it is stashed."""
+        return None if self.binding is None else self.binding.tensors[0]
+
+    def new_key(self, store: Store) -> str:
+        """Return a key that nothing is under: the same one in every step, as plans know it by name."""
+        key = f"grad/{self.name}"
+        while key in store:  # somebody still has an alias of an older gradient
+            key += "'"
+        return key
+
+
+class Gradients:
+    """All gradients of one model.
+
+    Args:
+        store: where they are stashed.
+        bindings: that handles belong to.
+        warden: who looks after handles.
+        placement: of what is stashed.
+    """
+
+    def __init__(self, store: Store, bindings: Bindings, warden: guard.Warden, placement: Placement) -> None:
+        self._store = store
+        self._bindings = bindings
+        self._warden = warden
+        self._placement = placement
+        self._of: dict[torch.Tensor, Gradient] = {}
+        self.is_stashing = False
+        self.note_put: Access | None = None
+
+    def add(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Look after one parameter's gradient; one that is there already becomes a stash."""
+        gradient = Gradient(name, parameter)
+        self._of[parameter] = gradient
+        self.stash(parameter)
+
+    def __iter__(self) -> Iterator[Gradient]:
+        return iter(self._of.values())
+
+    # --- what p.grad means --------------------------------------------------------------------
+
+    def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return ``p.grad``."""
+        native = native_gradient(parameter)
+        if native is not None:
+            return native
+        gradient = self._of.get(parameter)
+        return None if gradient is None else gradient.handle
+
+    def assign(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Do what ``p.grad = value`` means."""
+        gradient = self._of.get(parameter)
+        if gradient is None:
+            set_native_gradient(parameter, value)
+            return
+        if value is not None and value is gradient.handle:
+            return
+        if value is not None:
+            # A guard's class must not get in autograd's way: take the bytes of another's handle.
+            value = value.clone() if guard.tenant_of(value) is not None else value
+        set_native_gradient(parameter, value)
+        gradient.is_assigned = value is not None
+        self._forget(gradient)
+
+    # --- stashing -----------------------------------------------------------------------------
+
+    def stash(self, parameter: torch.Tensor) -> None:
+        """Bring a gradient that autograd has just accumulated to its key, if it is to wait there."""
+        gradient = self._of[parameter]
+        fresh = native_gradient(parameter)
+        if fresh is None or not self._is_stashable(gradient, fresh):
+            return
+        if gradient.binding is None:
+            self._put(gradient, fresh)
+        elif fresh.requires_grad:
+            self._join_graph(gradient, fresh)
+            return
+        else:
+            self._accumulate(gradient.binding, fresh)
+        set_native_gradient(parameter, None)
+
+    def _is_stashable(self, gradient: Gradient, fresh: torch.Tensor) -> bool:
+        if gradient.binding is not None:
+            return True
+        return (
+            self.is_stashing
+            and not gradient.is_assigned
+            and not fresh.requires_grad
+            and fresh.layout is torch.strided
+        )
+
+    def _put(self, gradient: Gradient, fresh: torch.Tensor) -> None:
+        key = gradient.new_key(self._store)
+        places, nbytes = lay_out([(f"the gradient of {gradient.name}", fresh)])
+        poison = poison_for(places[0], fresh.device)
+        handle = poison.as_strided(poison.size(), poison.stride())
+        binding = Binding(key, places, nbytes, [handle], [guard.guard_of(torch.Tensor)], [poison])
+        binding.is_saved_by_reference = False
+        binding.after_use = self._placement.after_use
+        if self.note_put is not None:
+            self.note_put(binding)
+        self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=self._placement.start)
+        guard.enrol(binding, self._warden)
+        handle.__class__ = guard.guard_of(torch.Tensor)
+        gradient.binding = binding
+
+    def _accumulate(self, binding: Binding, fresh: torch.Tensor) -> None:
+        self._bindings.open(binding)
+        try:
+            with torch.no_grad():
+                binding.tensors[0].add_(fresh)
+            binding.is_dirty = True
+        finally:
+            self._bindings.close(binding)
+
+    def _join_graph(self, gradient: Gradient, fresh: torch.Tensor) -> None:
+        """A gradient with a graph of its own is added to a stash: the sum is an ordinary tensor."""
+        handle = gradient.handle
+        assert handle is not None
+        with torch.enable_grad():
+            total = handle.clone() + fresh
+        set_native_gradient(gradient.parameter, total)
+        self._forget(gradient)
+
+    def _forget(self, gradient: Gradient) -> None:
+        """Drop the stash; a handle that somebody else still has becomes an ordinary tensor."""
+        binding, gradient.binding = gradient.binding, None
+        if binding is None:
+            return
+        if sys.getrefcount(binding.tensors[0]) > _OWN_REFERENCES:
+            with natively():
+                kept = binding.places[0].view(self._copy(binding))
+            guard.dismiss(binding)
+            self._bindings.forsake(binding)
+            binding.tensors[0].__class__ = torch.Tensor
+            binding.tensors[0].data = kept
+        else:
+            guard.dismiss(binding)
+            if not self._bindings.release_idle(binding):
+                binding.after_use = self._drop  # an alias of it lives on: drop it when that is gone
+                return
+        self._store.drop(binding.key)
+
+    def _copy(self, binding: Binding) -> torch.Tensor:
+        if binding.flat is not None:
+            return binding.flat.clone()
+        return self._store.get(binding.key)
+
+    def _drop(self, binding: Binding) -> None:
+        self._store.drop(binding.key)
+
+    def restore(self) -> None:
+        """Make every stashed gradient an ordinary one."""
+        for gradient in self._of.values():
+            binding = gradient.binding
+            if binding is None:
+                continue
+            gradient.binding = None
+            guard.dismiss(binding)
+            self._bindings.forsake(binding)
+            handle = binding.tensors[0]
+            handle.__class__ = torch.Tensor
+            handle.data = binding.places[0].view(self._store.get(binding.key))
+            set_native_gradient(gradient.parameter, handle)
+            self._store.drop(binding.key)
+
+    # --- for the optimizer --------------------------------------------------------------------
+
+    def bindings_of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Binding]]:
+        """Return the stashes of those parameters that have one."""
+        return [
+            (parameter, gradient.binding)
+            for parameter in parameters
+            if (gradient := self._of.get(parameter)) is not None and gradient.binding is not None
+        ]
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter has a gradient, wherever it is."""
+        gradient = self._of.get(parameter)
+        return (gradient is not None and gradient.binding is not None) or native_gradient(parameter) is not None
+
+
+def poison_for(place: Place, device: torch.device) -> torch.Tensor:
+    """Return one NaN (or the largest number, where there is none) that looks like the tensor."""
+    dtype = place.dtype
+    is_inexact = dtype.is_floating_point or dtype.is_complex
+    value = float("nan") if is_inexact else True if dtype is torch.bool else torch.iinfo(dtype).max
+    try:
+        single = torch.full((), value, dtype=dtype, device=device)
+    except NotImplementedError:  # the fp8 kinds without a NaN, or without a fill
+        single = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device).view(dtype)[0]
+    return single.expand(place.shape)
+
+
+def flat_bytes(tensor: torch.Tensor, place: Place, nbytes: int) -> torch.Tensor:
+    """Return a tensor's bytes as a bundle of its own: a view where its memory allows it."""
+    tensor = tensor.detach()
+    exact = tensor.numel() * tensor.element_size()
+    if tensor.stride() == place.stride and exact == nbytes and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    flat = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
+    place.view(flat).copy_(tensor)
+    return flat
+
+
+def _count_own_references() -> int:
+    """Return what ``sys.getrefcount(binding.tensors[0])`` is when nobody else has the handle.
+
+    The binding's tuple, the guard's table of tenants, and the call's own argument.
+    """
+    holder = (object(),)
+    table = {0: holder[0]}
+    count = sys.getrefcount(holder[0])
+    del table
+    return count
+
+
+_OWN_REFERENCES = _count_own_references()

@@ -1,0 +1,245 @@
+"""When bytes come and go: PyTorch's own module hooks, registered and removed.
+
+Before a module's forward its bundles get windows, and after it they close, whatever happened inside.
+The hooks are objects that copy and pickle as hooks that do nothing, so that a copied or saved model is
+an ordinary one.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tierstore.training import guard
+from tierstore.training.binding import Binding, Bindings
+from tierstore.training.saved import SavedTensors
+
+
+def do_nothing(*arguments: object, **named: object) -> None:
+    """What our hooks are on a copy of the model."""
+    del arguments, named
+
+
+def _nothing() -> Callable[..., None]:
+    return do_nothing
+
+
+class Hook:
+    """A hook that does not travel with copies of the model."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
+        del memo
+        return do_nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _nothing, ()
+
+
+class _Entry(NamedTuple):
+    """A module that is being run, with what was opened for it."""
+
+    owner: ModuleHooks
+    bindings: Sequence[Binding]
+    is_pushed: bool
+
+
+class _Running(threading.local):
+    """The modules that run in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+
+
+class ModuleWindows:
+    """Opens and closes the windows of modules, in every thread's own order.
+
+    Args:
+        bindings: of the model.
+        saved: is in force while a window is open.
+    """
+
+    def __init__(self, bindings: Bindings, saved: SavedTensors) -> None:
+        self._bindings = bindings
+        self._saved = saved
+        self._running = _Running()
+        self._classes: dict[Binding, list[type]] = {}
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no module of the model runs in this thread."""
+        return not self._running.entries
+
+    def enter(self, owner: ModuleHooks, bindings: Sequence[Binding]) -> None:
+        """Open windows on ``bindings`` for a module that begins to run."""
+        self._bindings.sweep()
+        self._bindings.open_all(bindings, self._open_classes)
+        self._running.entries.append(_Entry(owner, bindings, self._saved.push()))
+
+    def leave(self, owner: ModuleHooks) -> None:
+        """Close what `enter` opened; nothing, if it could not."""
+        entries = self._running.entries
+        if entries and entries[-1].owner is owner:
+            self._end(entries.pop())
+
+    def _end(self, entry: _Entry) -> None:
+        if entry.is_pushed:
+            self._saved.pop()
+        self._bindings.close_all(entry.bindings)
+
+    def discard_interrupted(self) -> None:
+        """Close what modules left open that a ``KeyboardInterrupt`` or its like has ended.
+
+        PyTorch calls no hooks then.
+        """
+        entries = self._running.entries
+        if not entries:
+            return
+        running = _modules_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
+        while entries and entries[-1].owner.module not in running:
+            self._end(entries.pop())
+
+    def _open_classes(self, binding: Binding) -> list[type]:
+        classes = self._classes.get(binding)
+        if classes is None:
+            classes = self._classes[binding] = [guard.open_of(kind) for kind in binding.plain]
+        return classes
+
+
+def _modules_on_the_stack(frame: FrameType | None) -> set[nn.Module]:
+    found: set[nn.Module] = set()
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code is nn.Module._call_impl.__code__ else None  # noqa: SLF001
+        if isinstance(module, nn.Module):
+            found.add(module)
+        frame = frame.f_back
+    return found
+
+
+class ModuleHooks:
+    """The two hooks of one module.
+
+    Args:
+        windows: that they open and close.
+        module: whose.
+        bindings: the bundles that its forward needs.
+        in_evaluation: those that it needs as well when it does not train.
+    """
+
+    def __init__(
+        self,
+        windows: ModuleWindows,
+        module: nn.Module,
+        bindings: Sequence[Binding],
+        in_evaluation: Sequence[Binding] = (),
+    ) -> None:
+        self.windows = windows
+        self.module = module
+        self.bindings = tuple(bindings)
+        self.in_evaluation = (*bindings, *in_evaluation)
+
+    def register(self) -> list[RemovableHandle]:
+        """Hook them to the module: around whatever other hooks it has."""
+        return [
+            self.module.register_forward_pre_hook(_Before(self), prepend=True),
+            self.module.register_forward_hook(_After(self), always_call=True),
+        ]
+
+    def before(self) -> None:
+        """The module begins to run."""
+        self.windows.enter(self, self.bindings if self.module.training else self.in_evaluation)
+
+    def after(self) -> None:
+        """The module has run, well or badly."""
+        self.windows.leave(self)
+
+
+class _Before(Hook):
+    def __init__(self, hooks: ModuleHooks) -> None:
+        self._hooks = hooks
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ANN401 - a module takes anything
+        self._hooks.before()
+
+
+class _After(Hook):
+    def __init__(self, hooks: ModuleHooks) -> None:
+        self._hooks = hooks
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
+        self._hooks.after()
+
+
+class RootHooks(ModuleHooks):
+    """The hooks of the whole model: they also tell where a step begins.
+
+    Args:
+        windows, module, bindings, in_evaluation: as for `ModuleHooks`.
+        begin: called before the model runs.
+        end: called after it, well or badly.
+    """
+
+    def __init__(
+        self,
+        hooks: ModuleHooks,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        super().__init__(hooks.windows, hooks.module, hooks.bindings)
+        self.in_evaluation = hooks.in_evaluation
+        self._begin = begin
+        self._end = end
+
+    def before(self) -> None:
+        """The model begins to run."""
+        self.windows.discard_interrupted()
+        if self.windows.is_outermost:
+            self._begin()
+        super().before()
+
+    def after(self) -> None:
+        """The model has run."""
+        super().after()
+        if self.windows.is_outermost:
+            self._end()
+
+
+class TensorHook(Hook):
+    """A hook on a parameter, as `ModuleHooks` are on modules.
+
+    Args:
+        act: what to do when its gradient has been accumulated.
+    """
+
+    def __init__(self, act: Callable[[torch.Tensor], None]) -> None:
+        self._act = act
+
+    @torch.compiler.disable
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._act(parameter)
+
+
+def modules_read_whole(module: nn.Module) -> list[nn.Module]:
+    """Return the modules under ``module`` whose parameters its own forward may read when it evaluates.
+
+    PyTorch's transformer layers have a fast path for evaluation that passes all parameters to one
+    function and calls no submodule.
+    """
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return list(module.modules())
+    if isinstance(module, nn.TransformerEncoder):
+        return list(module.layers[0].modules())
+    return []
+
+
+def modules_read_always(module: nn.Module) -> list[nn.Module]:
+    """Return the modules under ``module`` whose parameters its own forward reads."""
+    return list(module.modules()) if isinstance(module, nn.MultiheadAttention) else []

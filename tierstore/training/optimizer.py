@@ -1,0 +1,291 @@
+"""Steps any ``torch.optim`` optimizer a bundle at a time, from inside its own ``step``.
+
+The user's optimizer stays in charge: a step pre-hook does the work and leaves the outer step nothing
+to do: its groups name only the parameters that are not offloaded, until a post-hook restores them.
+
+1. For one bundle after another, parameters, gradients and state are brought together, the
+   optimizer's ``param_groups`` name only the bundle's parameters, and its own ``step`` runs.
+2. State tensors that a step created or replaced become a bundle of the store under the parameters'
+   own; scalars (0-d tensors) stay where they are.
+3. Bundles go in the order of the forward pass: backward has left the first ones resident.
+4. Parameters that are not offloaded are left to the outer step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from tierstore.errors import UsageError
+from tierstore.training import guard
+from tierstore.training.binding import Binding, Bindings
+from tierstore.training.bundles import Adopter
+from tierstore.training.grads import Gradients, set_native_gradient
+from tierstore.training.tiers import Placement
+
+Group = dict[str, Any]
+Parameters = list[torch.Tensor]
+
+
+class Turn(NamedTuple):
+    """What one bundle's step is about."""
+
+    bundle: Binding
+    groups: list[tuple[Group, Parameters]]
+
+    @property
+    def parameters(self) -> Parameters:
+        """All of them, in the order of the groups."""
+        return [parameter for _, members in self.groups for parameter in members]
+
+
+class OptimizerSteps:
+    """Does the steps of one optimizer.
+
+    Args:
+        optimizer: whose.
+        index: which of the model's optimizers it is.
+        bundles: the parameter bundles, in the order of the forward pass.
+        bindings, gradients, adopter: of the model.
+        placement: of the state.
+        prefetch: advises that keys are needed soon.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        bundles: Sequence[Binding],
+        bindings: Bindings,
+        gradients: Gradients,
+        adopter: Adopter,
+        placement: Placement,
+        prefetch: Callable[[Sequence[str]], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.index = index
+        self.bundles = tuple(bundles)
+        self._bindings = bindings
+        self._gradients = gradients
+        self._adopter = adopter
+        self._placement = placement
+        self._prefetch = prefetch
+        self._withheld: list[tuple[Group, Parameters]] = []
+        self.states: dict[Binding, Binding] = {}
+        self.seconds = 0.0
+        self.tier = "device"
+
+    # --- hooks --------------------------------------------------------------------------------
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Do the step; return what the outer step is called with instead."""
+        if _is_nested(self.optimizer):  # a subclass calls the step of its base class
+            return None
+        self.after()
+        closure, others = _split_closure(args, kwargs)
+        loss: object = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        begin = time.perf_counter()
+        self._bindings.sweep()
+        self._step_all(others)
+        self._leave_the_rest()
+        self.seconds += time.perf_counter() - begin
+        return None if closure is None else ((self.optimizer, lambda: loss), others)
+
+    def _leave_the_rest(self) -> None:
+        """Let the outer step see only parameters that are not offloaded."""
+        for group in self.optimizer.param_groups:
+            self._withheld.append((group, group["params"]))
+            group["params"] = [p for p in group["params"] if guard.tenant_of(p) is None]
+
+    def after(self) -> bool:
+        """Give the groups their parameters back; return whether a step has ended."""
+        if not self._withheld or _is_nested(self.optimizer):
+            return False
+        for group, parameters in self._withheld:
+            group["params"] = parameters
+        self._withheld.clear()
+        return True
+
+    # --- the step -----------------------------------------------------------------------------
+
+    def _step_all(self, kwargs: dict[str, Any]) -> None:
+        turns = self._turns()
+        for number, turn in enumerate(turns):
+            if number + 1 < len(turns):
+                self._prefetch(self._keys(turns[number + 1]))
+            self._step(turn, kwargs)
+
+    def _turns(self) -> list[Turn]:
+        """Split the optimizer's groups by bundle, as they are now; leave out what has no gradient."""
+        members: dict[Binding, list[tuple[Group, Parameters]]] = {}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                tenant = guard.tenant_of(parameter)
+                if tenant is None or not self._gradients.has(parameter):
+                    continue
+                parts = members.setdefault(tenant.binding, [])
+                if not parts or parts[-1][0] is not group:
+                    parts.append((group, []))
+                parts[-1][1].append(parameter)
+        return [Turn(bundle, members[bundle]) for bundle in self.bundles if bundle in members]
+
+    def _keys(self, turn: Turn) -> list[str]:
+        keys = [turn.bundle.key]
+        keys += [binding.key for _, binding in self._gradients.bindings_of(turn.parameters)]
+        state = self.states.get(turn.bundle)
+        return keys if state is None else [*keys, state.key]
+
+    def _step(self, turn: Turn, kwargs: dict[str, Any]) -> None:
+        stashed = self._gradients.bindings_of(turn.parameters)
+        state = self.states.get(turn.bundle)
+        needed = [turn.bundle, *(binding for _, binding in stashed), *([state] if state else [])]
+        with self._placed(needed), self._bindings.window(needed):
+            turn.bundle.is_dirty = True
+            if state is not None:
+                state.is_dirty = True
+            is_unscaling = getattr(self.optimizer, "grad_scale", None) is not None
+            for parameter, binding in stashed:
+                binding.is_dirty |= is_unscaling  # fused steps do that in place, unseen
+                set_native_gradient(parameter, binding.tensors[0])
+            try:
+                with _only(self.optimizer, turn.groups):
+                    _own_step(self.optimizer)(self.optimizer, **kwargs)
+            finally:
+                for parameter, _ in stashed:
+                    set_native_gradient(parameter, None)
+        self.take_in_state(turn.bundle)
+
+    @contextmanager
+    def _placed(self, needed: Sequence[Binding]) -> Iterator[None]:
+        """Lease where the optimizer computes, inside the context."""
+        former = [binding.tier for binding in needed]
+        for binding in needed:
+            if self._bindings.release_idle(binding):
+                binding.tier = self.tier
+        try:
+            yield
+        finally:
+            for binding, tier in zip(needed, former, strict=True):
+                binding.tier = tier
+
+    # --- state --------------------------------------------------------------------------------
+
+    def adopt_existing(self) -> None:
+        """Take in the state that the optimizer has already."""
+        for bundle in self.bundles:
+            self.take_in_state(bundle)
+
+    def _state_of(self, parameters: Sequence[torch.Tensor]) -> dict[tuple[torch.Tensor, str], torch.Tensor]:
+        """Return the state tensors of ``parameters`` that have a size."""
+        return {
+            (parameter, name): value
+            for parameter in parameters
+            for name, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.layout is torch.strided
+        }
+
+    def take_in_state(self, bundle: Binding) -> None:
+        """Adopt state of a bundle that was created or replaced since it was last looked at."""
+        state = self.states.get(bundle)
+        found = self._state_of(bundle.tensors)
+        known = () if state is None else state.tensors
+        if len(found) == len(known) and all(a is b for a, b in zip(found.values(), known, strict=True)):
+            return
+        if state is not None:
+            # It is laid out anew: until then its tensors are ordinary ones.
+            self._adopter.restore(self.states.pop(bundle))
+        self._adopt(bundle, found)
+
+    def _adopt(self, bundle: Binding, fresh: dict[tuple[torch.Tensor, str], torch.Tensor]) -> None:
+        former = self.states.pop(bundle, None)
+        if former is not None:
+            self._adopter.forget(former)
+        if not fresh:
+            return
+        key = f"state/{self.index}/{bundle.key.removeprefix('param/')}"
+        named = [(f"the optimizer's {name!r} of {_name(p)}", value) for (p, name), value in fresh.items()]
+        binding = self._adopter.adopt(key, named, self._placement)
+        binding.is_saved_by_reference = False
+        self.states[bundle] = binding
+
+    def forget_states(self) -> None:
+        """Drop all state keys; the optimizer's own dict is the caller's business."""
+        for state in self.states.values():
+            self._adopter.forget(state)
+        self.states.clear()
+
+
+def _name(parameter: torch.Tensor) -> str:
+    tenant = guard.tenant_of(parameter)
+    return repr(tenant.place.name) if tenant is not None else "a parameter"
+
+
+def _split_closure(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[[], object] | None, dict[str, Any]]:
+    """Return the closure that ``step`` was called with, and its other arguments."""
+    others = dict(kwargs)
+    closure = others.pop("closure", None)
+    if len(args) > 1:
+        closure = args[1]
+    return closure, others
+
+
+def _own_step(optimizer: torch.optim.Optimizer) -> Callable[..., object]:
+    """Return the optimizer's ``step`` without the hooks that led here."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
+    return step
+
+
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a hooked step of the optimizer runs inside another one."""
+    code = getattr(type(optimizer).step, "__code__", None)
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - PyTorch has no mark for it
+    found = 0
+    while frame is not None and found < 2:
+        found += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return found > 1
+
+
+@contextmanager
+def _only(optimizer: torch.optim.Optimizer, groups: Sequence[tuple[Group, Parameters]]) -> Iterator[None]:
+    """Let the optimizer's groups name only the given parameters, inside the context."""
+    former_groups = optimizer.param_groups
+    former = [(group, group["params"]) for group, _ in groups]
+    merged: dict[int, tuple[Group, Parameters]] = {}
+    for group, members in groups:
+        merged.setdefault(id(group), (group, []))[1].extend(members)
+    optimizer.param_groups = [group for group, _ in merged.values()]
+    for group, members in merged.values():
+        group["params"] = members
+    try:
+        yield
+    finally:
+        optimizer.param_groups = former_groups
+        for group, members in former:
+            group["params"] = members
+
+
+def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer cannot be stepped a part at a time.
+
+    Raises:
+        UsageError: it looks at all parameters at once.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS looks at all parameters at once and cannot be stepped a bundle at a time. "
+            "Use an optimizer that treats each parameter by itself, such as AdamW or SGD."
+        )

@@ -1,0 +1,279 @@
+"""One offloaded model: everything that hooks and guards ask for, in one place.
+
+A `Session` adopts the model's parameters and the optimizers' state, registers the hooks, and undoes it
+all at the end.  It is the guard's `Warden`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tierstore.errors import KeyNotFound
+from tierstore.store import Store
+from tierstore.training import guard, hooks
+from tierstore.training.binding import Binding, Bindings
+from tierstore.training.bundles import Adopter
+from tierstore.training.follow import Follower
+from tierstore.training.grads import Gradients
+from tierstore.training.groups import ParameterGroup
+from tierstore.training.optimizer import OptimizerSteps
+from tierstore.training.saved import SavedTensors
+from tierstore.training.statedicts import StateDicts
+from tierstore.training.tiers import Placements
+
+
+class Session:
+    """Looks after one model, from adoption to restoration.
+
+    Args:
+        model: whose parameters are offloaded.
+        optimizers: that train them.
+        store: where they go.
+        placements: where each kind of bytes goes.
+        follower: learns and follows the plan.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        store: Store,
+        placements: Placements,
+        follower: Follower,
+    ) -> None:
+        self.model = model
+        self.optimizers = tuple(optimizers)
+        self.store = store
+        self.follower = follower
+        self.placements = placements
+        self.bindings = Bindings(store, self._note)
+        self.saved = SavedTensors(self.bindings)
+        self.windows = hooks.ModuleWindows(self.bindings, self.saved)
+        self.gradients = Gradients(store, self.bindings, self, placements.gradients)
+        self.gradients.note_put = self._note
+        self.adopter = Adopter(store, self.bindings, self)
+        self.state_dicts = StateDicts(self.adopter)
+        self.clock = Clock()
+        self.bundles: list[Binding] = []
+        self.steps: list[OptimizerSteps] = []
+        self.on_forward: Callable[[tuple[Any, ...]], None] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._step_hooks: list[tuple[OrderedDict[int, Any], int]] = []
+        self._watched: set[torch.Tensor] = set()
+
+    # --- the beginning ------------------------------------------------------------------------
+
+    def adopt(self, groups: Sequence[ParameterGroup]) -> None:
+        """Take the parameters, gradients and optimizer state into the store."""
+        for group in groups:
+            named = list(zip(group.names, group.parameters, strict=True))
+            binding = self.adopter.adopt(group.key, named, self.placements.parameters)
+            self.bundles.append(binding)
+            for name, parameter in named:
+                self.gradients.add(name, parameter)
+        self._add_steps()
+        for steps in self.steps:
+            steps.adopt_existing()
+        self.adopter.end_adoption()
+
+    def _add_steps(self) -> None:
+        for index, optimizer in enumerate(self.optimizers):
+            steps = OptimizerSteps(
+                optimizer,
+                index,
+                self.bundles,
+                self.bindings,
+                self.gradients,
+                self.adopter,
+                self.placements.state,
+                self._advise,
+            )
+            steps.tier = self.placements.optimizer_tier
+            self.steps.append(steps)
+
+    def watch(self, groups: Sequence[ParameterGroup]) -> None:
+        """Register every hook."""
+        needs = _needs(self.model, dict(zip(self.bundles, groups, strict=True)))
+        for module in self.model.modules():
+            own = hooks.ModuleHooks(self.windows, module, *needs.get(module, ((), ())))
+            if module is self.model:
+                own = hooks.RootHooks(own, self._begin_forward, self._end_forward)
+            elif not own.in_evaluation:
+                continue
+            self._handles += own.register()
+        self._handles += self.state_dicts.watch_model(self.model)
+        for gradient in self.gradients:
+            self.watch_gradient(gradient.parameter)
+        for steps in self.steps:
+            self._watch_optimizer(steps)
+
+    def watch_gradient(self, parameter: torch.Tensor) -> None:
+        """Take gradients of a trained parameter as soon as they are accumulated."""
+        if parameter.requires_grad and parameter not in self._watched:
+            self._watched.add(parameter)
+            hook = hooks.TensorHook(self._accumulated)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _watch_optimizer(self, steps: OptimizerSteps) -> None:
+        optimizer = steps.optimizer
+
+        def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+            self.windows.discard_interrupted()
+            self.clock.end_backward()
+            return steps.before(args, kwargs)
+
+        def after(*_: object) -> None:
+            if steps.after():
+                self.follower.note_step(steps.index)
+
+        self._handles.append(optimizer.register_step_pre_hook(before))  # type: ignore[arg-type]
+        self._step_hooks.append((optimizer._optimizer_step_pre_hooks, self._handles[-1].id))  # noqa: SLF001
+        self._handles.append(optimizer.register_step_post_hook(after))
+        # Gradients are shown again before users' own hooks look at them.
+        optimizer._optimizer_step_post_hooks.move_to_end(self._handles[-1].id, last=False)  # noqa: SLF001
+        self._handles += self.state_dicts.watch_optimizer(steps)
+
+    # --- while it runs ------------------------------------------------------------------------
+
+    def _note(self, binding: Binding) -> None:
+        self.follower.note(binding.key)
+
+    def _advise(self, keys: Sequence[str]) -> None:
+        """Prefetch what the next turn needs, while no plan does it."""
+        if not self.follower.is_needed or self.follower.has_plan:
+            return
+        for key in keys:
+            self._prefetch(key)
+
+    def _prefetch(self, key: str) -> None:
+        try:
+            self.store.prefetch(key)
+        except KeyNotFound:
+            return
+
+    def _begin_forward(self) -> None:
+        self.state_dicts.reset()
+        self.clock.begin_forward()
+        for steps in self.steps:
+            steps.after()  # of a step that an exception has ended
+        for step_hooks, own in self._step_hooks:
+            if next(reversed(step_hooks)) != own:
+                step_hooks.move_to_end(own)  # users' own hooks may change gradients, or refuse
+        if self.optimizers:
+            self.follower.begin_forward()
+        else:
+            self.follower.begin_inference()
+
+    def _end_forward(self) -> None:
+        self.clock.end_forward()
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        self.clock.note_backward()
+        self.bindings.sweep()
+        self.gradients.stash(parameter)
+
+    # --- what the guard asks (guard.Warden) ---------------------------------------------------
+
+    def watch_saved(self) -> AbstractContextManager[None]:
+        """Turn saved aliases of bundles into references, inside the context."""
+        return self.saved.watch()
+
+    def gradient_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return what ``tensor.grad`` is."""
+        return self.gradients.get(tensor)
+
+    def set_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Do what ``tensor.grad = gradient`` means."""
+        self.gradients.assign(tensor, gradient)
+
+    def copy_for_state_dict(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return an independent copy while a ``state_dict`` is being made, else ``None``."""
+        return self.state_dicts.copy(tensor)
+
+    def requires_grad_changed(self, tensor: torch.Tensor) -> None:
+        """Take in that ``requires_grad`` was set."""
+        if guard.tenant_of(tensor) is not None and tensor.is_leaf:
+            self.watch_gradient(tensor)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def remove_hooks(self) -> None:
+        """Leave nothing on the model and the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def restore(self) -> None:
+        """Make everything ordinary tensors again."""
+        self.windows.discard_interrupted()
+        self.gradients.restore()
+        for steps in self.steps:
+            for binding in steps.states.values():
+                self.adopter.restore(binding)
+            steps.states.clear()
+        for binding in self.bundles:
+            self.adopter.restore(binding)
+        self.bundles.clear()
+
+
+Needs = dict[nn.Module, tuple[list[Binding], list[Binding]]]
+
+
+def _needs(model: nn.Module, groups: dict[Binding, ParameterGroup]) -> Needs:
+    """Return the bundles that each module's forward needs: always, and beside them in evaluation."""
+    direct: dict[nn.Module, list[Binding]] = {}
+    for binding, group in groups.items():
+        for module in group.modules:
+            direct.setdefault(module, []).append(binding)
+    needs: Needs = {}
+    for module in model.modules():
+        always = _union(direct, [module, *hooks.modules_read_always(module)])
+        evaluating = [b for b in _union(direct, hooks.modules_read_whole(module)) if b not in always]
+        needs[module] = (always, evaluating)
+    return needs
+
+
+def _union(direct: dict[nn.Module, list[Binding]], modules: Sequence[nn.Module]) -> list[Binding]:
+    return list(dict.fromkeys(binding for module in modules for binding in direct.get(module, ())))
+
+
+class Clock:
+    """Where a step's time goes.  Backward is from its first sign to its last before the next phase."""
+
+    def __init__(self) -> None:
+        self.forward_s = 0.0
+        self.backward_s = 0.0
+        self._forward_began: float | None = None
+        self._forward_ended: float | None = None
+        self._backward_seen: float | None = None
+
+    def begin_forward(self) -> None:
+        """The model begins to run."""
+        self.end_backward()
+        self._forward_began = time.perf_counter()
+
+    def end_forward(self) -> None:
+        """The model has run."""
+        now = time.perf_counter()
+        if self._forward_began is not None:
+            self.forward_s += now - self._forward_began
+        self._forward_began = None
+        self._forward_ended = now
+
+    def note_backward(self) -> None:
+        """A gradient was accumulated."""
+        self._backward_seen = time.perf_counter()
+
+    def end_backward(self) -> None:
+        """Whatever comes now is no backward pass."""
+        if self._backward_seen is not None and self._forward_ended is not None:
+            self.backward_s += self._backward_seen - self._forward_ended
+        self._backward_seen = self._forward_ended = None
