@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 STORY_EVENTS = 32
 
 
+def _speed(replica: Replica) -> int:
+    return replica.tier
+
+
 class Life(enum.Enum):
     """Who can see an entry."""
 
@@ -114,7 +118,10 @@ class Entry:
 
     def ready(self) -> list[Replica]:
         """Return the READY replicas, fastest first."""
-        return [self.replicas[t] for t in sorted(self.replicas) if self.replicas[t].state is State.READY]
+        ready = [replica for replica in self.replicas.values() if replica.state is State.READY]
+        if len(ready) > 1:
+            ready.sort(key=_speed)
+        return ready
 
     def is_ready(self, tier: int) -> bool:
         """Whether there is a READY replica in ``tier``."""

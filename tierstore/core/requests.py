@@ -263,16 +263,19 @@ class Evict(Request):
 
     def examine(self, entry: Entry) -> bool:
         """See `Request.examine`."""
-        self.check(entry)
         to = self.targets[entry.uid]
+        if all(tier >= to for tier in entry.replicas):
+            return True
+        self.check(entry)
         ready = entry.ready()
-        if any(replica.tier >= to for replica in ready):
-            for replica in ready:
-                if replica.tier < to:
-                    self.desk.discard(replica)
-        elif ready:
-            self.desk.want(entry, to, Urgency.WRITE_BACK, self)
-        return not any(tier < to for tier in entry.replicas)
+        if not any(replica.tier >= to for replica in ready):
+            if ready:
+                self.desk.want(entry, to, Urgency.WRITE_BACK, self)
+            return False
+        for replica in ready:
+            if replica.tier < to:
+                self.desk.discard(replica)
+        return False
 
 
 class Flush(Request):

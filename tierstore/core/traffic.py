@@ -38,8 +38,8 @@ class Lane:
 
     def first(self) -> Copy | None:
         """Return the copy that is next."""
-        for urgency in Urgency:
-            for copy in self.waiting[urgency].values():
+        for group in self.waiting.values():
+            for copy in group.values():
                 return copy
         return None
 
@@ -65,8 +65,12 @@ class Traffic:
     def submit(self, copy: Copy) -> list[Copy]:
         """Take a copy in; return those that may start now."""
         self.copies[copy.number] = copy
-        self.lane(copy.source, copy.target).waiting[copy.want.urgency][copy.number] = copy
-        return self._start(copy.source, copy.target)
+        lane = self.lane(copy.source, copy.target)
+        if self._may_start(lane, copy) and lane.first() is None:
+            lane.in_flight_bytes += copy.nbytes
+            return [copy]
+        lane.waiting[copy.want.urgency][copy.number] = copy
+        return self._start(lane)
 
     def expedite(self, copy: Copy, urgency: Urgency) -> None:
         """Let a copy that still waits go with those of ``urgency``."""
@@ -93,16 +97,16 @@ class Traffic:
         if is_moved:
             lane.copies += 1
             lane.moved_bytes += copy.nbytes
-        return self._start(copy.source, copy.target)
+        return self._start(lane)
 
-    def _start(self, source: int, target: int) -> list[Copy]:
-        lane = self.lane(source, target)
+    def _may_start(self, lane: Lane, copy: Copy) -> bool:
+        # A put is made by its own caller: it is never held back.
+        is_bounded = copy.source >= 0 and lane.in_flight_bytes
+        return not is_bounded or lane.in_flight_bytes + copy.nbytes <= self.window_bytes
+
+    def _start(self, lane: Lane) -> list[Copy]:
         started: list[Copy] = []
-        while (copy := lane.first()) is not None:
-            # A put is made by its own caller: it is never held back.
-            is_bounded = source >= 0
-            if is_bounded and lane.in_flight_bytes and lane.in_flight_bytes + copy.nbytes > self.window_bytes:
-                break
+        while (copy := lane.first()) is not None and self._may_start(lane, copy):
             for waiting in lane.waiting.values():
                 waiting.pop(copy.number, None)
             lane.in_flight_bytes += copy.nbytes
