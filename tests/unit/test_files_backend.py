@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from tests.files_disk import (
     PAGE,
@@ -71,6 +72,18 @@ def test_bytes_come_back(tmp_path: Path, options: dict[str, object], misalignmen
         into = blank(nbytes, misalignment=64 - misalignment)
         finish(files.read(slot, into))
         assert into.equal(buffer(nbytes, 1))
+    files.close()
+
+
+def test_a_piece_longer_than_a_hash_step_is_summed_whole(tmp_path: Path) -> None:
+    files = open_files(tmp_path, aio_block_size=4 * MIB)
+    nbytes = 2 * MIB + 5
+    slot = files.reserve(nbytes)
+    finish(files.write(slot, buffer(nbytes, 1)))
+    assert slot.sums == (xxhash.xxh3_64_intdigest(bytes(buffer(nbytes, 1).numpy())),)
+    into = blank(nbytes)
+    finish(files.read(slot, into))
+    assert into.equal(buffer(nbytes, 1))
     files.close()
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,9 @@ FORK = """
 import os, sys, torch
 from tierstore.errors import StoreClosed, UsageError
 from tierstore_backends.files import open_backend
+def fds_that_are_open():
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
 path = sys.argv[1]
 options = {"path": path}
 files = open_backend(capacity_bytes=1 << 20, options=options)
@@ -151,6 +155,8 @@ if child == 0:
         except StoreClosed:
             continue
         os._exit(1)
+    if any("tierstore-scratch" in os.readlink(f"/proc/self/fd/{fd}") for fd in fds_that_are_open()):
+        os._exit(3)
     try:
         open_backend(capacity_bytes=1, options=options)
     except UsageError:
@@ -172,6 +178,38 @@ print("fine")
 def test_the_child_of_a_fork_owns_nothing_and_removes_nothing(tmp_path: Path) -> None:
     with run_python(FORK, tmp_path / "scratch") as child:
         assert child.communicate()[0].endswith("fine\n")
+
+
+def test_of_many_who_claim_and_release_at_once_one_owns_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "scratch"
+    owners: list[int] = []
+    failures: list[BaseException] = []
+    successes: list[int] = []
+
+    def claim_and_release(who: int) -> None:
+        for _ in range(50):
+            try:
+                owner = DirectoryOwner.claim(path)
+            except UsageError:
+                continue
+            except BackendError as error:
+                failures.append(error)
+                continue
+            owners.append(who)
+            if owners != [who]:
+                failures.append(AssertionError(f"{owners} own it together"))
+            owners.remove(who)
+            successes.append(who)
+            owner.release()
+
+    threads = [threading.Thread(target=claim_and_release, args=(who,)) for who in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(successes) >= 50
+    assert list(path.glob("*")) == []  # the directory itself may stay when they are that close
 
 
 def test_a_path_that_is_a_file_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,10 @@
+"""What tierstore promises to reach, each figure measured against its peer in the same run.
+
+Rule 1: a figure and its peer take turns, round by round, in one process tree on one machine; what is
+reported is the median of the rounds' ratios.  (Figures without a peer are medians.)
+Rule 2: what was moved is checked afterwards: a wrong byte fails the run.
+Rule 3: a result carries the machine, the versions, the commit and the command that made it.
+
+``python -m bench`` measures all of them, ``python -m bench.store --figure lease`` one; ``--write``
+records results in ``docs/benchmarks``.  Uses public names of tierstore only.
+"""

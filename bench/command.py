@@ -1,0 +1,119 @@
+"""The command line that every module of `bench` shares, and the questions it chooses from."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.record import Circumstances, Figure, Verdict, as_text, summary, write, write_page
+
+FIGURES = (
+    "lease",
+    "host-copy",
+    "disk",
+    "small-tensors",
+    "step-in-memory",
+    "step-emulated",
+    "step-disk",
+    "resident-memory",
+    "reserved",
+    "growth",
+    "device-budget",
+)
+"""Every figure there is, in the order in which pages list them."""
+
+_RESULTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
+_SCRATCH = Path("offload")  # in .gitignore; on the disk one works on, where a temporary one may be memory
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a question is to be asked.
+
+    Attributes:
+        scratch: a directory of one's own on the disk to measure.
+        repeats: rounds that count.
+        warmups: rounds before them that do not.
+        scale: share of the full number of bytes, keys or steps; below 1 for a look, not a result.
+    """
+
+    scratch: Path
+    repeats: int = 5
+    warmups: int = 1
+    scale: float = 1.0
+
+    def scaled(self, count: int, *, least: int = 1) -> int:
+        """Return ``count`` at this scale, but at least ``least``."""
+        return max(least, round(count * self.scale))
+
+
+Question = Callable[[Settings], Figure]
+"""Measures one figure."""
+
+
+def main(module: str, questions: dict[str, Question], argv: Sequence[str] | None = None) -> int:
+    """Measure what the command line asks for; return 0 if every bar was reached, else 1."""
+    arguments = _parser(module, questions).parse_args(argv)
+    names = arguments.figure or list(questions)
+    figures = []
+    with _scratch(arguments.path) as scratch:
+        settings = Settings(scratch, arguments.repeats, arguments.warmups, arguments.scale)
+        for name in names:
+            print(f"measuring {name} ...", file=sys.stderr, flush=True)
+            circumstances = Circumstances.now(_command(module, name, settings), scratch)
+            figure = questions[name](settings)
+            figures.append(figure)
+            _print_details(figure)
+            if arguments.write:
+                write(figure, circumstances, arguments.results)
+    if arguments.write:
+        write_page(arguments.results, FIGURES)
+    print("\n" + as_text(summary(figures)))
+    return 1 if any(figure.verdict is Verdict.MISSED for figure in figures) else 0
+
+
+def _parser(module: str, questions: dict[str, Question]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description="Measure figures against their peers."
+    )
+    add = parser.add_argument
+    add("--figure", action="append", choices=list(questions), help="measure this one only; may be repeated")
+    add("--repeats", type=int, default=5, help="rounds that count (%(default)s)")
+    add("--warmups", type=int, default=1, help="rounds before them that do not (%(default)s)")
+    add(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="share of the full amount of work, for a quick look (%(default)s)",
+    )
+    add("--path", type=Path, default=_SCRATCH, help="a directory on the disk to measure (%(default)s)")
+    add("--write", action="store_true", help="record the results")
+    add("--results", type=Path, default=_RESULTS, help="where to record them (docs/benchmarks)")
+    return parser
+
+
+def _command(module: str, name: str, settings: Settings) -> str:
+    """Return the command that measures this figure alone, the same way."""
+    words = ["python", "-m", module, "--figure", name]
+    words += ["--repeats", str(settings.repeats), "--warmups", str(settings.warmups)]
+    words += ["--scale", f"{settings.scale:g}"] if settings.scale != 1 else []
+    return shlex.join(words)
+
+
+def _print_details(figure: Figure) -> None:
+    print(f"\n{figure.name}: {figure.what}")
+    for name, value in figure.details.items():
+        print(f"  {name}: {value}")
+
+
+@contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as directory:
+        yield Path(directory)

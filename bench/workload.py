@@ -1,0 +1,133 @@
+"""The model of `step-in-memory` and its kin: 100.7 million parameters, Adam, and a loop around them.
+
+12 blocks of 1024 -> 4096 -> 1024 in float32, batch 16: the sizes that were measured with other
+libraries, too, so that figures can be held against theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import tierstore as ts
+from tierstore.training import Offload, offload
+
+BLOCKS, DIM, BATCH = 12, 1024, 16
+_DIM_STEP = 64
+_QUIET_WITHIN_S = 60.0
+
+
+class Block(nn.Module):
+    """A residual block of two linear layers."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Transform ``(batch, dim)``."""
+        output: torch.Tensor = x + self.down(nn.functional.gelu(self.up(x)))
+        return output
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How wide the model is; narrower ones keep every proportion, for a look."""
+
+    dim: int = DIM
+
+    @classmethod
+    def scaled(cls, scale: float) -> Workload:
+        """Return one with about ``scale`` of the parameters."""
+        return cls(max(1, round(DIM * scale**0.5 / _DIM_STEP)) * _DIM_STEP)
+
+    @property
+    def share(self) -> float:
+        """The weights' bytes over those of the full model."""
+        return (self.dim / DIM) ** 2
+
+    @property
+    def parameter_bytes(self) -> int:
+        """What the parameters take; gradients and each of Adam's two moments take the same."""
+        return 4 * BLOCKS * (8 * self.dim**2 + 5 * self.dim)
+
+    def new_model(self) -> nn.Module:
+        """Build the model: the same parameters every time."""
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block(self.dim) for _ in range(BLOCKS)))
+
+    def __str__(self) -> str:
+        """Name it by its size."""
+        return f"the model of {self.parameter_bytes / 4e6:.1f} M parameters"
+
+
+class Trainee:
+    """A model in training, plain or offloaded; use as a context manager.
+
+    Args:
+        workload: which model.
+        config: how it is offloaded; ``None``: not at all.
+    """
+
+    def __init__(self, workload: Workload, config: ts.OffloadConfig | None = None) -> None:
+        self._dim = workload.dim
+        self._model = workload.new_model()
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-4)
+        self._chance = torch.Generator().manual_seed(1)
+        self._losses: list[torch.Tensor] = []
+        self._run: Offload | None = None
+        if config is not None:
+            self._run = offload(self._model, self._optimizer, config)
+
+    @property
+    def losses(self) -> torch.Tensor:
+        """The losses of all steps so far."""
+        return torch.stack(self._losses)
+
+    def step(self) -> None:
+        """Train on the next batch, as any loop does."""
+        x = torch.randn(BATCH, self._dim, generator=self._chance)
+        y = torch.randn(BATCH, self._dim, generator=self._chance)
+        loss = nn.functional.mse_loss(self._model(x), y)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._losses.append(loss.detach().clone())
+
+    def seconds_a_step(self, steps: int) -> float:
+        """Train ``steps`` steps and wait until no copy is under way; return the seconds of one.
+
+        The wait counts: what a step leaves to be done behind the next one must not be done behind
+        the peer's.
+        """
+        begun = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self._settle()
+        return (time.perf_counter() - begun) / steps
+
+    def _settle(self) -> None:
+        if self._run is None:
+            return
+        deadline = time.monotonic() + _QUIET_WITHIN_S
+        while any(tier.in_flight_bytes for tier in self._run.store.stats().tiers.values()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"copies are still under way {_QUIET_WITHIN_S} s after a step")
+            time.sleep(0.001)
+
+    @property
+    def store(self) -> ts.Store:
+        """The store that an offloaded model's state is in."""
+        assert self._run is not None
+        return self._run.store
+
+    def __enter__(self) -> Trainee:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._run is not None:
+            self._run.close()

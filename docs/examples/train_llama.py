@@ -1,0 +1,220 @@
+"""Train a language model that its device cannot hold, and get the same losses to the last bit.
+
+What happens, in this order:
+
+1. `run_without_offload`: the usual loop, under a device budget far below what the model needs, runs
+   out of device memory.
+2. `run_with_offload`: the same loop inside ``with offload(model, optimizer, config)``.  Parameters,
+   gradients and AdamW's moments live in three tiers (device, host memory, disk), and it trains.
+3. `run_unlimited`: the same loop without offloading and without a budget.  Every loss and every final
+   parameter of the second run must equal this one's.
+
+Where there is no accelerator the device is *emulated*: it computes in host memory, but a meter that
+knows nothing of tierstore counts every live tensor and raises beyond the budget.  Run it with::
+
+    python docs/examples/train_llama.py         # or: make run
+    python docs/examples/train_llama.py --text my.txt --layers 12 --max-device-memory 64MB
+
+Exit code 0: trained, equal, within the budget; 1: not so; 2: the command line was wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+import tierstore as ts
+from llama import Llama
+from llama_job import Job, command_line, read_job
+from llama_report import History, print_job, print_losses, print_peak, print_table, print_times, tier_rows
+from tierstore.testing.memory import DeviceBudget
+from tierstore.training import offload
+
+# ---------------------------------------------------------------------- the loop
+
+
+def train(
+    model: Llama, optimizer: torch.optim.Optimizer, job: Job, title: str
+) -> tuple[list[float], list[float]]:
+    """Train on the job's batches; return the losses and seconds of the steps.
+
+    An ordinary PyTorch loop: nothing in it knows whether the model is offloaded.
+    """
+    losses, step_s = [], []
+    with tqdm(job.batches, desc=f"  {title}", unit="step") as progress:
+        for tokens, targets in progress:
+            begun = time.perf_counter()
+            logits = model(tokens.to(job.device))
+            loss = cross_entropy(logits.flatten(0, 1), targets.to(job.device).flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            step_s.append(time.perf_counter() - begun)
+            progress.set_postfix(loss=f"{losses[-1]:.4f}")
+    return losses, step_s
+
+
+def new_model(job: Job) -> Llama:
+    """Build the model in host memory: the same parameters every time."""
+    torch.manual_seed(job.seed)
+    return Llama(job.shape)
+
+
+def new_optimizer(model: Llama) -> torch.optim.Optimizer:
+    """AdamW, which keeps two more tensors for every parameter."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
+def parameters_of(model: Llama) -> dict[str, Tensor]:
+    """Return every parameter by name, in host memory."""
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+# ---------------------------------------------------------------------- the three runs
+
+
+def run_without_offload(job: Job) -> str | None:
+    """Train as usual under the budget; return the error that ended it, or ``None`` if it all fitted."""
+    model = new_model(job)
+    try:
+        with device_budget(job) as budget:
+            if isinstance(budget, AllocatorBudget):
+                budget.enforce()
+            model = moved_to_device(model, job.device)
+            optimizer = new_optimizer(model)
+            with offload(model, optimizer, {"memory_offload": "OFF"}):
+                train(model, optimizer, job, "OFF")
+    except torch.OutOfMemoryError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def run_with_offload(job: Job) -> tuple[History, list[list[str]], int]:
+    """Train under the budget with the state in three tiers; return also what it used.
+
+    That is a table of what the store counted itself, and the device's peak in bytes as the meter saw
+    it from outside.
+    """
+    model = new_model(job)
+    optimizer = new_optimizer(model)
+    with device_budget(job) as budget:
+        with offload(model, optimizer, job.config) as run:
+            losses, step_s = train(model, optimizer, job, "ON")
+            tiers = tier_rows(run.store)
+        peak_bytes = budget.peak_bytes
+    # The store is closed here, and the parameters are ordinary tensors again.
+    return History(losses, step_s, parameters_of(model)), tiers, peak_bytes
+
+
+def run_unlimited(job: Job) -> History:
+    """Train with plain PyTorch and all the memory it likes: what the second run has to equal."""
+    model = new_model(job).to(job.device)
+    optimizer = new_optimizer(model)
+    losses, step_s = train(model, optimizer, job, "unlimited")
+    return History(losses, step_s, parameters_of(model))
+
+
+# ---------------------------------------------------------------------- the device and its budget
+
+
+class AllocatorBudget:
+    """`DeviceBudget` on CUDA, whose allocator knows the peak of live tensors by itself.
+
+    It can enforce a limit too, but on the memory it keeps in reserve, which is more than tensors use.
+    So the limit is set only for the run that exceeds it by far; the other run's peak is compared.
+    """
+
+    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
+        self._device = device
+        self._share = min(1.0, capacity_bytes / torch.cuda.get_device_properties(device).total_memory)
+
+    def __enter__(self) -> AllocatorBudget:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def enforce(self) -> None:
+        """Make the allocator raise beyond the capacity, until this budget is left."""
+        torch.cuda.set_per_process_memory_fraction(self._share, self._device)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that tensors had at one moment since entering."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+def device_budget(job: Job) -> DeviceBudget | AllocatorBudget:
+    """Meter the device from outside the store, and raise where the program takes more than the budget."""
+    if job.device.type == "cuda":
+        return AllocatorBudget(job.device, job.budget_bytes)
+    return DeviceBudget(job.budget_bytes)
+
+
+def moved_to_device(model: Llama, device: torch.device) -> Llama:
+    """Put all of the model on the device: a copy made under an emulated device's budget is on it."""
+    return model.to(device) if device.type == "cuda" else copy.deepcopy(model)
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Ask CUDA for the same bits every time, as two plain runs differ otherwise; a CPU does so anyway."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        torch.use_deterministic_algorithms(mode=True)
+
+
+# ---------------------------------------------------------------------- all of it
+
+
+def tell(job: Job) -> bool:
+    """Do the three runs and print what came of them; return whether all is as promised."""
+    print_job(job)
+    print("1. memory_offload OFF, under the budget")
+    error = run_without_offload(job)
+    print(f"  {error or 'It fits: nothing to offload. Try a smaller --max-device-memory.'}\n")
+    print("2. memory_offload ON, under the same budget", flush=True)
+    offloaded, tiers, peak_bytes = run_with_offload(job)
+    print("3. no offloading, no budget", flush=True)
+    unlimited = run_unlimited(job)
+    print()
+    is_equal = print_losses(offloaded, unlimited)
+    is_within = print_peak(peak_bytes, job.budget_bytes)
+    print_table(tiers)
+    print_times(offloaded, unlimited)
+    return is_equal and is_within
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the example and return its exit code."""
+    parser = command_line()
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="tierstore-") as scratch:
+        try:
+            job = read_job(arguments, arguments.offload_path or Path(scratch))
+        except (OSError, ValueError) as wrong:
+            parser.error(str(wrong))
+        make_deterministic(job.device)
+        try:
+            return 0 if tell(job) else 1
+        except (ts.TierStoreError, torch.OutOfMemoryError) as failure:
+            print(f"{parser.prog}: {type(failure).__name__}: {failure}", file=sys.stderr)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Which pieces of scratch transfers move together, and in what order."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.files_disk import PAGE
+from tierstore_backends.files.piece_queue import BATCH_PIECES, PieceQueue
+from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transfer, cut
+
+FAR = 1 << 40
+
+
+def piece(page: int, pages: int = 1) -> Piece:
+    """Return a piece that lies at ``page``."""
+    nbytes = pages * PAGE
+    slot = FileSlot(nbytes, ((page * PAGE, page * PAGE + nbytes),), None)
+    transfer = Transfer(Direction.READ, slot, torch.zeros(nbytes, dtype=torch.uint8))
+    (whole,) = cut(transfer, block_bytes=nbytes, segment_bytes=FAR)
+    return whole
+
+
+def filled(*pieces: Piece, batch_pages: int = 1000, segment_pages: int = 1 << 28) -> PieceQueue:
+    queue = PieceQueue(batch_pages * PAGE, segment_pages * PAGE)
+    for each in pieces:
+        queue.put(each)
+    return queue
+
+
+def pages(batch: list[Piece]) -> list[int]:
+    return [each.address // PAGE for each in batch]
+
+
+def drained(queue: PieceQueue, most: int = 1000) -> list[list[int]]:
+    """Take everything; return the pages of each batch."""
+    batches = []
+    while queue:
+        batches.append(pages(queue.take(most)))
+    assert queue.take(most) == []
+    return batches
+
+
+def test_strangers_go_one_by_one_in_the_order_they_came() -> None:
+    assert drained(filled(piece(9), piece(1), piece(5))) == [[9], [1], [5]]
+
+
+def test_neighbours_go_together_in_file_order_whatever_the_order_they_came_in() -> None:
+    assert drained(filled(piece(5), piece(9), piece(4), piece(6), piece(3))) == [[3, 4, 5, 6], [9]]
+
+
+def test_a_batch_is_at_most_a_block_long() -> None:
+    queue = filled(piece(4), piece(5, 2), piece(7), piece(3), piece(2), batch_pages=4)
+    assert drained(queue) == [[4, 5, 7], [2, 3]]
+    assert drained(filled(piece(4, 5), piece(9), batch_pages=4)) == [[4], [9]]
+
+
+def test_a_batch_has_at_most_as_many_pieces_as_may_be_handed_out() -> None:
+    queue = filled(*(piece(page) for page in range(7)))
+    assert drained(queue, 3) == [[0, 1, 2], [3, 4, 5], [6]]
+    queue = filled(*(piece(page) for page in reversed(range(7))))
+    assert drained(queue, 3) == [[4, 5, 6], [1, 2, 3], [0]]
+    assert drained(filled(piece(2), piece(1), piece(3)), 2) == [[2, 3], [1]]
+
+
+def test_a_batch_has_at_most_as_many_pieces_as_the_kernel_takes() -> None:
+    queue = filled(*(piece(page) for page in range(BATCH_PIECES + 1)))
+    assert len(queue.take(10_000)) == BATCH_PIECES
+
+
+def test_a_batch_lies_in_one_file() -> None:
+    queue = filled(piece(3), piece(4), piece(2), piece(5), segment_pages=4)
+    assert drained(queue) == [[2, 3], [4, 5]]
+
+
+def test_two_reads_of_one_slot_both_come() -> None:
+    first, second, neighbour = piece(1), piece(1), piece(2)
+    queue = filled(first, second, neighbour)
+    assert queue.take(10) == [first, neighbour]
+    assert queue.take(10) == [second]
+    assert len(queue) == 0
+
+
+def test_what_was_taken_along_does_not_come_again_and_may_be_put_again() -> None:
+    first, along = piece(1), piece(2)
+    queue = filled(first, along)
+    assert queue.take(10) == [first, along]
+    queue.put(along)
+    assert queue.take(10) == [along]
+    assert len(queue) == 0
