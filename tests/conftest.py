@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, settings
 
 _SLOW_STORES = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
+# Two threads of a small operation spend their time waiting for each other, most of all beside others.
+torch.set_num_threads(1)
+
 settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=_SLOW_STORES)
 settings.register_profile(
     "ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=_SLOW_STORES

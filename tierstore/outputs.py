@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 SMALLEST_BYTES = 1024**2
+ALIGNMENT_BYTES = 64  # as torch's own allocations
 KEPT_BYTES = 256 * 1024**2
 
 
@@ -33,7 +34,10 @@ class OutputPool:
     def take(self, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` of host memory as a one-dimensional uint8 tensor with its own storage."""
         if nbytes < SMALLEST_BYTES:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            # numpy's memory as well: torch's own would count as device memory on an emulated device.
+            array = np.empty(nbytes + ALIGNMENT_BYTES, dtype=np.uint8)
+            start = -array.ctypes.data % ALIGNMENT_BYTES
+            return torch.from_numpy(array[start : start + nbytes])
         memory = self._reuse(nbytes)
         if memory is None:
             memory = mmap.mmap(-1, nbytes)

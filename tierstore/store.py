@@ -248,8 +248,10 @@ class Store:
         event = m.LeaseRequested(
             number, tuple(map(_check_key, keys)), index, access, threading.current_thread().name
         )
-        request = self._engine.request(event, number, keys, self.tier_names[index])
-        granted = self._await(request, lambda _: self._engine.turn(m.LeaseReleased(number, written=False)))
+        granted = self._await(
+            self._engine.request(event, number, keys, self.tier_names[index]),
+            lambda _: self._engine.turn(m.LeaseReleased(number, written=False)),
+        )
         return self._lend(number, granted)
 
     def _lend(self, number: int, granted: Sequence[m.Granted]) -> Lease:
@@ -272,14 +274,15 @@ class Store:
         self, request: Transfer[Sequence[m.Granted]], undo: Callable[[Sequence[m.Granted]], None]
     ) -> Sequence[m.Granted]:
         """Wait for a grant; count the time."""
-        if request.done():
-            return request.result()
         begin = time.perf_counter()
+        is_done = request.done()
         try:
-            return self._engine.wait(request, undo)
+            return request.result() if is_done else self._engine.wait(request, undo)
         finally:
-            with self._lock:
-                self._stall_seconds += time.perf_counter() - begin
+            del request  # a failed one keeps its error, whose traceback refers to this frame
+            if not is_done:
+                with self._lock:
+                    self._stall_seconds += time.perf_counter() - begin
 
     # --- moving -------------------------------------------------------------------------------
 

@@ -106,14 +106,14 @@ def command_line() -> OneLineParser:
     add("--layers", type=int, default=8, metavar="N", help="transformer layers (%(default)s)")
     add("--dim", type=int, default=512, metavar="N", help="the model's width (%(default)s)")
     add("--heads", type=int, default=8, metavar="N", help="attention heads (%(default)s)")
-    add("--batch-size", type=int, default=4, metavar="N", help="sequences in a batch (%(default)s)")
+    add("--batch-size", type=int, default=2, metavar="N", help="sequences in a batch (%(default)s)")
     add("--sequence-length", type=int, default=128, metavar="N", help="bytes in a sequence (%(default)s)")
     add(
         "--keep-activations",
         action="store_true",
         help="keep them for backward instead of computing them again",
     )
-    add("--max-device-memory", default="48MB", metavar="SIZE", help="the device's budget (%(default)s)")
+    add("--max-device-memory", default="39MB", metavar="SIZE", help="the device's budget (%(default)s)")
     add("--offload-cpu-size", default="128MB", metavar="SIZE", help="the host tier's quota (%(default)s)")
     add("--offload-disk-size", default="1GB", metavar="SIZE", help="the disk tier's quota (%(default)s)")
     add("--offload-path", type=Path, metavar="DIR", help="the disk tier's directory (a temporary one)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,23 +27,35 @@ def mount(*arguments: str) -> None:
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 8 MiB."""
-    point = tmp_path / "disk"
-    point.mkdir()
-    if request.param == "tmpfs":
+def disk(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of its own, of 8 MiB.
+
+    Not below ``tmp_path``: another pytest may rename that to sweep it, and then nobody can unmount.
+    """
+    with tempfile.TemporaryDirectory(prefix="files-disk-", ignore_cleanup_errors=True) as folder:
+        point = Path(folder) / "disk"
+        point.mkdir()
+        _make(point, request.param)
+        yield point
+        # Lazily: a test that failed may still have files open there.
+        subprocess.run(["umount", "--lazy", str(point)], check=True)
+
+
+def _make(point: Path, kind: str) -> None:
+    if kind == "ramfs":
+        mount("-t", "ramfs", "none", str(point))
+        return
+    if kind == "tmpfs":
         mount("-t", "tmpfs", "-o", f"size={DISK}", "none", str(point))
-    else:
-        mkfs = shutil.which("mkfs.ext4")
-        if mkfs is None:
-            pytest.skip("there is no mkfs.ext4 here")
-        image = tmp_path / "image"
-        with image.open("wb") as file:
-            file.truncate(DISK)
-        subprocess.run([mkfs, "-q", "-O", "^has_journal", str(image)], check=True, capture_output=True)
-        mount("-o", "loop", str(image), str(point))
-    yield point
-    subprocess.run(["umount", str(point)], check=True)
+        return
+    mkfs = shutil.which("mkfs.ext4")
+    if mkfs is None:
+        pytest.skip("there is no mkfs.ext4 here")
+    image = point.with_name("image")
+    with image.open("wb") as file:
+        file.truncate(DISK)
+    subprocess.run([mkfs, "-q", "-O", "^has_journal", str(image)], check=True, capture_output=True)
+    mount("-o", "loop", str(image), str(point))
 
 
 @pytest.mark.parametrize("nbytes", [512 * KIB, 20 * KIB + 1])
@@ -96,6 +109,23 @@ def test_a_disk_that_cannot_be_written_is_refused_with_its_name(disk: Path) -> N
         open_files(disk / "scratch")
     with pytest.raises(BackendError, match=r"cannot be kept in .*disk.*Read-only file system"):
         open_files(disk)
+
+
+@pytest.mark.parametrize("disk", ["ramfs"], indirect=True)
+def test_a_file_system_without_direct_io_is_used_through_the_cache(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(BackendError, match="refuses direct I/O, and direct=True demands it"):
+        open_files(disk, direct=True)
+    assert list(disk.iterdir()) == []
+    files = open_files(disk)
+    assert f"{disk} refuses direct I/O" in caplog.text
+    slot = files.reserve(100 * KIB + 1)
+    finish(files.write(slot, buffer(100 * KIB + 1)))
+    into = blank(100 * KIB + 1)
+    finish(files.read(slot, into))
+    assert into.equal(buffer(100 * KIB + 1))
+    files.close()
 
 
 def test_shrinking_gives_room_to_others(disk: Path) -> None:

@@ -27,11 +27,12 @@ from tests.files_disk import (
     open_files,
     outcome,
 )
-from tierstore.errors import BackendError, IntegrityError, InvariantError
+from tierstore.errors import BackendError, IntegrityError, InvariantError, UsageError
 from tierstore.spi import Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files import FilesBackend
 from tierstore_backends.files.owner import segment_name
+from tierstore_backends.files.syscalls import KERNEL
 from tierstore_backends.files.transfer import FileSlot
 
 BLOCK = 16 * KIB
@@ -211,6 +212,27 @@ def test_one_bad_piece_fails_the_whole_transfer_once(tmp_path: Path) -> None:
     files.close()
 
 
+@pytest.mark.parametrize("had_bytes", [False, True])
+def test_a_slot_whose_write_failed_holds_no_bytes_until_it_is_written_again(
+    tmp_path: Path, *, had_bytes: bool
+) -> None:
+    kernel = ScriptedKernel()
+    files = open_files(tmp_path, syscalls=kernel)
+    slot = files.reserve(PAGE)
+    if had_bytes:
+        finish(files.write(slot, buffer(PAGE, 1)))
+    kernel.twist = always("write", errno.EIO)
+    assert isinstance(outcome(files.write(slot, buffer(PAGE, 2))), BackendError)
+    with pytest.raises(UsageError, match="holds no bytes"):
+        files.read(slot, blank(PAGE))
+    kernel.twist = None
+    finish(files.write(slot, buffer(PAGE, 3)))
+    into = blank(PAGE)
+    finish(files.read(slot, into))
+    assert into.equal(buffer(PAGE, 3))
+    files.close()
+
+
 def always(kind: str, code: int) -> Twist:
     def fail(each: str, offset: int, nbytes: int) -> None:
         if each == kind:
@@ -256,7 +278,8 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path, flipped: int) -> None:
     error = outcome(files.read(slot, into))
     assert isinstance(error, IntegrityError)
     offset = PAGE + flipped - flipped % BLOCK
-    assert f"offset {offset} of {tmp_path / segment_name(0)}" in str(error)
+    nbytes = min(BLOCK, 5 * BLOCK + 7 - (flipped - flipped % BLOCK))
+    assert f"{nbytes} bytes at offset {offset} of {tmp_path / segment_name(0)} are not" in str(error)
     assert len(set(re.findall("[0-9a-f]{16}", str(error)))) == 2
     finish(files.read(first, into[:PAGE]))
     assert into[:PAGE].equal(buffer(PAGE, 1))
@@ -393,6 +416,13 @@ def test_a_tail_that_cannot_be_cut_harms_nothing(tmp_path: Path, caplog: pytest.
     assert into.equal(buffer(64 * KIB, 0))
     assert "could not be given back" in caplog.text
     files.close()
+
+
+def test_the_kernels_own_refusals_come_as_errors() -> None:
+    for call in (KERNEL.allocate, KERNEL.punch):
+        with pytest.raises(OSError, match="Bad file descriptor") as caught:
+            call(-1, 0, PAGE)
+        assert caught.value.errno == errno.EBADF
 
 
 def refuse_direct_io(kind: str, offset: int, nbytes: int) -> None:

@@ -113,7 +113,7 @@ def test_checkpoint_around_the_whole_model(layout: str, tmp_path: Path) -> None:
 
 def test_submodules_that_are_used_without_the_model(layout: str, tmp_path: Path) -> None:
     def loop(trial: Trial) -> None:
-        first, second, *_, head = trial.model  # type: ignore[misc]
+        first, second, *_, head = trial.model.children()
         for _ in range(3):
             inputs, classes = batch()
             hidden = checkpoint(second, first(inputs), use_reentrant=False)
@@ -187,7 +187,9 @@ def test_attention_and_recurrent_layers(layout: str, tmp_path: Path) -> None:
                 trial.log(trial.model(batch()[0]))
             trial.model.train()
 
-    assert_same(build, loop, layout, tmp_path, {"max_device_memory": "256KB"} if layout in ("device", "three") else {"offload_cpu_size": "512KB"})
+    is_on_device = layout in ("device", "three")
+    small = {"max_device_memory": "256KB"} if is_on_device else {"offload_cpu_size": "512KB"}
+    assert_same(build, loop, layout, tmp_path, small)
 
 
 class Convolving(nn.Module):

@@ -139,7 +139,7 @@ def test_frozen_parameters(layout: str, tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, Sequence[Optimizer]]:
         model = blocks()
         model[0].requires_grad_(requires_grad=False)
-        model[1].up.weight.requires_grad_(requires_grad=False)
+        model.get_parameter("1.up.weight").requires_grad = False
         trained = [p for p in model.parameters() if p.requires_grad]
         return model, [torch.optim.AdamW(trained, lr=1e-2)]
 
@@ -164,7 +164,9 @@ class Lora(nn.Module):
 def test_lora(layout: str, tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, Sequence[Optimizer]]:
         model = blocks().requires_grad_(requires_grad=False)
-        for block in model[:3]:
+        for block in list(model.children())[:3]:
+            assert isinstance(block.up, nn.Linear)
+            assert isinstance(block.down, nn.Linear)
             block.up, block.down = Lora(block.up), Lora(block.down)
         return model, [torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)]
 
@@ -322,7 +324,7 @@ def test_autograd_grad_for_parameters(layout: str, tmp_path: Path) -> None:
     assert_same(build_blocks, loop, layout, tmp_path)
 
 
-class Failing(RuntimeError):
+class FailingError(RuntimeError):
     """Thrown inside a step."""
 
 
@@ -330,7 +332,7 @@ class Failing(RuntimeError):
 def test_after_an_exception_the_next_step_is_right(layout: str, tmp_path: Path, where: str) -> None:
     def loop(trial: Trial) -> None:
         step(trial)
-        with contextlib.suppress(Failing):
+        with contextlib.suppress(FailingError):
             _fail(trial, where)
         trial.optimizer.zero_grad()
         step(trial)
@@ -341,7 +343,7 @@ def test_after_an_exception_the_next_step_is_right(layout: str, tmp_path: Path, 
 
 def _fail(trial: Trial, where: str) -> None:
     def fail(*_: object) -> None:
-        raise Failing
+        raise FailingError
 
     middle = trial.model[1].up  # type: ignore[index]
     inputs, classes = batch()

@@ -90,7 +90,10 @@ def test_parameter_groups_with_different_options(layout: str, tmp_path: Path) ->
         model = blocks()
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() == 1]
-        groups = [{"params": vectors, "weight_decay": 0.0, "lr": 3e-3}, {"params": matrices}]
+        groups: list[dict[str, Any]] = [
+            {"params": vectors, "weight_decay": 0.0, "lr": 3e-3},
+            {"params": matrices},
+        ]
         return model, [torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)]
 
     assert_same(build, steps(), layout, tmp_path)
@@ -220,7 +223,7 @@ def test_gradients_changed_and_assigned_by_hand(layout: str, tmp_path: Path) -> 
 @some_layouts
 def test_an_optimizer_that_calls_its_base_class(layout: str, tmp_path: Path) -> None:
     class Shrinking(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - torch's own signature
             loss = super().step(closure)
             with torch.no_grad():
                 for group in self.param_groups:

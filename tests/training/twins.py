@@ -173,7 +173,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform ``(batch, width)``."""
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        changed: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + changed
 
 
 def blocks(count: int = 3) -> nn.Sequential:

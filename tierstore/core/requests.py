@@ -253,7 +253,7 @@ class Evict(Request):
     def check(self, entry: Entry) -> None:
         """See `Request.check`."""
         to = self.targets[entry.uid]
-        if any(replica.leases for tier, replica in entry.replicas.items() if tier < to):
+        if entry.holders and any(r.leases for tier, r in entry.replicas.items() if tier < to):
             holders = tuple(entry.holders.values())
             raise LeaseError(
                 f"cannot evict {entry.key!r} while {', '.join(holders)} lease it. Release those first.",
@@ -264,7 +264,7 @@ class Evict(Request):
     def examine(self, entry: Entry) -> bool:
         """See `Request.examine`."""
         to = self.targets[entry.uid]
-        if all(tier >= to for tier in entry.replicas):
+        if min(entry.replicas, default=to) >= to:
             return True
         self.check(entry)
         ready = entry.ready()

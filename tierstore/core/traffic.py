@@ -13,6 +13,10 @@ from tierstore.core.messages import Urgency
 
 Direction = tuple[int, int]
 
+MOST_IN_FLIGHT = 512
+"""Copies in flight in one direction: enough to keep any medium busy, and few enough that ten thousand
+small ones do not make the interpreter's garbage collector walk over all that is under way."""
+
 
 @dataclass(slots=True, eq=False)
 class Copy:
@@ -30,6 +34,7 @@ class Lane:
     """One direction: what is under way and what waits, by urgency."""
 
     in_flight_bytes: int = 0
+    in_flight: int = 0
     copies: int = 0
     moved_bytes: int = 0
     waiting: dict[Urgency, dict[int, Copy]] = field(
@@ -67,7 +72,7 @@ class Traffic:
         self.copies[copy.number] = copy
         lane = self.lane(copy.source, copy.target)
         if self._may_start(lane, copy) and lane.first() is None:
-            lane.in_flight_bytes += copy.nbytes
+            self._count(lane, copy)
             return [copy]
         lane.waiting[copy.want.urgency][copy.number] = copy
         return self._start(lane)
@@ -94,6 +99,7 @@ class Traffic:
         del self.copies[copy.number]
         lane = self.lane(copy.source, copy.target)
         lane.in_flight_bytes -= copy.nbytes
+        lane.in_flight -= 1
         if is_moved:
             lane.copies += 1
             lane.moved_bytes += copy.nbytes
@@ -101,14 +107,19 @@ class Traffic:
 
     def _may_start(self, lane: Lane, copy: Copy) -> bool:
         # A put is made by its own caller: it is never held back.
-        is_bounded = copy.source >= 0 and lane.in_flight_bytes
-        return not is_bounded or lane.in_flight_bytes + copy.nbytes <= self.window_bytes
+        if copy.source < 0 or not lane.in_flight_bytes:
+            return True
+        return lane.in_flight < MOST_IN_FLIGHT and lane.in_flight_bytes + copy.nbytes <= self.window_bytes
+
+    def _count(self, lane: Lane, copy: Copy) -> None:
+        lane.in_flight_bytes += copy.nbytes
+        lane.in_flight += 1
 
     def _start(self, lane: Lane) -> list[Copy]:
         started: list[Copy] = []
         while (copy := lane.first()) is not None and self._may_start(lane, copy):
             for waiting in lane.waiting.values():
                 waiting.pop(copy.number, None)
-            lane.in_flight_bytes += copy.nbytes
+            self._count(lane, copy)
             started.append(copy)
         return started

@@ -125,8 +125,11 @@ class Engine:
             return transfer.result()
         except BaseException as error:
             if not isinstance(error, Exception):
-                transfer.add_done_callback(lambda: undo(transfer.result()))
+                granted = transfer
+                transfer.add_done_callback(lambda: undo(granted.result()))
             raise
+        finally:
+            del transfer  # a failed one keeps its error, whose traceback refers to this frame
 
     def slot(self, granted: m.Granted) -> Slot:
         """Return the slot of a replica that a grant keeps READY."""
@@ -231,6 +234,8 @@ class Engine:
 
     def _settle(self, command: m.Settle) -> None:
         transfer = self._waiting.pop(command.request, None)
+        if command.error is not None:
+            command.error.__traceback__ = None  # it would keep the frames of whoever happened to come by
         if transfer is not None:
             transfer.resolve((), command.error)
         opening = self._openings.get(command.request)
@@ -244,7 +249,8 @@ class Engine:
         try:
             slot = self.backends[command.target].reserve(command.nbytes)
         except CapacityError as error:
-            events.append(m.CopyRefused(command.copy, error))
+            # Kept by the books: its traceback would keep every frame that led here, and what they refer to.
+            events.append(m.CopyRefused(command.copy, error.with_traceback(None)))
             return
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
             events.append(m.CopyDone(command.copy, self._explain(error, command)))

@@ -47,7 +47,10 @@ class Transfer(Generic[T]):
             if not event.wait(timeout_s):
                 raise TimeoutError(f"the transfer of {self.keys!r} has not ended within {timeout_s} s")
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # the error's traceback refers to this frame: no cycle
         return self._value  # type: ignore[return-value]
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:

@@ -5,6 +5,7 @@ and `memory` meters live device bytes and enforces a budget.  `conformance` need
 imported by name; the rest needs nothing more than tierstore does.
 """
 
-from tierstore.testing import faults, memory
+from tierstore.testing import faults as faults
+from tierstore.testing import memory as memory
 
 __all__ = ["faults", "memory"]

@@ -97,7 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def make(self, capacities: Sequence[int]) -> Sequence[Backend]:
         """Return fresh backends, fastest first, for tiers of these capacities."""
-        raise TypeError("a subclass says which backends to use")
+        raise TypeError(f"a subclass says which backends have these capacities: {capacities}")
 
     @initialize(
         capacities=st.tuples(st.integers(200, 2000), st.integers(400, 3000), st.integers(4000, 9000)),

@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -30,17 +31,19 @@ from tierstore.store import Lease, Store
 from tierstore.training.groups import Place
 
 Access = Callable[["Binding"], None]
+Apart = Callable[[], AbstractContextManager[object]]
 Classes = Callable[["Binding"], Sequence[type]]
 
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]  # noqa: SLF001
+_Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
+_set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 _Natively = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
 _AS_IT_IS = contextlib.nullcontext()
 
 
 def natively() -> AbstractContextManager[None]:
     """Let guarded tensors be treated as the tensors they are, inside the context."""
-    return _Natively()  # type: ignore[no-any-return]
+    return _Natively()
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
@@ -135,11 +138,14 @@ class Bindings:
     Args:
         store: where the bytes are.
         note_access: told of every use, before it.
+        apart: what is allocated inside this context is the store's.
     """
 
-    def __init__(self, store: Store, note_access: Access) -> None:
+    def __init__(self, store: Store, note_access: Access, apart: Apart = ordinary_mode) -> None:
         self._store = store
         self._note_access = note_access
+        self.apart = apart
+        self.ask_for_more: Callable[[], bool] = lambda: False  # raises the quota, if it can be
         self._lock = threading.RLock()  # guards all bindings and the next two
         self._by_storage: dict[int, Binding] = {}
         self._lingering: dict[Binding, None] = {}
@@ -157,7 +163,7 @@ class Bindings:
             CapacityError: there is no room for it beside what is in use.
             BackendError: its bytes could not be brought.
         """
-        with self._lock, ordinary_mode():
+        with self._lock, self.apart():
             self._note_access(binding)
             if binding.lease is None:
                 self._acquire(binding)
@@ -168,7 +174,7 @@ class Bindings:
 
     def close(self, binding: Binding) -> None:
         """Close a window; after the last one the bytes may go."""
-        with self._lock, ordinary_mode():
+        with self._lock, self.apart():
             binding.windows -= 1
             if binding.windows == 0:
                 _undress(binding)
@@ -189,9 +195,10 @@ class Bindings:
         order = sorted(bindings, key=lambda binding: -binding.nbytes) if len(bindings) > 1 else bindings
         try:
             self._open_or_none(order, classes)
-        except CapacityError:
+        except CapacityError as error:
             if len(order) == 1:
                 raise
+            _let_frames_go(error)
             self._empty(order[0].tier)
             self._open_or_none(order, classes)
 
@@ -221,7 +228,7 @@ class Bindings:
 
     def reach(self, binding: Binding) -> torch.Tensor:
         """Return the bundle's flat bytes.  They stay while anything refers to their storage."""
-        with self._lock, ordinary_mode():
+        with self._lock, self.apart():
             self._note_access(binding)
             if binding.lease is None:
                 self._acquire(binding)
@@ -240,13 +247,13 @@ class Bindings:
         """Release every lease that no window needs and nothing refers to."""
         if not self._lingering:
             return
-        with self._lock, ordinary_mode():
+        with self._lock, self.apart():
             for binding in list(self._lingering):
                 self._settle(binding)
 
     def release_idle(self, binding: Binding) -> bool:
         """Release the binding's lease if nothing needs it; return whether it holds none now."""
-        with self._lock:
+        with self._lock, self.apart():
             if binding.windows == 0 and binding.lease is not None:
                 self._settle(binding)
             return binding.lease is None
@@ -257,12 +264,9 @@ class Bindings:
         self.sweep()
         try:
             lease = self._store.lease(binding.key, tier=binding.tier, write=True)
-        except CapacityError:
-            # What an error's traceback or a cycle refers to holds its lease: let those go first.
-            gc.collect()
-            self.sweep()
-            self._empty(binding.tier)
-            lease = self._store.lease(binding.key, tier=binding.tier, write=True)
+        except CapacityError as error:
+            _let_frames_go(error)
+            lease = self._lease_after_making_room(binding)
         flat = lease.tensor
         storage = flat.untyped_storage()
         self._by_storage[storage._cdata] = binding  # noqa: SLF001
@@ -272,16 +276,32 @@ class Bindings:
         binding.versions = _versions(binding)
         binding.is_dirty = False
 
+    def _lease_after_making_room(self, binding: Binding) -> Lease:
+        """Lease a bundle that there was no room for, with every means that there is."""
+        # What an error's traceback or a cycle refers to holds its lease: let those go first.
+        gc.collect()
+        self.sweep()
+        self._empty(binding.tier)
+        try:
+            return self._store.lease(binding.key, tier=binding.tier, write=True)
+        except CapacityError as error:
+            if not self.ask_for_more():
+                raise
+            _let_frames_go(error)
+            return self._store.lease(binding.key, tier=binding.tier, write=True)
+
     def _empty(self, tier: str) -> None:
         """Push everything that is not leased out of a tier, so that its free bytes are in one piece."""
         names = self._store.tier_names
         index = names.index(tier) if tier in names else 0
         if index + 1 == len(names):
             return
-        for key in self._store.keys():
-            with contextlib.suppress(KeyNotFound, LeaseError, CapacityError):
+        for key in self._store:
+            try:
                 if names[index] in self._store.where(key):
                     self._store.evict(key, to=names[index + 1]).result()
+            except (KeyNotFound, LeaseError, CapacityError) as error:
+                _let_frames_go(error)
 
     def _settle(self, binding: Binding) -> None:
         """A binding has no window: release its lease, or let it linger while it is referred to."""
@@ -305,10 +325,16 @@ class Bindings:
 
     def forsake(self, binding: Binding) -> None:
         """End the binding's lease whoever refers to its bytes, and open no window again."""
-        with self._lock:
+        with self._lock, self.apart():
             binding.windows = 0
             self._lingering.pop(binding, None)
             self._release(binding)
+
+
+def _let_frames_go(error: BaseException) -> None:
+    """Free what the frames of a handled error refer to, which may be activations, now and not by chance."""
+    error.__traceback__ = None
+    error.__context__ = None
 
 
 def _versions(binding: Binding) -> list[int]:

@@ -1,6 +1,9 @@
 """How much of the device the store may have: what activations and workspace leave of the budget.
 
-1. In the first step the store has only what the largest bundle needs to be trained, and a prefetch.
+A step has two phases with different needs: forward and backward, which make activations, and the
+optimizers' steps, which need a bundle's gradients and state beside its parameters.
+
+1. At first the store has in each phase only what the largest bundle needs there, and a prefetch.
 2. What the program takes beside it is measured in the first two steps; from then on the store has the
    rest of the budget, less a margin.
 3. When inputs grow, the store makes room in proportion before the model runs, and it is measured
@@ -9,6 +12,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +22,15 @@ from tierstore.training.footprint import Meter, tensors_in
 from tierstore.units import format_bytes
 
 LEARNING_STEPS = 2
-MARGIN = 1.05
+MARGIN = 1.1
 """Steps differ a little: allocations overlap otherwise, a metric is kept a while longer."""
+
+
+class Phase(enum.Enum):
+    """What the program does."""
+
+    MODEL = enum.auto()  # forward and backward
+    OPTIMIZER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +77,31 @@ class DeviceBudget:
         self._resized = resized
         largest = max(sets, key=lambda each: each.nbytes)
         if largest.nbytes > limit_bytes:
-            raise CapacityError(
-                f"{largest.name!r} cannot be trained on the device: its parameters, gradients and optimizer "
-                f"state need {format_bytes(largest.nbytes)} together, and max_device_memory is "
-                f"{format_bytes(limit_bytes)}. Raise it, or split the module.",
-                key=largest.name,
-                tier=self._tier,
-                needed_bytes=largest.nbytes,
-                free_bytes=limit_bytes,
-            )
-        prefetch_bytes = max(each.bundle_bytes for each in sets)
-        self._least_bytes = min(limit_bytes, largest.nbytes + prefetch_bytes)
+            raise self._too_large(largest)
+        bundle_bytes = max(each.bundle_bytes for each in sets)
+        self._least = {
+            Phase.MODEL: min(limit_bytes, 2 * bundle_bytes),
+            Phase.OPTIMIZER: min(limit_bytes, largest.nbytes + bundle_bytes),
+        }
+        self._quotas = dict(self._least)
+        self._program: dict[Phase, int] = {}
         self._quota_bytes = 0
+        self._phase = Phase.MODEL
         self._steps_to_learn = LEARNING_STEPS
         self._is_learning = False
         self._seen_elements = 0
-        self._program_bytes = 0
-        self._give(self._least_bytes)
+        self._give(self._quotas[Phase.MODEL])
+
+    def _too_large(self, largest: WorkingSet) -> CapacityError:
+        return CapacityError(
+            f"{largest.name!r} cannot be trained on the device: its bundle's parameters, gradients and "
+            f"optimizer state need {format_bytes(largest.nbytes)} together, and max_device_memory is "
+            f"{format_bytes(self._limit_bytes)}. Raise it, or split the module.",
+            key=largest.name,
+            tier=self._tier,
+            needed_bytes=largest.nbytes,
+            free_bytes=self._limit_bytes,
+        )
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -90,19 +109,24 @@ class DeviceBudget:
         """The model begins to run on ``inputs``."""
         elements = sum(tensor.numel() for tensor in tensors_in(inputs))
         if elements > self._seen_elements:
-            self._make_room(elements)
+            self._expect_more(elements)
+        self._enter(Phase.MODEL)  # first: a peak that was not measured yet is none of the last phase's
         if self._steps_to_learn:
             self._is_learning = True
             self._meter.begin(inputs)
 
-    def _make_room(self, elements: int) -> None:
+    def _expect_more(self, elements: int) -> None:
         """The inputs are larger than any before: so will be what is made of them."""
+        if self._seen_elements and self._program:
+            expected_bytes = self._program.get(Phase.MODEL, 0) * elements // self._seen_elements
+            self._quotas[Phase.MODEL] = self._rest(Phase.MODEL, expected_bytes)
         if self._seen_elements:
-            share = elements / self._seen_elements
-            self._give(self._rest(int(self._program_bytes * share)))
-            self._program_bytes = 0
             self._steps_to_learn = LEARNING_STEPS
         self._seen_elements = elements
+
+    def begin_optimizer(self) -> None:
+        """An optimizer begins to step."""
+        self._enter(Phase.OPTIMIZER)
 
     def look(self) -> None:
         """Take a sample of what the program has."""
@@ -113,13 +137,12 @@ class DeviceBudget:
         """A step, or a use of the model without one, has ended."""
         if not self._is_learning:
             return
+        self._note_peak()
         self._is_learning = False
+        self._meter.end()
         self._steps_to_learn -= 1
-        measured = self._meter.end()
-        # The first step also makes the optimizer's state: the last one measured counts.
-        self._program_bytes = measured
         if self._steps_to_learn == 0:
-            self._give(self._rest(measured))
+            self._settle()
 
     def close(self) -> None:
         """Stop measuring."""
@@ -127,11 +150,28 @@ class DeviceBudget:
             self._is_learning = False
             self._meter.end()
 
+    def _enter(self, phase: Phase) -> None:
+        if phase is not self._phase:
+            self._note_peak()
+            self._phase = phase
+        self._give(self._quotas[phase])
+
+    def _note_peak(self) -> None:
+        """Keep the peak of the phase that ends: the last one measured counts, as the first makes state."""
+        if self._is_learning:
+            self._program[self._phase] = self._meter.take_peak()
+
     # --- quotas -------------------------------------------------------------------------------
 
-    def _rest(self, program_bytes: int) -> int:
+    def _settle(self) -> None:
+        """Enough was learned: share the budget out."""
+        for phase, program_bytes in self._program.items():
+            self._quotas[phase] = self._rest(phase, program_bytes)
+        self._give(self._quotas[self._phase])
+
+    def _rest(self, phase: Phase, program_bytes: int) -> int:
         """Return what the program leaves of the budget, at least what is needed to train at all."""
-        return max(self._least_bytes, self._limit_bytes - int(program_bytes * MARGIN))
+        return max(self._least[phase], self._limit_bytes - int(program_bytes * MARGIN))
 
     def _give(self, quota_bytes: int) -> None:
         if quota_bytes == self._quota_bytes:
@@ -139,3 +179,15 @@ class DeviceBudget:
         self._store.resize(self._tier, quota_bytes)
         self._quota_bytes = quota_bytes
         self._resized(quota_bytes)
+
+    def grow(self) -> bool:
+        """Give the store what the program does not use now; return whether that is more than it had.
+
+        For what must be on the device together though no bundle needs it, such as the weights that a
+        graph of gradients keeps.
+        """
+        quota_bytes = self._limit_bytes - int(self._meter.live_bytes() * MARGIN)
+        is_more = quota_bytes > self._quota_bytes
+        if is_more:
+            self._give(quota_bytes)
+        return is_more

@@ -19,6 +19,12 @@ from tierstore.training.groups import Place, lay_out
 from tierstore.training.tiers import Placement
 
 
+def materialise(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Turn a parameter without bytes into one with ``values``: the same object."""
+    fresh = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, fresh)
+
+
 def host_memory(nbytes: int) -> torch.Tensor:
     """Return fresh host memory as a one-dimensional uint8 tensor."""
     return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
@@ -41,15 +47,31 @@ class Adopter:
         self.nbytes: dict[str, int] = {}
         self._origins: dict[Binding, list[torch.device]] = {}
 
-    def adopt(self, key: str, named: Sequence[tuple[str, torch.Tensor]], placement: Placement) -> Binding:
+    def adopt(
+        self,
+        key: str,
+        named: Sequence[tuple[str, torch.Tensor]],
+        placement: Placement,
+        values: Sequence[torch.Tensor] | None = None,
+    ) -> Binding:
         """Put tensors under ``key`` as one bundle, and let a guard watch them.
 
         Their memory is given back, unless somebody else refers to it.
+
+        Args:
+            key: in the store.
+            named: the tensors, with what messages call them.
+            placement: where they go.
+            values: other values for them; those on the meta device have none of their own.
         """
         places, nbytes = lay_out(named)
         tensors = [tensor for _, tensor in named]
-        self._store.put(key, self._gather(places, nbytes, tensors), tier=placement.start)
         origins = [tensor.device for tensor in tensors]
+        with self._bindings.apart():
+            self._store.put(key, self._gather(places, nbytes, values or tensors), tier=placement.start)
+        for place, tensor in zip(places, tensors, strict=True):
+            if tensor.is_meta:
+                materialise(tensor, poison_for(place, self._store.device))
         return self.bind(key, places, nbytes, tensors, placement, origins)
 
     def bind(
@@ -102,9 +124,10 @@ class Adopter:
     def restore(self, binding: Binding) -> None:
         """Make a bundle's tensors ordinary ones with their values, where they were before; drop the key."""
         self._bindings.forsake(binding)
-        flat = self._store.get(binding.key, device="cpu")
-        self._hand_out(binding, flat)
-        self._store.drop(binding.key)
+        with self._bindings.apart():
+            flat = self._store.get(binding.key, device="cpu")
+            self._hand_out(binding, flat)
+            self._store.drop(binding.key)
         self.nbytes.pop(binding.key, None)
 
     def _hand_out(self, binding: Binding, flat: torch.Tensor) -> None:
@@ -129,7 +152,7 @@ class Adopter:
 def _own(place: Place, flat: torch.Tensor, device: torch.device, *, is_alone: bool) -> torch.Tensor:
     """Return a tensor's bytes in memory of its own."""
     view = place.view(flat)
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta"):  # what had no memory before gets the host's
         return view.to(device)
     if is_alone:
         return view

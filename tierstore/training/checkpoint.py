@@ -127,7 +127,9 @@ class Checkpoint:
         sources: list[tuple[Entry, torch.Tensor]] = []
         document = {
             "format": _FORMAT,
-            "optimizers": [self._describe(i, optimizer, sources) for i, optimizer in enumerate(self._optimizers)],
+            "optimizers": [
+                self._describe(i, optimizer, sources) for i, optimizer in enumerate(self._optimizers)
+            ],
         }
         write_file(directory / STATE, [entry for entry, _ in sources], self._read_runs(sources), {})
         with (directory / SCALARS).open("w", encoding="utf-8") as file:
@@ -162,7 +164,7 @@ class Checkpoint:
     def _in_order(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Return the parameters that have state, part by part."""
         known = [p for part in self._access.parts for p in part if p in optimizer.state]
-        return known + [p for p in optimizer.state if isinstance(p, torch.Tensor) and p not in self._names]
+        return known + [p for p in optimizer.state if p not in self._names]
 
     def _name(self, parameter: torch.Tensor) -> str:
         try:
@@ -266,7 +268,9 @@ def _read_document(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"{str(path.parent)!r} is not a checkpoint: {error}") from error
     if document.get("format") != _FORMAT:
-        raise UsageError(f"{str(path)!r} has format {document.get('format')!r}; this version reads {_FORMAT}.")
+        raise UsageError(
+            f"{str(path)!r} has format {document.get('format')!r}; this version reads {_FORMAT}."
+        )
     return document
 
 

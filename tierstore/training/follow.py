@@ -7,6 +7,7 @@ ahead.  A step that goes another way is recorded anew.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -68,11 +69,11 @@ class Follower:
         """Whether a step was recorded and is followed."""
         return self._place is not None
 
-    def set_windows(self, windows: Sequence[Window]) -> None:
-        """Prefetch otherwise from now on."""
-        self._windows = list(windows)
+    def set_limit(self, tier: str, limit_bytes: int) -> None:
+        """Prefetch as far as ``limit_bytes`` into ``tier`` from now on."""
         for window in self._windows:
-            window.turn = 0 if self._place is None else self._place.turn
+            if window.tier == tier:
+                window.limit_bytes = limit_bytes
 
     def note(self, key: str) -> None:
         """Take in that ``key`` is used now; prefetch what comes after it."""
@@ -146,7 +147,6 @@ class Follower:
                 self._advise(key, window.tier)
 
     def _advise(self, key: str, tier: str) -> None:
-        try:
+        # A gradient that is not there yet, or was dropped: nothing to bring.
+        with contextlib.suppress(KeyNotFound):
             self._store.prefetch(key, tier=tier)
-        except KeyNotFound:
-            pass  # a gradient that is not there yet, or was dropped: nothing to bring

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from tierstore.store import Store
+from tierstore.training.binding import natively
 
 
 class Meter(Protocol):
@@ -28,8 +29,16 @@ class Meter(Protocol):
         """Take a sample, where one is needed."""
         ...
 
-    def end(self) -> int:
-        """Stop; return the most bytes at one moment."""
+    def live_bytes(self) -> int:
+        """Return what there is now, as far as it was measured."""
+        ...
+
+    def take_peak(self) -> int:
+        """Return the most bytes at one moment since the last time this was asked."""
+        ...
+
+    def end(self) -> None:
+        """Stop."""
         ...
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
@@ -56,24 +65,36 @@ class EmulatedMeter:
 
     def __init__(self) -> None:
         self._mode: _Counting | None = None
+        self._peak_bytes = 0
 
     def begin(self, inputs: Iterable[object]) -> None:
         """See `Meter.begin`."""
         if self._mode is None:
             self._mode = _Counting()
-            self._mode.__enter__()
-        self._mode.add([tensor.untyped_storage() for tensor in tensors_in(inputs) if type(tensor) is torch.Tensor])
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode.add(
+            [tensor.untyped_storage() for tensor in tensors_in(inputs) if type(tensor) is torch.Tensor]
+        )
 
     def look(self) -> None:
         """See `Meter.look`."""
 
-    def end(self) -> int:
+    def live_bytes(self) -> int:
+        """See `Meter.live_bytes`."""
+        return self._peak_bytes if self._mode is None else self._mode.live_bytes
+
+    def take_peak(self) -> int:
+        """See `Meter.take_peak`."""
+        mode = self._mode
+        if mode is not None:
+            self._peak_bytes, mode.peak_bytes = mode.peak_bytes, mode.live_bytes
+        return self._peak_bytes
+
+    def end(self) -> None:
         """See `Meter.end`."""
         mode, self._mode = self._mode, None
-        if mode is None:
-            return 0
-        mode.end()
-        return mode.peak_bytes
+        if mode is not None:
+            mode.end()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -104,7 +125,7 @@ class _Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, _Storage] = {}
-        self._live_bytes = 0
+        self.live_bytes = 0
         self.peak_bytes = 0
         self.is_paused = False
         self.is_over = False
@@ -113,7 +134,7 @@ class _Counting(TorchDispatchMode):
         """Be no mode any more; one that others were put on top of goes when it is on top again."""
         self.is_over = True
         if torch.utils._python_dispatch._get_current_dispatch_mode() is self:  # noqa: SLF001
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def add(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Count storages that were not counted yet."""
@@ -122,13 +143,13 @@ class _Counting(TorchDispatchMode):
                 entry = _Storage(storage, self._forget)
                 entry.key, entry.nbytes = id(storage), storage.nbytes()
                 self._live[entry.key] = entry
-                self._live_bytes += entry.nbytes
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+                self.live_bytes += entry.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _forget(self, entry: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(entry, _Storage)
         if self._live.pop(entry.key, None) is not None:
-            self._live_bytes -= entry.nbytes
+            self.live_bytes -= entry.nbytes
 
     # torch's signature: the types of arguments and result are those of the operation.
     def __torch_dispatch__(
@@ -147,12 +168,11 @@ class _Counting(TorchDispatchMode):
 
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
-    for tensor in tensors_in(values):
-        if tensor.layout is torch.strided and not tensor.is_meta and type(tensor) in _PLAIN:
-            yield tensor.untyped_storage()
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    with natively():  # parameters wear other classes inside their windows and outside
+        for tensor in tensors_in(values):
+            is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+            if tensor.layout is torch.strided and not is_wrapper:
+                yield tensor.untyped_storage()
 
 
 # ---------------------------------------------------------------------- CUDA
@@ -187,18 +207,33 @@ class AllocatorMeter:
     def look(self) -> None:
         """See `Meter.look`."""
         stored_bytes = self._store.stats().tiers[self._store.tier_names[0]].charged_bytes
-        self._most_bytes = max(self._most_bytes, torch.accelerator.memory_allocated(self._device) - stored_bytes)
+        self._most_bytes = max(
+            self._most_bytes, torch.accelerator.memory_allocated(self._device) - stored_bytes
+        )
         least = self._least_stored_bytes
         self._least_stored_bytes = stored_bytes if least is None else min(least, stored_bytes)
 
-    def end(self) -> int:
-        """See `Meter.end`."""
+    def live_bytes(self) -> int:
+        """See `Meter.live_bytes`."""
+        stored_bytes = self._store.stats().tiers[self._store.tier_names[0]].charged_bytes
+        return torch.accelerator.memory_allocated(self._device) - stored_bytes
+
+    def take_peak(self) -> int:
+        """See `Meter.take_peak`."""
         self.look()
         peak_bytes = torch.accelerator.max_memory_allocated(self._device)
+        most_bytes = self._most_bytes
         if peak_bytes > self._former_peak_bytes:
-            self._most_bytes = max(self._most_bytes, peak_bytes - (self._least_stored_bytes or 0))
+            most_bytes = max(most_bytes, peak_bytes - (self._least_stored_bytes or 0))
+        self._former_peak_bytes = peak_bytes
+        self._most_bytes = 0
         self._least_stored_bytes = None
-        return self._most_bytes
+        self.look()
+        return most_bytes
+
+    def end(self) -> None:
+        """See `Meter.end`."""
+        self._least_stored_bytes = None
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -22,8 +22,9 @@ from tierstore.training.binding import Access, Binding, Bindings, natively
 from tierstore.training.groups import Place, lay_out
 from tierstore.training.tiers import Placement
 
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
+_get_grad = _Tensor.grad.__get__
+_set_grad = _Tensor.grad.__set__
 
 
 def native_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -156,9 +157,11 @@ class Gradients:
         binding = Binding(key, places, nbytes, [handle], [guard.guard_of(torch.Tensor)], [poison])
         binding.is_saved_by_reference = False
         binding.after_use = self._placement.after_use
-        if self.note_put is not None:
-            self.note_put(binding)
-        self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=self._placement.start)
+        flat = flat_bytes(fresh, places[0], nbytes)
+        with self._bindings.apart():
+            if self.note_put is not None:
+                self.note_put(binding)
+            self._store.put(key, flat, tier=self._placement.start)
         guard.enrol(binding, self._warden)
         handle.__class__ = guard.guard_of(torch.Tensor)
         gradient.binding = binding
@@ -236,7 +239,9 @@ class Gradients:
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a gradient, wherever it is."""
         gradient = self._of.get(parameter)
-        return (gradient is not None and gradient.binding is not None) or native_gradient(parameter) is not None
+        return (gradient is not None and gradient.binding is not None) or native_gradient(
+            parameter
+        ) is not None
 
 
 def poison_for(place: Place, device: torch.device) -> torch.Tensor:

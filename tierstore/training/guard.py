@@ -29,9 +29,10 @@ from tierstore.training.groups import Place
 
 Function = Callable[..., Any]
 
-_get_data: Function = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_get_grad: Function = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_grad: Function = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
+_get_data: Function = _Tensor.data.__get__
+_get_grad: Function = _Tensor.grad.__get__
+_set_grad: Function = _Tensor.grad.__set__
 
 
 class Warden(Protocol):
@@ -116,18 +117,24 @@ _PASSING = _members(
     is_floating_point is_inference is_leaf is_meta is_mkldnn is_nested is_quantized is_signed is_sparse
     is_sparse_csr is_xpu itemsize layout name names nbytes ndim ndimension nelement numel output_nr
     register_hook register_post_accumulate_grad_hook retain_grad retains_grad shape size sym_numel
-    __dlpack_device__""".split()
+    __dlpack_device__""".split()  # noqa: SIM905 - a table of sixty names
 ) | {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, torch.Tensor.is_same_size}
 _LAYOUT = _members(["stride", "is_contiguous", "storage_offset", "sym_stride"])
-_CHANGES_REQUIRES_GRAD = {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}  # type: ignore[attr-defined]
-_PASSING |= {torch.Tensor.requires_grad.__get__} | _CHANGES_REQUIRES_GRAD  # type: ignore[attr-defined]
-_ESCAPES = _members(["data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__"])
+_CHANGES_REQUIRES_GRAD = {_Tensor.requires_grad.__set__, _Tensor.requires_grad_}
+_PASSING |= {_Tensor.requires_grad.__get__} | _CHANGES_REQUIRES_GRAD
+_ESCAPES = _members(
+    ["data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__"]
+)
 _LISTWISE = ("_foreach_", "_amp_foreach_")
 _WRITES_UNSEEN = ("_fused_", "_amp_")  # they write without telling autograd's version counter
 
 
 def torch_function(
-    cls: type, func: Function, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    cls: type,
+    func: Function,
+    types: Sequence[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
 ) -> object:
     """See a use of guarded tensors.  The guard classes' ``__torch_function__``."""
     del cls, types
@@ -226,7 +233,8 @@ def _autograd_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     inputs = [given] if isinstance(given, torch.Tensor) else list(given)
     with natively():
         named["inputs"] = [
-            torch.autograd.graph.get_gradient_edge(each) if tenant_of(each) is not None else each for each in inputs
+            torch.autograd.graph.get_gradient_edge(each) if tenant_of(each) is not None else each
+            for each in inputs
         ]
     outputs = named.pop("outputs")
     return torch.autograd.grad(outputs, named.pop("inputs"), *args[2:], **named)
@@ -305,7 +313,7 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, object]) -> object:
 
 
 def _reduce_ex(self: torch.Tensor, protocol: int) -> object:
-    return _independent(self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+    return _independent(self).__reduce_ex__(protocol)
 
 
 @functools.cache

@@ -147,12 +147,13 @@ class ModuleHooks:
     def register(self) -> list[RemovableHandle]:
         """Hook them to the module: around whatever other hooks it has."""
         return [
-            self.module.register_forward_pre_hook(_Before(self), prepend=True),
+            self.module.register_forward_pre_hook(_Before(self), prepend=True, with_kwargs=True),
             self.module.register_forward_hook(_After(self), always_call=True),
         ]
 
-    def before(self) -> None:
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module begins to run."""
+        del args, kwargs
         self.windows.enter(self, self.bindings if self.module.training else self.in_evaluation)
 
     def after(self) -> None:
@@ -164,17 +165,19 @@ class _Before(Hook):
     def __init__(self, hooks: ModuleHooks) -> None:
         self._hooks = hooks
 
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ANN401 - a module takes anything
-        self._hooks.before()
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        self._hooks.before(args, kwargs)
 
 
 class _After(Hook):
     def __init__(self, hooks: ModuleHooks) -> None:
         self._hooks = hooks
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
+        del module, args, output
         self._hooks.after()
 
 
@@ -190,7 +193,7 @@ class RootHooks(ModuleHooks):
     def __init__(
         self,
         hooks: ModuleHooks,
-        begin: Callable[[], None],
+        begin: Callable[[Sequence[object]], None],
         end: Callable[[], None],
     ) -> None:
         super().__init__(hooks.windows, hooks.module, hooks.bindings)
@@ -198,12 +201,12 @@ class RootHooks(ModuleHooks):
         self._begin = begin
         self._end = end
 
-    def before(self) -> None:
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model begins to run."""
         self.windows.discard_interrupted()
         if self.windows.is_outermost:
-            self._begin()
-        super().before()
+            self._begin((*args, *kwargs.values()))
+        super().before(args, kwargs)
 
     def after(self) -> None:
         """The model has run."""
@@ -222,8 +225,9 @@ class TensorHook(Hook):
     def __init__(self, act: Callable[[torch.Tensor], None]) -> None:
         self._act = act
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, parameter: torch.Tensor) -> None:
+        """Act on ``parameter``."""
         self._act(parameter)
 
 

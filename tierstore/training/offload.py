@@ -7,7 +7,8 @@ makes everything ordinary again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +21,10 @@ from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.stats import StoreStats
 from tierstore.store import Store
-from tierstore.training.follow import Follower, Window
-from tierstore.training.groups import SMALL_BYTES, ParameterGroup, group_parameters
-from tierstore.training.optimizer import refuse_unsupported
+from tierstore.training.checkpoint import Checkpoint, ordinary_access
+from tierstore.training.opening import check_model, open_session
 from tierstore.training.session import Session
-from tierstore.training.tiers import Placements
+from tierstore.training.weights import Weights
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Config = OffloadConfig | Mapping[str, object] | str | Path | None
@@ -55,9 +55,12 @@ class Offload:
     Made by `offload`.
     """
 
-    def __init__(self, session: Session | None, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], session: Session | None
+    ) -> None:
+        self._model = model
+        self._optimizers = tuple(optimizers)
         self._session = session
-        self._parameters = tuple(parameters)
         self._is_closed = False
 
     @property
@@ -86,10 +89,37 @@ class Offload:
 
         The same as ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``.
         """
-        return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type)
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint of the training to a directory, one bundle at a time.
+
+        Save between steps: gradients are not part of it.  Random number generators are not, either.
+
+        Raises:
+            UsageError: a value that a checkpoint cannot hold; the message names it.
+            OSError: the file system failed; a former checkpoint there is unharmed.
+        """
+        self._checkpoint().save(Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Take parameters, buffers and optimizer state over from a checkpoint: training resumes bit for bit.
+
+        Raises:
+            UsageError: it cannot be read or does not fit; every fault is listed, and nothing was changed.
+        """
+        self._checkpoint().load(Path(path))
+
+    def _checkpoint(self) -> Checkpoint:
+        session = None if self._is_closed else self._session
+        access = ordinary_access(self._model) if session is None else session.access()
+        return Checkpoint(self._model, self._optimizers, access)
 
     def close(self) -> None:
-        """Make parameters, gradients and state ordinary tensors again, and close the store.  Idempotent."""
+        """Make parameters, gradients and state ordinary tensors again, and close the store.  Idempotent.
+
+        They lie in host memory then, or on the accelerator if they did before.
+        """
         if self._is_closed or self._session is None:
             return
         self._is_closed = True
@@ -111,35 +141,45 @@ class Offload:
         self.close()
 
 
-def offload(model: nn.Module, optimizer: Optimizers = None, config: Config = None) -> Offload:
+def offload(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    config: Config = None,
+    *,
+    weights: str | Path | None = None,
+) -> Offload:
     """Train ``model`` with its parameters, gradients and optimizer state in a tiered store.
 
     Args:
         model: any module.
         optimizer: the optimizers that train it: one, several, or none for inference.
         config: an `OffloadConfig`, a mapping of its keys, or the path of a YAML file.
+        weights: a safetensors file that parameters and buffers get their values from; needed where the
+            model was built under ``torch.device("meta")``.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit this machine.
-        UsageError: a parameter cannot be offloaded; the message names it.
+        UsageError: a parameter or an optimizer cannot be offloaded, or the weights do not fit; the
+            message names it.
         CapacityError: the tiers together cannot hold it, or one module does not fit on the device.
     """
     settings = read_config(config)
     optimizers = _as_tuple(optimizer)
-    parameters = list(model.parameters())
-    if not settings.is_on:
-        return Offload(None, parameters)
-    for each in optimizers:
-        refuse_unsupported(each)
-    _refuse_odd_parameters(model)
-    store = Store(settings.store_config())
-    session: Session | None = None
-    try:
-        session = _open(model, optimizers, settings, store)
-    except BaseException:
-        store.close()
-        raise
-    return Offload(session, parameters)
+    with contextlib.ExitStack() as files:
+        source = None if weights is None else files.enter_context(Weights(model, Path(weights)))
+        if not settings.is_on:
+            if source is not None:
+                source.load_buffers()
+                source.load_ordinary()
+            return Offload(model, optimizers, None)
+        check_model(model, optimizers, has_weights=source is not None)
+        store = Store(settings.store_config())
+        try:
+            session = open_session(model, optimizers, settings, store, source)
+        except BaseException:
+            store.close()
+            raise
+    return Offload(model, optimizers, session)
 
 
 def read_config(config: Config) -> OffloadConfig:
@@ -157,32 +197,3 @@ def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     if optimizer is None:
         return ()
     return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
-
-
-def _refuse_odd_parameters(model: nn.Module) -> None:
-    """Raise for what has no plain bytes."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise UsageError(f"{name!r} is on the meta device and has no values; pass weights=...", key=name)
-
-
-def _open(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: OffloadConfig, store: Store
-) -> Session:
-    fastest_bytes = store.stats().tiers[store.tier_names[0]].capacity_bytes
-    groups = group_parameters(model, optimizers, min(SMALL_BYTES, fastest_bytes // 64))
-    placements = Placements.of(config, store)
-    nbytes: dict[str, int] = {}
-    fits = _needed_bytes(groups) <= fastest_bytes
-    windows = [] if fits else [Window(store.tier_names[0], fastest_bytes // 4)]
-    follower = Follower(store, windows, lambda key: nbytes.get(key, 0), len(optimizers))
-    session = Session(model, optimizers, store, placements, follower)
-    nbytes = session.adopter.nbytes
-    session.gradients.is_stashing = not fits or config.offload_grad is not None
-    session.adopt(groups)
-    session.watch(groups)
-    return session
-
-
-def _needed_bytes(groups: Iterable[ParameterGroup]) -> int:
-    return sum(4 * group.nbytes for group in groups)

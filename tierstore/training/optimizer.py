@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierstore.errors import UsageError
 from tierstore.training import guard
 from tierstore.training.binding import Binding, Bindings
 from tierstore.training.bundles import Adopter
@@ -83,7 +82,9 @@ class OptimizerSteps:
 
     # --- hooks --------------------------------------------------------------------------------
 
-    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Do the step; return what the outer step is called with instead."""
         if _is_nested(self.optimizer):  # a subclass calls the step of its base class
             return None
@@ -276,16 +277,3 @@ def _only(optimizer: torch.optim.Optimizer, groups: Sequence[tuple[Group, Parame
         optimizer.param_groups = former_groups
         for group, members in former:
             group["params"] = members
-
-
-def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer cannot be stepped a part at a time.
-
-    Raises:
-        UsageError: it looks at all parameters at once.
-    """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError(
-            "LBFGS looks at all parameters at once and cannot be stepped a bundle at a time. "
-            "Use an optimizer that treats each parameter by itself, such as AdamW or SGD."
-        )

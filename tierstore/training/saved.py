@@ -23,7 +23,10 @@ from tierstore.training.binding import Binding, Bindings, natively
 
 Hook = Callable[[Any], Any]
 
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # noqa: SLF001
+_autograd: Any = torch._C._autograd  # noqa: SLF001
+_top_hooks = _autograd._top_saved_tensors_default_hooks  # noqa: SLF001
+_push_hooks = _autograd._push_saved_tensors_default_hooks  # noqa: SLF001
+_pop_hooks = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
 
 
 class Reference(NamedTuple):
@@ -70,18 +73,18 @@ class SavedTensors:
 
     def push(self) -> bool:
         """Come into force in this thread, unless nobody was since; return whether `pop` is due."""
-        top = _autograd._top_saved_tensors_default_hooks(True)
+        top = _top_hooks(True)  # noqa: FBT003 - torch's own signature
         if top is None:
-            _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            _push_hooks(self._pack, self._unpack)
             return True
         if getattr(top[0], "saved", getattr(top[0], "__self__", None)) is self:
             return False
-        _autograd._push_saved_tensors_default_hooks(_Chained(self, *top), self._unpack)
+        _push_hooks(_Chained(self, *top), self._unpack)
         return True
 
     def pop(self) -> None:
         """Be in force no more."""
-        _autograd._pop_saved_tensors_default_hooks()
+        _pop_hooks()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -128,10 +131,9 @@ class SavedTensors:
             _refuse_if_changed(packed.dtype, packed.shape, now, packed.version)
             return self._bring(packed)
         if isinstance(packed, Kept):
-            _refuse_if_changed(
-                packed.tensor.dtype, packed.tensor.shape, packed.tensor._version, packed.version  # noqa: SLF001
-            )
-            return packed.tensor
+            kept = packed.tensor
+            _refuse_if_changed(kept.dtype, kept.shape, kept._version, packed.version)  # noqa: SLF001
+            return kept
         assert isinstance(packed, Delegated)
         return cast("torch.Tensor", packed.unpack(packed.packed))
 
@@ -172,7 +174,7 @@ def _refer(binding: Binding, tensor: torch.Tensor) -> Reference:
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tensor.is_conj(),
         tensor.is_neg(),
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,15 +19,19 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.errors import KeyNotFound
 from tierstore.store import Store
 from tierstore.training import guard, hooks
-from tierstore.training.binding import Binding, Bindings
+from tierstore.training.binding import Binding, Bindings, ordinary_mode
+from tierstore.training.budget import DeviceBudget
 from tierstore.training.bundles import Adopter
+from tierstore.training.checkpoint import Access
 from tierstore.training.follow import Follower
+from tierstore.training.footprint import Meter
 from tierstore.training.grads import Gradients
 from tierstore.training.groups import ParameterGroup
 from tierstore.training.optimizer import OptimizerSteps
 from tierstore.training.saved import SavedTensors
 from tierstore.training.statedicts import StateDicts
 from tierstore.training.tiers import Placements
+from tierstore.training.weights import Weights
 
 
 class Session:
@@ -39,6 +43,7 @@ class Session:
         store: where they go.
         placements: where each kind of bytes goes.
         follower: learns and follows the plan.
+        meter: of what the program has on the device; ``None``: there is no device.
     """
 
     def __init__(
@@ -48,13 +53,16 @@ class Session:
         store: Store,
         placements: Placements,
         follower: Follower,
+        meter: Meter | None,
     ) -> None:
         self.model = model
         self.optimizers = tuple(optimizers)
         self.store = store
         self.follower = follower
         self.placements = placements
-        self.bindings = Bindings(store, self._note)
+        self._meter = meter
+        self.budget: DeviceBudget | None = None
+        self.bindings = Bindings(store, self._note, ordinary_mode if meter is None else self._apart)
         self.saved = SavedTensors(self.bindings)
         self.windows = hooks.ModuleWindows(self.bindings, self.saved)
         self.gradients = Gradients(store, self.bindings, self, placements.gradients)
@@ -64,18 +72,24 @@ class Session:
         self.clock = Clock()
         self.bundles: list[Binding] = []
         self.steps: list[OptimizerSteps] = []
-        self.on_forward: Callable[[tuple[Any, ...]], None] | None = None
         self._handles: list[RemovableHandle] = []
         self._step_hooks: list[tuple[OrderedDict[int, Any], int]] = []
+        self._moved: list[tuple[torch.Tensor, torch.device]] = []
         self._watched: set[torch.Tensor] = set()
 
     # --- the beginning ------------------------------------------------------------------------
 
-    def adopt(self, groups: Sequence[ParameterGroup]) -> None:
-        """Take the parameters, gradients and optimizer state into the store."""
+    def adopt(self, groups: Sequence[ParameterGroup], weights: Weights | None) -> None:
+        """Take the parameters, gradients and optimizer state into the store.
+
+        Args:
+            groups: of parameters.
+            weights: where their values come from; ``None``: they have them.
+        """
         for group in groups:
             named = list(zip(group.names, group.parameters, strict=True))
-            binding = self.adopter.adopt(group.key, named, self.placements.parameters)
+            values = None if weights is None else [weights.read(name).to(p.dtype) for name, p in named]
+            binding = self.adopter.adopt(group.key, named, self.placements.parameters, values)
             self.bundles.append(binding)
             for name, parameter in named:
                 self.gradients.add(name, parameter)
@@ -83,6 +97,13 @@ class Session:
         for steps in self.steps:
             steps.adopt_existing()
         self.adopter.end_adoption()
+
+    def move_buffers(self) -> None:
+        """Bring buffers to where the model computes; `restore` brings them back."""
+        for buffer in self.model.buffers():
+            if buffer.device != self.store.device:
+                self._moved.append((buffer, buffer.device))
+                buffer.data = buffer.data.to(self.store.device)
 
     def _add_steps(self) -> None:
         for index, optimizer in enumerate(self.optimizers):
@@ -128,20 +149,42 @@ class Session:
         def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
             self.windows.discard_interrupted()
             self.clock.end_backward()
+            self.bindings.sweep()
+            if self.budget is not None:
+                self.budget.begin_optimizer()
             return steps.before(args, kwargs)
 
         def after(*_: object) -> None:
             if steps.after():
                 self.follower.note_step(steps.index)
+                self._look(end=True)
 
         self._handles.append(optimizer.register_step_pre_hook(before))  # type: ignore[arg-type]
-        self._step_hooks.append((optimizer._optimizer_step_pre_hooks, self._handles[-1].id))  # noqa: SLF001
+        pre_hooks: Any = optimizer._optimizer_step_pre_hooks  # noqa: SLF001
+        self._step_hooks.append((pre_hooks, self._handles[-1].id))
         self._handles.append(optimizer.register_step_post_hook(after))
         # Gradients are shown again before users' own hooks look at them.
-        optimizer._optimizer_step_post_hooks.move_to_end(self._handles[-1].id, last=False)  # noqa: SLF001
+        post_hooks: Any = optimizer._optimizer_step_post_hooks  # noqa: SLF001
+        post_hooks.move_to_end(self._handles[-1].id, last=False)
         self._handles += self.state_dicts.watch_optimizer(steps)
 
     # --- while it runs ------------------------------------------------------------------------
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What is allocated inside the context is the store's, and outlives inference mode."""
+        assert self._meter is not None
+        with self._meter.apart(), ordinary_mode():
+            yield
+
+    def _look(self, *, end: bool = False) -> None:
+        if self.budget is None:
+            return
+        with self.bindings.apart():
+            if end:
+                self.budget.end_step()
+            else:
+                self.budget.look()
 
     def _note(self, binding: Binding) -> None:
         self.follower.note(binding.key)
@@ -154,12 +197,13 @@ class Session:
             self._prefetch(key)
 
     def _prefetch(self, key: str) -> None:
-        try:
+        with self.bindings.apart(), suppress(KeyNotFound):
             self.store.prefetch(key)
-        except KeyNotFound:
-            return
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, inputs: Sequence[object]) -> None:
+        self.bindings.sweep()
+        if self.budget is not None:
+            self.budget.begin_forward(inputs)
         self.state_dicts.reset()
         self.clock.begin_forward()
         for steps in self.steps:
@@ -174,11 +218,13 @@ class Session:
 
     def _end_forward(self) -> None:
         self.clock.end_forward()
+        self._look(end=not self.optimizers)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self.clock.note_backward()
         self.bindings.sweep()
         self.gradients.stash(parameter)
+        self._look()
 
     # --- what the guard asks (guard.Warden) ---------------------------------------------------
 
@@ -213,6 +259,8 @@ class Session:
 
     def restore(self) -> None:
         """Make everything ordinary tensors again."""
+        if self.budget is not None:
+            self.budget.close()
         self.windows.discard_interrupted()
         self.gradients.restore()
         for steps in self.steps:
@@ -222,6 +270,31 @@ class Session:
         for binding in self.bundles:
             self.adopter.restore(binding)
         self.bundles.clear()
+        for buffer, device in self._moved:
+            buffer.data = buffer.data.to(device)
+        self._moved.clear()
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def access(self) -> Access:
+        """Return how a checkpoint gets at the bytes."""
+        return Access([b.tensors for b in self.bundles], self._read, self._write, self._settle)
+
+    def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self.state_dicts.read(tensor) for tensor in tensors]
+
+    def _write(self, part: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        tenant = guard.tenant_of(part[0])
+        assert tenant is not None
+        with self.bindings.window([tenant.binding]), torch.no_grad():
+            tenant.binding.is_dirty = True
+            for parameter, value in zip(part, values, strict=True):
+                parameter.copy_(value)
+
+    def _settle(self, index: int, part: Sequence[torch.Tensor]) -> None:
+        tenant = guard.tenant_of(part[0])
+        assert tenant is not None
+        self.steps[index].take_in_state(tenant.binding)
 
 
 Needs = dict[nn.Module, tuple[list[Binding], list[Binding]]]

@@ -50,6 +50,12 @@ class StateDicts:
         """Return a copy of a guarded tensor while a model's state dict is being made, else ``None``."""
         return self._copy(tensor) if self._depth else None
 
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor; bundles are read once while their tensors come one after another."""
+        if guard.tenant_of(tensor) is not None and id(tensor) not in self._copies:
+            self._copies.clear()
+        return self._copy(tensor)
+
     def reset(self) -> None:
         """Forget a state dict that was never finished."""
         self._depth = 0
@@ -135,7 +141,8 @@ class StateDicts:
         if entries is None:
             return
         optimizer.state[parameter] = {
-            name: _cast(parameter, number, loaded["param_groups"], name, value) for name, value in entries.items()
+            name: _cast(parameter, number, loaded["param_groups"], name, value)
+            for name, value in entries.items()
         }
 
 
@@ -158,4 +165,5 @@ class _Call(Hook):
         self._from_public_api = False  # PyTorch marks post hooks on the hook itself
 
     def __call__(self, *arguments: object) -> None:
+        del arguments
         self._act()

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,7 +87,9 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     end = 0
     for entry in entries:
         if entry.dtype not in _DTYPES:
-            raise UsageError(f"{entry.name!r} is {entry.dtype}, which a safetensors file cannot hold.", key=entry.name)
+            raise UsageError(
+                f"{entry.name!r} is {entry.dtype}, which a safetensors file cannot hold.", key=entry.name
+            )
         begin, end = end, end + entry.nbytes
         table[entry.name] = {
             "dtype": _DTYPES[entry.dtype],
@@ -99,7 +102,8 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
-    return memoryview(flat.view(-1).view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    array: Any = flat.view(-1).view(torch.uint8).numpy()
+    return memoryview(array) if flat.numel() else memoryview(b"")
 
 
 class TensorFile:
@@ -113,9 +117,10 @@ class TensorFile:
         from safetensors import SafetensorError, safe_open
 
         try:
-            self._file = safe_open(str(path), framework="pt", device="cpu")
+            opened: Any = safe_open(str(path), framework="pt", device="cpu")
         except (OSError, SafetensorError) as error:
             raise UsageError(f"cannot read the weights in {str(path)!r}: {error}") from error
+        self._file = opened
         self.path = path
         self.names = tuple(self._file.keys())
         self.metadata: Mapping[str, str] = self._file.metadata() or {}

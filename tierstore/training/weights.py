@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
+from tierstore.training.bundles import materialise
 from tierstore.training.checkpoint import all_names, persistent_buffers
 from tierstore.training.tensorfile import TensorFile, check_names
 
@@ -82,12 +83,6 @@ class Weights:
     def __exit__(self, *exception: object) -> None:
         """Close it."""
         self._file.__exit__(*exception)
-
-
-def materialise(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Turn a parameter without bytes into one with ``values``: the same object."""
-    fresh = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, fresh)
 
 
 def missing_values(model: nn.Module) -> Sequence[str]:

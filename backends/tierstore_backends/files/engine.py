@@ -6,8 +6,7 @@ caller's business.
 Rule 2: at most ``depth`` pieces are in the workers' hands.
 Rule 3: every transfer ends exactly once, whatever happens to its pieces, outside the lock; those
 that moved in one batch end together.
-Rule 4: tidying runs only while no piece moves, after a time of quiet, and pieces that come
-meanwhile wait for it.
+Rule 4: tidying runs after a time of quiet, and no piece begins to move while it runs.
 Rule 5: closing moves everything that waits, then stops.
 
 Knows nothing of where bytes are or how they move.
@@ -75,7 +74,7 @@ class ThreadEngine:
         reads: the empty queue of reads.
         writes: the empty queue of writes.
         depth: the most pieces in the workers' hands.
-        tidy: gives unused disk back; called only while nothing moves.
+        tidy: gives unused disk back; what is reserved while it runs is not yet written (rule 4).
         quiet_s: how long nothing has moved before that.
     """
 
@@ -172,14 +171,14 @@ class ThreadEngine:
                             self._wake_one()
                         return batch
                     if self._is_closed:
-                        self._changed.notify_all()
+                        self._changed.notify_all()  # those who waited for the depth wait no more
                         return _Order.STOP
                 if self._is_quiet():
                     self._is_tidy_due = False
                     self._is_tidying = True
                     return _Order.TIDY
                 self._waiting_workers += 1
-                may_tidy = self._is_tidy_due and not self._handed_out
+                may_tidy = self._is_tidy_due and not self._is_tidying
                 self._changed.wait(self._quiet_s if may_tidy else None)
                 self._waiting_workers -= 1
                 self._is_waking = False
@@ -194,7 +193,6 @@ class ThreadEngine:
         """Whether tidying is due and may begin.  Called when no piece can be taken."""
         return (
             self._is_tidy_due
-            and not self._handed_out
             and not self._is_tidying
             and time.monotonic() - self._last_moved_s >= self._quiet_s
         )
@@ -217,8 +215,7 @@ class ThreadEngine:
         except OSError:
             _log.warning("unused scratch space could not be given back", exc_info=True)
         with self._lock:
-            self._is_tidying = False
-            self._changed.notify_all()
+            self._is_tidying = False  # what came meanwhile is taken next, by this worker first
 
 
 class CallerEngine:
@@ -239,9 +236,11 @@ class CallerEngine:
         if move is None:
             self._idle.put(None)
             raise StoreClosed("the scratch files were closed")
-        for piece in pieces:
-            _move(move, [piece])
-        self._idle.put(move)
+        try:
+            for piece in pieces:
+                _move(move, [piece])
+        finally:
+            self._idle.put(move)  # also when somebody interrupts the program
         transfer = pieces[0].transfer
         for piece in pieces:
             transfer.note(piece)

@@ -110,7 +110,13 @@ def _make(folder: Path) -> int:
         if ancestor.exists():
             break
         missing += 1
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:
+        pass  # an owner that leaves removed a parent: there is nothing to lock, so we try again
+    except FileExistsError:
+        if folder.exists() and not folder.is_dir():
+            raise  # else the directory was there and is gone: the same
     return missing
 
 

@@ -67,18 +67,11 @@ class Segments:
         """
         index, offset = divmod(start, self.segment_bytes)
         end -= start - offset
-        # Without the lock: entries only appear; a length shrinks only while nothing moves there.
+        # Without the lock: entries only appear; a length shrinks only where nothing moves.
         if index >= len(self._lengths) or end > self._lengths[index]:
             with self._lock:
                 self._grow(index, end)
         return self._fds[index], offset
-
-    @property
-    def end(self) -> int:
-        """One past the highest address that a file is long enough for."""
-        with self._lock:
-            index = max((i for i, length in enumerate(self._lengths) if length), default=None)
-            return 0 if index is None else index * self.segment_bytes + self._lengths[index]
 
     @property
     def physical_bytes(self) -> int:
@@ -104,7 +97,7 @@ class Segments:
     def trim(self, end: int) -> None:
         """Cut the files down to the stride that holds the last byte below ``end``.
 
-        Nothing above may be in use or under way.
+        Nothing above may be in use, and nothing may begin to be written there.
 
         Raises:
             OSError: a file cannot be cut.

@@ -66,12 +66,12 @@ class Space:
                 raise BackendError(f"scratch files could not be made smaller: {error}") from error
 
     def trim(self) -> None:
-        """Cut off the tail of the files that is free.  Only while nothing moves (see `engine`).
+        """Cut off the tail of the files that is free.  Only while no write begins (see `engine`).
 
         Raises:
             OSError: a file cannot be cut.
         """
         with self._lock:
             tail_start = self._layout.tail_start
-        # What is reserved from here on lies there too, but nothing of it moves before this returns.
+        # What is reserved from here on may lie there too, but nobody writes it before this returns.
         self._segments.trim(tail_start)

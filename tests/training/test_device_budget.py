@@ -1,0 +1,110 @@
+"""What the program has on the device never exceeds its budget, as an independent meter sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.twins import Optimizer, Trial, assert_equal_lists, config_of
+from tierstore.errors import CapacityError
+from tierstore.testing.memory import DeviceBudget, OutOfDeviceMemory
+from tierstore.training import offload
+
+DIM = 64
+LAYER_BYTES = 4 * DIM * DIM
+BUDGET_BYTES = 14 * LAYER_BYTES
+
+
+class Layer(nn.Module):
+    """A residual layer whose linear one travels alone."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform ``(batch, dim)``."""
+        return x + 0.1 * torch.relu(self.linear(x))
+
+
+def build(layers: int) -> tuple[nn.Module, Sequence[Optimizer]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(layers)))
+    return model, [torch.optim.Adam(model.parameters(), lr=1e-3)]
+
+
+def train(trial: Trial, batches: Sequence[int]) -> None:
+    torch.manual_seed(1)
+    for size in batches:
+        x, y = torch.randn(size, DIM), torch.randn(size, DIM)
+        loss = nn.functional.mse_loss(trial.model(x), y)
+        loss.backward()
+        trial.optimizer.step()
+        trial.optimizer.zero_grad()
+        trial.log(loss)
+
+
+def _config(tmp_path: Path, budget_bytes: int = BUDGET_BYTES, **more: object) -> dict[str, object]:
+    return config_of("device", tmp_path, {"max_device_memory": budget_bytes, **more})
+
+
+@pytest.mark.parametrize(
+    "batches", [[4] * 5, [2, 4, 8, 16, 24, 24, 24]], ids=["same inputs", "growing inputs"]
+)
+def test_a_state_ten_times_the_budget_is_trained_within_it(tmp_path: Path, batches: list[int]) -> None:
+    layers = 35  # four tensors of a layer's size each: ten times the budget
+    plain = Trial(*build(layers))
+    train(plain, batches)
+    ours = Trial(*build(layers))
+    with DeviceBudget(BUDGET_BYTES) as budget, offload(ours.model, ours.optimizer, _config(tmp_path)):
+        train(ours, batches)
+    assert_equal_lists(plain.logged, ours.logged)
+    assert 0 < budget.peak_bytes <= BUDGET_BYTES
+
+
+def test_the_same_budget_without_offloading_is_too_small(tmp_path: Path) -> None:
+    trial = Trial(*build(35))
+    with DeviceBudget(BUDGET_BYTES), offload(trial.model, trial.optimizer, {"memory_offload": "OFF"}):
+        with pytest.raises(OutOfDeviceMemory):
+            train(trial, [4])
+
+
+def test_what_activations_leave_is_used(tmp_path: Path) -> None:
+    trial = Trial(*build(35))
+    with offload(trial.model, trial.optimizer, _config(tmp_path)) as run:
+        first_bytes = run.store.stats().tiers["device"].capacity_bytes
+        train(trial, [4] * 4)
+        learned_bytes = run.store.stats().tiers["device"].capacity_bytes
+    assert first_bytes < learned_bytes < BUDGET_BYTES
+
+
+def test_the_share_of_what_is_left_can_be_set(tmp_path: Path) -> None:
+    trial = Trial(*build(35))
+    with offload(trial.model, trial.optimizer, _config(tmp_path, hbm_ratio=0.8)) as run:
+        train(trial, [4] * 4)
+        tier = run.store.stats().tiers["device"]
+        assert tier.charged_bytes <= 0.8 * tier.capacity_bytes + LAYER_BYTES
+
+
+def test_one_module_that_cannot_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    model, (optimizer,) = build(3)
+    with pytest.raises(CapacityError, match=r"'0\.linear\.weight' cannot be trained.*64\.0 KiB.*60\.0 KiB") as caught:
+        offload(model, optimizer, _config(tmp_path, 60 * 1024))
+    assert caught.value.needed_bytes == 4 * LAYER_BYTES
+    assert caught.value.free_bytes == 60 * 1024
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    model(torch.randn(2, DIM)).sum().backward()
+
+
+def test_tiers_that_are_too_small_together_leave_the_model_as_it_was(tmp_path: Path) -> None:
+    model, (optimizer,) = build(35)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(CapacityError):
+        offload(model, optimizer, _config(tmp_path, offload_cpu_size=4 * LAYER_BYTES))
+    assert_equal_lists(before, list(model.parameters()))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    model(torch.randn(2, DIM)).sum().backward()

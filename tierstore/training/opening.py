@@ -1,0 +1,160 @@
+"""Opening a session: what can be offloaded, what goes where, and how much room there is for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tierstore.config import OffloadConfig
+from tierstore.errors import UsageError
+from tierstore.store import Store
+from tierstore.training import guard
+from tierstore.training.budget import DeviceBudget, WorkingSet
+from tierstore.training.follow import Follower, Window
+from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, Meter
+from tierstore.training.groups import SMALL_BYTES, ParameterGroup, group_parameters
+from tierstore.training.session import Session
+from tierstore.training.tiers import HOST, Placements
+from tierstore.training.weights import Weights
+from tierstore.units import align_up
+
+_DEVICE_ALIGNMENT_BYTES = 512
+_PREFETCH_SHARE = 4  # a quarter of a tier may be ahead of its use
+_SMALL_SHARE = 64  # bundles below this part of the fastest tier are worth joining
+
+
+# ---------------------------------------------------------------------- what can be offloaded
+
+
+def check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, has_weights: bool) -> None:
+    """Raise if something cannot be offloaded.
+
+    Raises:
+        UsageError: it names what, and says why.
+    """
+    for name, parameter in model.named_parameters():
+        reason = _why_not(parameter, has_weights=has_weights)
+        if reason is not None:
+            raise UsageError(f"the parameter {name!r} cannot be offloaded: {reason}.", key=name)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and not has_weights:
+            raise UsageError(f"the buffer {name!r} is on the meta device and has no values.", key=name)
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS looks at all parameters at once and cannot be stepped a bundle at a time. "
+                "Use an optimizer that treats each parameter by itself, such as AdamW or SGD."
+            )
+
+
+def _why_not(parameter: nn.Parameter, *, has_weights: bool) -> str | None:
+    is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+    is_wrapper: bool = is_traceable_wrapper_subclass(parameter)
+    reasons = {
+        "it is offloaded already; close that run first": guard.tenant_of(parameter) is not None,
+        "it has no shape yet; run the model once before": is_lazy,
+        f"it is a {type(parameter).__name__}, a wrapper without plain bytes": is_wrapper,
+        "it is on the meta device and has no values; pass weights=...": parameter.is_meta and not has_weights,
+        f"it is sparse ({parameter.layout})": parameter.layout is not torch.strided,
+        f"it is quantised ({parameter.dtype})": parameter.is_quantized,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+# ---------------------------------------------------------------------- opening
+
+
+def open_session(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: OffloadConfig,
+    store: Store,
+    weights: Weights | None,
+) -> Session:
+    """Adopt the model and the optimizers' state, and register the hooks; undo all if that fails."""
+    fastest = store.tier_names[0]
+    fastest_bytes = store.stats().tiers[fastest].capacity_bytes
+    groups = group_parameters(model, optimizers, min(SMALL_BYTES, fastest_bytes // _SMALL_SHARE))
+    sets = [_working_set(group, optimizers) for group in groups]
+    fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
+    has_device = fastest != HOST
+    meter = _meter(store) if has_device else None
+    nbytes: Mapping[str, int] = {}
+    windows = [] if fits and not has_device else _windows(store)
+    follower = Follower(store, windows, lambda key: nbytes.get(key, 0), len(optimizers))
+    session = Session(model, optimizers, store, Placements.of(config, store), follower, meter)
+    nbytes = session.adopter.nbytes
+    session.gradients.is_stashing = not fits or config.offload_grad is not None
+    try:
+        if meter is not None and sets:
+            session.budget = DeviceBudget(
+                store, fastest_bytes, sets, meter, lambda n: follower.set_limit(fastest, n // _PREFETCH_SHARE)
+            )
+            session.bindings.ask_for_more = session.budget.grow
+        if weights is not None:
+            weights.load_buffers()
+        session.move_buffers()
+        session.adopt(groups, weights)
+        session.watch(groups)
+    except BaseException:
+        session.remove_hooks()
+        session.restore()
+        raise
+    return session
+
+
+def _meter(store: Store) -> Meter:
+    if store.device.type == "cpu":
+        return EmulatedMeter()
+    return AllocatorMeter(store, store.device)
+
+
+def _windows(store: Store) -> list[Window]:
+    """Return how far ahead is prefetched: to the fastest tier, and from disk to host memory."""
+    tiers = store.stats().tiers
+    names = [store.tier_names[0], *(name for name in store.tier_names[1:] if name == HOST)]
+    return [Window(name, tiers[name].capacity_bytes // _PREFETCH_SHARE) for name in names]
+
+
+def _working_set(group: ParameterGroup, optimizers: Sequence[torch.optim.Optimizer]) -> WorkingSet:
+    """Return what is needed together to train one bundle."""
+    bundle_bytes = align_up(group.nbytes, _DEVICE_ALIGNMENT_BYTES)
+    if group.optimizer is None:
+        return WorkingSet(group.names[0], bundle_bytes, bundle_bytes)
+    trained = [p for p in group.parameters if p.requires_grad]
+    gradient_bytes = sum(align_up(p.numel() * p.element_size(), _DEVICE_ALIGNMENT_BYTES) for p in trained)
+    optimizer = optimizers[group.optimizer]
+    state_bytes = align_up(sum(_state_bytes(optimizer, p) for p in trained), _DEVICE_ALIGNMENT_BYTES)
+    return WorkingSet(group.names[0], bundle_bytes, bundle_bytes + gradient_bytes + state_bytes)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    """Return the bytes of a parameter's state: as it is, or as that kind of optimizer will make it."""
+    entries = optimizer.state.get(parameter)
+    if entries:
+        tensors = [value for value in entries.values() if isinstance(value, torch.Tensor) and value.dim()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    options = next(
+        (group for group in optimizer.param_groups if any(each is parameter for each in group["params"])), {}
+    )
+    copies = next((count for kind, count in _STATE_COPIES.items() if isinstance(optimizer, kind)), _two)
+    return copies(options) * parameter.numel() * parameter.element_size()
+
+
+def _two(options: Mapping[str, object]) -> int:
+    del options
+    return 2
+
+
+_STATE_COPIES: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, object]], int]] = {
+    torch.optim.SGD: lambda options: 1 if options.get("momentum") else 0,
+    torch.optim.Adam: lambda options: 3 if options.get("amsgrad") else 2,
+    torch.optim.RMSprop: lambda options: 1 + bool(options.get("momentum")) + bool(options.get("centered")),
+    torch.optim.Adagrad: lambda _: 1,
+    torch.optim.ASGD: lambda _: 1,
+    torch.optim.Adafactor: lambda _: 1,
+}
+"""How many tensors of the parameter's size an optimizer keeps; others are taken to keep two."""
