@@ -11,7 +11,8 @@ import torch
 from llama import Llama, LlamaConfig, rotary_tables, rotate
 from llama_job import command_line, documentation_text, draw_batches, read_job
 from llama_report import History, print_losses, print_peak
-from train_llama import main, run_without_offload
+from tierstore.testing.memory import DeviceBudget
+from train_llama import main, moved_to_device, run_without_offload
 
 SMALL = LlamaConfig(dim=32, layers=2, heads=2)
 
@@ -149,6 +150,13 @@ def test_a_byte_over_the_budget_is_over(
 
 
 # ---------------------------------------------------------------------- all of it
+
+
+def test_a_model_that_is_moved_to_the_emulated_device_takes_its_budget() -> None:
+    model = small_model()
+    with DeviceBudget("1MB") as budget:
+        moved = moved_to_device(model, torch.device("cpu"))
+        assert budget.live_bytes == sum(parameter.nbytes for parameter in moved.parameters()) > 0
 
 
 def test_without_offloading_the_budget_is_not_enough(tmp_path: Path) -> None:

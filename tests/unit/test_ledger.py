@@ -366,6 +366,19 @@ def test_a_write_lease_ends_evictions_of_its_key() -> None:
     assert isinstance(desk.answers[evict], LeaseError)
 
 
+def test_a_fetch_ends_evictions_of_its_key_that_would_undo_it() -> None:
+    desk = Desk()
+    desk.store("k", 10, DISK)
+    first = desk.fetch("k", DEVICE)
+    desk.run()
+    evict = desk.evict("k", DISK)
+    again = desk.fetch("k", DEVICE)
+    desk.run()
+    assert desk.answers[first] is None
+    assert isinstance(desk.answers[evict], LeaseError)
+    assert desk.answers[again] is None
+
+
 def test_a_stream_ordered_copy_is_ready_before_its_source_is_free() -> None:
     desk = Desk()
     desk.store("k", 10, HOST)

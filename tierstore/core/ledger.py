@@ -155,6 +155,7 @@ class Ledger:
         for entry in entries:
             lease.check(entry)
         self._count_access(entries, event.tier)
+        self._end_evictions(entries, event.tier)
         self.moving.begin(lease)
 
     def _release(self, event: m.LeaseReleased) -> None:
@@ -191,7 +192,22 @@ class Ledger:
         else:
             # Advice about a key that is being written is advice that comes too late.
             entries = [entry for entry in entries if entry.writer is None]
+        self._end_evictions(entries, event.tier)
         self.moving.begin(Fetch(self, event.request, entries, event.tier, event.urgency))
+
+    def _end_evictions(self, entries: Sequence[Entry], tier: int) -> None:
+        """Whoever asks last is heard: a key that is wanted in ``tier`` is no longer to leave it.
+
+        Otherwise the two would undo each other's work for ever.
+        """
+        for entry in entries:
+            for request in list(entry.watchers.values()):
+                if isinstance(request, Evict) and request.targets[entry.uid] > tier:
+                    name = self.books.shelves[tier].tier.name
+                    wanted = LeaseError(
+                        f"{entry.key!r} is wanted in {name!r} again: it stays.", key=entry.key
+                    )
+                    self.moving.abandon(request, wanted)
 
     def _evict(self, event: m.EvictRequested) -> None:
         targets: dict[Entry, int] = {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tierstore.errors import CapacityError
@@ -31,6 +32,15 @@ class Phase(enum.Enum):
 
     MODEL = enum.auto()  # forward and backward
     OPTIMIZER = enum.auto()
+    EVALUATION = enum.auto()  # forward alone
+
+
+@dataclass(slots=True)
+class _Lesson:
+    """How much of one kind of use is known: of steps, or of evaluations."""
+
+    steps_to_learn: int = LEARNING_STEPS
+    seen_elements: int = 0  # of the largest inputs so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,7 @@ class DeviceBudget:
         limit_bytes: all that the program may have on the device.
         sets: of every bundle.
         meter: of what the program has outside the store.
+        apart: what is allocated inside this context is the store's.
         resized: told of each new quota.
 
     Raises:
@@ -68,12 +79,14 @@ class DeviceBudget:
         limit_bytes: int,
         sets: Sequence[WorkingSet],
         meter: Meter,
+        apart: Callable[[], AbstractContextManager[object]],
         resized: Callable[[int], None],
     ) -> None:
         self._store = store
         self._tier = store.tier_names[0]
         self._limit_bytes = limit_bytes
         self._meter = meter
+        self._apart = apart
         self._resized = resized
         largest = max(sets, key=lambda each: each.nbytes)
         if largest.nbytes > limit_bytes:
@@ -82,14 +95,14 @@ class DeviceBudget:
         self._least = {
             Phase.MODEL: min(limit_bytes, 2 * bundle_bytes),
             Phase.OPTIMIZER: min(limit_bytes, largest.nbytes + bundle_bytes),
+            Phase.EVALUATION: min(limit_bytes, 2 * bundle_bytes),
         }
         self._quotas = dict(self._least)
         self._program: dict[Phase, int] = {}
         self._quota_bytes = 0
         self._phase = Phase.MODEL
-        self._steps_to_learn = LEARNING_STEPS
-        self._is_learning = False
-        self._seen_elements = 0
+        self._lessons = {Phase.MODEL: _Lesson(), Phase.EVALUATION: _Lesson()}
+        self._learning: _Lesson | None = None
         self._give(self._quotas[Phase.MODEL])
 
     def _too_large(self, largest: WorkingSet) -> CapacityError:
@@ -105,49 +118,61 @@ class DeviceBudget:
 
     # --- a step -------------------------------------------------------------------------------
 
-    def begin_forward(self, inputs: Sequence[object]) -> None:
-        """The model begins to run on ``inputs``."""
+    def begin_forward(self, inputs: Sequence[object], phase: Phase) -> None:
+        """The model begins to run on ``inputs``: in a step (``MODEL``) or for itself (``EVALUATION``)."""
+        self._enter(phase)
+        lesson = self._lessons[phase]
         elements = sum(tensor.numel() for tensor in tensors_in(inputs))
-        if elements > self._seen_elements:
-            self._expect_more(elements)
-        self._enter(Phase.MODEL)  # first: a peak that was not measured yet is none of the last phase's
-        if self._steps_to_learn:
-            self._is_learning = True
+        if elements > lesson.seen_elements:
+            self._expect_more(phase, lesson, elements)
+        if lesson.steps_to_learn and self._learning is None:
+            self._learning = lesson
             self._meter.begin(inputs)
 
-    def _expect_more(self, elements: int) -> None:
+    def _expect_more(self, phase: Phase, lesson: _Lesson, elements: int) -> None:
         """The inputs are larger than any before: so will be what is made of them."""
-        if self._seen_elements and self._program:
-            expected_bytes = self._program.get(Phase.MODEL, 0) * elements // self._seen_elements
-            self._quotas[Phase.MODEL] = self._rest(Phase.MODEL, expected_bytes)
-        if self._seen_elements:
-            self._steps_to_learn = LEARNING_STEPS
-        self._seen_elements = elements
+        if phase in self._program:
+            expected_bytes = self._program[phase] * elements // max(1, lesson.seen_elements)
+            self._quotas[phase] = self._rest(phase, expected_bytes)
+            self._give(self._quotas[phase])
+            lesson.steps_to_learn = LEARNING_STEPS
+        lesson.seen_elements = elements
 
     def begin_optimizer(self) -> None:
         """An optimizer begins to step."""
         self._enter(Phase.OPTIMIZER)
 
-    def look(self) -> None:
-        """Take a sample of what the program has."""
-        if self._is_learning:
-            self._meter.look()
+    def end_evaluation(self) -> None:
+        """The model has run for itself."""
+        if self._learning is self._lessons[Phase.EVALUATION]:
+            self._end()
 
     def end_step(self) -> None:
-        """A step, or a use of the model without one, has ended."""
-        if not self._is_learning:
-            return
+        """An optimizer has stepped."""
+        if self._learning is self._lessons[Phase.MODEL]:
+            self._end()
+
+    def _end(self) -> None:
+        """What there was to learn from this use is known."""
+        lesson = self._learning
+        assert lesson is not None
         self._note_peak()
-        self._is_learning = False
-        self._meter.end()
-        self._steps_to_learn -= 1
-        if self._steps_to_learn == 0:
-            self._settle()
+        self.close()
+        lesson.steps_to_learn -= 1
+        if lesson.steps_to_learn == 0:
+            for phase, program_bytes in self._program.items():
+                self._quotas[phase] = self._rest(phase, program_bytes)
+            self._give(self._quotas[self._phase])
+
+    def look(self) -> None:
+        """Take a sample of what the program has."""
+        if self._learning is not None:
+            self._meter.look()
 
     def close(self) -> None:
         """Stop measuring."""
-        if self._is_learning:
-            self._is_learning = False
+        if self._learning is not None:
+            self._learning = None
             self._meter.end()
 
     def _enter(self, phase: Phase) -> None:
@@ -158,16 +183,10 @@ class DeviceBudget:
 
     def _note_peak(self) -> None:
         """Keep the peak of the phase that ends: the last one measured counts, as the first makes state."""
-        if self._is_learning:
+        if self._learning is not None:
             self._program[self._phase] = self._meter.take_peak()
 
     # --- quotas -------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Enough was learned: share the budget out."""
-        for phase, program_bytes in self._program.items():
-            self._quotas[phase] = self._rest(phase, program_bytes)
-        self._give(self._quotas[self._phase])
 
     def _rest(self, phase: Phase, program_bytes: int) -> int:
         """Return what the program leaves of the budget, at least what is needed to train at all."""
@@ -176,7 +195,8 @@ class DeviceBudget:
     def _give(self, quota_bytes: int) -> None:
         if quota_bytes == self._quota_bytes:
             return
-        self._store.resize(self._tier, quota_bytes)
+        with self._apart():
+            self._store.resize(self._tier, quota_bytes)
         self._quota_bytes = quota_bytes
         self._resized(quota_bytes)
 

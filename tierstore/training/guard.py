@@ -261,6 +261,8 @@ def _data_in_window(self: torch.Tensor) -> torch.Tensor:
 
 def _refuse_data(self: torch.Tensor, value: torch.Tensor) -> None:
     """Allow what changes nothing, such as ``model.to()`` with the device it is on."""
+    if value is self:
+        return
     tenant = tenant_of(self)
     assert tenant is not None
     binding, place = tenant.binding, tenant.place

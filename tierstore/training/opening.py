@@ -91,7 +91,12 @@ def open_session(
     try:
         if meter is not None and sets:
             session.budget = DeviceBudget(
-                store, fastest_bytes, sets, meter, lambda n: follower.set_limit(fastest, n // _PREFETCH_SHARE)
+                store,
+                fastest_bytes,
+                sets,
+                meter,
+                session.bindings.apart,
+                lambda quota_bytes: follower.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
             )
             session.bindings.ask_for_more = session.budget.grow
         if weights is not None:

@@ -79,6 +79,7 @@ class OptimizerSteps:
         self.states: dict[Binding, Binding] = {}
         self.seconds = 0.0
         self.tier = "device"
+        self.on_begin: Callable[[], None] | None = None
 
     # --- hooks --------------------------------------------------------------------------------
 
@@ -96,6 +97,8 @@ class OptimizerSteps:
                 loss = closure()
         begin = time.perf_counter()
         self._bindings.sweep()
+        if self.on_begin is not None:
+            self.on_begin()  # after the closure, which runs the model
         self._step_all(others)
         self._leave_the_rest()
         self.seconds += time.perf_counter() - begin

@@ -20,7 +20,7 @@ from tierstore.errors import KeyNotFound
 from tierstore.store import Store
 from tierstore.training import guard, hooks
 from tierstore.training.binding import Binding, Bindings, ordinary_mode
-from tierstore.training.budget import DeviceBudget
+from tierstore.training.budget import DeviceBudget, Phase
 from tierstore.training.bundles import Adopter
 from tierstore.training.checkpoint import Access
 from tierstore.training.follow import Follower
@@ -150,14 +150,14 @@ class Session:
             self.windows.discard_interrupted()
             self.clock.end_backward()
             self.bindings.sweep()
-            if self.budget is not None:
-                self.budget.begin_optimizer()
+            steps.on_begin = None if self.budget is None else self.budget.begin_optimizer
             return steps.before(args, kwargs)
 
         def after(*_: object) -> None:
             if steps.after():
                 self.follower.note_step(steps.index)
-                self._look(end=True)
+                if self.budget is not None:
+                    self.budget.end_step()
 
         self._handles.append(optimizer.register_step_pre_hook(before))  # type: ignore[arg-type]
         pre_hooks: Any = optimizer._optimizer_step_pre_hooks  # noqa: SLF001
@@ -177,14 +177,9 @@ class Session:
         with self._meter.apart(), ordinary_mode():
             yield
 
-    def _look(self, *, end: bool = False) -> None:
-        if self.budget is None:
-            return
-        with self.bindings.apart():
-            if end:
-                self.budget.end_step()
-            else:
-                self.budget.look()
+    def _look(self) -> None:
+        if self.budget is not None:
+            self.budget.look()
 
     def _note(self, binding: Binding) -> None:
         self.follower.note(binding.key)
@@ -203,7 +198,8 @@ class Session:
     def _begin_forward(self, inputs: Sequence[object]) -> None:
         self.bindings.sweep()
         if self.budget is not None:
-            self.budget.begin_forward(inputs)
+            is_step = torch.is_grad_enabled() and bool(self.optimizers)
+            self.budget.begin_forward(inputs, Phase.MODEL if is_step else Phase.EVALUATION)
         self.state_dicts.reset()
         self.clock.begin_forward()
         for steps in self.steps:
@@ -218,7 +214,8 @@ class Session:
 
     def _end_forward(self) -> None:
         self.clock.end_forward()
-        self._look(end=not self.optimizers)
+        if self.budget is not None:
+            self.budget.end_evaluation()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self.clock.note_backward()
