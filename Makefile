@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 # Progress is shown by the job itself; extra words for it: make run ARGS="--text my.txt"
 ARGS ?=
 
+# OpenMP's threads wait in their sleep, not spinning: the store's own threads need the cores meanwhile.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-long check bench docs coverage clean
 
