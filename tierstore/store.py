@@ -318,7 +318,8 @@ class Store:
         """Begin to push ``keys`` down to the tier ``to`` (None: the next one).  Does not block.
 
         A key that is already at or below it is left alone.  The transfer ends when the bytes above
-        are free, and fails with ``CapacityError`` or ``BackendError``; no bytes are lost.
+        are free.  It fails with ``CapacityError`` or ``BackendError``, and with ``LeaseError`` if
+        somebody wants a key up again meanwhile: whoever asks last is heard.  No bytes are lost.
 
         Raises:
             KeyNotFound: nothing was put under a key, or it was dropped.

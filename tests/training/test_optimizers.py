@@ -168,6 +168,24 @@ def test_clipping_the_norm_of_gradients(layout: str, tmp_path: Path, norm_type: 
     assert_same(build_blocks, loop, layout, tmp_path)
 
 
+def test_norms_of_stashed_gradients_are_taken_the_way_pytorch_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (optimizer,) = build_blocks()
+    taken: list[int] = []
+    foreach_norm = torch._foreach_norm
+
+    def count(tensors: list[Tensor], norm_type: float) -> Any:
+        taken.append(len(tensors))
+        return foreach_norm(tensors, norm_type)
+
+    monkeypatch.setattr(torch, "_foreach_norm", count)
+    with offload(model, optimizer, config_of("device", tmp_path)):
+        loss_of(model, *batch()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert taken == [len(list(model.parameters()))]
+
+
 @some_layouts
 def test_clipping_by_the_run_itself(layout: str, tmp_path: Path) -> None:
     def loop(trial: Trial) -> None:

@@ -345,3 +345,16 @@ def open_of(kind: type) -> type:
         "grad": property(_grad, _store_grad, _drop_grad),
     }
     return type(kind)(f"Open{kind.__name__}", (kind,), members)
+
+
+def _let_foreach_take_handles() -> None:
+    """Let PyTorch choose ``torch._foreach_*`` for guarded tensors where it would for plain ones.
+
+    Its choice goes by exact classes, and on an accelerator the other way gives other bits.
+    """
+    kinds = getattr(torch.utils._foreach_utils, "_foreach_supported_types", None)  # noqa: SLF001
+    if isinstance(kinds, list) and guard_of(torch.Tensor) not in kinds:
+        kinds.append(guard_of(torch.Tensor))
+
+
+_let_foreach_take_handles()
