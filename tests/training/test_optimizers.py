@@ -175,7 +175,7 @@ def test_norms_of_stashed_gradients_are_taken_the_way_pytorch_takes_them(
     taken: list[int] = []
     foreach_norm = torch._foreach_norm
 
-    def count(tensors: list[Tensor], norm_type: float) -> Any:
+    def count(tensors: list[Tensor], norm_type: float) -> Sequence[Tensor]:
         taken.append(len(tensors))
         return foreach_norm(tensors, norm_type)
 
@@ -231,6 +231,25 @@ def test_gradients_changed_and_assigned_by_hand(layout: str, tmp_path: Path) -> 
                     parameter.grad.data.clamp_(-0.01, 0.01)
             trial.log_gradients()
             (loss_of(trial.model, *batch()) * 2).backward()
+            trial.log_gradients()
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+
+
+@some_layouts
+def test_lists_of_tensors_changed_in_place(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            loss_of(trial.model, *batch()).backward()
+            parameters: list[Tensor] = list(trial.model.parameters())
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, torch.tensor(0.5))
+            with torch.no_grad():
+                torch._foreach_lerp_(parameters, gradients, 0.1)
+            for norm in torch._foreach_norm(parameters):
+                trial.log(norm)
             trial.log_gradients()
             trial.optimizer.step()
             trial.optimizer.zero_grad()

@@ -126,7 +126,7 @@ _ESCAPES = _members(
     ["data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__"]
 )
 _LISTWISE = ("_foreach_", "_amp_foreach_")
-_WRITES_UNSEEN = ("_fused_", "_amp_")  # they write without telling autograd's version counter
+_WRITES_UNSEEN = ("_fused_", "_amp_")
 
 
 def torch_function(
@@ -175,7 +175,9 @@ def _fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
         return made
     bindings = list(dict.fromkeys(tenant.binding for tenant in tenants))
     if len(bindings) > 1 and func.__name__.startswith(_LISTWISE):
-        return _bundle_by_bundle(func, args, kwargs)
+        parts = _parts_by_bundle(args, kwargs)
+        if len(parts) > 1:
+            return _part_by_part(func, args, kwargs, parts)
     return _with_windows(tenants[0].warden, bindings, func, args, kwargs)
 
 
@@ -186,9 +188,8 @@ def _with_windows(
     with warden.bindings.window(bindings):
         with warden.watch_saved():
             result = func(*args, **kwargs)
-        is_writer = func in _ESCAPES or "out" in kwargs or func.__name__.startswith(_WRITES_UNSEEN)
-        for binding in bindings:
-            if is_writer:
+        if _may_write_unseen(func, kwargs):
+            for binding in bindings:
                 binding.is_dirty = True
     for binding in bindings:
         if binding.windows == 0 and binding.is_referred_to:
@@ -196,19 +197,37 @@ def _with_windows(
     return result
 
 
-def _bundle_by_bundle(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Run a function over lists on the tensors of one bundle after another."""
+def _may_write_unseen(func: Function, kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` may write without telling autograd's version counter.
+
+    Fused functions do not tell it, and under a ``TorchDispatchMode`` those over lists do not either.
+    """
+    name = func.__name__
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or func in _ESCAPES or "out" in kwargs or name.startswith(_WRITES_UNSEEN)
+
+
+def _parts_by_bundle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]:
+    """Return which places of the lists need the same bundles."""
     length = len(args[0])
-    parts: dict[frozenset[Binding], list[int]] = {}
     lists = [value for value in (*args, *kwargs.values()) if _is_list(value, length)]
+    parts: dict[frozenset[Binding], list[int]] = {}
     for index in range(length):
         involved = frozenset(tenant.binding for tenant in _tensors_in(each[index] for each in lists))
         parts.setdefault(involved, []).append(index)
+    return list(parts.values())
+
+
+def _part_by_part(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[Sequence[int]]
+) -> object:
+    """Run a function over lists on one part of them after another."""
+    length = len(args[0])
     results: list[object] = [None] * length
     has_results = False
-    for indices in parts.values():
-        part = functools.partial(_pick, indices=indices, length=length)
-        result = func(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
+    for indices in parts:
+        pick = functools.partial(_pick, indices=indices, length=length)
+        result = func(*map(pick, args), **{name: pick(value) for name, value in kwargs.items()})
         if isinstance(result, list | tuple):
             has_results = True
             for index, each in zip(indices, result, strict=True):
