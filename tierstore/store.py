@@ -191,12 +191,12 @@ class Store:
             out = view_bytes(self._outputs.take(spec.nbytes), spec)
         if spec.nbytes:
             self._read_into(out, granted, spec)
-        self._count_get(self.tier_names[granted.tier], spec.nbytes)
+        self._count_get(self.tier_names[granted.place.tier], spec.nbytes)
         return out
 
     def _read_into(self, out: torch.Tensor, granted: m.Granted, spec: TensorSpec) -> None:
         source = self._engine.slot(granted)
-        slot = self._engine.addressable(source, granted.tier)
+        slot = self._engine.addressable(source, granted.place.tier)
         if slot is not None:
             slot.acquire()
             with torch.no_grad():
@@ -205,7 +205,7 @@ class Store:
             return
         is_host = out.device.type == "cpu"
         host = bytes_of(out) if is_host else self._outputs.take(spec.nbytes)
-        _wait(self._engine.backends[granted.tier].read(source, host))
+        _wait(self._engine.backends[granted.place.tier].read(source, host))
         if not is_host:
             out.copy_(view_bytes(host, spec))
 
@@ -258,7 +258,7 @@ class Store:
         tensors: dict[str, torch.Tensor] = {}
         slots: list[AddressableSlot] = []
         for replica in granted:
-            slot = self._engine.addressable(self._engine.slot(replica), replica.tier)
+            slot = self._engine.addressable(self._engine.slot(replica), replica.place.tier)
             assert slot is not None  # a lease is refused where bytes cannot be used in place
             slot.acquire()
             slots.append(slot)
@@ -348,6 +348,43 @@ class Store:
             LeaseError: a key is leased; nothing was dropped.
         """
         self._engine.turn(m.DropRequested(tuple(map(_check_key, keys))))
+
+    def split(self, names: Mapping[str, str], *, tier: str = FASTEST) -> bool:
+        """Make the replicas of some keys in ``tier`` keys of their own, with the same bytes.  Moves none.
+
+        The keys keep their other replicas.  So new bytes can be written beside the old ones, where
+        `rename` lets them take their place, all at once, or `drop` forgets them.
+
+        Args:
+            names: the new key for each key.
+            tier: whose replicas.
+
+        Returns:
+            False, and nothing was changed, unless each key has a ready replica there that nobody uses,
+            and another one elsewhere.
+
+        Raises:
+            KeyNotFound: nothing was put under a key, or it was dropped.
+            KeyExists: a new key is there.
+        """
+        number = self._engine.number()
+        event = m.SplitRequested(number, _check_names(names), self._index(tier))
+        return bool(self._engine.request(event, number, tuple(names)).result()) or not names
+
+    def rename(self, names: Mapping[str, str], *, replace: bool = False) -> None:
+        """Let what is under some keys be found under others: all of them, or none.  Moves no bytes.
+
+        Args:
+            names: the new key for each key.
+            replace: drop what is under the new keys.
+
+        Raises:
+            KeyNotFound: nothing was put under a key, or it was dropped.
+            KeyExists: a new key is there, and ``replace`` is false.
+            LeaseError: what would be replaced is leased.
+            UsageError: a new key is given twice, or is itself to be renamed.
+        """
+        self._engine.turn(m.RenameRequested(_check_names(names), replace))
 
     def resize(self, tier: str, capacity: int | str) -> None:
         """Give ``tier`` a new quota at once; evict down to it.  Blocks until it fits.
@@ -507,6 +544,10 @@ def _reserved_bytes(backend: Backend, tier: TierStats) -> int:
 def _spec(granted: m.Granted) -> TensorSpec:
     assert isinstance(granted.spec, TensorSpec)
     return granted.spec
+
+
+def _check_names(names: Mapping[str, str]) -> dict[str, str]:
+    return {_check_key(key): _check_key(name) for key, name in names.items()}
 
 
 def _check_key(key: object) -> str:

@@ -25,16 +25,25 @@ tiers = st.integers(0, 2)
 
 
 class Oracle:
-    """What the slots really hold: a value for each (uid, tier), and the value of each key.
+    """What the slots really hold: a value for each place, and the value of each key.
 
-    A replaced key's former generation keeps its own value for those who still lease or read it.
+    A *generation* is what was put or split off at one time: its places hold the same value.  A replaced
+    key's former generation keeps its own for those who still lease or read it.
     """
 
     def __init__(self) -> None:
-        self.slots: dict[tuple[int, int], int | None] = {}
+        self.slots: dict[m.Place, int | None] = {}
+        self.generation_of: dict[m.Place, int] = {}
         self.values: dict[str, int] = {}
         self.generation_values: dict[int, int] = {}
         self.generations: dict[str, int] = {}
+
+    def value_of(self, place: m.Place) -> int:
+        return self.generation_values[self.generation_of[place]]
+
+    def key_of(self, generation: int) -> str:
+        (key,) = [key for key, each in self.generations.items() if each == generation]
+        return key
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -51,10 +60,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.frees: list[m.FreeSlot] = []
         self.waiting: dict[int, m.Event] = {}
         self.puts: dict[int, tuple[str, int]] = {}
-        self.put_generations: dict[int, int] = {}
         self.leases: dict[int, list[m.Granted]] = {}
         self.writes: set[int] = set()
         self.reads: dict[int, m.Granted] = {}
+        self.splits: dict[int, tuple[str, str]] = {}
         self.settled: dict[int, BaseException | None] = {}
 
     @initialize(
@@ -104,18 +113,21 @@ class LedgerMachine(RuleBasedStateMachine):
         match command:
             case m.StartCopy():
                 assert command.copy not in self.copies
-                place = (command.uid, command.target)
+                place = command.target
                 assert place not in self.oracle.slots, "a slot is reserved twice"
                 self.copies[command.copy] = command
                 if command.source is None:
-                    self.put_generations[command.request] = command.uid
-                    self.oracle.generation_values[command.uid] = self.puts[command.request][1]
+                    generation = command.request
+                    self.oracle.generation_values[generation] = self.puts[command.request][1]
+                else:
+                    generation = self.oracle.generation_of[command.source]
+                self.oracle.generation_of[place] = generation
             case m.FreeSlot():
-                place = (command.uid, command.tier)
-                busy = {(c.uid, tier) for c in self.copies.values() for tier in (c.source, c.target)}
+                place = command.place
+                busy = {place for c in self.copies.values() for place in (c.source, c.target)}
                 assert place not in busy
-                assert not any((g.uid, g.tier) == place for gs in self.leases.values() for g in gs)
-                assert not any((g.uid, g.tier) == place for g in self.reads.values())
+                assert not any(g.place == place for gs in self.leases.values() for g in gs)
+                assert not any(g.place == place for g in self.reads.values())
                 self.frees.append(command)
             case m.Grant():
                 self.grant(command)
@@ -126,7 +138,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 if isinstance(event, m.PutRequested) and command.error is None:
                     key, value = self.puts[command.request]
                     self.oracle.values[key] = value
-                    self.oracle.generations[key] = self.put_generations[command.request]
+                    self.oracle.generations[key] = command.request
             case m.SetCapacity():
                 pass
 
@@ -134,15 +146,24 @@ class LedgerMachine(RuleBasedStateMachine):
         event = self.waiting.pop(command.request)
         replicas = list(command.replicas)
         for granted in replicas:
-            value = self.oracle.slots[granted.uid, granted.tier]
-            assert value == self.oracle.generation_values[granted.uid]
-        if isinstance(event, m.LeaseRequested):
-            assert all(granted.tier == event.tier for granted in replicas)
+            assert self.oracle.slots[granted.place] == self.oracle.value_of(granted.place)
+        if isinstance(event, m.SplitRequested):
+            self.split_off(command.request, *replicas)
+        elif isinstance(event, m.LeaseRequested):
+            assert all(granted.place.tier == event.tier for granted in replicas)
             self.leases[command.request] = replicas
             if event.access is m.Access.WRITE:
                 self.writes.add(command.request)
         else:
             self.reads[command.request] = replicas[0]
+
+    def split_off(self, number: int, granted: m.Granted) -> None:
+        key, name = self.splits[number]
+        assert granted.key == name
+        assert self.oracle.generation_of[granted.place] == self.oracle.generations[key]
+        self.oracle.generation_of[granted.place] = number
+        self.oracle.generation_values[number] = self.oracle.values[name] = self.oracle.values[key]
+        self.oracle.generations[name] = number
 
     def ask(self, event: m.Event) -> None:
         number = event.request  # type: ignore[union-attr]
@@ -173,10 +194,10 @@ class LedgerMachine(RuleBasedStateMachine):
         if number in self.writes and written:
             for granted in replicas:
                 value = next(self.value_numbers)
-                self.oracle.slots[granted.uid, granted.tier] = value
-                self.oracle.generation_values[granted.uid] = value
-                assert self.oracle.generations[granted.key] == granted.uid, "a write would be lost"
-                self.oracle.values[granted.key] = value
+                generation = self.oracle.generation_of[granted.place]
+                self.oracle.slots[granted.place] = value
+                self.oracle.generation_values[generation] = value
+                self.oracle.values[self.oracle.key_of(generation)] = value
         self.tell(m.LeaseReleased(number, written))
 
     @rule(key=keys)
@@ -213,6 +234,38 @@ class LedgerMachine(RuleBasedStateMachine):
             self.oracle.values = former
             self.ledger.check()
 
+    def in_several_tiers(self) -> list[tuple[str, int]]:
+        where = {key: self.ledger.where(key) for key in self.oracle.values}
+        return [(key, tier) for key, tiers in where.items() if len(tiers) > 1 for tier in tiers]
+
+    @precondition(lambda self: self.in_several_tiers())
+    @rule(data=st.data())
+    def split(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(set(KEYS) - set(self.oracle.values)) or KEYS))
+        key, tier = data.draw(st.sampled_from(self.in_several_tiers()))
+        number = next(self.numbers)
+        self.splits[number] = (key, name)
+        self.ask(m.SplitRequested(number, {key: name}, tier))
+
+    @precondition(lambda self: self.oracle.values)
+    @rule(
+        data=st.data(),
+        new=st.lists(keys, min_size=1, max_size=2),
+        replace=st.booleans(),
+    )
+    def rename(self, data: st.DataObject, new: list[str], replace: bool) -> None:
+        names = {data.draw(st.sampled_from(sorted(self.oracle.values))): name for name in new}
+        oracle = self.oracle
+        former = dict(oracle.values), dict(oracle.generations)
+        found = {name: (oracle.values.pop(k, -1), oracle.generations.pop(k, -1)) for k, name in names.items()}
+        oracle.values |= {name: value for name, (value, _) in found.items()}
+        oracle.generations |= {name: generation for name, (_, generation) in found.items()}
+        try:
+            self.tell(m.RenameRequested(names, replace))
+        except TierStoreError:
+            oracle.values, oracle.generations = former
+            self.ledger.check()
+
     @rule(tier=tiers, capacity=st.integers(1, 20))
     def resize(self, tier: int, capacity: int) -> None:
         self.ask(m.ResizeRequested(next(self.numbers), tier, capacity, capacity, capacity // 2))
@@ -227,9 +280,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """The bytes are read at some moment between start and end; the source must not change."""
         if copy.copy not in self.copy_values:
             self.copy_values[copy.copy] = (
-                self.puts[copy.request][1]
-                if copy.source is None
-                else self.oracle.slots[copy.uid, copy.source]
+                self.puts[copy.request][1] if copy.source is None else self.oracle.slots[copy.source]
             )
 
     def end_copy(self, number: int, error: BaseException | None) -> None:
@@ -238,8 +289,8 @@ class LedgerMachine(RuleBasedStateMachine):
         value = self.copy_values.pop(number)
         self.ordered.discard(number)
         if copy.source is not None:
-            assert self.oracle.slots[copy.uid, copy.source] == value, "the source changed under the copy"
-        self.oracle.slots[copy.uid, copy.target] = value if error is None else None
+            assert self.oracle.slots[copy.source] == value, "the source changed under the copy"
+        self.oracle.slots[copy.target] = value if error is None else None
         self.tell(m.CopyDone(number, error))
 
     @precondition(lambda self: self.copies)
@@ -266,25 +317,29 @@ class LedgerMachine(RuleBasedStateMachine):
         self.tell(m.CopyRefused(number, CapacityError("fragmented")))
 
     @precondition(
-        lambda self: any(c.source == 1 and c.copy not in self.ordered for c in self.copies.values())
+        lambda self: any(
+            c.source and c.source.tier == 1 and c.copy not in self.ordered for c in self.copies.values()
+        )
     )
     @rule(data=st.data())
     def copy_is_ordered(self, data: st.DataObject) -> None:
         candidates = sorted(
-            c.copy for c in self.copies.values() if c.source == 1 and c.copy not in self.ordered
+            c.copy
+            for c in self.copies.values()
+            if c.source and c.source.tier == 1 and c.copy not in self.ordered
         )
         copy = self.copies[data.draw(st.sampled_from(candidates))]
         self.start(copy)
         self.ordered.add(copy.copy)
-        self.oracle.slots[copy.uid, copy.target] = self.copy_values[copy.copy]
+        self.oracle.slots[copy.target] = self.copy_values[copy.copy]
         self.tell(m.CopyOrdered(copy.copy))
 
     @precondition(lambda self: self.frees)
     @rule(data=st.data(), fails=st.sampled_from([False] * 15 + [True]))
     def free_ends(self, data: st.DataObject, fails: bool) -> None:
         command = self.frees.pop(data.draw(st.integers(0, len(self.frees) - 1)))
-        self.oracle.slots.pop((command.uid, command.tier), None)
-        self.tell(m.Freed(command.uid, command.tier, BackendError("stuck") if fails else None))
+        self.oracle.slots.pop(command.place, None)
+        self.tell(m.Freed(command.place, BackendError("stuck") if fails else None))
 
     # --- what must hold ---------------------------------------------------------------------
 
@@ -299,7 +354,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ready = entry.ready()
             assert ready, f"{key} is lost"
             for replica in ready:
-                assert self.oracle.slots[entry.uid, replica.tier] == self.oracle.values[key]
+                assert self.oracle.slots[replica.place] == self.oracle.values[key]
 
     @invariant()
     def no_tier_holds_more_than_its_capacity(self) -> None:
@@ -309,7 +364,8 @@ class LedgerMachine(RuleBasedStateMachine):
             held = sum(
                 shelf.charge(entry.nbytes)
                 for entry in self.ledger.books.entries.values()
-                if (entry.uid, shelf.index) in self.oracle.slots
+                for place in [r.place for r in entry.replicas.values() if r.tier == shelf.index]
+                if place in self.oracle.slots
             )
             assert held <= shelf.tier.capacity_bytes
 
@@ -342,8 +398,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.end_copy(number, None)
             while self.frees:
                 command = self.frees.pop()
-                self.oracle.slots.pop((command.uid, command.tier), None)
-                self.tell(m.Freed(command.uid, command.tier))
+                self.oracle.slots.pop(command.place, None)
+                self.tell(m.Freed(command.place))
 
 
 TestLedger = pytest.mark.timeout(600)(LedgerMachine.TestCase)

@@ -6,6 +6,7 @@ import pytest
 
 from tierstore.core.entry import Entry
 from tierstore.core.eviction import POLICIES, size_class
+from tierstore.core.messages import Place
 from tierstore.core.model import Plan
 from tierstore.core.residency import Replica, State, Step
 from tierstore.errors import InvariantError
@@ -16,7 +17,7 @@ MIB = 1024**2
 def replicas(*mebibytes: float) -> list[Replica]:
     """Return candidates, oldest use first, keyed "0", "1", ..."""
     return [
-        Replica(Entry(number, str(number), 0, None), 0, int(size * MIB))
+        Replica(Entry(number, str(number), 0, None), Place(number, 0), int(size * MIB))
         for number, size in enumerate(mebibytes)
     ]
 

@@ -86,7 +86,7 @@ class Desk:
     def free(self) -> None:
         while self.frees:
             command = self.frees.pop(0)
-            self.tell(m.Freed(command.uid, command.tier))
+            self.tell(m.Freed(command.place))
 
     def run(self) -> None:
         """Let the hardware do everything."""
@@ -100,7 +100,7 @@ class Desk:
         self.run()
 
     def moving(self) -> list[tuple[str, int | None, int]]:
-        return [(copy.key, copy.source, copy.target) for copy in self.copies]
+        return [(c.key, None if c.source is None else c.source.tier, c.target.tier) for c in self.copies]
 
 
 def test_bytes_stay_charged_until_the_backend_reports_them_freed() -> None:
@@ -388,7 +388,7 @@ def test_a_stream_ordered_copy_is_ready_before_its_source_is_free() -> None:
     desk.tell(m.LeaseReleased(lease, written=True))
     assert desk.frees == [], "the host replica is still being read"
     desk.finish()
-    assert [free.tier for free in desk.frees] == [HOST]
+    assert [free.place.tier for free in desk.frees] == [HOST]
 
 
 def test_a_stream_ordered_copy_that_fails_late_drops_its_target() -> None:
@@ -417,7 +417,7 @@ def test_what_a_backend_could_not_free_stays_charged_and_hangs_nobody() -> None:
     desk.tell(m.DropRequested(["k"]))
     put = desk.put("new", 60, DEVICE)
     command = desk.frees.pop()
-    desk.tell(m.Freed(command.uid, command.tier, BackendError("stuck")))
+    desk.tell(m.Freed(command.place, BackendError("stuck")))
     assert isinstance(desk.answers[put], CapacityError)
     assert desk.ledger.books.shelves[DEVICE].charged_bytes == 60
     small = desk.put("small", 40, DEVICE)

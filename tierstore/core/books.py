@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from tierstore.core.entry import Entry, Life
-from tierstore.core.messages import Command, FreeSlot
+from tierstore.core.messages import Command, FreeSlot, Place
 from tierstore.core.model import Tier
 from tierstore.core.quota import Shelf
 from tierstore.core.residency import Replica, State, Step
@@ -20,6 +20,7 @@ class Books:
         shelves: one for each tier, fastest first.
         index: the LIVE entry of each key, or the COMING one of a key that is new.
         entries: every entry that has replicas, wants or a name, by uid.
+        replicas: every one that is not ABSENT, by its number.
         out: the commands to answer with.
         changed: entries whose watchers are to be asked again.
         restless: shelves on which somebody may now get room.
@@ -29,11 +30,13 @@ class Books:
         self.shelves = [Shelf(index, tier) for index, tier in enumerate(tiers)]
         self.index: dict[str, Entry] = {}
         self.entries: dict[int, Entry] = {}
+        self.replicas: dict[int, Replica] = {}
         self.out: list[Command] = []
         self.changed: dict[int, Entry] = {}
         self.restless: set[int] = set()
         self.tick = 0
         self._uids = count(1)
+        self._replica_numbers = count(1)
 
     def note(self, entry: Entry, what: str, tier: int) -> None:
         """Write a line of the entry's story."""
@@ -48,8 +51,10 @@ class Books:
     def reserve(self, entry: Entry, tier: int) -> Replica:
         """Charge room for a replica: it is FILLING."""
         shelf = self.shelves[tier]
-        replica = Replica(entry, tier, shelf.charge(entry.nbytes))
+        place = Place(next(self._replica_numbers), tier)
+        replica = Replica(entry, place, shelf.charge(entry.nbytes))
         replica.step(Step.RESERVE)
+        self.replicas[place.replica] = replica
         entry.replicas[tier] = replica
         shelf.charged_bytes += replica.charge_bytes
         shelf.filling_bytes += replica.charge_bytes
@@ -103,7 +108,7 @@ class Books:
     def free_if_idle(self, replica: Replica) -> None:
         """Give a DRAINING replica back once nobody holds, reads or writes it."""
         if replica.state is State.DRAINING and replica.is_idle:
-            self.out.append(FreeSlot(replica.entry.uid, replica.tier))
+            self.out.append(FreeSlot(replica.place))
 
     def freed(self, replica: Replica) -> None:
         """The backend gave a DRAINING replica's bytes back: it is ABSENT and no longer charged."""
@@ -111,7 +116,7 @@ class Books:
         shelf = self.shelves[replica.tier]
         shelf.draining_bytes -= replica.charge_bytes
         shelf.charged_bytes -= replica.charge_bytes
-        del replica.entry.replicas[replica.tier]
+        self._remove(replica)
         self.note(replica.entry, "freed", replica.tier)
         self._stir(replica)
         self.forget_if_empty(replica.entry)
@@ -121,10 +126,14 @@ class Books:
         shelf = self.shelves[replica.tier]
         shelf.draining_bytes -= replica.charge_bytes
         shelf.lost_bytes += replica.charge_bytes
-        del replica.entry.replicas[replica.tier]
+        self._remove(replica)
         self.note(replica.entry, "lost", replica.tier)
         self._stir(replica)
         self.forget_if_empty(replica.entry)
+
+    def _remove(self, replica: Replica) -> None:
+        del replica.entry.replicas[replica.tier]
+        del self.replicas[replica.place.replica]
 
     def forget_if_empty(self, entry: Entry) -> None:
         """Forget a GONE entry of which nothing is left."""
@@ -171,6 +180,30 @@ class Books:
         del shelf.evictable[replica.entry.uid]
         shelf.leaving[replica.entry.uid] = replica
         shelf.leaving_bytes += replica.charge_bytes
+
+    def split(self, replica: Replica, key: str) -> None:
+        """Make an idle READY replica a key of its own; its former entry has another one."""
+        former, shelf = replica.entry, self.shelves[replica.tier]
+        self.note(former, f"split off as {key!r}", replica.tier)
+        self._stir(replica)
+        del former.replicas[replica.tier]
+        shelf.evictable.pop(former.uid, None)
+        shelf.stuck.pop(former.uid, None)
+        entry = self.new_entry(key, former.nbytes, former.spec)
+        entry.life = Life.LIVE
+        self.index[key] = entry
+        replica.entry = entry
+        entry.replicas[replica.tier] = replica
+        shelf.evictable[entry.uid] = replica
+        self.touch(replica)
+        self.note(entry, f"split off from {former.key!r}", replica.tier)
+
+    def rename(self, entry: Entry, key: str) -> None:
+        """Let a LIVE entry be found under ``key``, which is nobody's."""
+        self.note(entry, f"renamed from {entry.key!r}", min(entry.replicas))
+        del self.index[entry.key]
+        entry.key = key
+        self.index[key] = entry
 
     def stay(self, replica: Replica) -> bool:
         """Take back `leave`, without making the replica evictable; return whether it was leaving."""

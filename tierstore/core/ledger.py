@@ -31,6 +31,7 @@ from tierstore.core.entry import Entry, Life, Want
 from tierstore.core.eviction import Policy
 from tierstore.core.model import Tier
 from tierstore.core.moving import Moving
+from tierstore.core.naming import check_names, replica_to_split
 from tierstore.core.requests import Evict, Fetch, Flush, Lease, Put, Read, Request, refuse_if_written
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, UsageError
@@ -66,6 +67,8 @@ class Ledger:
             m.EvictRequested: self._evict,
             m.FlushRequested: self._flush,
             m.DropRequested: self._drop,
+            m.SplitRequested: self._split,
+            m.RenameRequested: self._rename,
             m.ResizeRequested: self.moving.resizes.begin,
             m.CloseRequested: self._close,
             m.PlanFollowed: self._follow,
@@ -228,17 +231,48 @@ class Ledger:
     def _drop(self, event: m.DropRequested) -> None:
         entries = self._entries(event.keys)
         for entry in entries:
-            if entry.holders:
-                holders = tuple(entry.holders.values())
-                raise LeaseError(
-                    f"cannot drop {entry.key!r} while {', '.join(holders)} lease it. "
-                    "Release those leases first.",
-                    key=entry.key,
-                    holders=holders,
-                )
+            self._refuse_if_leased(entry, "drop")
         for entry in entries:
             gone = KeyNotFound(f"{entry.key!r} was dropped while it was waited for.", key=entry.key)
             self._bury(entry, gone)
+
+    def _refuse_if_leased(self, entry: Entry, doing: str) -> None:
+        if entry.holders:
+            holders = tuple(entry.holders.values())
+            raise LeaseError(
+                f"cannot {doing} {entry.key!r} while {', '.join(holders)} lease it. "
+                "Release those leases first.",
+                key=entry.key,
+                holders=holders,
+            )
+
+    def _split(self, event: m.SplitRequested) -> None:
+        check_names(self.books, event.names, replace=False)
+        found = {
+            name: replica_to_split(self.books, self._entry(key), event.tier)
+            for key, name in event.names.items()
+        }
+        replicas = {name: replica for name, replica in found.items() if replica is not None}
+        if len(replicas) < len(found):
+            self.books.out.append(m.Settle(event.request))
+            return
+        for name, replica in replicas.items():
+            self.books.split(replica, name)
+        granted = [m.Granted(replica.key, replica.place, replica.entry.spec) for replica in replicas.values()]
+        self.books.out.append(m.Grant(event.request, granted))
+
+    def _rename(self, event: m.RenameRequested) -> None:
+        check_names(self.books, event.names, replace=event.replace)
+        former = [self.books.index[name] for name in event.names.values() if name in self.books.index]
+        for entry in former:
+            self._refuse_if_leased(entry, "replace")
+        entries = [(self._entry(key), name) for key, name in event.names.items()]
+        for entry in former:
+            self._bury(
+                entry, KeyNotFound(f"{entry.key!r} was replaced while it was waited for.", key=entry.key)
+            )
+        for entry, name in entries:
+            self.books.rename(entry, name)
 
     def _bury(self, entry: Entry, error: BaseException) -> None:
         """An entry is GONE: fail who waits for it, and let its replicas drain."""
@@ -260,7 +294,7 @@ class Ledger:
         self.moving.rooms.position = event.position
 
     def _freed(self, event: m.Freed) -> None:
-        replica = self.books.entries[event.uid].replicas[event.tier]
+        replica = self.books.replicas[event.place.replica]
         if event.error is None:
             self.books.freed(replica)
         else:

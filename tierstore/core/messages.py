@@ -1,14 +1,13 @@
 """What the ledger is told (events) and what it answers (commands).
 
 Plain data without behaviour.  *Request* numbers name what a caller waits for, *copy* numbers name a
-movement of bytes, *uid* numbers name one generation of a key (a replaced key gets a new one), and
-*tiers* are indices, fastest first.
+movement of bytes, *places* name the bytes of one replica, and *tiers* are indices, fastest first.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +27,13 @@ class Access(enum.Enum):
 
     READ = enum.auto()
     WRITE = enum.auto()
+
+
+class Place(NamedTuple):
+    """Names one replica's bytes from their reservation until they are freed, whatever key they are under."""
+
+    replica: int  # a number that is never used again
+    tier: int
 
 
 # --- events: requests -------------------------------------------------------------------------
@@ -116,6 +122,27 @@ class DropRequested:
 
 
 @dataclass(slots=True)
+class SplitRequested:
+    """A caller wants the replicas of some keys in ``tier`` to be keys of their own.
+
+    ``names`` maps each key to the new one.  Granted with the replicas, or settled without: nothing
+    was changed.
+    """
+
+    request: int
+    names: Mapping[str, str]
+    tier: int
+
+
+@dataclass(slots=True)
+class RenameRequested:
+    """A caller wants what is under some keys to be found under others; ``replace``: that are there."""
+
+    names: Mapping[str, str]
+    replace: bool
+
+
+@dataclass(slots=True)
 class ResizeRequested:
     """A caller changes a tier's quota; ``high_bytes`` and ``low_bytes`` belong to the new one."""
 
@@ -177,8 +204,7 @@ class CopyDone:
 class Freed:
     """A backend gave a replica's bytes back, or could not."""
 
-    uid: int
-    tier: int
+    place: Place
     error: BaseException | None = None
 
 
@@ -192,6 +218,8 @@ Event = (
     | EvictRequested
     | FlushRequested
     | DropRequested
+    | SplitRequested
+    | RenameRequested
     | ResizeRequested
     | CloseRequested
     | PlanFollowed
@@ -207,8 +235,7 @@ class Granted(NamedTuple):
     """One replica that a grant keeps READY."""
 
     key: str
-    uid: int
-    tier: int
+    place: Place
     spec: object
 
 
@@ -220,11 +247,10 @@ class StartCopy:
     """Reserve a slot in ``target`` and copy into it; ``source`` None: the caller of ``put`` does."""
 
     copy: int
-    uid: int
     key: str
     nbytes: int
-    source: int | None
-    target: int
+    source: Place | None
+    target: Place
     request: int  # of the put, when source is None
 
 
@@ -232,13 +258,12 @@ class StartCopy:
 class FreeSlot:
     """Give a replica's bytes back."""
 
-    uid: int
-    tier: int
+    place: Place
 
 
 @dataclass(slots=True)
 class Grant:
-    """A lease or a read may begin: ``replicas`` are (key, uid, tier, spec), in the order of the keys."""
+    """A lease or a read may begin: ``replicas`` in the order of the keys."""
 
     request: int
     replicas: Sequence[Granted]

@@ -164,11 +164,10 @@ class Moving:
         for copy in copies:
             entry = copy.want.entry
             self.books.note(entry, f"copy {copy.source} -> {copy.target}", copy.target)
-            source = None if copy.source == PUT else copy.source
+            source = None if copy.source == PUT else entry.replicas[copy.source].place
+            target = entry.replicas[copy.target].place
             self.books.out.append(
-                StartCopy(
-                    copy.number, entry.uid, entry.key, copy.nbytes, source, copy.target, copy.want.put or 0
-                )
+                StartCopy(copy.number, entry.key, copy.nbytes, source, target, copy.want.put or 0)
             )
 
     def copy_ordered(self, event: CopyOrdered) -> None:

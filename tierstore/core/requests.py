@@ -79,7 +79,7 @@ def refuse_if_written(entry: Entry, doing: str) -> None:
 
 def _granted(replica: Replica) -> Granted:
     entry = replica.entry
-    return Granted(entry.key, entry.uid, replica.tier, entry.spec)
+    return Granted(entry.key, replica.place, entry.spec)
 
 
 class Request(abc.ABC):

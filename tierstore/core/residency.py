@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from tierstore.core.messages import Place
 from tierstore.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Replica:
 
     Attributes:
         entry: whose bytes.
+        place: names them for those who have them, whatever key they are under.
         tier: index of the tier.
         charge_bytes: what the tier is charged while the replica is not ``ABSENT``.
         leases: how many leases hold it; it is not dropped while there are any.
@@ -60,11 +62,12 @@ class Replica:
         last_use: the ledger's tick of the last use.
     """
 
-    __slots__ = ("charge_bytes", "copy", "entry", "last_use", "leases", "readers", "state", "tier")
+    __slots__ = ("charge_bytes", "copy", "entry", "last_use", "leases", "place", "readers", "state", "tier")
 
-    def __init__(self, entry: Entry, tier: int, charge_bytes: int) -> None:
+    def __init__(self, entry: Entry, place: Place, charge_bytes: int) -> None:
         self.entry = entry
-        self.tier = tier
+        self.place = place
+        self.tier = place.tier
         self.charge_bytes = charge_bytes
         self.state = State.ABSENT
         self.leases = 0

@@ -23,7 +23,6 @@ from tierstore.errors import BackendError, CapacityError, InvariantError, StoreC
 from tierstore.spi import AddressableSlot, Backend, Completion, Medium, Slot
 
 T = TypeVar("T")
-Place = tuple[int, int]  # (uid, tier): names a replica
 _AFTER_CLOSE = (m.CopyDone, m.CopyOrdered, m.CopyRefused, m.Freed, m.ReadDone, m.LeaseReleased)
 
 log = logging.getLogger("tierstore")
@@ -61,7 +60,7 @@ class Engine:
         self._numbers = count(1)
         # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
         # its FreeSlot, which the ledger never has under way at the same time.
-        self._slots: dict[Place, Slot] = {}
+        self._slots: dict[m.Place, Slot] = {}
         self._waiting: dict[int, Transfer[Sequence[m.Granted]]] = {}
         self._openings: dict[int, Transfer[Opening]] = {}
         self._is_closed = False
@@ -133,7 +132,7 @@ class Engine:
 
     def slot(self, granted: m.Granted) -> Slot:
         """Return the slot of a replica that a grant keeps READY."""
-        return self._slots[granted.uid, granted.tier]
+        return self._slots[granted.place]
 
     def addressable(self, slot: Slot, tier: int) -> AddressableSlot | None:
         """Return the slot as one whose bytes can be used in place, if those of its tier can."""
@@ -228,7 +227,7 @@ class Engine:
         elif isinstance(command, m.StartCopy):
             self._start_copy(command, events)
         elif isinstance(command, m.FreeSlot):
-            self._free(command, events)
+            self._free(command.place, events)
         else:
             self.backends[command.tier].resize(command.capacity_bytes)
 
@@ -245,9 +244,9 @@ class Engine:
     # --- copies -------------------------------------------------------------------------------
 
     def _start_copy(self, command: m.StartCopy, events: list[m.Event]) -> None:
-        place = (command.uid, command.target)
+        place = command.target
         try:
-            slot = self.backends[command.target].reserve(command.nbytes)
+            slot = self.backends[place.tier].reserve(command.nbytes)
         except CapacityError as error:
             # Kept by the books: its traceback would keep every frame that led here, and what they refer to.
             events.append(m.CopyRefused(command.copy, error.with_traceback(None)))
@@ -258,15 +257,13 @@ class Engine:
         self._slots[place] = slot
         if command.source is None:
             opening = self._openings.get(command.request)
-            room = Opening(command.copy, command.target, slot)
+            room = Opening(command.copy, place.tier, slot)
             if opening is None or not opening.resolve(room):
                 # The put has failed meanwhile (its key was dropped): nobody is left to fill the room.
                 events.append(m.CopyDone(command.copy, _orphaned(command.key)))
             return
         try:
-            completion = self._move(
-                command.source, self._slots[command.uid, command.source], command.target, slot
-            )
+            completion = self._move(command.source.tier, self._slots[command.source], place.tier, slot)
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
             events.append(m.CopyDone(command.copy, self._explain(error, command)))
             return
@@ -312,27 +309,27 @@ class Engine:
         self.backends[source].read(source_slot, buffer).add_done_callback(begin_second)
         return both
 
-    def _free(self, command: m.FreeSlot, events: list[m.Event]) -> None:
-        slot = self._slots.pop((command.uid, command.tier), None)
+    def _free(self, place: m.Place, events: list[m.Event]) -> None:
+        slot = self._slots.pop(place, None)
         if slot is None:  # the medium had refused it: there is nothing to give back
-            events.append(m.Freed(command.uid, command.tier))
+            events.append(m.Freed(place))
             return
         try:
-            completion = self.backends[command.tier].free(slot)
+            completion = self.backends[place.tier].free(slot)
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            events.append(m.Freed(command.uid, command.tier, error))
+            events.append(m.Freed(place, error))
             return
         if completion.is_done:
-            events.append(m.Freed(command.uid, command.tier, completion.error))
+            events.append(m.Freed(place, completion.error))
             return
-        completion.add_done_callback(lambda error: self._report(m.Freed(command.uid, command.tier, error)))
+        completion.add_done_callback(lambda error: self._report(m.Freed(place, error)))
 
     def _explain(self, error: BaseException | None, command: m.StartCopy) -> BaseException | None:
         """Name the key and the tiers in a backend's error, which knows neither."""
         if error is None:
             return None
-        source = "the caller" if command.source is None else repr(self.names[command.source])
-        target = self.names[command.target]
+        source = "the caller" if command.source is None else repr(self.names[command.source.tier])
+        target = self.names[command.target.tier]
         message = f"copying {command.key!r} ({command.nbytes} B) from {source} to {target!r} failed: {error}"
         kind = type(error) if isinstance(error, BackendError) else BackendError
         explained = kind(

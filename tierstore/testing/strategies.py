@@ -14,7 +14,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.engine.transfer import Transfer
-from tierstore.errors import BackendError, CapacityError, KeyNotFound, LeaseError, TierStoreError
+from tierstore.errors import (
+    BackendError,
+    CapacityError,
+    KeyExists,
+    KeyNotFound,
+    LeaseError,
+    TierStoreError,
+    UsageError,
+)
 from tierstore.spi import Backend
 from tierstore.store import Lease, Store
 from tierstore.testing.faults import Faulty, Gate
@@ -163,6 +171,36 @@ class StoreMachine(RuleBasedStateMachine):
             lease.tensor.zero_()
             self.model[key] = torch.zeros_like(self.model[key])
         lease.release(written=changes)
+
+    @rule(key=st.sampled_from(KEYS), name=st.sampled_from(KEYS), tier=st.sampled_from(TIERS))
+    def split(self, key: str, name: str, tier: str) -> None:
+        """Make a replica a key of its own, if another stays behind."""
+        try:
+            is_split = self.store.split({key: name}, tier=tier)
+        except KeyNotFound:
+            assert key not in self.model
+        except (KeyExists, UsageError):
+            assert name in self.model or name == key
+        else:
+            if is_split:
+                self.model[name] = self.model[key].clone()
+
+    @rule(key=st.sampled_from(KEYS), name=st.sampled_from(KEYS), replace=st.booleans())
+    def rename(self, key: str, name: str, replace: bool) -> None:
+        """Rename a key, leased or not; what it replaces must not be."""
+        try:
+            self.store.rename({key: name}, replace=replace)
+        except KeyNotFound:
+            assert key not in self.model
+        except LeaseError:
+            assert any(held == name for held, _, _ in self.leases)
+        except UsageError:
+            assert name == key or name in self.model
+        else:
+            self.model[name] = self.model.pop(key)
+            self.leases = [
+                (name if held == key else held, lease, write) for held, lease, write in self.leases
+            ]
 
     @rule(tier=st.sampled_from(TIERS), capacity=st.integers(100, 9000))
     def resize(self, tier: str, capacity: int) -> None:

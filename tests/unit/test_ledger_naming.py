@@ -1,0 +1,194 @@
+"""Bytes under another key: what splitting and renaming promise, without hardware."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.test_ledger import DEVICE, DISK, HOST, Desk
+from tierstore.core import messages as m
+from tierstore.errors import KeyExists, KeyNotFound, LeaseError, UsageError
+
+
+def desk_with_two_replicas(key: str = "k") -> Desk:
+    """Return a desk where ``key`` is READY on the device and in host memory."""
+    desk = Desk()
+    desk.store(key, 10, HOST)
+    desk.fetch(key, DEVICE)
+    desk.run()
+    assert desk.ledger.where(key) == (DEVICE, HOST)
+    return desk
+
+
+def split(desk: Desk, tier: int = DEVICE, **names: str) -> bool:
+    number = desk.next()
+    desk.tell(m.SplitRequested(number, names, tier))
+    return desk.answers[number] == "granted"
+
+
+def rename(desk: Desk, *, replace: bool = False, **names: str) -> None:
+    desk.tell(m.RenameRequested(names, replace))
+
+
+def test_a_split_moves_no_bytes_and_charges_none() -> None:
+    desk = desk_with_two_replicas()
+    charged = [shelf.charged_bytes for shelf in desk.ledger.books.shelves]
+    assert split(desk, k="new")
+    assert (desk.ledger.where("k"), desk.ledger.where("new")) == ((HOST,), (DEVICE,))
+    assert [shelf.charged_bytes for shelf in desk.ledger.books.shelves] == charged
+    assert desk.copies == []
+    assert desk.frees == []
+
+
+def test_the_lower_replica_can_be_split_off_as_well() -> None:
+    desk = desk_with_two_replicas()
+    assert split(desk, HOST, k="new")
+    assert (desk.ledger.where("k"), desk.ledger.where("new")) == ((DEVICE,), (HOST,))
+
+
+def test_the_last_replica_of_a_key_stays_with_it() -> None:
+    desk = Desk()
+    desk.store("k", 10, DEVICE)
+    assert not split(desk, k="new")
+    assert not split(desk, HOST, k="new")
+    assert list(desk.ledger) == ["k"]
+
+
+def test_a_replica_in_use_is_not_split_off() -> None:
+    desk = desk_with_two_replicas()
+    lease = desk.lease("k")
+    assert not split(desk, k="new")
+    desk.tell(m.LeaseReleased(lease, written=False))
+    assert split(desk, k="new")
+
+
+def test_a_replica_that_a_copy_reads_is_not_split_off() -> None:
+    desk = desk_with_two_replicas()
+    desk.fetch("k", DISK)
+    assert desk.moving() == [("k", HOST, DISK)]
+    assert not split(desk, HOST, k="new")
+
+
+def test_a_replica_does_not_leave_its_key_to_one_whose_copy_may_still_fail() -> None:
+    desk = Desk()
+    desk.store("k", 10, HOST)
+    desk.fetch("k", DEVICE)
+    desk.tell(m.CopyOrdered(desk.copies[0].copy))
+    assert desk.ledger.where("k") == (DEVICE, HOST)
+    assert not split(desk, HOST, k="new"), "the device replica is ready in stream order only"
+
+
+def test_several_keys_are_split_together_or_not_at_all() -> None:
+    desk = desk_with_two_replicas("a")
+    desk.store("b", 10, DEVICE)
+    assert not split(desk, a="a'", b="b'")
+    assert set(desk.ledger) == {"a", "b"}
+
+
+def test_a_split_to_a_key_that_is_there_is_refused() -> None:
+    desk = desk_with_two_replicas()
+    desk.store("new", 10, HOST)
+    with pytest.raises(KeyExists):
+        split(desk, k="new")
+    with pytest.raises(KeyNotFound):
+        split(desk, nothing="other")
+
+
+def test_a_split_replica_is_evicted_with_a_copy_as_it_is_the_last_of_its_key() -> None:
+    desk = desk_with_two_replicas()
+    split(desk, k="new")
+    desk.evict("new", HOST)
+    assert desk.moving() == [("new", DEVICE, HOST)]
+    desk.run()
+    assert desk.ledger.where("new") == (HOST,)
+
+
+def test_an_eviction_that_waits_for_a_replica_ends_when_that_is_split_off() -> None:
+    desk = desk_with_two_replicas()
+    read = desk.next()
+    desk.tell(m.ReadRequested(read, "k"))  # from the device
+    evicted = desk.evict("k", HOST)
+    assert evicted not in desk.answers
+    desk.tell(m.ReadDone(read))
+    desk.run()
+    assert desk.answers[evicted] is None
+
+
+def test_a_new_version_takes_the_place_of_the_old_one() -> None:
+    desk = desk_with_two_replicas()
+    split(desk, k="new")
+    lease = desk.lease("new", access=m.Access.WRITE)
+    desk.tell(m.LeaseReleased(lease, written=True))
+    rename(desk, new="k", replace=True)
+    desk.run()
+    assert list(desk.ledger) == ["k"]
+    assert desk.ledger.where("k") == (DEVICE,)
+    assert desk.ledger.books.shelves[HOST].charged_bytes == 0
+
+
+def test_a_rename_to_a_key_that_is_there_needs_leave_to_replace_it() -> None:
+    desk = Desk()
+    desk.store("a", 10, HOST)
+    desk.store("b", 10, HOST)
+    with pytest.raises(KeyExists):
+        rename(desk, a="b")
+    assert set(desk.ledger) == {"a", "b"}
+    rename(desk, a="c")
+    assert set(desk.ledger) == {"b", "c"}
+
+
+def test_what_is_leased_is_not_replaced() -> None:
+    desk = Desk()
+    desk.store("a", 10, HOST)
+    desk.store("b", 10, HOST)
+    desk.lease("b", HOST)
+    with pytest.raises(LeaseError) as refused:
+        rename(desk, a="b", replace=True)
+    assert refused.value.holders == ("lease 3 of 'me'",)
+    assert set(desk.ledger) == {"a", "b"}
+
+
+def test_a_lease_lives_on_under_the_new_name() -> None:
+    desk = Desk()
+    desk.store("a", 10, HOST)
+    lease = desk.lease("a", HOST, m.Access.WRITE)
+    rename(desk, a="b")
+    with pytest.raises(LeaseError):
+        desk.lease("b", HOST)
+    desk.tell(m.LeaseReleased(lease, written=True))
+    desk.lease("b", HOST)
+
+
+def test_who_waits_for_a_replaced_key_is_told() -> None:
+    desk = Desk()
+    desk.store("old", 10, HOST)
+    desk.store("new", 10, HOST)
+    waiting = desk.fetch("old", DEVICE)
+    rename(desk, new="old", replace=True)
+    assert isinstance(desk.answers[waiting], KeyNotFound)
+    desk.run()
+    assert desk.ledger.where("old") == (HOST,)
+
+
+@pytest.mark.parametrize("names", [{"a": "b", "b": "c"}, {"a": "a"}, {"a": "c", "b": "c"}])
+def test_names_that_collide_are_refused_and_nothing_is_renamed(names: dict[str, str]) -> None:
+    desk = Desk()
+    desk.store("a", 10, HOST)
+    desk.store("b", 10, HOST)
+    with pytest.raises(UsageError):
+        rename(desk, replace=True, **names)
+    assert set(desk.ledger) == {"a", "b"}
+
+
+def test_a_key_whose_first_bytes_are_coming_has_no_name_to_give() -> None:
+    desk = Desk()
+    desk.put("k", 10)
+    with pytest.raises(KeyNotFound):
+        rename(desk, k="other")
+
+
+def test_the_story_tells_of_other_names() -> None:
+    desk = desk_with_two_replicas()
+    split(desk, k="new")
+    rename(desk, new="k", replace=True)
+    assert any("split off from 'k' in device" in line for line in desk.ledger.story("k"))
+    assert any("renamed from 'new'" in line for line in desk.ledger.story("k"))
