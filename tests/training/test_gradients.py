@@ -1,0 +1,191 @@
+"""What ``p.grad`` means while gradients wait in the store: every way to set, keep, join and lose one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.twins import (
+    WIDTH,
+    Block,
+    Optimizer,
+    Trial,
+    assert_equal_lists,
+    assert_same,
+    batch,
+    build_blocks,
+    config_of,
+    every_layout,
+    loss_of,
+)
+from tierstore.training import offload
+
+# A graph of gradients keeps all parameters, as aliases that no hook sees.
+ROOMY: dict[str, dict[str, object]] = {
+    "device": {"max_device_memory": "512KB"},
+    "three": {"max_device_memory": "512KB"},
+}
+
+
+def finish_step(trial: Trial) -> None:
+    """Log the gradients, step, and forget them."""
+    trial.log_gradients()
+    trial.optimizer.step()
+    trial.optimizer.zero_grad()
+
+
+@every_layout
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_gradient_with_a_graph_joins_one_that_waits(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(2):
+            loss_of(trial.model, *batch()).backward()
+            loss_of(trial.model, *batch()).backward(create_graph=True)
+            total = sum(p.grad.square().sum() for p in trial.model.parameters() if p.grad is not None)
+            assert isinstance(total, Tensor)
+            trial.log(total)
+            trial.log_gradients()
+            # The sum's graph leads back to the parameters, and the gradients keep it: both have to go.
+            trial.log(torch.autograd.grad(total, list(trial.model.parameters()))[0])
+            for parameter in trial.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.detach()
+            finish_step(trial)
+
+    assert_same(build_blocks, loop, "host" if layout == "disk" else layout, tmp_path, ROOMY.get(layout))
+
+
+@every_layout
+def test_a_gradient_is_given_to_another_parameter(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        first, second = (trial.model[n].up.weight for n in (0, 1))  # type: ignore[index]
+        for _ in range(3):
+            loss_of(trial.model, *batch()).backward()
+            second.grad = first.grad
+            finish_step(trial)
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+
+
+@every_layout
+def test_a_gradient_is_given_to_its_own_parameter(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            loss_of(trial.model, *batch()).backward()
+            for parameter in trial.model.parameters():
+                gradient = parameter.grad
+                parameter.grad = gradient
+            finish_step(trial)
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+
+
+class WithExtra(nn.Module):
+    """Blocks and, once `grow` was called, a parameter that nobody told the offloading of."""
+
+    extra: nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, 5)
+
+    def grow(self) -> None:
+        self.extra = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.block(x) * self.extra)
+        return logits
+
+
+def train_with_extra(trial: Trial) -> None:
+    assert isinstance(trial.model, WithExtra)
+    trial.model.grow()
+    torch.manual_seed(1)
+    extra = trial.model.extra
+    for _ in range(3):
+        loss_of(trial.model, *batch()).backward()
+        assert extra.grad is not None
+        extra.grad = extra.grad * 2
+        with torch.no_grad():
+            extra.sub_(extra.grad)
+        finish_step(trial)
+        trial.log(extra)
+        extra.grad = None
+
+
+@every_layout
+def test_a_parameter_added_later_has_a_gradient_like_any_other(layout: str, tmp_path: Path) -> None:
+    trials = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = WithExtra()
+        trials.append(Trial(model, [torch.optim.SGD(model.parameters(), lr=0.1)]))
+    plain, ours = trials
+    train_with_extra(plain)
+    with offload(ours.model, ours.optimizer, config_of(layout, tmp_path)):
+        train_with_extra(ours)
+    assert_equal_lists(plain.logged, ours.logged)
+
+
+class Rotating(nn.Module):
+    """A layer with complex weights, whose gradients autograd gives as conjugates and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotation = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
+        self.mixing = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.shift = nn.Parameter(torch.zeros(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = (x.to(torch.complex64) @ self.rotation.conj() + self.shift.conj()).abs()
+        # The gradient of an expanded vector is one number with strides of zero.
+        return (turned @ self.mixing.T).relu() + self.mixing.sum() + self.shift.real.sum()
+
+
+@every_layout
+def test_gradients_that_are_conjugates_views_and_expanded(layout: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = nn.Sequential(Rotating(), Rotating(), nn.Linear(WIDTH, 5))
+        return model, [torch.optim.SGD(model.parameters(), lr=0.01)]
+
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            loss_of(trial.model, *batch()).backward()
+            trial.log_gradients()
+            loss_of(trial.model, *batch()).backward()
+            finish_step(trial)
+
+    assert_same(build, loop, layout, tmp_path)
+
+
+def test_a_sparse_gradient_stays_where_autograd_put_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(100, WIDTH, sparse=True), nn.Linear(WIDTH, 5))
+    embedding = model[0].weight
+    with offload(model, torch.optim.SGD(model.parameters(), lr=0.1), config_of("device", tmp_path)):
+        model(torch.tensor([1, 2, 2])).sum().backward()
+        assert isinstance(embedding, Tensor)
+        assert embedding.grad is not None
+        assert embedding.grad.is_sparse
+
+
+def test_a_view_of_a_gradient_that_was_zeroed_keeps_its_values(tmp_path: Path) -> None:
+    model, (optimizer,) = build_blocks()
+    with offload(model, optimizer, config_of("device", tmp_path)) as run:
+        loss_of(model, *batch()).backward()
+        weight = model[0].up.weight  # type: ignore[index]
+        alias = weight.grad.data[0]
+        values = alias.clone()
+        optimizer.zero_grad()
+        loss_of(model, *batch()).backward()
+        assert torch.equal(alias, values)
+        assert not torch.equal(weight.grad[0], values)
+        del alias
+        optimizer.zero_grad()
+        loss_of(model, *batch()).backward()
+        optimizer.zero_grad()
+        assert not [key for key in run.store if key.startswith("grad/")], "nothing is left of them"

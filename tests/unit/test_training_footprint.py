@@ -1,0 +1,195 @@
+"""How the program's own device memory is measured: by watching on an emulated device, by asking on another.
+
+The allocator that is asked is one of this file: the twin of what ``tests/gpu`` does on a real one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tierstore as ts
+from tests.stores import make_store, numbered
+from tierstore.training.footprint import AllocatorMeter, EmulatedMeter
+
+
+class Allocator:
+    """What a device's allocator tells: the bytes that live, and the most that ever did."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def set(self, live_bytes: int) -> None:
+        self.live_bytes = live_bytes
+        self.peak_bytes = max(self.peak_bytes, live_bytes)
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    allocator = Allocator()
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: allocator.live_bytes)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: allocator.peak_bytes)
+    return allocator
+
+
+@pytest.fixture
+def store() -> Iterator[ts.Store]:
+    with make_store(1000, 1000, 5000) as store:
+        yield store
+
+
+@pytest.fixture
+def asking(store: ts.Store, allocator: Allocator) -> AllocatorMeter:
+    return AllocatorMeter(store, torch.device("cuda"))
+
+
+def test_what_the_store_holds_is_not_the_programs(
+    asking: AllocatorMeter, store: ts.Store, allocator: Allocator
+) -> None:
+    store.put("k", numbered(1), tier="device")
+    allocator.set(700)
+    assert asking.live_bytes() == 600
+
+
+def test_a_new_peak_of_the_allocator_counts_beside_the_least_that_was_stored(
+    asking: AllocatorMeter, store: ts.Store, allocator: Allocator
+) -> None:
+    store.put("k", numbered(1, 300), tier="device")
+    allocator.set(400)
+    asking.begin(())
+    allocator.set(900)  # inside a module, where nobody looks
+    allocator.set(400)
+    store.drop("k")
+    allocator.set(150)
+    asking.look()
+    assert asking.take_peak() == 900, "the store may have had nothing at that moment"
+
+
+def test_a_peak_that_an_earlier_one_hides_is_what_was_seen_at_the_boundaries(
+    asking: AllocatorMeter, allocator: Allocator
+) -> None:
+    allocator.set(5000)
+    allocator.set(100)
+    asking.begin(())
+    allocator.set(600)
+    asking.look()
+    allocator.set(200)
+    assert asking.take_peak() == 600
+
+
+def test_each_peak_is_taken_once(asking: AllocatorMeter, allocator: Allocator) -> None:
+    asking.begin(())
+    allocator.set(800)
+    assert asking.take_peak() == 800
+    allocator.set(300)
+    asking.begin(())
+    assert asking.take_peak() == 800, "the new period began with what was live at its beginning"
+    assert asking.take_peak() == 300
+
+
+def test_a_measurement_that_ended_is_forgotten(asking: AllocatorMeter, allocator: Allocator) -> None:
+    asking.begin(())
+    allocator.set(800)
+    asking.look()
+    asking.end()
+    allocator.set(300)
+    asking.begin(())
+    assert asking.take_peak() == 300
+
+
+def test_asking_needs_no_pause(asking: AllocatorMeter, allocator: Allocator) -> None:
+    with asking.apart():
+        allocator.set(10)
+    assert asking.live_bytes() == 10
+
+
+# --- an emulated device -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watching() -> Iterator[EmulatedMeter]:
+    meter = EmulatedMeter()
+    yield meter
+    meter.end()
+
+
+def test_what_comes_in_and_what_is_made_counts_once_while_it_lives(watching: EmulatedMeter) -> None:
+    given = torch.ones(100)
+    watching.begin(({"x": [given], "y": given.view(10, 10)},))
+    made = given + 1
+    alias = made[:10]
+    assert watching.live_bytes() == 800
+    del given, made
+    assert watching.live_bytes() == 400, "a view keeps all of its storage"
+    del alias
+    assert (watching.live_bytes(), watching.take_peak()) == (0, 800)
+
+
+def test_a_second_beginning_goes_on_with_the_first(watching: EmulatedMeter) -> None:
+    watching.begin(())
+    first = torch.ones(100)
+    second = torch.ones(50)
+    watching.begin((second,))
+    assert watching.live_bytes() == 600
+    del first
+
+
+def test_what_is_done_apart_does_not_count(watching: EmulatedMeter) -> None:
+    with watching.apart():
+        before = torch.ones(10)
+    watching.begin(())
+    with watching.apart(), watching.apart():
+        inside = torch.ones(10)
+    after = torch.ones(10)
+    assert watching.live_bytes() == 40
+    del before, inside, after
+
+
+def test_an_ended_measurement_keeps_its_last_peak_and_sees_nothing(watching: EmulatedMeter) -> None:
+    watching.begin(())
+    kept = torch.ones(100)
+    assert watching.take_peak() == 400
+    watching.end()
+    more = torch.ones(1000)
+    assert (watching.live_bytes(), watching.take_peak()) == (400, 400)
+    del kept, more
+    gc.collect()
+    assert watching.live_bytes() == 400
+
+
+class OnTop(TorchDispatchMode):
+    """A mode of the user's own, put on while a measurement runs."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - torch's signature
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_measurement_that_ends_under_another_mode_counts_no_more(watching: EmulatedMeter) -> None:
+    watching.begin(())
+    mode = watching._mode
+    assert mode is not None
+    with OnTop():  # type: ignore[no-untyped-call]
+        watching.end()
+        more = torch.ones(100)
+        assert mode.live_bytes == 0
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    del more
+
+
+def test_sparse_tensors_have_no_storage_to_count(watching: EmulatedMeter) -> None:
+    watching.begin(())
+    values = torch.eye(4).to_sparse()
+    watching.live_bytes()
+    assert values.is_sparse
