@@ -51,7 +51,7 @@ class DirectoryOwner:
         made = 0
         try:
             for _ in range(_CLAIM_ATTEMPTS):
-                made += _make(folder)
+                made = max(made, _make(folder))  # what an attempt made may be gone again: never a sum
                 lock_fd = _lock(folder)
                 if lock_fd is not None:
                     return cls._settle(folder, lock_fd, made)
