@@ -42,11 +42,17 @@ class Lease:
     """
 
     def __init__(
-        self, store: Store, number: int, tensors: Mapping[str, torch.Tensor], slots: Sequence[AddressableSlot]
+        self,
+        store: Store,
+        number: int,
+        tensors: Mapping[str, torch.Tensor],
+        places: Mapping[str, m.Place],
+        slots: Sequence[AddressableSlot],
     ) -> None:
         self._store = store
         self._number = number
         self._tensors = tensors
+        self._places = places
         self._slots = slots
         self._is_held = True
 
@@ -78,6 +84,29 @@ class Lease:
         self._is_held = False
         self._tensors = {}
         self._store._end_lease(self._number, self._slots, written)  # noqa: SLF001 - one unit
+
+    def split(self, names: Mapping[str, str]) -> bool:
+        """Make the leased replicas keys of their own, with the same bytes.  For write leases; moves no bytes.
+
+        The lease goes on with the new keys; the former ones keep their other replicas and are free to
+        be used.  So new bytes can be written beside the old ones, until `Store.rename` lets them take
+        their place, all at once, or `Store.drop` forgets them.
+
+        Args:
+            names: the new key for each key of the lease that is to be split.
+
+        Returns:
+            False, and nothing was changed, if a key has no other ready replica.
+
+        Raises:
+            KeyNotFound: a key is not in the lease.
+            UsageError: the lease is for reading, or was released.
+            KeyExists: a new key is there.
+        """
+        for key in names:
+            self[key]
+        places = {self._places[key]: name for key, name in _check_names(names).items()}
+        return self._store._split(self._number, places)  # noqa: SLF001 - one unit
 
     def __enter__(self) -> Self:
         """Return the lease itself."""
@@ -263,12 +292,17 @@ class Store:
             slot.acquire()
             slots.append(slot)
             tensors[replica.key] = view_bytes(slot.memory, _spec(replica))
-        return Lease(self, number, tensors, slots)
+        return Lease(self, number, tensors, {each.key: each.place for each in granted}, slots)
 
     def _end_lease(self, number: int, slots: Sequence[AddressableSlot], written: bool) -> None:
         for slot in slots:
             slot.release()
         self._engine.turn(m.LeaseReleased(number, written))
+
+    def _split(self, lease: int, names: Mapping[m.Place, str]) -> bool:
+        number = self._engine.number()
+        event = m.SplitRequested(number, lease, names)
+        return not names or bool(self._engine.request(event, number, tuple(names.values())).result())
 
     def _await(
         self, request: Transfer[Sequence[m.Granted]], undo: Callable[[Sequence[m.Granted]], None]
@@ -348,28 +382,6 @@ class Store:
             LeaseError: a key is leased; nothing was dropped.
         """
         self._engine.turn(m.DropRequested(tuple(map(_check_key, keys))))
-
-    def split(self, names: Mapping[str, str], *, tier: str = FASTEST) -> bool:
-        """Make the replicas of some keys in ``tier`` keys of their own, with the same bytes.  Moves none.
-
-        The keys keep their other replicas.  So new bytes can be written beside the old ones, where
-        `rename` lets them take their place, all at once, or `drop` forgets them.
-
-        Args:
-            names: the new key for each key.
-            tier: whose replicas.
-
-        Returns:
-            False, and nothing was changed, unless each key has a ready replica there that nobody uses,
-            and another one elsewhere.
-
-        Raises:
-            KeyNotFound: nothing was put under a key, or it was dropped.
-            KeyExists: a new key is there.
-        """
-        number = self._engine.number()
-        event = m.SplitRequested(number, _check_names(names), self._index(tier))
-        return bool(self._engine.request(event, number, tuple(names)).result()) or not names
 
     def rename(self, names: Mapping[str, str], *, replace: bool = False) -> None:
         """Let what is under some keys be found under others: all of them, or none.  Moves no bytes.

@@ -234,18 +234,30 @@ class LedgerMachine(RuleBasedStateMachine):
             self.oracle.values = former
             self.ledger.check()
 
+    @precondition(lambda self: self.writes & set(self.leases))
+    @rule(data=st.data())
+    def split(self, data: st.DataObject) -> None:
+        self.split_one(data, data.draw(st.sampled_from(sorted(self.writes & set(self.leases)))))
+
+    def split_one(self, data: st.DataObject, lease: int) -> None:
+        name = data.draw(st.sampled_from(sorted(set(KEYS) - set(self.oracle.values)) or KEYS))
+        place = data.draw(st.sampled_from([granted.place for granted in self.leases[lease]]))
+        number = next(self.numbers)
+        self.splits[number] = (self.oracle.key_of(self.oracle.generation_of[place]), name)
+        self.ask(m.SplitRequested(number, lease, {place: name}))
+
     def in_several_tiers(self) -> list[tuple[str, int]]:
-        where = {key: self.ledger.where(key) for key in self.oracle.values}
+        where = {key: self.ledger.where(key) for key in sorted(self.oracle.values)}
         return [(key, tier) for key, tiers in where.items() if len(tiers) > 1 for tier in tiers]
 
     @precondition(lambda self: self.in_several_tiers())
     @rule(data=st.data())
-    def split(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(set(KEYS) - set(self.oracle.values)) or KEYS))
+    def lease_and_split(self, data: st.DataObject) -> None:
         key, tier = data.draw(st.sampled_from(self.in_several_tiers()))
-        number = next(self.numbers)
-        self.splits[number] = (key, name)
-        self.ask(m.SplitRequested(number, {key: name}, tier))
+        lease = next(self.numbers)
+        self.ask(m.LeaseRequested(lease, [key], tier, m.Access.WRITE, "somebody"))
+        if lease in self.leases:
+            self.split_one(data, lease)
 
     @precondition(lambda self: self.oracle.values)
     @rule(

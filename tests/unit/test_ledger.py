@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tierstore.core import messages as m
@@ -39,6 +41,7 @@ class Desk:
         self.copies: list[m.StartCopy] = []
         self.frees: list[m.FreeSlot] = []
         self.answers: dict[int, BaseException | str | None] = {}
+        self.leased: dict[int, Sequence[m.Granted]] = {}
         self.number = 0
 
     def tell(self, event: m.Event) -> None:
@@ -50,6 +53,7 @@ class Desk:
                     self.frees.append(command)
                 case m.Grant():
                     self.answers[command.request] = "granted"
+                    self.leased[command.request] = command.replicas
                 case m.Settle():
                     self.answers[command.request] = command.error
                 case m.SetCapacity():

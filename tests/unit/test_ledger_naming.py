@@ -20,8 +20,20 @@ def desk_with_two_replicas(key: str = "k") -> Desk:
 
 
 def split(desk: Desk, tier: int = DEVICE, **names: str) -> bool:
+    """Lease the keys for writing, split them, and release unless it was refused."""
+    lease = desk.next()
+    desk.tell(m.LeaseRequested(lease, list(names), tier, m.Access.WRITE, "me"))
+    assert desk.answers[lease] == "granted"
+    try:
+        return split_lease(desk, lease, **names)
+    finally:
+        desk.tell(m.LeaseReleased(lease, written=False))
+
+
+def split_lease(desk: Desk, lease: int, **names: str) -> bool:
     number = desk.next()
-    desk.tell(m.SplitRequested(number, names, tier))
+    places = {replica.place: names[replica.key] for replica in desk.leased[lease] if replica.key in names}
+    desk.tell(m.SplitRequested(number, lease, places))
     return desk.answers[number] == "granted"
 
 
@@ -49,32 +61,43 @@ def test_the_last_replica_of_a_key_stays_with_it() -> None:
     desk = Desk()
     desk.store("k", 10, DEVICE)
     assert not split(desk, k="new")
-    assert not split(desk, HOST, k="new")
     assert list(desk.ledger) == ["k"]
 
 
-def test_a_replica_in_use_is_not_split_off() -> None:
+def test_only_a_lease_for_writing_can_be_split() -> None:
     desk = desk_with_two_replicas()
-    lease = desk.lease("k")
-    assert not split(desk, k="new")
-    desk.tell(m.LeaseReleased(lease, written=False))
-    assert split(desk, k="new")
+    with pytest.raises(UsageError, match="writing"):
+        split_lease(desk, desk.lease("k"), k="new")
 
 
-def test_a_replica_that_a_copy_reads_is_not_split_off() -> None:
+def test_the_lease_goes_on_with_the_new_key_and_the_old_one_is_free() -> None:
     desk = desk_with_two_replicas()
-    desk.fetch("k", DISK)
-    assert desk.moving() == [("k", HOST, DISK)]
-    assert not split(desk, HOST, k="new")
+    lease = desk.lease("k", access=m.Access.WRITE)
+    assert split_lease(desk, lease, k="new")
+    with pytest.raises(LeaseError):
+        desk.lease("new")
+    desk.lease("k", HOST)
+    desk.tell(m.LeaseReleased(lease, written=True))
+    assert (desk.ledger.where("k"), desk.ledger.where("new")) == ((HOST,), (DEVICE,))
 
 
-def test_a_replica_does_not_leave_its_key_to_one_whose_copy_may_still_fail() -> None:
+def test_what_is_ready_in_stream_order_only_does_not_leave_its_key() -> None:
     desk = Desk()
     desk.store("k", 10, HOST)
-    desk.fetch("k", DEVICE)
+    lease = desk.lease("k", access=m.Access.WRITE)
     desk.tell(m.CopyOrdered(desk.copies[0].copy))
-    assert desk.ledger.where("k") == (DEVICE, HOST)
-    assert not split(desk, HOST, k="new"), "the device replica is ready in stream order only"
+    assert not split_lease(desk, lease, k="new"), "its bytes are still on their way"
+
+
+def test_what_is_ready_in_stream_order_only_does_not_stay_behind_alone() -> None:
+    desk = desk_with_two_replicas()
+    desk.fetch("k", DISK)
+    desk.tell(m.CopyOrdered(desk.copies[0].copy))
+    desk.put("other", 95, HOST)  # for which the host replica goes
+    assert desk.ledger.where("k") == (DEVICE, DISK)
+    assert not split(desk, k="new"), "the copy to disk may fail yet"
+    desk.run()
+    assert split(desk, k="new")
 
 
 def test_several_keys_are_split_together_or_not_at_all() -> None:
@@ -89,8 +112,6 @@ def test_a_split_to_a_key_that_is_there_is_refused() -> None:
     desk.store("new", 10, HOST)
     with pytest.raises(KeyExists):
         split(desk, k="new")
-    with pytest.raises(KeyNotFound):
-        split(desk, nothing="other")
 
 
 def test_a_split_replica_is_evicted_with_a_copy_as_it_is_the_last_of_its_key() -> None:
@@ -100,17 +121,6 @@ def test_a_split_replica_is_evicted_with_a_copy_as_it_is_the_last_of_its_key() -
     assert desk.moving() == [("new", DEVICE, HOST)]
     desk.run()
     assert desk.ledger.where("new") == (HOST,)
-
-
-def test_an_eviction_that_waits_for_a_replica_ends_when_that_is_split_off() -> None:
-    desk = desk_with_two_replicas()
-    read = desk.next()
-    desk.tell(m.ReadRequested(read, "k"))  # from the device
-    evicted = desk.evict("k", HOST)
-    assert evicted not in desk.answers
-    desk.tell(m.ReadDone(read))
-    desk.run()
-    assert desk.answers[evicted] is None
 
 
 def test_a_new_version_takes_the_place_of_the_old_one() -> None:

@@ -182,20 +182,17 @@ class Books:
         shelf.leaving_bytes += replica.charge_bytes
 
     def split(self, replica: Replica, key: str) -> None:
-        """Make an idle READY replica a key of its own; its former entry has another one."""
-        former, shelf = replica.entry, self.shelves[replica.tier]
+        """Make a replica that is leased for writing a key of its own; its entry has another one."""
+        former = replica.entry
         self.note(former, f"split off as {key!r}", replica.tier)
         self._stir(replica)
-        del former.replicas[replica.tier]
-        shelf.evictable.pop(former.uid, None)
-        shelf.stuck.pop(former.uid, None)
         entry = self.new_entry(key, former.nbytes, former.spec)
         entry.life = Life.LIVE
         self.index[key] = entry
+        entry.writer, former.writer = former.writer, None
+        entry.holders, former.holders = former.holders, {}
+        entry.replicas[replica.tier] = former.replicas.pop(replica.tier)
         replica.entry = entry
-        entry.replicas[replica.tier] = replica
-        shelf.evictable[entry.uid] = replica
-        self.touch(replica)
         self.note(entry, f"split off from {former.key!r}", replica.tier)
 
     def rename(self, entry: Entry, key: str) -> None:

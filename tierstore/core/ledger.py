@@ -31,8 +31,8 @@ from tierstore.core.entry import Entry, Life, Want
 from tierstore.core.eviction import Policy
 from tierstore.core.model import Tier
 from tierstore.core.moving import Moving
-from tierstore.core.naming import check_names, replica_to_split
-from tierstore.core.requests import Evict, Fetch, Flush, Lease, Put, Read, Request, refuse_if_written
+from tierstore.core.naming import can_split, check_names
+from tierstore.core.requests import Evict, Fetch, Flush, Lease, Put, Read, Request, granted, refuse_if_written
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, UsageError
 from tierstore.units import format_bytes
@@ -79,8 +79,10 @@ class Ledger:
             m.Freed: self._freed,
         }
 
-    def apply(self, event: m.Event) -> list[m.Command]:
+    def apply(self, *events: m.Event) -> list[m.Command]:
         """Take in what happened; return what to do about it, in this order.
+
+        Several at a time are what the hardware did: a request comes alone, so that it can be refused.
 
         Raises:
             UsageError: the request is wrong as things are; nothing was changed.
@@ -88,8 +90,9 @@ class Ledger:
             InvariantError: a bug: the event does not fit the books.
         """
         books = self.books
-        books.tick += 1
-        self._handlers[type(event)](event)
+        for event in events:
+            books.tick += 1
+            self._handlers[type(event)](event)
         if books.changed or books.restless:
             self.moving.settle()
         if self._closing is not None:
@@ -247,19 +250,18 @@ class Ledger:
             )
 
     def _split(self, event: m.SplitRequested) -> None:
-        check_names(self.books, event.names, replace=False)
-        found = {
-            name: replica_to_split(self.books, self._entry(key), event.tier)
-            for key, name in event.names.items()
-        }
-        replicas = {name: replica for name, replica in found.items() if replica is not None}
-        if len(replicas) < len(found):
+        lease = self._leases[event.lease]
+        if lease.access is not m.Access.WRITE:
+            raise UsageError("only a lease for writing can be split: lease(..., write=True).")
+        replicas = [replica for replica in lease.held if replica.place in event.names]
+        names = {replica.key: event.names[replica.place] for replica in replicas}
+        check_names(self.books, names, replace=False)
+        if not all(can_split(replica) for replica in replicas):
             self.books.out.append(m.Settle(event.request))
             return
-        for name, replica in replicas.items():
-            self.books.split(replica, name)
-        granted = [m.Granted(replica.key, replica.place, replica.entry.spec) for replica in replicas.values()]
-        self.books.out.append(m.Grant(event.request, granted))
+        for replica in replicas:
+            self.books.split(replica, names[replica.key])
+        self.books.out.append(m.Grant(event.request, [granted(replica) for replica in replicas]))
 
     def _rename(self, event: m.RenameRequested) -> None:
         check_names(self.books, event.names, replace=event.replace)

@@ -123,15 +123,14 @@ class DropRequested:
 
 @dataclass(slots=True)
 class SplitRequested:
-    """A caller wants the replicas of some keys in ``tier`` to be keys of their own.
+    """Who holds the write lease ``lease`` wants replicas that it holds to be keys of their own.
 
-    ``names`` maps each key to the new one.  Granted with the replicas, or settled without: nothing
-    was changed.
+    ``names`` are the new keys.  Granted with the replicas, or settled without: nothing was changed.
     """
 
     request: int
-    names: Mapping[str, str]
-    tier: int
+    lease: int
+    names: Mapping[Place, str]
 
 
 @dataclass(slots=True)

@@ -2,8 +2,8 @@
 
 No byte moves in either, so both are decided at once.
 
-1. *Split*: a READY replica that nobody uses leaves its key, if another one stays behind that nothing
-   can take away any more.  Each of the two keys then has a last copy of its own.
+1. *Split*: a replica that is leased for writing leaves its key together with the lease, if another
+   READY one stays behind.  Each of the two keys then has a last copy of its own.
 2. *Rename*: all of the given keys, or none.  What was under a new name before is dropped, as `drop`
    drops it.
 """
@@ -13,20 +13,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierstore.core.books import Books
-from tierstore.core.entry import Entry, Life
-from tierstore.core.residency import Replica, State
+from tierstore.core.entry import Life
+from tierstore.core.residency import Replica
 from tierstore.errors import KeyExists, KeyNotFound, UsageError
 
 
-def replica_to_split(books: Books, entry: Entry, tier: int) -> Replica | None:
-    """Return the replica of ``entry`` in ``tier`` if it can leave its key, else ``None``."""
-    replica = entry.replicas.get(tier)
-    if replica is None or replica.state is not State.READY or not replica.is_idle:
-        return None
-    if entry.uid in books.shelves[tier].leaving:
-        return None  # a copy of it is about to be made, for this very entry
-    stays = any(other is not replica and other.copy is None for other in entry.ready())
-    return replica if stays else None
+def can_split(replica: Replica) -> bool:
+    """Whether a replica that is leased for writing can leave its key.
+
+    One that is READY in stream order only, while its bytes are still on their way, neither leaves nor
+    stays behind: the copy may fail yet.
+    """
+    others = [other for other in replica.entry.ready() if other is not replica]
+    return replica.copy is None and any(other.copy is None for other in others)
 
 
 def check_names(books: Books, names: Mapping[str, str], *, replace: bool) -> None:

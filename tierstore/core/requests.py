@@ -77,7 +77,8 @@ def refuse_if_written(entry: Entry, doing: str) -> None:
         )
 
 
-def _granted(replica: Replica) -> Granted:
+def granted(replica: Replica) -> Granted:
+    """Return what a caller is told of a replica that it may use."""
     entry = replica.entry
     return Granted(entry.key, replica.place, entry.spec)
 
@@ -205,7 +206,7 @@ class Lease(Request):
         order = {replica.entry.uid: replica for replica in self.held}
         self.held = [order[entry.uid] for entry in self.entries]
         self.desk.start_lease(self)
-        self.desk.emit(Grant(self.number, [_granted(replica) for replica in self.held]))
+        self.desk.emit(Grant(self.number, [granted(replica) for replica in self.held]))
 
     def undo(self) -> None:
         """See `Request.undo`."""
@@ -240,7 +241,7 @@ class Read(Request):
         """See `Request.finish`."""
         assert self.replica is not None
         self.desk.start_read(self.number, self.replica)
-        self.desk.emit(Grant(self.number, [_granted(self.replica)]))
+        self.desk.emit(Grant(self.number, [granted(self.replica)]))
 
 
 class Evict(Request):

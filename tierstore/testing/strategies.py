@@ -7,6 +7,7 @@ never runs out of memory, over any backends that a subclass gives it.  Needs the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from tierstore.engine.transfer import Transfer
 from tierstore.errors import (
     BackendError,
     CapacityError,
-    KeyExists,
     KeyNotFound,
     LeaseError,
     TierStoreError,
@@ -93,6 +93,15 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
+class Held(NamedTuple):
+    """A lease, the key that it was asked for, and the one that its bytes are under now."""
+
+    asked: str
+    key: str
+    lease: Lease
+    is_writing: bool
+
+
 class StoreMachine(RuleBasedStateMachine):
     """The store against a dict that never runs out of memory.
 
@@ -124,7 +133,7 @@ class StoreMachine(RuleBasedStateMachine):
         ]
         self.store = Store(StoreConfig(tiers, eviction=self.eviction))
         self.model: dict[str, torch.Tensor] = {}
-        self.leases: list[tuple[str, Lease, bool]] = []
+        self.leases: list[Held] = []
         self.transfers: list[Transfer[None]] = []
 
     # --- rules that block: the hardware runs freely -----------------------------------------
@@ -154,36 +163,39 @@ class StoreMachine(RuleBasedStateMachine):
             assert key not in self.model
             return
         except LeaseError:
-            assert any(held == key for held, _, _ in self.leases)
+            assert any(held.key == key for held in self.leases)
             return
         except (CapacityError, BackendError):
             return
         assert same_bytes(lease.tensor, self.model[key])
-        self.leases.append((key, lease, write))
+        self.leases.append(Held(key, key, lease, write))
 
     @rule(index=st.integers(0, 9), changes=st.booleans())
     def release(self, index: int, changes: bool) -> None:
         """Release; a writer may have changed the bytes."""
         if not self.leases:
             return
-        key, lease, write = self.leases.pop(index % len(self.leases))
-        if write and changes:
+        _, key, lease, is_writing = self.leases.pop(index % len(self.leases))
+        if is_writing and changes:
             lease.tensor.zero_()
             self.model[key] = torch.zeros_like(self.model[key])
         lease.release(written=changes)
 
-    @rule(key=st.sampled_from(KEYS), name=st.sampled_from(KEYS), tier=st.sampled_from(TIERS))
-    def split(self, key: str, name: str, tier: str) -> None:
-        """Make a replica a key of its own, if another stays behind."""
+    @rule(index=st.integers(0, 9), name=st.sampled_from(KEYS))
+    def split(self, index: int, name: str) -> None:
+        """Split what is leased for writing from its key, if another replica stays behind."""
+        writing = [held for held in self.leases if held.is_writing]
+        if not writing:
+            return
+        held = writing[index % len(writing)]
         try:
-            is_split = self.store.split({key: name}, tier=tier)
-        except KeyNotFound:
-            assert key not in self.model
-        except (KeyExists, UsageError):
-            assert name in self.model or name == key
-        else:
-            if is_split:
-                self.model[name] = self.model[key].clone()
+            is_split = held.lease.split({held.asked: name})
+        except UsageError:
+            assert name in self.model
+            return
+        if is_split:
+            self.model[name] = self.model[held.key].clone()
+            self.leases[self.leases.index(held)] = held._replace(key=name)
 
     @rule(key=st.sampled_from(KEYS), name=st.sampled_from(KEYS), replace=st.booleans())
     def rename(self, key: str, name: str, replace: bool) -> None:
@@ -193,14 +205,12 @@ class StoreMachine(RuleBasedStateMachine):
         except KeyNotFound:
             assert key not in self.model
         except LeaseError:
-            assert any(held == name for held, _, _ in self.leases)
+            assert any(held.key == name for held in self.leases)
         except UsageError:
             assert name == key or name in self.model
         else:
             self.model[name] = self.model.pop(key)
-            self.leases = [
-                (name if held == key else held, lease, write) for held, lease, write in self.leases
-            ]
+            self.leases = [held._replace(key=name) if held.key == key else held for held in self.leases]
 
     @rule(tier=st.sampled_from(TIERS), capacity=st.integers(100, 9000))
     def resize(self, tier: str, capacity: int) -> None:
@@ -222,7 +232,7 @@ class StoreMachine(RuleBasedStateMachine):
         except KeyNotFound:
             assert key not in self.model
         except LeaseError:
-            assert any(held == key for held, _, _ in self.leases)
+            assert any(held.key == key for held in self.leases)
         else:
             del self.model[key]
 
@@ -259,7 +269,7 @@ class StoreMachine(RuleBasedStateMachine):
         except KeyNotFound:
             assert key not in self.model
         except LeaseError:
-            assert any(held == key for held, _, _ in self.leases)
+            assert any(held.key == key for held in self.leases)
         else:
             self.transfers.append(transfer)
 
@@ -286,8 +296,8 @@ class StoreMachine(RuleBasedStateMachine):
         for faulty in self.faulty:
             faulty.heal()
         self.open_gates()
-        for _, lease, _ in self.leases:
-            lease.release(written=False)
+        for held in self.leases:
+            held.lease.release(written=False)
         for transfer in self.transfers:
             try:
                 transfer.result(PATIENCE_S)
