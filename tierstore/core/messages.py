@@ -21,6 +21,8 @@ class Urgency(enum.IntEnum):
     PREFETCH = 1  # somebody will need it
     WRITE_BACK = 2  # room is being made in good time
 
+    __hash__ = int.__hash__  # an enum's own is a call into Python
+
 
 class Access(enum.Enum):
     """What a lease is for."""

@@ -138,7 +138,7 @@ class Moving:
         elif want.is_direct or not self._passes_host(want, ready[0].tier):
             self._start(want, ready[0].tier)
         else:
-            self.want(entry, self.host, want.urgency, None).dependents.append(want)
+            self.want(entry, self.host, want.urgency, None).dependents += (want,)
 
     def _passes_host(self, want: Want, source: int) -> bool:
         """Whether a copy between two tiers that are not host memory is made in two steps.
@@ -233,8 +233,8 @@ class Moving:
         entry = want.entry
         del entry.wants[want.tier]
         self.books.filled(replica)
-        for faster in [r for r in entry.ready() if r.tier < replica.tier]:
-            if faster.entry.uid in self.books.shelves[faster.tier].leaving:
+        for shelf in self.books.shelves[: replica.tier]:
+            if (faster := shelf.leaving.get(entry.uid)) is not None:
                 self.books.drop(faster)
         for waiting in list(entry.wants.values()):
             if waiting.phase is Phase.RESERVED:

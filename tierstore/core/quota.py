@@ -6,6 +6,7 @@ decision walks over all keys.  `Ledger.check` recomputes every sum.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from tierstore.core.entry import Want
@@ -81,7 +82,8 @@ class Shelf:
         self.evictable: dict[int, Replica] = {}
         self.stuck: dict[int, Replica] = {}
         self.lost_bytes = 0
-        self.queues: dict[Urgency, dict[Want, None]] = {urgency: {} for urgency in Urgency}
+        # Ordered ones know their first in no time; a dict looks for it behind all that were taken before.
+        self.queues: dict[Urgency, OrderedDict[Want, None]] = {u: OrderedDict() for u in Urgency}
         self.trouble: BaseException | None = None
         self.waiting = 0
         self.is_resizing = False
@@ -126,12 +128,15 @@ class Shelf:
 
     def dequeue(self, want: Want) -> None:
         """Let ``want`` wait no more."""
-        if want in self.queues[want.urgency]:
-            del self.queues[want.urgency][want]
+        queue = self.queues[want.urgency]
+        if want in queue:
+            del queue[want]
             self.waiting -= 1
 
     def first(self) -> Want | None:
         """Return who is next for room."""
-        if not self.waiting:
-            return None
-        return next(want for queue in self.queues.values() for want in queue)
+        if self.waiting:
+            for queue in self.queues.values():
+                for want in queue:
+                    return want
+        return None

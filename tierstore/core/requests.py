@@ -269,9 +269,10 @@ class Evict(Request):
             return True
         self.check(entry)
         ready = entry.ready()
-        if not any(replica.tier >= to for replica in ready):
-            if ready:
-                self.desk.want(entry, to, Urgency.WRITE_BACK, self)
+        if not ready:
+            return False
+        if ready[-1].tier < to:
+            self.desk.want(entry, to, Urgency.WRITE_BACK, self)
             return False
         for replica in ready:
             if replica.tier < to:

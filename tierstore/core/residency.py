@@ -27,6 +27,8 @@ class State(enum.Enum):
     READY = enum.auto()  # read, lease, copy from
     DRAINING = enum.auto()  # finish what was begun; nothing new may start
 
+    __hash__ = object.__hash__  # an enum's own is a call into Python, for every step
+
 
 class Step(enum.Enum):
     """What can happen to a replica."""
@@ -36,6 +38,8 @@ class Step(enum.Enum):
     FAILED = enum.auto()  # its copy ended badly, or found no room in the medium
     DROP = enum.auto()  # nobody needs these bytes any more
     FREED = enum.auto()  # the backend gave the bytes back
+
+    __hash__ = object.__hash__  # as above
 
 
 TABLE: dict[tuple[State, Step], State] = {

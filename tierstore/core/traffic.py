@@ -6,6 +6,7 @@ for earlier: a copy that has been handed to the hardware cannot be called back.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from tierstore.core.entry import Want
@@ -37,16 +38,15 @@ class Lane:
     in_flight: int = 0
     copies: int = 0
     moved_bytes: int = 0
-    waiting: dict[Urgency, dict[int, Copy]] = field(
-        default_factory=lambda: {urgency: {} for urgency in Urgency}
+    # Ordered ones know their first in no time; a dict looks for it behind all that were taken before.
+    waiting: dict[Urgency, OrderedDict[int, Copy]] = field(
+        default_factory=lambda: {urgency: OrderedDict() for urgency in Urgency}
     )
 
-    def first(self) -> Copy | None:
-        """Return the copy that is next."""
-        for group in self.waiting.values():
-            for copy in group.values():
-                return copy
-        return None
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a copy waits."""
+        return any(self.waiting.values())
 
 
 class Traffic:
@@ -71,7 +71,7 @@ class Traffic:
         """Take a copy in; return those that may start now."""
         self.copies[copy.number] = copy
         lane = self.lane(copy.source, copy.target)
-        if self._may_start(lane, copy) and lane.first() is None:
+        if self._may_start(lane, copy) and not lane.is_waited_for:
             self._count(lane, copy)
             return [copy]
         lane.waiting[copy.want.urgency][copy.number] = copy
@@ -117,9 +117,12 @@ class Traffic:
 
     def _start(self, lane: Lane) -> list[Copy]:
         started: list[Copy] = []
-        while (copy := lane.first()) is not None and self._may_start(lane, copy):
-            for waiting in lane.waiting.values():
-                waiting.pop(copy.number, None)
-            self._count(lane, copy)
-            started.append(copy)
+        for group in lane.waiting.values():
+            while group:
+                copy = next(iter(group.values()))
+                if not self._may_start(lane, copy):
+                    return started
+                del group[copy.number]
+                self._count(lane, copy)
+                started.append(copy)
         return started
