@@ -16,7 +16,7 @@ _BLOCK_BYTES = 256 * 1024
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Reserve, free and resize; every slot is filled with its own number."""
+    """Reserve, free, hand out and resize; every slot is filled with its own number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +52,18 @@ class PoolMachine(RuleBasedStateMachine):
     def free(self, number: int) -> None:
         assert self.pool.free(self.held.pop(number)).error is None
 
+    @rule(nbytes=st.integers(_BLOCK_BYTES // 8, _BLOCK_BYTES))
+    def hand_out(self, nbytes: int) -> None:
+        """Let as much as the pool can hold go through one slot: blocks that it does not need give back."""
+        for _ in range(_CAPACITY_BYTES // nbytes):
+            try:
+                slot = self.pool.reserve(nbytes)
+            except CapacityError:
+                return
+            assert isinstance(slot, AddressableSlot)
+            slot.memory.fill_(255)
+            assert self.pool.free(slot).error is None
+
     @rule(share=st.floats(0, 1))
     def resize(self, share: float) -> None:
         self.capacity_bytes = max(int(_CAPACITY_BYTES * share), self.held_bytes)
@@ -66,6 +78,10 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_pool_counts_what_is_held(self) -> None:
         assert self.pool.used_bytes == self.held_bytes <= self.capacity_bytes
+
+    @invariant()
+    def what_is_used_is_reserved_and_what_is_reserved_is_mapped(self) -> None:
+        assert self.pool.used_bytes <= self.pool.reserved_bytes <= self.pool.mapped_bytes
 
     @invariant()
     def the_blocks_fit_in_the_largest_capacity(self) -> None:

@@ -68,4 +68,5 @@ def test_free_ranges_are_the_maximal_runs_of_what_nobody_has(steps: list[tuple[s
             assert ranges.give(start, nbytes) in _runs(free)
         assert set(ranges) == _runs(free)
         assert ranges.free_bytes == len(free)
+        assert sorted(ranges.of_at_least(number)) == sorted(run for run in _runs(free) if run[1] >= number)
         assert ranges.largest_bytes == max((length for _, length in _runs(free)), default=0)

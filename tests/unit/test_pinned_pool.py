@@ -17,6 +17,7 @@ from tierstore.spi import AddressableSlot, Slot
 from tierstore.units import GIB, KIB, MIB
 from tierstore_backends.pinned import PinnedPool, open_backend
 from tierstore_backends.pinned.blocks import Block, CudaRegistrar
+from tierstore_backends.pinned.pages import HUGE_PAGE_BYTES
 
 
 class Ledger:
@@ -146,8 +147,8 @@ def test_empty_blocks_are_kept_while_they_are_not_in_the_way() -> None:
 
 
 def test_reserved_bytes_do_not_grow_in_a_steady_state() -> None:
-    pool = PinnedPool(16 * MIB, block_bytes=MIB)
-    sizes = [300 * KIB, 5 * KIB, 700 * KIB, 64 * KIB]
+    pool = PinnedPool(128 * MIB, block_bytes=128 * MIB)
+    sizes = [30 * MIB, 5 * KIB, 70 * MIB, 64 * KIB]
     slots = [pool.reserve(size) for size in sizes]
     before = pool.reserved_bytes
     for turn in range(1000):
@@ -155,17 +156,20 @@ def test_reserved_bytes_do_not_grow_in_a_steady_state() -> None:
         pool.free(slots[index])
         slots[index] = pool.reserve(sizes[index])
     assert pool.reserved_bytes == before
-    assert before <= 1.01 * pool.used_bytes
+    assert before <= 1.05 * pool.used_bytes
 
 
-def test_pageable_memory_is_reserved_as_far_as_it_was_touched() -> None:
+def test_pageable_memory_is_reserved_in_huge_pages_as_far_as_it_was_touched() -> None:
     pool = PinnedPool(64 * MIB, block_bytes=64 * MIB)
-    first, second = pool.reserve(MIB), pool.reserve(2 * MIB)
-    assert (pool.mapped_bytes, pool.reserved_bytes) == (64 * MIB, 3 * MIB)
+    first, second = pool.reserve(MIB), pool.reserve(6 * MIB)
+    touched_bytes = pool.reserved_bytes
+    assert pool.mapped_bytes == 64 * MIB
+    assert 7 * MIB < touched_bytes < 7 * MIB + 2 * HUGE_PAGE_BYTES
     pool.free(second)
-    assert pool.reserved_bytes == 3 * MIB
+    assert pool.reserved_bytes == touched_bytes
     pool.resize(MIB)
-    assert (pool.mapped_bytes, pool.reserved_bytes) == (64 * MIB, MIB)
+    assert pool.mapped_bytes == 64 * MIB
+    assert MIB <= pool.reserved_bytes <= 2 * HUGE_PAGE_BYTES
     pool.free(first)
     assert (pool.mapped_bytes, pool.reserved_bytes) == (0, 0)
 

@@ -10,7 +10,11 @@ slots of exact size are cut out of them.
    use them without a bounce buffer.
 3. A block that becomes empty is kept for the next slot: memory that was touched before is several
    times faster than fresh memory.  It goes when a larger block needs its room.
-4. A slot is freed at once.  Nobody guards the events of a device that still reads it, and nobody
+4. Free memory that the pool can do without goes back to the system: stretches of 8 MiB and more
+   that no slot had while slots took as many bytes as the pool keeps.  Bytes handed out are the clock,
+   so giving back stays in proportion to the traffic.  Shorter stretches are holes between slots, the
+   next to be filled.  Page-locked memory stays.
+5. A slot is freed at once.  Nobody guards the events of a device that still reads it, and nobody
    needs to: the engine frees a slot after every copy and lease on it has ended.
 
 Options:
@@ -29,7 +33,7 @@ import torch
 
 from tierstore.errors import BackendError, CapacityError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
-from tierstore.units import GIB, KIB, align_up, format_bytes
+from tierstore.units import GIB, KIB, MIB, align_up, format_bytes
 from tierstore_backends import host
 from tierstore_backends.options import Options
 from tierstore_backends.pinned.blocks import PAGE_BYTES, Block, CudaRegistrar, Registrar
@@ -40,6 +44,7 @@ __all__ = ["PinnedPool", "open_backend"]
 
 GRANULE_BYTES = 512  # a slot takes a multiple: what CUDA's own allocator uses, and a disk's sector
 PAGED_FROM_BYTES = 64 * KIB  # slots from here on begin on a page
+_IDLE_BYTES = 8 * MIB  # shorter stretches are not given back, but for a block that is shorter
 _SPAN_BITS = 48  # block number << 48 is where its addresses begin: the gap between blocks
 _CLOSED = "the 'pinned' backend is closed"
 _OFFSET_MASK = (1 << _SPAN_BITS) - 1
@@ -76,6 +81,8 @@ class PinnedPool:
         self._blocks: dict[int, Block] = {}
         self._next_number = 1
         self._mapped_bytes = 0
+        self._until_sweep_bytes = 0  # to be handed out before the next block in turn is swept
+        self._swept_number = 0
         self._is_closed = False
 
     @property
@@ -85,9 +92,9 @@ class PinnedPool:
 
     @property
     def reserved_bytes(self) -> int:
-        """At most this much memory is in use: page-locked blocks, and pageable ones as far as touched."""
+        """At most this much memory is in use: page-locked blocks, and the huge pages touched of others."""
         with self._lock:
-            return sum(block.resident_bytes for block in self._blocks.values())
+            return self._resident_bytes()
 
     @property
     def used_bytes(self) -> int:
@@ -187,7 +194,30 @@ class PinnedPool:
             return None
         block = self._blocks[start >> _SPAN_BITS]
         block.used_bytes += room_bytes
-        return start, block.memory(start & _OFFSET_MASK, nbytes)
+        memory = block.memory(start & _OFFSET_MASK, nbytes)
+        self._until_sweep_bytes -= room_bytes
+        if self._until_sweep_bytes <= 0:
+            self._sweep()
+        return start, memory
+
+    def _sweep(self) -> None:
+        """Give back what the next block in turn has free and did not use since its last turn.
+
+        Under the lock.  One block at a time, so that the others wait for milliseconds at most.
+        """
+        self._swept_number = min(
+            (number for number in self._blocks if number > self._swept_number), default=min(self._blocks)
+        )
+        block = self._blocks[self._swept_number]
+        least_bytes = min(_IDLE_BYTES, block.nbytes)
+        for start, nbytes in self._free.of_at_least(least_bytes):
+            if start >> _SPAN_BITS == self._swept_number:
+                block.discard_idle(start & _OFFSET_MASK, nbytes, least_bytes)
+        block.age()
+        self._until_sweep_bytes = self._resident_bytes() // len(self._blocks)
+
+    def _resident_bytes(self) -> int:
+        return sum(block.resident_bytes for block in self._blocks.values())
 
     def _grow(self, room_bytes: int, nbytes: int) -> tuple[int, torch.Tensor]:
         """Make a block and take a range out of it.
@@ -261,10 +291,12 @@ class PinnedPool:
     def _give(self, place: _Place) -> None:
         empty: list[Block] = []
         with self._lock:
-            self._blocks[place.start >> _SPAN_BITS].used_bytes -= place.nbytes
-            self._free.give(place.start, place.nbytes)
+            block = self._blocks[place.start >> _SPAN_BITS]
+            block.used_bytes -= place.nbytes
+            block.note_use(place.start & _OFFSET_MASK, place.nbytes)
+            freed = self._free.give(place.start, place.nbytes)
             if self._is_over():
-                self._discard(place.start, place.nbytes)
+                self._discard(*freed)
                 empty = self._withdraw_empty(self._mapped_bytes - self._quota.capacity_bytes)
         _release(empty)
 

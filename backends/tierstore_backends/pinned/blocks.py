@@ -14,6 +14,7 @@ import torch
 
 from tierstore.errors import BackendError
 from tierstore.units import align_up
+from tierstore_backends.pinned.pages import HUGE_PAGE_BYTES, HugePages
 
 PAGE_BYTES = 4096
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
@@ -88,11 +89,11 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.used_bytes = 0  # kept by the pool
-        self._touched_bytes = 0  # up to here, pages may have been written
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._pages = HugePages(nbytes, self._address % HUGE_PAGE_BYTES)
         self._registrar: Registrar | None = None
 
     @property
@@ -102,8 +103,8 @@ class Block:
 
     @property
     def resident_bytes(self) -> int:
-        """At most this much memory is in use: all of it if page-locked, else what may have been touched."""
-        return self.nbytes if self.is_pinned else self._touched_bytes
+        """At most this much memory is in use: all of it if page-locked, else the huge pages touched."""
+        return self.nbytes if self.is_pinned else self._pages.resident_bytes
 
     def pin(self, registrar: Registrar) -> None:
         """Page-lock the memory until `release`.
@@ -119,22 +120,40 @@ class Block:
 
         The storage begins at the first of these bytes and keeps the whole mapping alive.
         """
-        self._touched_bytes = max(self._touched_bytes, offset + nbytes)
+        self._pages.use(offset, nbytes)
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=nbytes)
+
+    def note_use(self, offset: int, nbytes: int) -> None:
+        """Take in that a range was in use until now."""
+        self._pages.use(offset, nbytes)
 
     def discard(self, offset: int, nbytes: int) -> None:
         """Give the pages that lie wholly inside a range back to the system; their bytes are lost.
 
-        Page-locked memory stays: it cannot be given back in parts.
+        Page-locked memory stays: it cannot be given back in parts.  So does what the system does not
+        take, such as memory that the program locked as a whole.
         """
-        first = align_up(offset, PAGE_BYTES)
-        length = (offset + nbytes) // PAGE_BYTES * PAGE_BYTES - first
         if self.is_pinned:
             return
-        if length > 0:
-            self._map.madvise(mmap.MADV_DONTNEED, first, length)
-        if offset + nbytes >= self._touched_bytes:
-            self._touched_bytes = min(self._touched_bytes, first)
+        first, end = align_up(offset, PAGE_BYTES), offset + nbytes
+        if end < self.nbytes:  # a page that the block ends in is its own
+            end = end // PAGE_BYTES * PAGE_BYTES
+        if end > first:
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+                self._pages.forget(offset, nbytes)
+
+    def discard_idle(self, offset: int, nbytes: int, least_bytes: int) -> None:
+        """Give back what of a free range nobody used since the last `age`: stretches of ``least_bytes``."""
+        if self.is_pinned:
+            return
+        for idle_offset, idle_bytes in self._pages.idle(offset, nbytes):
+            if idle_bytes >= least_bytes:
+                self.discard(idle_offset, idle_bytes)
+
+    def age(self) -> None:
+        """Call idle, from now on, what is not used from now on."""
+        self._pages.age()
 
     def release(self) -> None:
         """Unlock the memory and let go of it: it is unmapped when the last tensor on it dies.

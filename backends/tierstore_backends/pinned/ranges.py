@@ -33,6 +33,12 @@ class FreeRanges:
         """Iterate over (start, nbytes), in no order."""
         return iter(self._nbytes_by_start.items())
 
+    def of_at_least(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Iterate over (start, nbytes) of the ranges of this length and more, longest last."""
+        for index in range(bisect.bisect_left(self._by_size, (nbytes, 0)), len(self._by_size)):
+            free_bytes, start = self._by_size[index]
+            yield start, free_bytes
+
     @property
     def largest_bytes(self) -> int:
         """The length of the longest free range."""
