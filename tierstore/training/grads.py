@@ -189,18 +189,19 @@ class Gradients:
         binding, gradient.binding = gradient.binding, None
         if binding is None:
             return
-        if sys.getrefcount(binding.tensors[0]) > _OWN_REFERENCES:
+        is_kept = sys.getrefcount(binding.tensors[0]) > _OWN_REFERENCES
+        if is_kept:
             with natively():
                 kept = binding.places[0].view(self._copy(binding))
-            guard.dismiss(binding)
-            self._bindings.forsake(binding)
+        guard.dismiss(binding)
+        if is_kept:
+            if binding.windows:  # whose end would take the bytes from the handle again
+                self._bindings.forsake(binding)
             binding.tensors[0].__class__ = torch.Tensor
             binding.tensors[0].data = kept
-        else:
-            guard.dismiss(binding)
-            if not self._bindings.release_idle(binding):
-                binding.after_use = self._drop  # an alias of it lives on: drop it when that is gone
-                return
+        if not self._bindings.release_idle(binding):
+            binding.after_use = self._drop  # an alias of it lives on: drop it when that is gone
+            return
         self._store.drop(binding.key)
 
     def _copy(self, binding: Binding) -> torch.Tensor:

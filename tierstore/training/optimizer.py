@@ -25,7 +25,7 @@ import torch
 from tierstore.training import guard
 from tierstore.training.binding import Binding, Bindings
 from tierstore.training.bundles import Adopter
-from tierstore.training.grads import Gradients, set_native_gradient
+from tierstore.training.grads import Gradients, native_gradient, set_native_gradient
 from tierstore.training.tiers import Placement
 
 Group = dict[str, Any]
@@ -164,8 +164,9 @@ class OptimizerSteps:
                 with _only(self.optimizer, turn.groups):
                     _own_step(self.optimizer)(self.optimizer, **kwargs)
             finally:
-                for parameter, _ in stashed:
-                    set_native_gradient(parameter, None)
+                changed = _take_back(stashed)
+        for parameter, value in changed:  # the step itself forgot or replaced them
+            self._gradients.assign(parameter, value)
         self.take_in_state(turn.bundle)
 
     @contextmanager
@@ -231,6 +232,19 @@ class OptimizerSteps:
 def _name(parameter: torch.Tensor) -> str:
     tenant = guard.tenant_of(parameter)
     return repr(tenant.place.name) if tenant is not None else "a parameter"
+
+
+def _take_back(
+    stashed: Sequence[tuple[torch.Tensor, Binding]],
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Leave no stash in the parameters' hands; return what is in its place where that was changed."""
+    changed: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    for parameter, binding in stashed:
+        gradient = native_gradient(parameter)
+        if gradient is not binding.tensors[0]:
+            changed.append((parameter, gradient))
+        set_native_gradient(parameter, None)
+    return changed
 
 
 def _split_closure(
