@@ -67,9 +67,11 @@ def _why_not_storable(tensor: torch.Tensor) -> str | None:
 
 def _why_no_storage(tensor: torch.Tensor) -> str | None:
     try:
-        nbytes = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        storage.data_ptr()  # a wrapper that does not say that it is one has a storage without memory
     except (NotImplementedError, RuntimeError):
-        return f"wrapper subclass ({type(tensor).__name__})"
+        return f"tensor without memory of its own ({type(tensor).__name__}), as inside torch.vmap"
+    nbytes = storage.nbytes()
     if nbytes == 0 and tensor.numel() > 0:
         return f"tensor whose storage was freed ({type(tensor).__name__})"
     return None

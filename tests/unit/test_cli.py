@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.metadata import version
@@ -105,6 +106,17 @@ def test_the_module_can_be_run() -> None:
         [sys.executable, "-m", "tierstore.cli", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("tierstore ")
+
+
+def test_the_module_ends_with_the_command_s_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: _Output
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tierstore", "no-such-verb"])
+    monkeypatch.delitem(sys.modules, "tierstore.cli.__main__", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("tierstore.cli", run_name="__main__")
+    assert caught.value.code == 2
+    assert "no-such-verb" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------ doctor
@@ -290,6 +302,17 @@ def test_a_short_transfer_is_an_error_and_not_a_speed(
     monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: 1)
     with pytest.raises(BackendError, match="only a part"):
         measure.disk(tmp_path, room_bytes=12 * MIB)
+
+
+def test_a_link_is_measured_in_both_directions_and_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin of the next test, with host memory for a device."""
+    waited: list[str] = []
+    make = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda size, dtype, pin_memory: make(size, dtype=dtype))
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    link = measure.link("cpu")
+    assert min(link.to_device_bytes_per_s, link.from_device_bytes_per_s) > 0
+    assert set(waited) == {"cpu"}
 
 
 @pytest.mark.gpu

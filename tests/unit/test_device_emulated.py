@@ -154,6 +154,7 @@ def test_a_read_follows_the_write_that_is_still_under_way() -> None:
     [
         ({"speed": 1}, "no option 'speed'. Accepted: device, late_events, link_bandwidth, link_latency_s"),
         ({"link_bandwidth": 0}, "'link_bandwidth' of the 'device' backend is 0"),
+        ({"link_bandwidth": 1.5}, "is 1.5. Accepted: a size such as '1.5GiB', or None"),
         ({"link_bandwidth": "fast"}, "is 'fast'. Accepted: a size such as '1.5GiB', or None"),
         ({"link_latency_s": -1.0}, "Accepted: seconds, 0 or more"),
         ({"late_events": True}, "Accepted: an int or None"),
@@ -188,3 +189,11 @@ def test_without_an_accelerator_the_device_is_emulated() -> None:
     assert isinstance(backend, EmulatedDevice)
     source = pattern(1000, seed=1)
     assert torch.equal(contents(backend, stored(backend, source)), source)
+
+
+def test_a_slot_is_given_back_once() -> None:
+    backend = EmulatedDevice(MIB)
+    slot = backend.reserve(1000)
+    succeed(backend.free(slot))
+    assert isinstance(backend.free(slot).error, BackendError)
+    backend.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from tierstore.spi import AddressableSlot, Completion, Medium
 from tierstore.testing.conformance import finish, pattern, succeed
 from tierstore.testing.memory import DeviceBudget, OutOfDeviceMemory
 from tierstore.units import MIB
-from tierstore_backends.device.streams import DeviceModule, StreamDevice
+from tierstore_backends.device.streams import DeviceModule, StreamDevice, find_device
 
 _N = 1000
 
@@ -460,3 +461,67 @@ def test_resizing_changes_what_may_be_held(device: StreamDevice) -> None:
     _reserve(device, 512)
     with pytest.raises(CapacityError):
         device.reserve(1)
+
+
+def test_a_closed_device_refuses_what_comes_and_still_takes_back(
+    device: StreamDevice, module: Simulated
+) -> None:
+    slot, kept = _reserve(device), _reserve(device)
+    module.run_everything()
+    device.close()
+    device.close()
+    with pytest.raises(BackendError, match="closed"):
+        device.reserve(_N)
+    assert "closed" in str(device.write(slot, pattern(_N, seed=1)).error)
+    assert "closed" in str(device.read(slot, torch.zeros(_N, dtype=torch.uint8)).error)
+    succeed(device.free(slot))
+    succeed(device.free(kept))
+    assert device.used_bytes == 0
+
+
+def test_a_device_that_fails_at_a_free_gives_the_room_back_and_says_so(
+    device: StreamDevice, module: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = _reserve(device)
+
+    def fail(_: SimulatedEvent) -> bool:
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as context:
+        context.setattr(SimulatedEvent, "query", fail)
+        error = finish(device.free(slot))
+    assert isinstance(error, BackendError)
+    assert "the device is lost" in str(error)
+    assert device.used_bytes == 0
+
+
+def test_the_last_copy_s_callback_may_close_the_device(module: Simulated) -> None:
+    device = _open(module)
+    slot = _reserve(device)
+    closed = threading.Event()
+
+    def close(_: BaseException | None) -> None:
+        device.close()
+        closed.set()
+
+    device.write(slot, pattern(_N, seed=1)).add_done_callback(close)
+    module.run_everything()
+    assert closed.wait(30)
+
+
+def test_a_device_without_an_index_is_the_one_that_was_current_when_it_was_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streaming = types.SimpleNamespace(
+        Stream=None,
+        Event=None,
+        stream=None,
+        is_available=lambda: True,
+        device_count=lambda: 3,
+        current_device=lambda: 2,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda name: streaming)
+    assert find_device(torch.device("cuda"))[0] == torch.device("cuda:2")
+    assert find_device(torch.device("cuda:1"))[0] == torch.device("cuda:1")
+    with pytest.raises(BackendError, match="torch sees 3"):
+        find_device(torch.device("cuda:3"))

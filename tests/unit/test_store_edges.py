@@ -1,0 +1,89 @@
+"""What the store does at its edges: other devices, tensors without bytes, sums over tiers, lazy rooms."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tierstore as ts
+from tests.stores import make_store, numbered
+
+
+@pytest.fixture
+def store() -> Iterator[ts.Store]:
+    with make_store(300, 400, 5000) as store:
+        yield store
+
+
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_get_makes_the_copy_on_the_device_that_is_asked_for(store: ts.Store, tier: str) -> None:
+    store.put("k", torch.arange(6, dtype=torch.float32).view(2, 3).T, tier=tier)
+    elsewhere = store.get("k", device="meta")
+    assert elsewhere.device.type == "meta", "the one other device that every machine has"
+    assert (elsewhere.shape, elsewhere.dtype, elsewhere.stride()) == ((3, 2), torch.float32, (1, 3))
+    assert store.stats().traffic[tier, "caller"].copies == 1
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused(store: ts.Store) -> None:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ts.UsageError, match="storage was freed"):
+        store.put("k", tensor)
+    assert "k" not in store
+
+
+def test_a_wrapper_that_does_not_say_that_it_is_one_is_refused(store: ts.Store) -> None:
+    class Silent(torch.Tensor):
+        """A subclass without storage and without PyTorch's protocol for such."""
+
+        @classmethod
+        def __torch_dispatch__(cls, func: object, *_: object) -> torch.Tensor:
+            raise TypeError(f"{func} is not for this test")
+
+    with pytest.raises(ts.UsageError, match=r"without memory of its own \(Silent\)"):
+        store.put("k", torch.Tensor._make_wrapper_subclass(Silent, (3,)))
+    assert "k" not in store
+
+
+def test_a_tensor_inside_vmap_is_refused(store: ts.Store) -> None:
+    def put(row: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(ts.UsageError, match="vmap"):
+            store.put("k", row)
+        return row
+
+    torch.vmap(put)(torch.ones(2, 3))
+    assert "k" not in store
+
+
+def test_what_happened_is_summed_over_tiers(store: ts.Store) -> None:
+    store.put("k", numbered(1), tier="device")
+    with store.lease("k"):
+        pass
+    store.evict("k").result(10)
+    store.fetch("k").result(10)
+    with store.lease("k"), pytest.raises(ts.CapacityError):
+        store.put("large", numbered(2, 300), tier="device")
+    stats = store.stats()
+    assert (stats.hits, stats.faults, stats.evictions, stats.refusals) == (2, 1, 1, 1)
+    assert stats.copies == len(["put", "down", "up"])
+    assert stats.copied_bytes == 300
+
+
+@pytest.mark.parametrize("room", ["testing", "training"])
+def test_a_room_that_is_seldom_entered_is_imported_at_its_first_use(room: str) -> None:
+    program = (
+        f"import sys, tierstore as ts; assert 'tierstore.{room}' not in sys.modules; "
+        f"print(ts.{room}.__name__); assert 'tierstore.{room}' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"tierstore.{room}"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    assert ts.__getattr__("testing").__name__ == "tierstore.testing"
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = ts.nonsense
