@@ -211,9 +211,6 @@ class OptimizerSteps:
         self._adopt(bundle, found)
 
     def _adopt(self, bundle: Binding, fresh: dict[tuple[torch.Tensor, str], torch.Tensor]) -> None:
-        former = self.states.pop(bundle, None)
-        if former is not None:
-            self._adopter.forget(former)
         if not fresh:
             return
         key = f"state/{self.index}/{bundle.key.removeprefix('param/')}"

@@ -7,7 +7,6 @@ an optimizer made before still trains them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -83,9 +82,3 @@ class Weights:
     def __exit__(self, *exception: object) -> None:
         """Close it."""
         self._file.__exit__(*exception)
-
-
-def missing_values(model: nn.Module) -> Sequence[str]:
-    """Return the names of the parameters and buffers that have no values."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return [name for name, tensor in named if tensor.is_meta]
