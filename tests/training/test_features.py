@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from tests.training.twins import (
@@ -39,7 +40,7 @@ def test_a_grad_scaler(layout: str, tmp_path: Path, make: str) -> None:
         return model, [torch.optim.Adam(model.parameters(), lr=1e-2, fused=make == "fused" or None)]
 
     def loop(trial: Trial) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         for turn in range(5):
             loss = loss_of(trial.model, *batch())
             if turn == 2:
