@@ -25,17 +25,25 @@ A backend owes:
    was given, or completes with ``IntegrityError``.
 9. A failed ``write`` or ``read`` leaves every other slot as it was.
 10. Bytes of a slot are given back to the medium before its ``free`` completes, and not earlier.
+
+A backend to which one call with many small slots costs less than many calls may be a `BatchBackend`
+too; all of the above then holds for each slot of a batch.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+
+from tierstore.errors import BackendError
+
+_log = logging.getLogger("tierstore")
 
 Buffer = torch.Tensor
 """A one-dimensional contiguous ``torch.uint8`` tensor in host memory."""
@@ -84,7 +92,7 @@ class Completion:
         self._lock = threading.Lock()
         self._is_done = False  # guarded by _lock, as are the next two
         self._error: BaseException | None = None
-        self._callbacks: list[DoneCallback] = []
+        self._callbacks: list[DoneCallback] | None = None
         self.is_stream_ordered = is_stream_ordered
 
     @property
@@ -100,6 +108,9 @@ class Completion:
     def complete(self, error: BaseException | None = None) -> None:
         """End the operation and run the callbacks in this thread.  For backends.
 
+        A callback that raises is logged: it must cost neither the callbacks after it nor the
+        backend's thread.
+
         Raises:
             RuntimeError: it was completed before.
         """
@@ -108,14 +119,19 @@ class Completion:
                 raise RuntimeError("completed twice")
             self._error = error
             self._is_done = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(error)
+            callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks or ():
+            try:
+                callback(error)
+            except Exception:  # noqa: BLE001 - logged
+                _log.exception("a completion's callback failed")
 
     def add_done_callback(self, callback: DoneCallback) -> None:
         """Call ``callback(error)`` when done: in the completing thread, or now if it is done."""
         with self._lock:
             if not self._is_done:
+                if self._callbacks is None:
+                    self._callbacks = []
                 self._callbacks.append(callback)
                 return
         callback(self._error)
@@ -127,6 +143,19 @@ class Completion:
         completion._is_done = True
         completion._error = error
         return completion
+
+
+class PartialError(BackendError):
+    """Some slots of a batch failed, and only those.
+
+    Attributes:
+        errors: what each of them failed with, by its position in the batch.
+    """
+
+    def __init__(self, errors: Mapping[int, BaseException]) -> None:
+        first = next(iter(errors.values()))
+        super().__init__(f"{len(errors)} slots of a batch failed, the first with: {first}")
+        self.errors = dict(errors)
 
 
 class Slot(Protocol):
@@ -196,6 +225,24 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give everything back.  Blocks until the medium is quiet.  Idempotent."""
+        ...
+
+
+@runtime_checkable
+class BatchBackend(Backend, Protocol):
+    """A backend that moves many small slots in one call, under one completion.  Optional.
+
+    The completion is done when every slot's operation has ended.  Its error is a `PartialError` that
+    names the slots that failed; any other error, or a call that raises, failed all of them.  Slots of
+    a batch are different ones, there is at least one, and the completion is not stream-ordered.
+    """
+
+    def read_many(self, slots: Sequence[Slot], into: Sequence[Buffer]) -> Completion:
+        """Copy the bytes of each slot into the buffer at its position."""
+        ...
+
+    def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
+        """Copy each buffer into the slot at its position."""
         ...
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tierstore.spi import Backend
+from tierstore.testing.batching import Batching
 from tierstore.testing.strategies import StoreMachine
 from tierstore_backends.memory import open_backend as open_memory
 from tierstore_backends.pinned import open_backend as open_pinned
@@ -18,6 +19,13 @@ class MemoryStoreMachine(StoreMachine):
     def make(self, capacities: Sequence[int]) -> Sequence[Backend]:
         options: list[dict[str, object]] = [{}, {}, {"storage": True}]
         return [open_memory(capacity_bytes=c, options=o) for c, o in zip(capacities, options, strict=True)]
+
+
+class BatchingStoreMachine(MemoryStoreMachine):
+    """The same where small tensors travel together: what fails or stands still is in a batch."""
+
+    def outermost(self, backend: Backend) -> Backend:
+        return Batching(backend)
 
 
 class NextUseStoreMachine(MemoryStoreMachine):
@@ -40,5 +48,6 @@ class SizeClassPinnedStoreMachine(StoreMachine):
 
 
 TestMemoryStore = pytest.mark.timeout(600)(MemoryStoreMachine.TestCase)
+TestBatchingStore = pytest.mark.timeout(600)(BatchingStoreMachine.TestCase)
 TestNextUseStore = pytest.mark.timeout(600)(NextUseStoreMachine.TestCase)
 TestSizeClassPinnedStore = pytest.mark.timeout(600)(SizeClassPinnedStoreMachine.TestCase)

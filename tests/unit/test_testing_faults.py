@@ -10,6 +10,7 @@ import torch
 
 from tierstore.errors import BackendError, CapacityError
 from tierstore.spi import Backend, Completion, Slot
+from tierstore.testing.batching import Batching
 from tierstore.testing.conformance import BackendConformance, contents, pattern, stored, succeed
 from tierstore.testing.faults import Faulty, Gate, Slow, from_nth_on
 from tierstore_backends.device import EmulatedDevice
@@ -40,6 +41,13 @@ class TestOpenGate(BackendConformance):
         gate = Gate(MemoryBackend(capacity_bytes))
         gate.open()
         return gate
+
+
+class TestBatching(BackendConformance):
+    """Around any backend there is one that takes batches."""
+
+    def make(self, capacity_bytes: int) -> Backend:
+        return Batching(MemoryBackend(capacity_bytes))
 
 
 class TestSlowThatIsPrompt(BackendConformance):

@@ -18,9 +18,19 @@ import torch
 
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
+from tierstore.engine.batches import SMALL_BYTES, batches
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import BackendError, CapacityError, InvariantError, StoreClosed, TierStoreError
-from tierstore.spi import AddressableSlot, Backend, Completion, Medium, Slot
+from tierstore.spi import (
+    AddressableSlot,
+    Backend,
+    BatchBackend,
+    Buffer,
+    Completion,
+    Medium,
+    PartialError,
+    Slot,
+)
 
 T = TypeVar("T")
 _AFTER_CLOSE = (m.CopyDone, m.CopyOrdered, m.CopyRefused, m.Freed, m.ReadDone, m.LeaseReleased)
@@ -57,6 +67,7 @@ class Engine:
         self.backends = tuple(backends)
         self.names = tuple(names)
         self.media = tuple(backend.capabilities.medium for backend in backends)
+        self._batching = {i: b for i, b in enumerate(backends) if isinstance(b, BatchBackend)}
         self._numbers = count(1)
         # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
         # its FreeSlot, which the ledger never has under way at the same time.
@@ -181,27 +192,34 @@ class Engine:
             UsageError: a request is wrong as things are; nothing was changed.
             StoreClosed: a request came after `close`.
         """
-        if self._is_broken:
-            raise StoreClosed("the store stopped because of a bug in tierstore; see the log.")
+        self._refuse_if_broken()
         if self._is_closed and not isinstance(event, _AFTER_CLOSE):
             raise StoreClosed("the store is closed.")
         self._turn([event])
 
+    def _refuse_if_broken(self) -> None:
+        if self._is_broken:
+            raise StoreClosed("the store stopped because of a bug in tierstore; see the log.")
+
     def _turn(self, events: list[m.Event]) -> None:
         while events:
-            commands: list[m.Command] = []
             try:
                 with self._lock:
-                    for event in events:
-                        commands += self._ledger.apply(event)
+                    commands = self._ledger.apply(*events)
             except Exception as error:
                 if isinstance(error, TierStoreError) and not isinstance(error, InvariantError):
                     raise  # a request is refused: nothing was changed
                 self._break(error)
                 raise
             events = []
+            small: list[m.StartCopy] = []
             for command in commands:
-                self._carry_out(command, events)
+                if isinstance(command, m.StartCopy) and self._is_batched(command):
+                    small.append(command)
+                else:
+                    self._carry_out(command, events)
+            for batch in batches(small):
+                self._start_batch(batch, events)
 
     def _break(self, error: Exception) -> None:
         """The books are wrong, which is a bug: let nobody wait for them."""
@@ -211,12 +229,14 @@ class Engine:
         for opening in list(self._openings.values()):
             opening.resolve(error=error)
 
-    def _report(self, event: m.Event) -> None:
-        """Bring in an outcome from a backend's thread, which must not die of our bugs."""
+    def _report(self, events: list[m.Event]) -> None:
+        """Bring in outcomes from a backend's thread, which must not die of our bugs."""
         try:
-            self.turn(event)
+            self._refuse_if_broken()
+            self._turn(events)
         except (TierStoreError, RuntimeError, LookupError):
-            log.critical("the store is broken by %r", event, exc_info=True)
+            told = ", ".join(map(repr, events))
+            log.critical("the store is broken by %s", told, exc_info=True)
 
     def _carry_out(self, command: m.Command, events: list[m.Event]) -> None:
         """Do one command; add to ``events`` what is already known of its outcome."""
@@ -243,18 +263,26 @@ class Engine:
 
     # --- copies -------------------------------------------------------------------------------
 
-    def _start_copy(self, command: m.StartCopy, events: list[m.Event]) -> None:
+    def _reserve(self, command: m.StartCopy, events: list[m.Event]) -> Slot | None:
+        """Take room for a copy; if there is none, add why to ``events`` and return ``None``."""
         place = command.target
         try:
             slot = self.backends[place.tier].reserve(command.nbytes)
         except CapacityError as error:
             # Kept by the books: its traceback would keep every frame that led here, and what they refer to.
             events.append(m.CopyRefused(command.copy, error.with_traceback(None)))
-            return
+            return None
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
             events.append(m.CopyDone(command.copy, self._explain(error, command)))
-            return
+            return None
         self._slots[place] = slot
+        return slot
+
+    def _start_copy(self, command: m.StartCopy, events: list[m.Event]) -> None:
+        slot = self._reserve(command, events)
+        if slot is None:
+            return
+        place = command.target
         if command.source is None:
             opening = self._openings.get(command.request)
             room = Opening(command.copy, place.tier, slot)
@@ -277,8 +305,53 @@ class Engine:
             # Told at once: the end of the copy, in another thread, must not overtake it.
             self._turn([m.CopyOrdered(command.copy)])
         completion.add_done_callback(
-            lambda error: self._report(m.CopyDone(command.copy, self._explain(error, command)))
+            lambda error: self._report([m.CopyDone(command.copy, self._explain(error, command))])
         )
+
+    def _is_batched(self, command: m.StartCopy) -> bool:
+        """Whether a copy is to travel with others: a small one between host memory and a medium that can."""
+        if command.source is None or command.nbytes > SMALL_BYTES:
+            return False
+        source, target = command.source.tier, command.target.tier
+        if self.media[source] is Medium.HOST:
+            return target in self._batching
+        return self.media[target] is Medium.HOST and source in self._batching
+
+    def _start_batch(self, batch: Sequence[m.StartCopy], events: list[m.Event]) -> None:
+        begun = [command for command in batch if self._reserve(command, events) is not None]
+        if not begun:
+            return
+        try:
+            completion = self._move_many(begun)
+        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+            events.extend(self._outcomes(begun, error))
+            return
+        if completion.is_done:
+            events.extend(self._outcomes(begun, completion.error))
+            return
+        completion.add_done_callback(lambda error: self._report(self._outcomes(begun, error)))
+
+    def _move_many(self, copies: Sequence[m.StartCopy]) -> Completion:
+        """Begin copies of one direction, between host memory and a medium that takes many at a time."""
+        sources = [self._slots[cast("m.Place", copy.source)] for copy in copies]
+        targets = [self._slots[copy.target] for copy in copies]
+        source, target = cast("m.Place", copies[0].source).tier, copies[0].target.tier
+        if self.media[source] is Medium.HOST:
+            return self._batching[target].write_many(targets, _memories(sources))
+        return self._batching[source].read_many(sources, _memories(targets))
+
+    def _outcomes(self, copies: Sequence[m.StartCopy], error: BaseException | None) -> list[m.Event]:
+        """Tell apart which copies of a batch failed."""
+        if error is None:
+            return [m.CopyDone(copy.copy) for copy in copies]
+        if isinstance(error, PartialError):
+            errors = [error.errors.get(position) for position in range(len(copies))]
+        else:
+            errors = [error] * len(copies)
+        return [
+            m.CopyDone(copy.copy, self._explain(failure, copy))
+            for copy, failure in zip(copies, errors, strict=True)
+        ]
 
     def _move(self, source: int, source_slot: Slot, target: int, target_slot: Slot) -> Completion:
         """Begin the copy: straight between host memory and the other medium, or through a buffer."""
@@ -322,7 +395,7 @@ class Engine:
         if completion.is_done:
             events.append(m.Freed(place, completion.error))
             return
-        completion.add_done_callback(lambda error: self._report(m.Freed(place, error)))
+        completion.add_done_callback(lambda error: self._report([m.Freed(place, error)]))
 
     def _explain(self, error: BaseException | None, command: m.StartCopy) -> BaseException | None:
         """Name the key and the tiers in a backend's error, which knows neither."""
@@ -341,3 +414,8 @@ class Engine:
         )
         explained.__cause__ = error
         return explained
+
+
+def _memories(slots: Sequence[Slot]) -> list[Buffer]:
+    """Return the bytes of slots in host memory."""
+    return [cast("AddressableSlot", slot).memory for slot in slots]

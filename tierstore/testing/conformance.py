@@ -20,7 +20,17 @@ import pytest
 import torch
 
 from tierstore.errors import BackendError, CapacityError, StoreClosed, TierStoreError
-from tierstore.spi import AddressableSlot, Backend, Buffer, Capabilities, Completion, Medium, Slot
+from tierstore.spi import (
+    AddressableSlot,
+    Backend,
+    BatchBackend,
+    Buffer,
+    Capabilities,
+    Completion,
+    Medium,
+    PartialError,
+    Slot,
+)
 from tierstore.units import MIB, align_up
 
 CAPACITY_BYTES = 8 * MIB
@@ -163,6 +173,61 @@ class BackendConformance:
         assert torch.equal(around[5_000:10_000], source[5_000:10_000])
         assert not around[:5_000].any()
         assert not around[10_000:].any()
+
+    # ------------------------------------------------------------------------------------ batches
+
+    @pytest.fixture
+    def batching(self, backend: Backend) -> BatchBackend:
+        """Open a backend that takes many slots at a time, where this one does."""
+        if not isinstance(backend, BatchBackend):
+            pytest.skip("this backend takes one slot at a time")
+        return backend
+
+    def test_a_batch_moves_what_single_operations_move(self, batching: BatchBackend) -> None:
+        """In any order, of any size, written one way and read the other."""
+        sources = [pattern(nbytes, seed) for seed, nbytes in enumerate(SIZES)]
+        slots = [batching.reserve(nbytes) for nbytes in SIZES]
+        succeed(batching.write_many(slots[::-1], sources[::-1]))
+        assert all(
+            torch.equal(contents(batching, slot), source) for slot, source in zip(slots, sources, strict=True)
+        )
+        buffers = [torch.full((nbytes,), 0x5A, dtype=torch.uint8) for nbytes in SIZES]
+        order = random.Random(1).sample(range(len(SIZES)), len(SIZES))
+        succeed(batching.read_many([slots[n] for n in order], [buffers[n] for n in order]))
+        assert all(torch.equal(into, source) for into, source in zip(buffers, sources, strict=True))
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 5_000])
+    def test_a_batch_of_one_is_a_batch(self, batching: BatchBackend, nbytes: int) -> None:
+        """Nobody need know how many there are."""
+        slot, source = batching.reserve(nbytes), pattern(nbytes, seed=1)
+        succeed(batching.write_many([slot], [source]))
+        into = torch.zeros(nbytes, dtype=torch.uint8)
+        succeed(batching.read_many([slot], [into]))
+        assert torch.equal(into, source)
+
+    def test_many_batches_may_be_under_way(self, batching: BatchBackend) -> None:
+        """As many operations may be."""
+        sources = [[pattern(20_000, 10 * turn + seed) for seed in range(8)] for turn in range(8)]
+        slots = [[batching.reserve(20_000) for _ in batch] for batch in sources]
+        writes = [batching.write_many(own, batch) for own, batch in zip(slots, sources, strict=True)]
+        for write in reversed(writes):
+            succeed(write)
+        for own, batch in zip(slots, sources, strict=True):
+            assert all(
+                torch.equal(contents(batching, slot), source) for slot, source in zip(own, batch, strict=True)
+            )
+
+    def test_a_wrong_buffer_in_a_batch_harms_no_other_slot(self, batching: BatchBackend) -> None:
+        """Rule 9, within a batch."""
+        sources = [pattern(5_000, seed) for seed in range(3)]
+        slots = [stored(batching, source) for source in sources]
+        wrong = [pattern(5_000, 7), torch.zeros(4_999, dtype=torch.uint8), pattern(5_000, 8)]
+        error = refusal(lambda: batching.write_many(slots, wrong))
+        assert error is not None
+        is_partial = isinstance(error, PartialError)
+        assert torch.equal(contents(batching, slots[0]), wrong[0] if is_partial else sources[0])
+        assert torch.equal(contents(batching, slots[1]), sources[1])
+        assert torch.equal(contents(batching, slots[2]), wrong[2] if is_partial else sources[2])
 
     # ------------------------------------------------------------------------------------ room
 

@@ -116,6 +116,10 @@ class StoreMachine(RuleBasedStateMachine):
         """Return fresh backends, fastest first, for tiers of these capacities."""
         raise TypeError(f"a subclass says which backends have these capacities: {capacities}")
 
+    def outermost(self, backend: Backend) -> Backend:
+        """Return what the store is given: ``backend``, with its faults and its gate, or one around it."""
+        return backend
+
     @initialize(
         capacities=st.tuples(st.integers(200, 2000), st.integers(400, 3000), st.integers(4000, 9000)),
         high=st.sampled_from([1.0, 0.6]),
@@ -128,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
         for gate in self.gates:
             gate.open()
         tiers = [
-            TierConfig(name, gate, capacity, high)
+            TierConfig(name, self.outermost(gate), capacity, high)
             for name, gate, capacity in zip(TIERS, self.gates, capacities, strict=True)
         ]
         self.store = Store(StoreConfig(tiers, eviction=self.eviction))
@@ -251,25 +255,25 @@ class StoreMachine(RuleBasedStateMachine):
             gate.step(index % gate.held)
 
     @rule(
-        key=st.sampled_from(KEYS),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4),
         tier=st.sampled_from(TIERS),
         way=st.sampled_from(["fetch", "prefetch", "evict"]),
     )
-    def move(self, key: str, tier: str, way: str) -> None:
-        """Begin to move a key."""
+    def move(self, keys: list[str], tier: str, way: str) -> None:
+        """Begin to move keys."""
         try:
             if way == "evict":
-                transfer = self.store.evict(key, to=tier)
+                transfer = self.store.evict(*keys, to=tier)
             else:
                 transfer = (
-                    self.store.fetch(key, tier=tier)
+                    self.store.fetch(*keys, tier=tier)
                     if way == "fetch"
-                    else self.store.prefetch(key, tier=tier)
+                    else self.store.prefetch(*keys, tier=tier)
                 )
         except KeyNotFound:
-            assert key not in self.model
+            assert not self.model.keys() >= set(keys)
         except LeaseError:
-            assert any(held.key == key for held in self.leases)
+            assert any(held.key in keys for held in self.leases)
         else:
             self.transfers.append(transfer)
 

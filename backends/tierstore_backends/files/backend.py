@@ -12,6 +12,7 @@ import functools
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -149,11 +150,7 @@ class FilesBackend:
             UsageError: not a slot of this backend, one without bytes, or a buffer that does not fit.
             StoreClosed: after ``close``.
         """
-        own = self._own(slot)
-        if own.state is not SlotState.WRITTEN and own.nbytes:
-            raise UsageError(f"{own} holds no bytes: nothing was written there, or writing failed")
-        _check_buffer(own, into)
-        return self._move(Direction.READ, own, into)
+        return self.read_many([slot], [into])
 
     def write(self, slot: Slot, source: Buffer) -> Completion:
         """Write ``source``; keep its checksums.
@@ -165,11 +162,26 @@ class FilesBackend:
             UsageError: not a slot of this backend, or a buffer that does not fit.
             StoreClosed: after ``close``.
         """
-        own = self._own(slot)
-        _check_buffer(own, source)
-        # From here to the end of the write the old bytes are gone and the new ones not there.
-        own.state = SlotState.RESERVED
-        return self._move(Direction.WRITE, own, source)
+        return self.write_many([slot], [source])
+
+    def read_many(self, slots: Sequence[Slot], into: Sequence[Buffer]) -> Completion:
+        """Fill each buffer; see `read` and `tierstore.spi.BatchBackend`."""
+        own = [self._own(slot) for slot in slots]
+        for slot, buffer in zip(own, into, strict=True):
+            if slot.state is not SlotState.WRITTEN and slot.nbytes:
+                raise UsageError(f"{slot} holds no bytes: nothing was written there, or writing failed")
+            _check_buffer(slot, buffer)
+        return self._move(Direction.READ, own, into)
+
+    def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
+        """Write each buffer; see `write` and `tierstore.spi.BatchBackend`."""
+        own = [self._own(slot) for slot in slots]
+        for slot, buffer in zip(own, sources, strict=True):
+            _check_buffer(slot, buffer)
+        for slot in own:
+            # From here to the end of the write the old bytes are gone and the new ones not there.
+            slot.state = SlotState.RESERVED
+        return self._move(Direction.WRITE, own, sources)
 
     def free(self, slot: Slot) -> Completion:
         """Give the slot's addresses to others.  Done at once: their blocks are used again.
@@ -215,13 +227,12 @@ class FilesBackend:
         self._segments.disown()
         self._owner.disown()
 
-    def _move(self, direction: Direction, slot: FileSlot, buffer: Buffer) -> Completion:
-        if not slot.nbytes:
+    def _move(self, direction: Direction, slots: Sequence[FileSlot], buffers: Sequence[Buffer]) -> Completion:
+        transfer = Transfer(direction, slots, buffers)
+        pieces = cut(transfer, block_bytes=self._block_bytes, segment_bytes=self._segments.segment_bytes)
+        if not pieces:  # there are no bytes
             return Completion.done()
-        transfer = Transfer(direction, slot, buffer)
-        self._engine.submit(
-            cut(transfer, block_bytes=self._block_bytes, segment_bytes=self._segments.segment_bytes)
-        )
+        self._engine.submit(pieces)
         return transfer.completion
 
     def _check_open(self) -> None:

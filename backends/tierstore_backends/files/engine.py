@@ -204,10 +204,10 @@ class ThreadEngine:
             self._handed_out -= len(batch)
             self._last_moved_s = time.monotonic()
             for piece in batch:
-                if piece.transfer.note(piece):
+                if piece.transfer.note():
                     ended.append(piece.transfer)  # noqa: PERF401 - ``note`` counts: no comprehension
         for transfer in ended:
-            _end(transfer)
+            transfer.finish()
 
     def _tidy_now(self) -> None:
         try:
@@ -242,9 +242,8 @@ class CallerEngine:
         finally:
             self._idle.put(move)  # also when somebody interrupts the program
         transfer = pieces[0].transfer
-        for piece in pieces:
-            transfer.note(piece)
-        _end(transfer)
+        transfer.remaining = 0
+        transfer.finish()
 
     def tidy_when_quiet(self) -> None:
         """Do nothing: without workers nobody knows when it is quiet."""
@@ -272,11 +271,3 @@ def _move(move: Move, batch: Sequence[Piece]) -> None:
         _log.exception("moving scratch bytes failed in an unforeseen way")
         for piece in batch:
             piece.error = InvariantError(f"moving scratch bytes failed in an unforeseen way: {error!r}")
-
-
-def _end(transfer: Transfer) -> None:
-    try:
-        transfer.finish()
-    except Exception:  # noqa: BLE001 - logged
-        # A callback's fault must not cost the other transfers their worker.
-        _log.exception("a completion's callback failed")

@@ -121,7 +121,7 @@ class Lane:
             body = 0 if is_bounced or not self._is_usable(piece) else len(lent)
             body -= body % self._alignment_bytes
             if body:
-                vector.append(lent[:body])
+                vector.append(lent if body == len(lent) else lent[:body])
             room = piece.end - piece.address - body
             if room:
                 own = self._bounce[used : used + room]
@@ -132,9 +132,7 @@ class Lane:
 
     def _is_usable(self, piece: Piece) -> bool:
         """Whether the disk can reach the caller's memory where it is."""
-        buffer = piece.transfer.buffer
-        assert buffer is not None  # it has not ended
-        return not (buffer.data_ptr() + piece.start) % self._memory_alignment_bytes
+        return not (piece.buffer.data_ptr() + piece.start) % self._memory_alignment_bytes
 
     def _exhaust(
         self,
@@ -161,7 +159,7 @@ class Lane:
             done += progress
 
     def _verify(self, piece: Piece, view: memoryview) -> None:
-        expected = piece.transfer.slot.sums[piece.index]
+        expected = piece.transfer.slots[piece.part].sums[piece.index]
         found = _digest(view)
         if found != expected:
             piece.error = IntegrityError(

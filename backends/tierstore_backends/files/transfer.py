@@ -8,9 +8,9 @@ each has its own checksum: pieces need no order.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from tierstore.spi import Buffer, Completion
+from tierstore.spi import Buffer, Completion, PartialError
 from tierstore.units import align_up
 from tierstore_backends.files.layout import Extent
 
@@ -55,54 +55,79 @@ class Direction(enum.Enum):
 
 
 class Transfer:
-    """One ``read`` or ``write`` under way.
+    """One ``read`` or ``write``, of one slot or of a batch of them, under way.
 
     Small on purpose: every object that lives as long as a transfer makes the garbage collector
     look at everything else more often, and that can cost more than the transfer.
+
+    Args:
+        direction: which way bytes go.
+        slots: where from, or where to.
+        buffers: the caller's bytes, one for each slot.
     """
 
-    __slots__ = ("buffer", "completion", "direction", "error", "remaining", "slot", "sums")
+    __slots__ = ("buffers", "completion", "direction", "pieces", "remaining", "slots")
 
-    def __init__(self, direction: Direction, slot: FileSlot, buffer: Buffer) -> None:
+    def __init__(self, direction: Direction, slots: Sequence[FileSlot], buffers: Sequence[Buffer]) -> None:
         self.direction = direction
-        self.slot = slot
-        self.buffer: Buffer | None = buffer  # until it has ended
+        self.slots = slots
+        self.buffers = buffers  # until it has ended
         self.completion = Completion()
-        self.error: BaseException | None = None  # the first piece's that failed
-        self.remaining = 0  # pieces not yet moved; guarded by the engine, as is the next
-        self.sums: list[int] = []  # of each piece, by index; made when the first piece has moved
+        self.pieces: Sequence[Piece] = ()  # until it has ended
+        self.remaining = 0  # pieces not yet moved; guarded by the engine
 
-    def note(self, piece: Piece) -> bool:
+    def note(self) -> bool:
         """Count a piece that has moved or failed; return whether it was the last.  Under a lock."""
-        if piece.error is not None and self.error is None:
-            self.error = piece.error
-        if not self.sums:
-            self.sums = [0] * self.remaining
-        self.sums[piece.index] = piece.sum
         self.remaining -= 1
         return not self.remaining
 
     def finish(self) -> None:
-        """Tell the slot and whoever waits.  Once, when no piece remains; outside every lock."""
-        # The caller may reuse the buffer's memory once nothing refers to it: let go first.
-        self.buffer = None
-        if self.direction is Direction.WRITE and self.error is None:
-            self.slot.sums = tuple(self.sums)
-            self.slot.state = SlotState.WRITTEN
-        self.completion.complete(self.error)
+        """Tell the slots and whoever waits.  Once, when no piece remains; outside every lock."""
+        pieces = self.pieces
+        # The caller may reuse the buffers' memory once nothing refers to it: let go first.
+        self.buffers = self.pieces = ()
+        errors: dict[int, BaseException] = {}
+        for piece in pieces:
+            if piece.error is not None:
+                errors.setdefault(piece.part, piece.error)
+        if self.direction is Direction.WRITE:
+            self._keep(pieces, errors)
+        if errors and len(self.slots) > 1:
+            self.completion.complete(PartialError(errors))
+        else:
+            self.completion.complete(errors.get(0))
+
+    def _keep(self, pieces: Sequence[Piece], errors: Mapping[int, BaseException]) -> None:
+        """Note at the slots what was written there."""
+        if len(pieces) == len(self.slots) and not errors:
+            for slot, piece in zip(self.slots, pieces, strict=True):
+                slot.sums = (piece.sum,)
+                slot.state = SlotState.WRITTEN
+            return
+        sums: list[list[int]] = [[] for _ in self.slots]
+        for piece in pieces:
+            sums[piece.part].append(piece.sum)
+        for part, slot in enumerate(self.slots):
+            if part not in errors:
+                slot.sums = tuple(sums[part])
+                slot.state = SlotState.WRITTEN
 
 
 class Piece:
     """A part of a transfer that one system call can move.
 
-    ``[start, stop)`` are the caller's bytes, ``[address, end)`` the addresses that hold them: a
-    multiple of the alignment, so ``end - address`` may exceed ``stop - start``.
+    ``[start, stop)`` are bytes of the caller's buffer number ``part``, ``[address, end)`` the
+    addresses that hold them: a multiple of the alignment, so ``end - address`` may exceed
+    ``stop - start``.  ``index`` counts the pieces of one slot.
     """
 
-    __slots__ = ("address", "end", "error", "index", "is_queued", "start", "stop", "sum", "transfer")
+    __slots__ = ("address", "end", "error", "index", "is_queued", "part", "start", "stop", "sum", "transfer")
 
-    def __init__(self, transfer: Transfer, index: int, start: int, stop: int, extent: Extent) -> None:
+    def __init__(
+        self, transfer: Transfer, part: int, index: int, start: int, stop: int, extent: Extent
+    ) -> None:
         self.transfer = transfer
+        self.part = part
         self.index = index
         self.start = start
         self.stop = stop
@@ -111,26 +136,30 @@ class Piece:
         self.is_queued = False
         self.sum = 0  # of the caller's bytes, where it is written
 
+    @property
+    def buffer(self) -> Buffer:
+        """The caller's buffer.  To be let go before the transfer ends."""
+        return self.transfer.buffers[self.part]
+
     def view(self) -> memoryview:
         """Return the caller's bytes.  To be let go before the transfer ends."""
-        buffer = self.transfer.buffer
-        assert buffer is not None  # it has not ended
-        whole = memoryview(buffer.numpy())  # type: ignore[arg-type]  # 3.11's stubs know no Buffer
-        return whole[self.start : self.stop]
+        whole = memoryview(self.buffer.numpy())  # type: ignore[arg-type]  # 3.11's stubs know no Buffer
+        return whole if len(whole) == self.stop - self.start else whole[self.start : self.stop]
 
 
 def cut(transfer: Transfer, *, block_bytes: int, segment_bytes: int) -> list[Piece]:
     """Cut a transfer into pieces of at most ``block_bytes`` that lie in one file each."""
-    slot = transfer.slot
-    transfer.remaining = 1
-    if len(slot.extents) == 1 and _is_whole(slot.extents[0], block_bytes, segment_bytes):
-        return [Piece(transfer, 0, 0, slot.nbytes, slot.extents[0])]
     pieces: list[Piece] = []
-    start = 0
-    for extent in _parts(slot.extents, block_bytes, segment_bytes):
-        stop = min(slot.nbytes, start + extent[1] - extent[0])
-        pieces.append(Piece(transfer, len(pieces), start, stop, extent))
-        start = stop
+    for part, slot in enumerate(transfer.slots):
+        if len(slot.extents) == 1 and _is_whole(slot.extents[0], block_bytes, segment_bytes):
+            pieces.append(Piece(transfer, part, 0, 0, slot.nbytes, slot.extents[0]))
+            continue
+        start = 0
+        for index, extent in enumerate(_parts(slot.extents, block_bytes, segment_bytes)):
+            stop = min(slot.nbytes, start + extent[1] - extent[0])
+            pieces.append(Piece(transfer, part, index, start, stop, extent))
+            start = stop
+    transfer.pieces = pieces
     transfer.remaining = len(pieces)
     return pieces
 

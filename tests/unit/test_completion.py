@@ -1,0 +1,50 @@
+"""The end of an operation is told once, to everybody."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tierstore.spi import Completion, PartialError
+
+
+def test_a_callback_that_raises_does_not_lose_those_after_it(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+    completion = Completion()
+
+    def fail(_error: BaseException | None) -> None:
+        raise ValueError("a callback's own fault")
+
+    completion.add_done_callback(lambda _: told.append("before"))
+    completion.add_done_callback(fail)
+    completion.add_done_callback(lambda _: told.append("after"))
+    with caplog.at_level(logging.ERROR, "tierstore"):
+        completion.complete()
+    assert told == ["before", "after"]
+    assert "a callback's own fault" in caplog.text
+
+
+def test_a_callback_is_told_the_error_in_time_or_late() -> None:
+    told: list[BaseException | None] = []
+    completion, error = Completion(), OSError("the medium")
+    completion.add_done_callback(told.append)
+    completion.complete(error)
+    completion.add_done_callback(told.append)
+    assert told == [error, error]
+
+
+def test_a_completion_completes_once() -> None:
+    completion = Completion()
+    completion.complete()
+    with pytest.raises(RuntimeError, match="twice"):
+        completion.complete()
+    with pytest.raises(RuntimeError, match="twice"):
+        Completion.done().complete()
+
+
+def test_a_partial_error_says_how_many_failed_and_why_the_first() -> None:
+    error = PartialError({3: OSError("bad block"), 7: OSError("worse block")})
+    assert "2 slots" in str(error)
+    assert "bad block" in str(error)
+    assert sorted(error.errors) == [3, 7]
