@@ -82,24 +82,73 @@ def test_memory_that_went_back_is_used_again() -> None:
     assert bool((_memory(slot) == 7).all())
 
 
-def test_what_was_in_use_until_now_is_not_idle() -> None:
+@pytest.mark.parametrize("times", range(7))
+def test_what_was_in_use_until_now_is_not_idle(times: int) -> None:
+    """Wherever in a turn it is freed: at least as much as the pool keeps is handed out before it goes."""
     pool = PinnedPool(64 * MIB, block_bytes=64 * MIB)
-    held = pool.reserve(40 * MIB)
+    held, _ = pool.reserve(40 * MIB), pool.reserve(8 * MIB)
     was = _memory(held)
     was.fill_(7)
-    _hand_out(pool, 8 * MIB, 48 // 8)  # the next bytes end the turn
+    _hand_out(pool, 8 * MIB, 7 + times)  # 56 MiB are in memory: a turn is seven times
     pool.free(held)
-    pool.reserve(50 * MIB)
+    _hand_out(pool, 8 * MIB, 7)
     assert _resident_bytes(was) == 40 * MIB
+    _hand_out(pool, 8 * MIB, 9)
+    assert _resident_bytes(was) <= HUGE_PAGE_BYTES  # where a page reaches into the slot behind it
 
 
 def test_slots_that_use_all_memory_in_turn_give_nothing_back() -> None:
     pool = PinnedPool(64 * MIB, block_bytes=64 * MIB)
+    pool.free(pool.reserve(64 * MIB))
     for _ in range(20):
-        slots = [pool.reserve(16 * MIB) for _ in range(4)]
-        assert pool.reserved_bytes == 64 * MIB
+        slots: list[Slot] = []
+        for _ in range(4):
+            slots.append(pool.reserve(16 * MIB))
+            assert pool.reserved_bytes == 64 * MIB
         for slot in slots:
             pool.free(slot)
+
+
+def test_what_is_idle_in_one_block_may_be_in_use_in_another() -> None:
+    pool = PinnedPool(64 * MIB, block_bytes=32 * MIB)
+    kept, burst = pool.reserve(32 * MIB), pool.reserve(32 * MIB)
+    _memory(kept).fill_(7)
+    pool.free(burst)
+    _hand_out(pool, 8 * MIB, 40)
+    assert pool.reserved_bytes < 64 * MIB
+    assert bool((_memory(kept) == 7).all())
+
+
+def test_a_short_idle_stretch_of_a_long_free_range_is_kept() -> None:
+    pool = PinnedPool(64 * MIB, block_bytes=64 * MIB)
+    pool.reserve(48 * MIB)
+    pool.free(pool.reserve(14 * MIB))
+    before = pool.reserved_bytes
+    _hand_out(pool, 8 * MIB, 40)
+    assert pool.reserved_bytes == before
+
+
+def test_a_block_that_ends_inside_a_page_gives_that_page_back_too() -> None:
+    pool = PinnedPool(16 * MIB + 512)
+    kept, rest = pool.reserve(4096), pool.reserve(16 * MIB + 512 - 4096)
+    for slot in (kept, rest):
+        _memory(slot).fill_(7)
+    pool.free(rest)
+    pool.resize(4096)
+    assert _kernel_bytes(pool) == 4096
+    assert bool((_memory(kept) == 7).all())
+
+
+def test_small_neighbours_freed_after_shrinking_give_back_the_pages_between_them() -> None:
+    pool = PinnedPool(4 * MIB, block_bytes=4 * MIB)
+    kept, *small = [pool.reserve(1024) for _ in range(4096)]
+    for slot in (kept, *small):
+        _memory(slot).fill_(7)
+    pool.resize(4 * MIB - 1024)
+    for slot in small:
+        pool.free(slot)
+    assert _kernel_bytes(pool) == 4096
+    assert bool((_memory(kept) == 7).all())
 
 
 def test_holes_between_slots_are_kept() -> None:

@@ -145,8 +145,6 @@ class Block:
 
     def discard_idle(self, offset: int, nbytes: int, least_bytes: int) -> None:
         """Give back what of a free range nobody used since the last `age`: stretches of ``least_bytes``."""
-        if self.is_pinned:
-            return
         for idle_offset, idle_bytes in self._pages.idle(offset, nbytes):
             if idle_bytes >= least_bytes:
                 self.discard(idle_offset, idle_bytes)

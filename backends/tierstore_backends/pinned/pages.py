@@ -70,8 +70,11 @@ class HugePages:
         self._states = self._states.replace(_USED, _IDLE)
 
     def _inside(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """Return the first page that lies wholly inside a range and the one after the last."""
+        """Return the first page that lies wholly inside a range and the one after the last.
+
+        Where none does, what comes after the last may come before the first.
+        """
         end = offset + nbytes
         first_page = -(-(self._lead_bytes + offset) // HUGE_PAGE_BYTES) if offset > 0 else 0
         end_page = (self._lead_bytes + end) // HUGE_PAGE_BYTES if end < self._nbytes else len(self._states)
-        return first_page, max(first_page, end_page)
+        return first_page, end_page
