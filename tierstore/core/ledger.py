@@ -34,10 +34,12 @@ from tierstore.core.moving import Moving
 from tierstore.core.naming import can_split, check_names
 from tierstore.core.requests import Evict, Fetch, Flush, Lease, Put, Read, Request, granted, refuse_if_written
 from tierstore.core.residency import Replica
+from tierstore.core.traffic import MOST_IN_FLIGHT
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, UsageError
 from tierstore.units import format_bytes
 
 DEFAULT_WINDOW_BYTES = 256 * 1024**2
+DEFAULT_STRIDE = 2 * MOST_IN_FLIGHT  # those in flight, and those that are next or give their room back
 
 
 class Ledger:
@@ -47,12 +49,17 @@ class Ledger:
         tiers: fastest first.
         policy: who is evicted next.
         window_bytes: how many bytes may be in flight in each direction.
+        stride: how many keys of one request may be on their way at a time.
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], policy: Policy, window_bytes: int = DEFAULT_WINDOW_BYTES
+        self,
+        tiers: Sequence[Tier],
+        policy: Policy,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        stride: int = DEFAULT_STRIDE,
     ) -> None:
-        self.moving = Moving(tiers, policy, window_bytes)
+        self.moving = Moving(tiers, policy, window_bytes, stride)
         self.books = self.moving.books
         self._leases: dict[int, Lease] = {}
         self._reads: dict[int, Replica] = {}
@@ -93,8 +100,7 @@ class Ledger:
         for event in events:
             books.tick += 1
             self._handlers[type(event)](event)
-        if books.changed or books.restless:
-            self.moving.settle()
+        self.moving.settle()
         if self._closing is not None:
             self._finish_closing()
         out, books.out = books.out, []

@@ -41,9 +41,11 @@ class Plan:
 
     Attributes:
         accesses: the keys in the order of their use.
+        aliases: other keys that will be used when the ones they stand for are.
     """
 
     accesses: Sequence[str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
     _positions: Mapping[str, list[int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class Plan:
         The access at ``position`` itself counts as past: a key used only there is a whole
         cycle away.
         """
-        positions = self._positions.get(key)
+        positions = self._positions.get(self.aliases.get(key, key))
         if positions is None:
             return None
         index = bisect.bisect_right(positions, position)

@@ -33,16 +33,19 @@ class Moving:
         tiers: fastest first.
         policy: who is evicted next.
         window_bytes: bytes in flight in each direction.
+        stride: the most entries of one request that are on their way at a time.
     """
 
-    def __init__(self, tiers: Sequence[Tier], policy: Policy, window_bytes: int) -> None:
+    def __init__(self, tiers: Sequence[Tier], policy: Policy, window_bytes: int, stride: int) -> None:
         self.books = Books(tiers)
         self.rooms = Rooms(self.books, policy, self.push_down)
         self.resizes = Resizes(self.books, self.rooms)
         self.traffic = Traffic(window_bytes)
+        self.stride = stride
         self.host = next((index for index, tier in enumerate(tiers) if tier.is_host), None)
         self.is_closed = False  # nothing new is begun
         self._copy_numbers = count(1)
+        self._striding: dict[int, Request] = {}  # those whose next entries may be examined
 
     # --- wants --------------------------------------------------------------------------------
 
@@ -308,7 +311,10 @@ class Moving:
     # --- requests -----------------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
-        """Examine a new request at each of its entries; it may be met at once.
+        """Begin to examine a new request at its entries; it may be met at once.
+
+        A request of ten thousand keys goes in strides: what is on its way to all of them at a time
+        would be found by every full garbage collection, and the hardware would wait for the books.
 
         Raises:
             UsageError: the call is wrong as things are; nothing was changed.
@@ -320,8 +326,22 @@ class Moving:
             request.finish()
         for entry in entries:
             entry.watchers[request.number] = request
-            if request.examine(entry):
+        self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
+        """Examine a request's next entries, as many as its stride has room for."""
+        while request.unseen and len(request.pending) - len(request.unseen) < self.stride:
+            entry = request.unseen.popleft()
+            if entry.uid in request.pending and request.examine(entry):
                 self.meet(request, entry)
+
+    def _go_on_with_all(self) -> None:
+        while self._striding:
+            _, request = self._striding.popitem()
+            try:
+                self._go_on(request)
+            except TierStoreError as error:
+                self.abandon(request, error)
 
     def meet(self, request: Request, entry: Entry) -> None:
         """One entry satisfies the request; the last one finishes it."""
@@ -330,6 +350,8 @@ class Moving:
         entry.watchers.pop(request.number, None)
         if not request.pending:
             request.finish()
+        elif request.unseen:
+            self._striding[request.number] = request
 
     def abandon(self, request: Request, error: BaseException) -> None:
         """Fail a request and give back what it took."""
@@ -345,6 +367,7 @@ class Moving:
             for want in entry.wants.values():
                 want.requests.pop(request.number, None)
         request.pending = {}
+        request.unseen.clear()
 
     def _ask_again(self, entry: Entry) -> None:
         if entry.watchers:
@@ -366,6 +389,8 @@ class Moving:
         if self.is_closed:
             self.books.changed.clear()
             self.books.restless.clear()
-        while self.books.changed or self.books.restless:
+            self._striding.clear()
+        while self.books.changed or self.books.restless or self._striding:
             self.ask_watchers()
+            self._go_on_with_all()
             self.pump()

@@ -1,13 +1,14 @@
 """What a caller waits for, and when it is met.
 
-A request names entries and is examined, entry by entry, whenever one of them changes; it is met when
-every entry satisfies it.  `examine` returns whether its entry does, asks the ledger for what is
+A request names entries and is examined, entry by entry, in their order and whenever one of them
+changes; it is met when every entry satisfies it.  `examine` returns whether its entry does, asks the ledger for what is
 missing, and raises to fail the whole request.
 """
 
 from __future__ import annotations
 
 import abc
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -91,12 +92,14 @@ class Request(abc.ABC):
     Attributes:
         number: names it in events and commands.
         pending: the entries that do not satisfy it yet, by uid.
+        unseen: in order, those whose turn to be examined has not come.
     """
 
     def __init__(self, desk: Desk, number: int, entries: Sequence[Entry]) -> None:
         self.desk = desk
         self.number = number
         self.pending = {entry.uid: entry for entry in entries}
+        self.unseen = deque(entries)
 
     def check(self, entry: Entry) -> None:  # noqa: B027 - most requests are never wrong
         """Raise if ``entry`` as it is makes the request wrong."""

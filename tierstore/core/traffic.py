@@ -43,11 +43,6 @@ class Lane:
         default_factory=lambda: {urgency: OrderedDict() for urgency in Urgency}
     )
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether a copy waits."""
-        return any(self.waiting.values())
-
 
 class Traffic:
     """All copies: which may start now, which wait for their window.
@@ -71,11 +66,10 @@ class Traffic:
         """Take a copy in; return those that may start now."""
         self.copies[copy.number] = copy
         lane = self.lane(copy.source, copy.target)
-        if self._may_start(lane, copy) and not lane.is_waited_for:
-            self._count(lane, copy)
-            return [copy]
-        lane.waiting[copy.want.urgency][copy.number] = copy
-        return self._start(lane)
+        group = lane.waiting[copy.want.urgency]
+        group[copy.number] = copy
+        # Behind another of its urgency it changes nothing: that one may not start either.
+        return self._start(lane) if len(group) == 1 else []
 
     def expedite(self, copy: Copy, urgency: Urgency) -> None:
         """Let a copy that still waits go with those of ``urgency``."""

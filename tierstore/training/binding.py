@@ -67,6 +67,8 @@ class Binding:
         tensors: in the same order; they are given a guard's class by whoever calls `Bindings.adopt`.
         guards: the class that each wears while it has no bytes.
         tier: where it is leased.
+        uses: how often it was used.
+        writes: how often its bytes were changed.
     """
 
     __slots__ = (
@@ -85,8 +87,10 @@ class Binding:
         "storage",
         "tensors",
         "tier",
+        "uses",
         "versions",
         "windows",
+        "writes",
     )
 
     def __init__(
@@ -106,6 +110,8 @@ class Binding:
         self.guards = tuple(guards)
         self.poisons = tuple(poisons)
         self.tier = "device"
+        self.uses = 0
+        self.writes = 0
         self.windows = 0
         self.is_dirty = False
         self.is_saved_by_reference = True
@@ -142,13 +148,24 @@ class Bindings:
     """
 
     def __init__(self, store: Store, note_access: Access, apart: Apart = ordinary_mode) -> None:
-        self._store = store
+        self.store = store
         self._note_access = note_access
         self.apart = apart
         self.ask_for_more: Callable[[], bool] = lambda: False  # raises the quota, if it can be
         self._lock = threading.RLock()  # guards all bindings and the next two
         self._by_storage: dict[int, Binding] = {}
         self._lingering: dict[Binding, None] = {}
+
+    def note_access(self, binding: Binding) -> None:
+        """Take in that a binding is used now."""
+        binding.uses += 1
+        self._note_access(binding)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other thread open a window, inside the context."""
+        with self._lock, self.apart():
+            yield
 
     # --- windows ------------------------------------------------------------------------------
 
@@ -164,7 +181,7 @@ class Bindings:
             BackendError: its bytes could not be brought.
         """
         with self._lock, self.apart():
-            self._note_access(binding)
+            self.note_access(binding)
             if binding.lease is None:
                 self._acquire(binding)
             binding.windows += 1
@@ -229,7 +246,7 @@ class Bindings:
     def reach(self, binding: Binding) -> torch.Tensor:
         """Return the bundle's flat bytes.  They stay while anything refers to their storage."""
         with self._lock, self.apart():
-            self._note_access(binding)
+            self.note_access(binding)
             if binding.lease is None:
                 self._acquire(binding)
             if binding.windows == 0:
@@ -263,7 +280,7 @@ class Bindings:
     def _acquire(self, binding: Binding) -> None:
         self.sweep()
         try:
-            lease = self._store.lease(binding.key, tier=binding.tier, write=True)
+            lease = self.store.lease(binding.key, tier=binding.tier, write=True)
         except CapacityError as error:
             _let_frames_go(error)
             lease = self._lease_after_making_room(binding)
@@ -283,23 +300,23 @@ class Bindings:
         self.sweep()
         self._empty(binding.tier)
         try:
-            return self._store.lease(binding.key, tier=binding.tier, write=True)
+            return self.store.lease(binding.key, tier=binding.tier, write=True)
         except CapacityError as error:
             if not self.ask_for_more():
                 raise
             _let_frames_go(error)
-            return self._store.lease(binding.key, tier=binding.tier, write=True)
+            return self.store.lease(binding.key, tier=binding.tier, write=True)
 
     def _empty(self, tier: str) -> None:
         """Push everything that is not leased out of a tier, so that its free bytes are in one piece."""
-        names = self._store.tier_names
+        names = self.store.tier_names
         index = names.index(tier) if tier in names else 0
         if index + 1 == len(names):
             return
-        for key in self._store:
+        for key in self.store:
             try:
-                if names[index] in self._store.where(key):
-                    self._store.evict(key, to=names[index + 1]).result()
+                if names[index] in self.store.where(key):
+                    self.store.evict(key, to=names[index + 1]).result()
             except (KeyNotFound, LeaseError, CapacityError) as error:
                 _let_frames_go(error)
 
@@ -316,6 +333,7 @@ class Bindings:
         if lease is None or storage is None:
             return
         is_written = binding.is_dirty or _versions(binding) != binding.versions
+        binding.writes += is_written
         del self._by_storage[storage._cdata]  # noqa: SLF001
         binding.lease = binding.flat = binding.storage = None
         del storage

@@ -99,6 +99,9 @@ class DeviceBudget:
         }
         self._quotas = dict(self._least)
         self._program: dict[Phase, int] = {}
+        self._at_gradients_bytes = 0
+        self._step_bytes = 0
+        self._before_step_bytes = 0
         self._quota_bytes = 0
         self._phase = Phase.MODEL
         self._lessons = {Phase.MODEL: _Lesson(), Phase.EVALUATION: _Lesson()}
@@ -127,6 +130,7 @@ class DeviceBudget:
             self._expect_more(phase, lesson, elements)
         if lesson.steps_to_learn and self._learning is None:
             self._learning = lesson
+            self._at_gradients_bytes = 0
             self._meter.begin(inputs)
 
     def _expect_more(self, phase: Phase, lesson: _Lesson, elements: int) -> None:
@@ -141,6 +145,8 @@ class DeviceBudget:
     def begin_optimizer(self) -> None:
         """An optimizer begins to step."""
         self._enter(Phase.OPTIMIZER)
+        if self._learning is not None:
+            self._before_step_bytes = self._meter.live_bytes()
 
     def end_evaluation(self) -> None:
         """The model has run for itself."""
@@ -168,6 +174,7 @@ class DeviceBudget:
         """Take a sample of what the program has."""
         if self._learning is not None:
             self._meter.look()
+            self._at_gradients_bytes = max(self._at_gradients_bytes, self._meter.live_bytes())
 
     def close(self) -> None:
         """Stop measuring."""
@@ -185,12 +192,30 @@ class DeviceBudget:
         """Keep the peak of the phase that ends: the last one measured counts, as the first makes state."""
         if self._learning is not None:
             self._program[self._phase] = self._meter.take_peak()
+            if self._phase is Phase.OPTIMIZER:
+                self._step_bytes = max(0, self._program[self._phase] - self._before_step_bytes)
+
+    @property
+    def allows_steps_in_backward(self) -> bool:
+        """Whether an optimizer may step while there are activations: it is known what both take."""
+        return (
+            Phase.OPTIMIZER in self._program
+            and not self._lessons[Phase.MODEL].steps_to_learn
+            and (self._quotas[Phase.MODEL] >= self._least[Phase.OPTIMIZER])
+        )
 
     # --- quotas -------------------------------------------------------------------------------
 
     def _rest(self, phase: Phase, program_bytes: int) -> int:
-        """Return what the program leaves of the budget, at least what is needed to train at all."""
-        return max(self._least[phase], self._limit_bytes - int(program_bytes * MARGIN))
+        """Return what the program leaves of the budget, at least what is needed to train at all.
+
+        Where an optimizer can step in the midst of backward, its workspace is left as well.
+        """
+        rest = max(self._least[phase], self._limit_bytes - int(program_bytes * MARGIN))
+        if phase is Phase.MODEL:
+            beside_step = self._limit_bytes - int((self._at_gradients_bytes + self._step_bytes) * MARGIN)
+            return min(rest, beside_step) if beside_step >= self._least[Phase.OPTIMIZER] else rest
+        return rest
 
     def _give(self, quota_bytes: int) -> None:
         if quota_bytes == self._quota_bytes:

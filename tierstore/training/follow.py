@@ -15,6 +15,7 @@ from tierstore.errors import KeyNotFound
 from tierstore.planning import Trace, plan_from
 from tierstore.planning.planner import Place
 from tierstore.store import Store
+from tierstore.training.groups import next_version
 
 MOST_STEPS_WITHOUT_ALL = 16
 """A step ends when every optimizer has stepped, or one of them this often."""
@@ -117,7 +118,7 @@ class Follower:
         if accesses == self._followed and self._place is not None:
             self._place.begin_cycle()
             return
-        plan = plan_from(accesses)
+        plan = plan_from(accesses, {next_version(key): key for key in dict.fromkeys(accesses)})
         self._followed = accesses
         self._store.follow(plan)
         self._place = Place(plan)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -46,15 +46,29 @@ class Gradient:
         name: the parameter's.
         binding: ties the handle to the key, while a stash exists.
         is_assigned: whether somebody set it, so that it stays where it is.
+        accumulations: how many backward passes have added to it since the last step.
+        known_uses: of the binding, by accumulation and by the optimizer.
     """
 
-    __slots__ = ("binding", "is_assigned", "name", "parameter")
+    __slots__ = ("accumulations", "binding", "is_assigned", "known_uses", "name", "parameter")
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
         self.name = name
         self.parameter = parameter
         self.binding: Binding | None = None
         self.is_assigned = False
+        self.accumulations = 0
+        self.known_uses = 0
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether it waits in the store and nobody has looked at it since."""
+        return self.binding is not None and self.binding.uses == self.known_uses
+
+    def know_uses(self) -> None:
+        """Take the uses until now for our own."""
+        assert self.binding is not None
+        self.known_uses = self.binding.uses
 
     @property
     def handle(self) -> torch.Tensor | None:
@@ -87,12 +101,26 @@ class Gradients:
         self._of: dict[torch.Tensor, Gradient] = {}
         self.is_stashing = False
         self.note_put: Access | None = None
+        self.note_change: Callable[[torch.Tensor], None] = lambda _: None  # before a stash changes or goes
 
     def add(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Look after one parameter's gradient; one that is there already becomes a stash."""
         gradient = Gradient(name, parameter)
         self._of[parameter] = gradient
         self.stash(parameter)
+
+    def find(self, parameter: torch.Tensor) -> Gradient | None:
+        """Return the gradient of a parameter; ``None``: it is not one of the model's."""
+        return self._of.get(parameter)
+
+    def are_untouched(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of their gradients wait in the store and nobody has looked at one since."""
+        return all(self._of[parameter].is_untouched for parameter in parameters)
+
+    def know_uses(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take all uses until now for our own."""
+        for parameter in parameters:
+            self._of[parameter].know_uses()
 
     def __iter__(self) -> Iterator[Gradient]:
         return iter(self._of.values())
@@ -136,8 +164,11 @@ class Gradients:
             self._join_graph(gradient, fresh)
             return
         else:
+            self.note_change(parameter)
             self._accumulate(gradient.binding, fresh)
         set_native_gradient(parameter, None)
+        gradient.accumulations += 1
+        gradient.know_uses()
 
     def _is_stashable(self, gradient: Gradient, fresh: torch.Tensor) -> bool:
         if gradient.binding is not None:
@@ -186,9 +217,10 @@ class Gradients:
 
     def _forget(self, gradient: Gradient) -> None:
         """Drop the stash; a handle that somebody else still has becomes an ordinary tensor."""
-        binding, gradient.binding = gradient.binding, None
-        if binding is None:
+        if gradient.binding is None:
             return
+        self.note_change(gradient.parameter)
+        binding, gradient.binding = gradient.binding, None
         is_kept = sys.getrefcount(binding.tensors[0]) > _OWN_REFERENCES
         if is_kept:
             with natively():

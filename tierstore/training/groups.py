@@ -81,6 +81,11 @@ def dense_stride(tensor: torch.Tensor) -> Stride:
     return torch.empty_like(tensor, device="meta").stride()
 
 
+def next_version(key: str) -> str:
+    """Return the key that a bundle's new values are under until they take the place of the old ones."""
+    return f"{key}~next"
+
+
 @dataclass(slots=True)
 class ParameterGroup:
     """Parameters that travel together.

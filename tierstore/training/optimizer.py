@@ -7,7 +7,8 @@ to do: its groups name only the parameters that are not offloaded, until a post-
    optimizer's ``param_groups`` name only the bundle's parameters, and its own ``step`` runs.
 2. State tensors that a step created or replaced become a bundle of the store under the parameters'
    own; scalars (0-d tensors) stay where they are.
-3. Bundles go in the order of the forward pass: backward has left the first ones resident.
+3. Bundles whose step was made during backward (`tierstore.training.ahead`) take its outcome over; the
+   others go in the order of the forward pass: backward has left the first ones resident.
 4. Parameters that are not offloaded are left to the outer step.
 """
 
@@ -15,33 +16,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tierstore.training import guard
+from tierstore.training.ahead import StepsAhead
 from tierstore.training.binding import Binding, Bindings
 from tierstore.training.bundles import Adopter
 from tierstore.training.grads import Gradients, native_gradient, set_native_gradient
 from tierstore.training.tiers import Placement
-
-Group = dict[str, Any]
-Parameters = list[torch.Tensor]
-
-
-class Turn(NamedTuple):
-    """What one bundle's step is about."""
-
-    bundle: Binding
-    groups: list[tuple[Group, Parameters]]
-
-    @property
-    def parameters(self) -> Parameters:
-        """All of them, in the order of the groups."""
-        return [parameter for _, members in self.groups for parameter in members]
+from tierstore.training.turns import Group, Parameters, Turn, only, own_step, placed
 
 
 class OptimizerSteps:
@@ -77,9 +64,14 @@ class OptimizerSteps:
         self._prefetch = prefetch
         self._withheld: list[tuple[Group, Parameters]] = []
         self.states: dict[Binding, Binding] = {}
-        self.seconds = 0.0
-        self.tier = "device"
+        self.own_seconds = 0.0
+        self.ahead = StepsAhead(optimizer, bindings, gradients, self._turn_of, self.states.get)
         self.on_begin: Callable[[], None] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long all steps took, with those that were made ahead."""
+        return self.own_seconds + self.ahead.seconds
 
     # --- hooks --------------------------------------------------------------------------------
 
@@ -101,7 +93,7 @@ class OptimizerSteps:
             self.on_begin()  # after the closure, which runs the model
         self._step_all(others)
         self._leave_the_rest()
-        self.seconds += time.perf_counter() - begin
+        self.own_seconds += time.perf_counter() - begin
         return None if closure is None else ((self.optimizer, lambda: loss), others)
 
     def _leave_the_rest(self) -> None:
@@ -122,11 +114,20 @@ class OptimizerSteps:
     # --- the step -----------------------------------------------------------------------------
 
     def _step_all(self, kwargs: dict[str, Any]) -> None:
-        turns = self._turns()
-        for number, turn in enumerate(turns):
-            if number + 1 < len(turns):
-                self._prefetch(self._keys(turns[number + 1]))
-            self._step(turn, kwargs)
+        self.ahead.learn()
+        try:
+            is_plain = not kwargs
+            turns = [turn for turn in self._turns() if not self.ahead.take(turn, is_plain=is_plain)]
+            for number, turn in enumerate(turns):
+                if number + 1 < len(turns):
+                    self._prefetch(self._keys(turns[number + 1]))
+                self._step(turn, kwargs)
+        finally:
+            self.ahead.end_step()
+
+    def _turn_of(self, bundle: Binding) -> Turn | None:
+        """Return what the step of one bundle is about."""
+        return next((turn for turn in self._turns() if turn.bundle is bundle), None)
 
     def _turns(self) -> list[Turn]:
         """Split the optimizer's groups by bundle, as they are now; leave out what has no gradient."""
@@ -152,7 +153,7 @@ class OptimizerSteps:
         stashed = self._gradients.bindings_of(turn.parameters)
         state = self.states.get(turn.bundle)
         needed = [turn.bundle, *(binding for _, binding in stashed), *([state] if state else [])]
-        with self._placed(needed), self._bindings.window(needed):
+        with placed(self._bindings, needed, self.ahead.tier), self._bindings.window(needed):
             turn.bundle.is_dirty = True
             if state is not None:
                 state.is_dirty = True
@@ -161,26 +162,13 @@ class OptimizerSteps:
                 binding.is_dirty |= is_unscaling  # fused steps do that in place, unseen
                 set_native_gradient(parameter, binding.tensors[0])
             try:
-                with _only(self.optimizer, turn.groups):
-                    _own_step(self.optimizer)(self.optimizer, **kwargs)
+                with only(self.optimizer, turn):
+                    own_step(self.optimizer)(self.optimizer, **kwargs)
             finally:
                 changed = _take_back(stashed)
         for parameter, value in changed:  # the step itself forgot or replaced them
             self._gradients.assign(parameter, value)
         self.take_in_state(turn.bundle)
-
-    @contextmanager
-    def _placed(self, needed: Sequence[Binding]) -> Iterator[None]:
-        """Lease where the optimizer computes, inside the context."""
-        former = [binding.tier for binding in needed]
-        for binding in needed:
-            if self._bindings.release_idle(binding):
-                binding.tier = self.tier
-        try:
-            yield
-        finally:
-            for binding, tier in zip(needed, former, strict=True):
-                binding.tier = tier
 
     # --- state --------------------------------------------------------------------------------
 
@@ -255,14 +243,6 @@ def _split_closure(
     return closure, others
 
 
-def _own_step(optimizer: torch.optim.Optimizer) -> Callable[..., object]:
-    """Return the optimizer's ``step`` without the hooks that led here."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = getattr(step, "__wrapped__", step)
-    return step
-
-
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hooked step of the optimizer runs inside another one."""
     code = getattr(type(optimizer).step, "__code__", None)
@@ -272,22 +252,3 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
         found += frame.f_code is code and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return found > 1
-
-
-@contextmanager
-def _only(optimizer: torch.optim.Optimizer, groups: Sequence[tuple[Group, Parameters]]) -> Iterator[None]:
-    """Let the optimizer's groups name only the given parameters, inside the context."""
-    former_groups = optimizer.param_groups
-    former = [(group, group["params"]) for group, _ in groups]
-    merged: dict[int, tuple[Group, Parameters]] = {}
-    for group, members in groups:
-        merged.setdefault(id(group), (group, []))[1].extend(members)
-    optimizer.param_groups = [group for group, _ in merged.values()]
-    for group, members in merged.values():
-        group["params"] = members
-    try:
-        yield
-    finally:
-        optimizer.param_groups = former_groups
-        for group, members in former:
-            group["params"] = members

@@ -67,6 +67,7 @@ class Session:
         self.windows = hooks.ModuleWindows(self.bindings, self.saved)
         self.gradients = Gradients(store, self.bindings, self, placements.gradients)
         self.gradients.note_put = self._note
+        self.gradients.note_change = self._forget_steps_ahead
         self.adopter = Adopter(store, self.bindings, self)
         self.state_dicts = StateDicts(self.adopter)
         self.clock = Clock()
@@ -117,7 +118,8 @@ class Session:
                 self.placements.state,
                 self._advise,
             )
-            steps.tier = self.placements.optimizer_tier
+            steps.ahead.tier = self.placements.optimizer_tier
+            steps.ahead.is_affordable = self._can_afford_a_step
             self.steps.append(steps)
 
     def watch(self, groups: Sequence[ParameterGroup]) -> None:
@@ -222,6 +224,17 @@ class Session:
         self.bindings.sweep()
         self.gradients.stash(parameter)
         self._look()
+        for steps in self.steps:
+            before_s = steps.ahead.seconds
+            steps.ahead.offer(parameter)
+            self.clock.leave_out(steps.ahead.seconds - before_s)
+
+    def _can_afford_a_step(self) -> bool:
+        return self.budget is None or self.budget.allows_steps_in_backward
+
+    def _forget_steps_ahead(self, parameter: torch.Tensor) -> None:
+        for steps in self.steps:
+            steps.ahead.forget(parameter)
 
     # --- what the guard asks (guard.Warden) ---------------------------------------------------
 
@@ -259,6 +272,8 @@ class Session:
         if self.budget is not None:
             self.budget.close()
         self.windows.discard_interrupted()
+        for steps in self.steps:
+            steps.ahead.forget_all()
         self.gradients.restore()
         for steps in self.steps:
             for binding in steps.states.values():
@@ -341,6 +356,10 @@ class Clock:
     def note_backward(self) -> None:
         """A gradient was accumulated."""
         self._backward_seen = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """So long of the backward pass was something else."""
+        self.backward_s -= seconds
 
     def end_backward(self) -> None:
         """Whatever comes now is no backward pass."""

@@ -1,0 +1,403 @@
+"""Optimizer steps made during backward, and kept to themselves until ``step`` asks for them.
+
+While a bundle is still here from backward, its step costs no transfer of its parameters, and its
+gradient need not come back.  But the step was not asked for yet: it may never be, or what it depends on
+may change first.  So it is made beside everything:
+
+1. New values of parameters and state are keys of their own (`Lease.split`); parameters, gradients and
+   state keep their bytes, and whoever looks at them sees those.
+2. ``step`` lets the new values take the place of the old ones (`Store.rename`), if nothing that they
+   were made from was touched since; else they are forgotten, and the step is made again.
+3. Only optimizers of ``torch.optim`` are run ahead: they do nothing but what a step is about.  And only
+   where the step before shows that it will be right: after as many backward passes, with gradients
+   that nobody looked at (to clip them, say).  After a step that had to be made again this waits, longer
+   every time.
+4. Only where there is room for old and new values beside all else.
+
+The optimizer works on stand-ins, so that neither version counters nor its own state change early.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tierstore.errors import TierStoreError
+from tierstore.store import Lease
+from tierstore.training import guard
+from tierstore.training.binding import Binding, Bindings, natively
+from tierstore.training.grads import Gradients
+from tierstore.training.groups import next_version
+from tierstore.training.turns import Group, Turn, options_of, own_step, placed
+
+Entries = dict[str, Any]
+MOST_STEPS_TO_WAIT = 1024
+
+log = logging.getLogger("tierstore")
+
+
+class _UnsuitableError(Exception):
+    """An optimizer cannot be run ahead."""
+
+
+@dataclass(slots=True)
+class MadeStep:
+    """A step that was made ahead of its time.
+
+    Attributes:
+        turn: whose.
+        written: the bundles that have new values, with how often they had been written before.
+        options: of the turn's groups.
+        former: what state there was, by parameter: the large tensors themselves, copies of the small.
+        later: what the small ones are to become.
+    """
+
+    turn: Turn
+    written: list[tuple[Binding, int]]
+    options: list[Group]
+    former: dict[torch.Tensor, Entries]
+    later: dict[torch.Tensor, Entries]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The keys of the new values, with those that they are to get."""
+        return {next_version(binding.key): binding.key for binding, _ in self.written}
+
+
+class StepsAhead:
+    """Makes steps of one optimizer during backward.
+
+    Args:
+        optimizer: whose.
+        bindings, gradients: of the model.
+        turn_of: returns what a bundle's step is about now.
+        state_of: returns the binding of a bundle's state.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        bindings: Bindings,
+        gradients: Gradients,
+        turn_of: Callable[[Binding], Turn | None],
+        state_of: Callable[[Binding], Binding | None],
+    ) -> None:
+        self.optimizer = optimizer
+        self._store = bindings.store
+        self._bindings = bindings
+        self._gradients = gradients
+        self._turn_of = turn_of
+        self._state_of = state_of
+        self._expected: dict[torch.Tensor, int] = {}
+        self._made: dict[Binding, MadeStep] = {}
+        self._steps_to_wait = 0
+        self._next_wait = 1
+        self._was_wrong = False
+        kind = type(optimizer)
+        is_known = getattr(torch.optim, kind.__name__, None) is kind
+        self._is_possible = is_known and len(self._store.tier_names) > 1
+        self.tier = self._store.tier_names[0]
+        self.is_affordable: Callable[[], bool] = lambda: True
+        self.seconds = 0.0
+
+    # --- learning -----------------------------------------------------------------------------
+
+    def learn(self) -> None:
+        """A step begins: take in what led to it, for the next one."""
+        self._steps_to_wait = max(0, self._steps_to_wait - 1)
+        self._expected.clear()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = self._gradients.find(parameter)
+                if gradient is None:
+                    continue
+                if gradient.is_untouched:
+                    self._expected[parameter] = gradient.accumulations
+                gradient.accumulations = 0
+
+    def end_step(self) -> None:
+        """A step has ended: what was made ahead for it and not taken never will be."""
+        self.forget_all()
+        if self._was_wrong:
+            self._steps_to_wait = self._next_wait
+            self._next_wait = min(2 * self._next_wait, MOST_STEPS_TO_WAIT)
+            self._was_wrong = False
+
+    # --- making -------------------------------------------------------------------------------
+
+    def offer(self, parameter: torch.Tensor) -> None:
+        """A gradient has been accumulated: make the bundle's step if that was the last one it needs."""
+        if not self._is_possible or self._steps_to_wait or parameter not in self._expected:
+            return
+        tenant = guard.tenant_of(parameter)
+        assert tenant is not None
+        if not all(map(self._is_complete, tenant.binding.tensors)) or not self.is_affordable():
+            return
+        turn = self._turn_of(tenant.binding)
+        if turn is not None and self._may_make(turn):
+            begin = time.perf_counter()
+            self._make_or_leave(turn)
+            self.seconds += time.perf_counter() - begin
+
+    def _is_complete(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has the gradient that it had when the last step began, or none as then."""
+        expected = self._expected.get(parameter)
+        if expected is None:
+            return not self._gradients.has(parameter)
+        gradient = self._gradients.find(parameter)
+        return gradient is not None and gradient.accumulations == expected
+
+    def _may_make(self, turn: Turn) -> bool:
+        is_plain = not any(_is_special(group) for group, _ in turn.groups)
+        stashed = self._gradients.bindings_of(turn.parameters)
+        needed = [turn.bundle, *self._states(turn)]
+        return (
+            is_plain
+            and getattr(self.optimizer, "grad_scale", None) is None
+            and len(stashed) == len(turn.parameters)
+            and self._has_room(needed, sum(binding.nbytes for _, binding in stashed))
+            and all(self._bindings.release_idle(binding) for binding in needed)
+        )
+
+    def _states(self, turn: Turn) -> list[Binding]:
+        state = self._state_of(turn.bundle)
+        return [] if state is None else [state]
+
+    def _has_room(self, needed: Sequence[Binding], gradient_bytes: int) -> bool:
+        """Whether the slowest tier could take all that is above it and the new values as well.
+
+        So they never stand in the way of anything else.
+        """
+        new_bytes = sum(binding.nbytes for binding in needed)
+        tiers = self._store.stats().tiers
+        *faster, slowest = tiers.values()
+        above_bytes = sum(tier.capacity_bytes for tier in faster)
+        return (
+            slowest.capacity_bytes - slowest.charged_bytes >= above_bytes + new_bytes
+            and tiers[self.tier].capacity_bytes >= new_bytes + gradient_bytes
+        )
+
+    def _make_or_leave(self, turn: Turn) -> None:
+        """Make a step; leave it to its own time if the store cannot help, and all of them if it fails."""
+        try:
+            self._make(turn)
+        except TierStoreError:
+            return
+        except Exception:
+            log.debug("steps of %s are not made ahead any more", type(self.optimizer).__name__, exc_info=True)
+            self._is_possible = False
+
+    def _make(self, turn: Turn) -> None:
+        needed = [turn.bundle, *self._states(turn)]
+        stashed = self._gradients.bindings_of(turn.parameters)
+        lease = self._lease_beside(needed)
+        if lease is None:
+            return
+        made: MadeStep | None = None
+        try:
+            with (
+                placed(self._bindings, [binding for _, binding in stashed], self.tier),
+                self._bindings.window([binding for _, binding in stashed]),
+            ):
+                made = self._run(turn, lease, {p: binding.tensors[0] for p, binding in stashed})
+        finally:
+            lease.release(written=made is not None)
+            if made is None:
+                self._store.drop(*(next_version(binding.key) for binding in needed))
+        self._gradients.know_uses(turn.parameters)
+        self._made[turn.bundle] = made
+
+    def _lease_beside(self, needed: Sequence[Binding]) -> Lease | None:
+        """Lease what is to become the new values, beside the old ones; ``None``: there are no others."""
+        names = {binding.key: next_version(binding.key) for binding in needed}
+        with self._bindings.alone():
+            for binding in needed:
+                self._bindings.note_access(binding)
+            lease = self._store.lease(*names, tier=self.tier, write=True)
+            if lease.split(names):
+                return lease
+            lease.release(written=False)
+            return None
+
+    def _run(self, turn: Turn, lease: Lease, gradients: Mapping[torch.Tensor, torch.Tensor]) -> MadeStep:
+        """Let the optimizer step on stand-ins in leased bytes.
+
+        Raises:
+            _UnsuitableError: it did something else to its state or options than change values.
+        """
+        optimizer = self.optimizer
+        stand_ins = {p: _stand_in(p, lease, gradients[p]) for p in turn.parameters}
+        former = {p: _snapshot(optimizer.state.get(p, {})) for p in turn.parameters}
+        given = {p: _entries_in(entries, lease) for p, entries in former.items()}
+        groups = [
+            {**options_of(group), "params": [stand_ins[p] for p in members]} for group, members in turn.merged
+        ]
+        own_groups, optimizer.param_groups = optimizer.param_groups, groups
+        try:
+            for parameter, entries in given.items():
+                if entries:
+                    optimizer.state[stand_ins[parameter]] = dict(entries)
+            own_step(optimizer)(optimizer)
+        finally:
+            optimizer.param_groups = own_groups
+            left = {p: optimizer.state.pop(s) for p, s in stand_ins.items() if s in optimizer.state}
+        options = [options_of(group) for group, _ in turn.merged]
+        if options != [options_of(group) for group in groups] or not all(
+            _is_alike(given[p], left.get(p, {})) for p in turn.parameters
+        ):
+            raise _UnsuitableError("it makes state or options anew in every step")
+        later = {p: {n: x for n, x in entries.items() if not _is_large(x)} for p, entries in left.items()}
+        written = [(binding, binding.writes) for binding in (turn.bundle, *self._states(turn))]
+        return MadeStep(turn, written, options, former, later)
+
+    # --- taking -------------------------------------------------------------------------------
+
+    def take(self, turn: Turn, *, is_plain: bool) -> bool:
+        """Let the new values of a bundle take the place of the old ones; return whether it was so.
+
+        Args:
+            turn: what the step is about.
+            is_plain: whether ``step`` was called without arguments.
+        """
+        made = self._made.pop(turn.bundle, None)
+        if made is None:
+            return False
+        if not is_plain or not self._is_right(made, turn):
+            self._was_wrong = True
+            self._drop(made)
+            return False
+        with self._bindings.alone():
+            self._store.rename(made.names, replace=True)
+            for parameter, entries in made.later.items():
+                _put_small(self.optimizer.state[parameter], entries)
+            with natively():
+                torch.autograd.graph.increment_version(
+                    [*turn.parameters, *(tensor for state in self._states(turn) for tensor in state.tensors)]
+                )
+            for binding, _ in made.written:
+                binding.writes += 1
+                if binding.after_use is not None:
+                    binding.after_use(binding)
+        self._next_wait = 1
+        return True
+
+    def _is_right(self, made: MadeStep, turn: Turn) -> bool:
+        """Whether nothing was touched that the new values were made from."""
+        state = self._states(turn)
+        return (
+            turn.is_same(made.turn)
+            and [turn.bundle, *state] == [binding for binding, _ in made.written]
+            and all(self._bindings.release_idle(binding) for binding, _ in made.written)
+            and all(binding.writes == writes for binding, writes in made.written)
+            and self._gradients.are_untouched(turn.parameters)
+            and getattr(self.optimizer, "grad_scale", None) is None
+            and [options_of(group) for group, _ in turn.merged] == made.options
+            and all(_is_equal(self.optimizer.state.get(p, {}), made.former[p]) for p in turn.parameters)
+        )
+
+    # --- forgetting ---------------------------------------------------------------------------
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """A gradient changes or goes: what was made from it is worth nothing."""
+        tenant = guard.tenant_of(parameter)
+        made = None if tenant is None else self._made.pop(tenant.binding, None)
+        if made is not None:
+            self._was_wrong = True
+            self._drop(made)
+
+    def forget_all(self) -> None:
+        """Forget every step that was made and not taken."""
+        while self._made:
+            self._drop(self._made.popitem()[1])
+
+    def _drop(self, made: MadeStep) -> None:
+        self._store.drop(*made.names)
+
+
+# ---------------------------------------------------------------------- stand-ins and small state
+
+
+def _is_special(group: Group) -> bool:
+    """Whether a group has options that a step ahead cannot honour: tensors, or steps with a graph."""
+    is_tensor = any(isinstance(value, torch.Tensor) for value in options_of(group).values())
+    return is_tensor or bool(group.get("differentiable")) or bool(group.get("capturable"))
+
+
+def _view(tensor: torch.Tensor, lease: Lease) -> torch.Tensor | None:
+    """Return the leased bytes of a guarded tensor as a tensor like it; ``None``: nobody guards it."""
+    tenant = guard.tenant_of(tensor)
+    return None if tenant is None else tenant.place.view(lease[tenant.binding.key])
+
+
+def _stand_in(parameter: torch.Tensor, lease: Lease, gradient: torch.Tensor) -> torch.Tensor:
+    view = _view(parameter, lease)
+    assert view is not None
+    stand_in = torch.nn.Parameter(view)
+    stand_in.grad = gradient
+    return stand_in
+
+
+def _entries_in(entries: Entries, lease: Lease) -> Entries:
+    """Return a parameter's state with its large tensors in leased bytes, and copies of the small ones.
+
+    Raises:
+        _UnsuitableError: a large one is not in the store.
+    """
+    found: Entries = {}
+    for name, value in entries.items():
+        if not isinstance(value, torch.Tensor):
+            found[name] = value
+        elif value.dim() == 0:
+            found[name] = value.clone()
+        elif (view := _view(value, lease)) is not None:
+            found[name] = view
+        else:
+            raise _UnsuitableError(f"its {name!r} is not in the store")
+    return found
+
+
+def _is_large(value: object) -> bool:
+    """Whether a value of a parameter's state belongs into the store."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _snapshot(entries: Mapping[str, Any]) -> Entries:
+    """Return a parameter's state as it is: the large tensors themselves, copies of the small ones."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+        for name, value in entries.items()
+    }
+
+
+def _put_small(entries: Entries, later: Entries) -> None:
+    for name, value in later.items():
+        own = entries[name]
+        if isinstance(own, torch.Tensor):
+            own.copy_(value)
+        else:
+            entries[name] = value
+
+
+def _is_alike(given: Entries, left: Mapping[str, Any]) -> bool:
+    """Whether a step has kept the tensors that it was given, and made none."""
+    return given.keys() == left.keys() and all(
+        left[name] is value if isinstance(value, torch.Tensor) else not isinstance(left[name], torch.Tensor)
+        for name, value in given.items()
+    )
+
+
+def _is_equal(entries: Mapping[str, Any], former: Entries) -> bool:
+    """Whether a parameter's state is what it was; what large tensors hold is known elsewhere."""
+    return entries.keys() == former.keys() and all(
+        value is entries[name]
+        if _is_large(value)
+        else torch.equal(value, entries[name])
+        if isinstance(value, torch.Tensor)
+        else value == entries[name]
+        for name, value in former.items()
+    )
