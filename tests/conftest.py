@@ -20,11 +20,17 @@ settings.register_profile(
 settings.register_profile(
     "long", max_examples=5_000, stateful_step_count=200, deadline=None, suppress_health_check=_SLOW_STORES
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
+settings.load_profile(_PROFILE)
+
+_LONG_TIMEOUT_S = 7200
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs an accelerator where there is none."""
+    """Give the long profile time, and skip what needs an accelerator where there is none."""
+    if _PROFILE == "long":  # a test's own limit is for a hundred examples, not for thousands
+        for item in items:
+            item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT_S), append=False)
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="no torch accelerator on this machine")

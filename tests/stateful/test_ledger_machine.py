@@ -299,10 +299,12 @@ class LedgerMachine(RuleBasedStateMachine):
         copy = self.copies.pop(number)
         self.start(copy)
         value = self.copy_values.pop(number)
-        self.ordered.discard(number)
         if copy.source is not None:
             assert self.oracle.slots[copy.source] == value, "the source changed under the copy"
-        self.oracle.slots[copy.target] = value if error is None else None
+        if number in self.ordered:  # its bytes have been there since, and may have been written over
+            self.ordered.remove(number)
+        else:
+            self.oracle.slots[copy.target] = value if error is None else None
         self.tell(m.CopyDone(number, error))
 
     @precondition(lambda self: self.copies)
