@@ -282,11 +282,17 @@ def test_a_cancelled_await_leaves_the_transfer_to_end_by_itself(gate: Gate) -> N
         gate.shut()
         transfer = store.evict("k", to="disk")
 
+        async def wait() -> None:
+            await transfer
+
         async def lose_patience() -> None:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(transfer, 0)
+            waiting = asyncio.create_task(wait())
+            await asyncio.sleep(0)  # it begins to wait
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
             gate.open()
-            await asyncio.sleep(0)  # what woke up finds the waiter gone
+            await asyncio.sleep(0)  # what is to wake it finds it gone
 
         asyncio.run(lose_patience())
         transfer.result(10)

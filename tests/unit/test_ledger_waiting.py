@@ -12,7 +12,7 @@ from tierstore.core.eviction import POLICIES, Distance
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Tier
 from tierstore.core.residency import Replica
-from tierstore.errors import BackendError, CapacityError, KeyNotFound
+from tierstore.errors import BackendError, CapacityError, KeyNotFound, LeaseError
 
 ARCHIVE = 3
 
@@ -137,6 +137,39 @@ def test_a_copy_that_arrives_leaves_alone_the_want_that_still_waits_for_room() -
     assert desk.moving() == []
     desk.run()
     assert desk.answers[up] is None
+
+
+def test_a_request_in_strides_fails_at_a_key_that_is_leased_for_writing_meanwhile() -> None:
+    desk = Desk()
+    desk.ledger = Ledger(
+        [
+            Tier("device", 100, 100, 100),
+            Tier("host", 100, 100, 100, is_host=True),
+            Tier("disk", 1000, 1000, 1000, is_storage=True),
+        ],
+        POLICIES["lru"],
+        stride=1,
+    )
+    desk.store("first", 10, DISK)
+    desk.store("second", 10, DEVICE)
+    fetch = desk.next()
+    desk.tell(m.FetchRequested(fetch, ["first", "second"], HOST, m.Urgency.DEMAND))
+    assert desk.moving() == [("first", DISK, HOST)]
+    lease = desk.lease("second", access=m.Access.WRITE)
+    assert desk.answers == {1: None, 2: None, lease: "granted"}
+    desk.finish()
+    assert isinstance(desk.answers[fetch], LeaseError)
+    assert desk.ledger.where("first") == (HOST, DISK)
+
+
+def test_a_demand_joins_a_prefetch_that_is_under_way() -> None:
+    desk = Desk()
+    desk.store("k", 10, DISK)
+    prefetch = desk.fetch("k", HOST, m.Urgency.PREFETCH)
+    demand = desk.fetch("k", HOST)
+    assert desk.moving() == [("k", DISK, HOST)]
+    desk.finish()
+    assert (desk.answers[prefetch], desk.answers[demand]) == (None, None)
 
 
 def test_a_fetch_by_way_of_the_host_goes_direct_once_when_leases_take_the_host() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import tierstore as ts
 from tests.stores import make_store, numbered
+from tierstore.config import StoreConfig, TierConfig
 
 
 @pytest.fixture
@@ -71,6 +73,16 @@ def test_what_happened_is_summed_over_tiers(store: ts.Store) -> None:
     assert (stats.hits, stats.faults, stats.evictions, stats.refusals) == (2, 1, 1, 1)
     assert stats.copies == len(["put", "down", "up"])
     assert stats.copied_bytes == 300
+
+
+def test_a_backend_that_does_not_open_closes_those_that_did(tmp_path: Path) -> None:
+    tiers = [
+        TierConfig("disk", "files", 1000, options={"path": str(tmp_path / "files")}),
+        TierConfig("slow", "memory", 1000, options={"no_such_option": 1}),
+    ]
+    with pytest.raises(ts.ConfigError, match="no_such_option"):
+        ts.Store(StoreConfig(tiers))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("room", ["testing", "training"])
