@@ -328,6 +328,10 @@ def move_one_to_another_group(trial: Trial, turn: int) -> None:
     trial.optimizer.add_param_group({"params": [group["params"].pop()], "lr": 1e-3})
 
 
+def take_one_out(trial: Trial, turn: int) -> None:
+    trial.optimizer.param_groups[0]["params"].pop(turn)
+
+
 def keep_an_alias(trial: Trial, turn: int) -> None:
     aliases.append(list(trial.model.parameters())[-1].detach())
 
@@ -359,6 +363,7 @@ BETWEEN: list[Between] = [
     step_with_a_closure,
     freeze_one,
     move_one_to_another_group,
+    take_one_out,
     keep_an_alias,
 ]
 

@@ -121,8 +121,7 @@ class StepsAhead:
                 gradient.accumulations = 0
 
     def end_step(self) -> None:
-        """A step has ended: what was made ahead for it and not taken never will be."""
-        self.forget_all()
+        """A step has ended: wait if something was made in vain for it."""
         if self._was_wrong:
             self._steps_to_wait = self._next_wait
             self._next_wait = min(2 * self._next_wait, MOST_STEPS_TO_WAIT)
@@ -257,17 +256,12 @@ class StepsAhead:
 
     # --- taking -------------------------------------------------------------------------------
 
-    def take(self, turn: Turn, *, is_plain: bool) -> bool:
-        """Let the new values of a bundle take the place of the old ones; return whether it was so.
-
-        Args:
-            turn: what the step is about.
-            is_plain: whether ``step`` was called without arguments.
-        """
+    def take(self, turn: Turn) -> bool:
+        """Let the new values of a bundle take the place of the old ones; return whether it was so."""
         made = self._made.pop(turn.bundle, None)
         if made is None:
             return False
-        if not is_plain or not self._is_right(made, turn):
+        if not self._is_right(made, turn):
             self._was_wrong = True
             self._drop(made)
             return False
@@ -288,12 +282,11 @@ class StepsAhead:
 
     def _is_right(self, made: MadeStep, turn: Turn) -> bool:
         """Whether nothing was touched that the new values were made from."""
-        state = self._states(turn)
+        given = [turn.bundle, *self._states(turn)]
         return (
             turn.is_same(made.turn)
-            and [turn.bundle, *state] == [binding for binding, _ in made.written]
-            and all(self._bindings.release_idle(binding) for binding, _ in made.written)
-            and all(binding.writes == writes for binding, writes in made.written)
+            and all(self._bindings.release_idle(binding) for binding in given)
+            and [(binding, binding.writes) for binding in given] == made.written
             and self._gradients.are_untouched(turn.parameters)
             and getattr(self.optimizer, "grad_scale", None) is None
             and [options_of(group) for group, _ in turn.merged] == made.options
@@ -309,11 +302,6 @@ class StepsAhead:
         if made is not None:
             self._was_wrong = True
             self._drop(made)
-
-    def forget_all(self) -> None:
-        """Forget every step that was made and not taken."""
-        while self._made:
-            self._drop(self._made.popitem()[1])
 
     def _drop(self, made: MadeStep) -> None:
         self._store.drop(*made.names)

@@ -116,8 +116,7 @@ class OptimizerSteps:
     def _step_all(self, kwargs: dict[str, Any]) -> None:
         self.ahead.learn()
         try:
-            is_plain = not kwargs
-            turns = [turn for turn in self._turns() if not self.ahead.take(turn, is_plain=is_plain)]
+            turns = [turn for turn in self._turns() if not self.ahead.take(turn)]
             for number, turn in enumerate(turns):
                 if number + 1 < len(turns):
                     self._prefetch(self._keys(turns[number + 1]))

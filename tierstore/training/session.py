@@ -272,8 +272,6 @@ class Session:
         if self.budget is not None:
             self.budget.close()
         self.windows.discard_interrupted()
-        for steps in self.steps:
-            steps.ahead.forget_all()
         self.gradients.restore()
         for steps in self.steps:
             for binding in steps.states.values():
