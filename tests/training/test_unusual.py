@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,53 @@ def test_an_optimizer_that_also_trains_what_is_no_parameter_of_the_model(layout:
                 trial.optimizer.load_state_dict(copy.deepcopy(trial.optimizer.state_dict()))
 
     assert_same(build, loop, layout, tmp_path)
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer whose state is a number and a list beside its tensor."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - torch's own signature
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(count=0, norms=[], sum=torch.zeros_like(parameter))
+                state["count"] += 1
+                state["norms"].append(parameter.grad.norm().item())
+                state["sum"].add_(parameter.grad)
+                parameter.sub_(state["sum"] * group["lr"] / state["count"])
+
+
+@every_layout
+def test_state_that_is_not_all_tensors(layout: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks()
+        return model, [Counting(model.parameters())]
+
+    def loop(trial: Trial) -> None:
+        steps(2)(trial)
+        trial.optimizer.load_state_dict(copy.deepcopy(trial.optimizer.state_dict()))
+        steps(2)(trial)
+
+    assert_same(build, loop, layout, tmp_path)
+
+
+def test_without_a_configuration_what_the_machine_has_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    model, (optimizer,) = build_blocks()
+    with offload(model, optimizer, None) as run:
+        step(Trial(model, [optimizer]))
+        assert run.store.tier_names == ("host", "disk")
+    assert list(tmp_path.iterdir()) == [], "nothing is left of the scratch files"
 
 
 # --- checkpoints and weights --------------------------------------------------------------------

@@ -123,11 +123,6 @@ class Binding:
         self.versions: list[int] = []
 
     @property
-    def is_held(self) -> bool:
-        """Whether its bytes are leased."""
-        return self.lease is not None
-
-    @property
     def is_referred_to(self) -> bool:
         """Whether anything but the store and the binding refers to the leased bytes."""
         return self.storage is not None and self.references() > self.baseline
