@@ -10,6 +10,8 @@ ARGS ?=
 
 # OpenMP's threads wait in their sleep, not spinning: the store's own threads need the cores meanwhile.
 export OMP_WAIT_POLICY ?= PASSIVE
+# PyTorch asks for huge pages: memory that is given back and taken again costs much less.
+export THP_MEM_ALLOC_ENABLE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-long check bench docs coverage clean

@@ -5,6 +5,16 @@ reported is the median of the rounds' ratios.  (Figures without a peer are media
 Rule 2: what was moved is checked afterwards: a wrong byte fails the run.
 Rule 3: a result carries the machine, the versions, the commit and the command that made it.
 
+Rule 4: both sides run with what docs/how-to/choose-quotas.md advises for computing on the CPU.
+
 ``python -m bench`` measures all of them, ``python -m bench.store --figure lease`` one; ``--write``
 records results in ``docs/benchmarks``.  Uses public names of tierstore only.
 """
+
+from __future__ import annotations
+
+import os
+
+# Read by OpenMP and by PyTorch when they are loaded, which is later.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -56,6 +56,7 @@ def test_off_does_nothing_and_still_has_the_methods() -> None:
         steps(2)(trial)
         assert run.clip_grad_norm_(1.0) == 0
         assert run.stats().store is None
+        assert run.stats().tiers == run.stats().traffic == {}
         with pytest.raises(UsageError, match="OFF"):
             _ = run.store
     run.close()
@@ -220,6 +221,8 @@ def test_step_times_are_told(tmp_path: Path) -> None:
     assert stats.backward_s > 0
     assert stats.optimizer_s > 0
     assert stats.store is not None
+    assert stats.tiers["host"] is stats.store.tiers["host"]
+    assert stats.traffic is stats.store.traffic
     assert stats.stall_s == stats.store.stall_seconds
 
 

@@ -159,6 +159,26 @@ def test_a_file_is_no_place(tmp_path: Path, capsys: _Output) -> None:
     assert main(["doctor", str(path)]) == 2
 
 
+@pytest.mark.parametrize(
+    ("setting", "asks", "is_missing"),
+    [
+        ("always [madvise] never", None, True),
+        ("always [madvise] never", "1", False),
+        ("[always] madvise never", None, False),
+    ],
+)
+def test_huge_pages_that_nobody_asks_for_are_missing(
+    setting: str, asks: str | None, is_missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = tmp_path / "enabled"
+    pages.write_text(setting)
+    monkeypatch.setattr(doctor, "_HUGE_PAGES", pages)
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if asks is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asks)
+    assert is_missing == any("huge pages" in line for line in doctor.examine(tmp_path).missing)
+
+
 def test_a_machine_without_an_accelerator_misses_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     assert any("no accelerator" in line for line in doctor.examine(tmp_path).missing)

@@ -23,6 +23,8 @@ from tierstore.units import GIB, format_bytes
 
 _EMULATED = "emulated"
 _FEW_FREE_BYTES = GIB
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_ASK_FOR_THEM = "THP_MEM_ALLOC_ENABLE"  # read by PyTorch's CPU allocator, once
 _IN_MEMORY = ("tmpfs", "ramfs")
 _PINNING_WORKS = "works"
 _PINNING_NOT_NEEDED = "not needed"
@@ -175,6 +177,8 @@ def _missing(
 ) -> Iterator[str]:
     if [device.name for device in devices] == [_EMULATED]:
         yield "no accelerator that torch can use: compute in host memory ('cpu') or on the emulated device"
+    if _HUGE_PAGES.exists() and "[madvise]" in _HUGE_PAGES.read_text() and not os.environ.get(_ASK_FOR_THEM):
+        yield f"huge pages are given on request only, and PyTorch does not ask: set {_ASK_FOR_THEM}=1"
     for device in devices:
         yield from _missing_pinning(device, host)
     for name, fault in backends.items():

@@ -19,7 +19,7 @@ from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
-from tierstore.stats import StoreStats
+from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.store import Store
 from tierstore.training.checkpoint import Checkpoint, ordinary_access
 from tierstore.training.opening import check_model, open_session
@@ -38,7 +38,7 @@ class RunStats:
         store: the store's own counts; ``None`` if nothing is offloaded.
         forward_s: seconds in the model's forward.
         backward_s: seconds from there to the last gradient.
-        optimizer_s: seconds in the optimizers' steps.
+        optimizer_s: seconds in the optimizers' steps, with those made during backward.
         stall_s: how long all of these waited for bytes.
     """
 
@@ -47,6 +47,16 @@ class RunStats:
     backward_s: float
     optimizer_s: float
     stall_s: float
+
+    @property
+    def tiers(self) -> Mapping[str, TierStats]:
+        """The store's tiers by name; none if nothing is offloaded."""
+        return {} if self.store is None else self.store.tiers
+
+    @property
+    def traffic(self) -> Mapping[tuple[str, str], Traffic]:
+        """The store's copies by (from, to); none if nothing is offloaded."""
+        return {} if self.store is None else self.store.traffic
 
 
 class Offload:
