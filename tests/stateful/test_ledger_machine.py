@@ -73,6 +73,7 @@ class LedgerMachine(RuleBasedStateMachine):
         high=st.sampled_from([1.0, 0.7]),
         window=st.integers(1, 12),
         alignment=st.sampled_from([1, 2]),
+        stride=st.sampled_from([1, 2, 1024]),
     )
     def begin(
         self,
@@ -82,6 +83,7 @@ class LedgerMachine(RuleBasedStateMachine):
         high: float,
         window: int,
         alignment: int,
+        stride: int,
     ) -> None:
         tiers = [
             Tier(
@@ -97,13 +99,13 @@ class LedgerMachine(RuleBasedStateMachine):
             ),
             Tier("disk", capacities[2], capacities[2], capacities[2], 1, is_durable=True),
         ]
-        self.ledger = Ledger(tiers, POLICIES[policy], window)
+        self.ledger = Ledger(tiers, POLICIES[policy], window, stride)
         self.ledger.apply(m.PlanFollowed(Plan(("a", "b", "c", "a", "d"))))
 
     # --- telling and doing ------------------------------------------------------------------
 
-    def tell(self, event: m.Event) -> None:
-        commands = self.ledger.apply(event)
+    def tell(self, *events: m.Event) -> None:
+        commands = self.ledger.apply(*events)
         # A put is visible to those who waited for it as soon as it is settled.
         for command in sorted(commands, key=lambda command: not isinstance(command, m.Settle)):
             self.do(command)
@@ -295,7 +297,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.puts[copy.request][1] if copy.source is None else self.oracle.slots[copy.source]
             )
 
-    def end_copy(self, number: int, error: BaseException | None) -> None:
+    def end_copy(self, number: int, error: BaseException | None) -> m.Event:
         copy = self.copies.pop(number)
         self.start(copy)
         value = self.copy_values.pop(number)
@@ -305,12 +307,31 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ordered.remove(number)
         else:
             self.oracle.slots[copy.target] = value if error is None else None
-        self.tell(m.CopyDone(number, error))
+        return m.CopyDone(number, error)
+
+    def end_free(self, index: int, error: BaseException | None) -> m.Event:
+        command = self.frees.pop(index)
+        self.oracle.slots.pop(command.place, None)
+        return m.Freed(command.place, error)
 
     @precondition(lambda self: self.copies)
     @rule(data=st.data())
     def copy_ends(self, data: st.DataObject) -> None:
-        self.end_copy(data.draw(st.sampled_from(sorted(self.copies))), None)
+        self.tell(self.end_copy(data.draw(st.sampled_from(sorted(self.copies))), None))
+
+    @precondition(lambda self: len(self.copies) + len(self.frees) > 1)
+    @rule(data=st.data())
+    def a_batch_ends(self, data: st.DataObject) -> None:
+        numbers = (
+            data.draw(st.lists(st.sampled_from(sorted(self.copies)), unique=True)) if self.copies else []
+        )
+        failed = set(data.draw(st.lists(st.sampled_from(numbers), max_size=1))) if numbers else set()
+        events = [
+            self.end_copy(number, BackendError("one of many") if number in failed - self.ordered else None)
+            for number in numbers
+        ]
+        events += [self.end_free(0, None) for _ in range(data.draw(st.integers(0, len(self.frees))))]
+        self.tell(*events)
 
     @precondition(lambda self: self.copies)
     @rule(data=st.data())
@@ -321,7 +342,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def copy_fails(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(set(self.copies) - self.ordered)))
-        self.end_copy(number, BackendError("the medium failed"))
+        self.tell(self.end_copy(number, BackendError("the medium failed")))
 
     @precondition(lambda self: bool(set(self.copies) - set(self.copy_values)))
     @rule(data=st.data())
@@ -351,9 +372,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.frees)
     @rule(data=st.data(), fails=st.sampled_from([False] * 15 + [True]))
     def free_ends(self, data: st.DataObject, fails: bool) -> None:
-        command = self.frees.pop(data.draw(st.integers(0, len(self.frees) - 1)))
-        self.oracle.slots.pop(command.place, None)
-        self.tell(m.Freed(command.place, BackendError("stuck") if fails else None))
+        index = data.draw(st.integers(0, len(self.frees) - 1))
+        self.tell(self.end_free(index, BackendError("stuck") if fails else None))
 
     # --- what must hold ---------------------------------------------------------------------
 
@@ -409,11 +429,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 del self.leases[number]
                 self.tell(m.LeaseReleased(number, written=False))
             for number in list(self.copies):
-                self.end_copy(number, None)
+                self.tell(self.end_copy(number, None))
             while self.frees:
-                command = self.frees.pop()
-                self.oracle.slots.pop(command.place, None)
-                self.tell(m.Freed(command.place))
+                self.tell(self.end_free(-1, None))
 
 
 TestLedger = pytest.mark.timeout(600)(LedgerMachine.TestCase)

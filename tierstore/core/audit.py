@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _fail(message: str, entry: Entry | None = None) -> NoReturn:
-    story = "" if entry is None else f"  Story: {list(entry.story)}"
+    story = "" if entry is None else f"  Story: {entry.events()}"
     raise InvariantError(f"{message}.{story}", key=None if entry is None else entry.key)
 
 

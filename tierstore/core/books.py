@@ -40,7 +40,7 @@ class Books:
 
     def note(self, entry: Entry, what: str, tier: int) -> None:
         """Write a line of the entry's story."""
-        entry.story.append((self.tick, what, tier))
+        entry.story.extend((self.tick, what, tier))
 
     def new_entry(self, key: str, nbytes: int, spec: object) -> Entry:
         """Open an entry that nobody sees yet."""

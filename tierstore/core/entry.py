@@ -87,6 +87,8 @@ class Entry:
         watchers: requests to be examined when anything here changes, by number.
         holders: who leases it, by request number.
         writer: the request number of the write lease, if one is held.
+        story: of the last events tick, what and tier, one after the other: ten thousand keys that write
+            five tuples each would call the garbage collector a hundred times.
     """
 
     __slots__ = (
@@ -114,7 +116,12 @@ class Entry:
         self.watchers: dict[int, Request] = {}
         self.holders: dict[int, str] = {}
         self.writer: int | None = None
-        self.story: deque[tuple[int, str, int]] = deque(maxlen=STORY_EVENTS)
+        self.story: deque[int | str] = deque(maxlen=3 * STORY_EVENTS)
+
+    def events(self) -> list[tuple[int, str, int]]:
+        """Return the last events: tick, what happened, and in which tier."""
+        flat = iter(self.story)
+        return list(zip(flat, flat, flat, strict=True))  # type: ignore[arg-type]  # as `Books.note` adds them
 
     def ready(self) -> list[Replica]:
         """Return the READY replicas, fastest first."""

@@ -404,7 +404,7 @@ class Ledger:
     def story(self, key: str) -> list[str]:
         """Return the last events of the key, oldest first."""
         names = [shelf.tier.name for shelf in self.books.shelves]
-        return [f"{tick}: {what} in {names[tier]}" for tick, what, tier in self._entry(key).story]
+        return [f"{tick}: {what} in {names[tier]}" for tick, what, tier in self._entry(key).events()]
 
     def check(self) -> None:
         """Verify every rule of the books.

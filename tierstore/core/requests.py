@@ -1,8 +1,8 @@
 """What a caller waits for, and when it is met.
 
 A request names entries and is examined, entry by entry, in their order and whenever one of them
-changes; it is met when every entry satisfies it.  `examine` returns whether its entry does, asks the ledger for what is
-missing, and raises to fail the whole request.
+changes; it is met when every entry satisfies it.  `examine` returns whether its entry does, asks the
+ledger for what is missing, and raises to fail the whole request.
 """
 
 from __future__ import annotations
