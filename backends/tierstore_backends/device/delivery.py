@@ -7,7 +7,6 @@ for time, and tells everything when nothing else is under way.
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 from typing import Protocol
@@ -15,8 +14,6 @@ from typing import Protocol
 from tierstore.spi import Completion
 
 _PATIENCE = 4  # at most this many ended operations are kept back while others are under way
-
-_log = logging.getLogger("tierstore")
 
 
 class Delivery(Protocol):
@@ -43,7 +40,7 @@ class PromptDelivery:
 
     def end(self, _direction: str, completion: Completion, /) -> None:
         """Tell at once."""
-        _tell(completion)
+        completion.complete()
 
     def close(self) -> None:
         """Do nothing: everything was told."""
@@ -90,7 +87,7 @@ class LateDelivery:
 
     def _run(self) -> None:
         while (completion := self._draw()) is not None:
-            _tell(completion)
+            completion.complete()
             del completion
 
     def _draw(self) -> Completion | None:
@@ -111,10 +108,3 @@ class LateDelivery:
             return True
         ended = sum(map(len, self._ended.values()))
         return ended > 0 and (ended >= patience or self._under_way == 0)
-
-
-def _tell(completion: Completion) -> None:
-    try:
-        completion.complete()
-    except Exception:  # noqa: BLE001 - later copies must complete whatever a callback of this one did
-        _log.exception("a callback failed at the end of a copy")
