@@ -154,6 +154,23 @@ def test_a_batch_that_fails_as_a_whole_fails_each_of_its_tensors(raises: bool) -
         assert is_whole(store)
 
 
+class PeculiarError(BackendError):
+    """An error of somebody's own, with a signature of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("a sector of a kind")
+
+
+def test_an_error_of_the_backend_s_own_kind_reaches_whoever_waits() -> None:
+    faulty = Faulty(memory_disk(), fail_at=6, error=PeculiarError(), on=["write"])
+    with store_over(Batching(faulty)) as store:
+        put_all(store)
+        with pytest.raises(BackendError, match="a sector of a kind") as caught:
+            store.evict(*KEYS, to="disk").result(PATIENCE_S)
+        assert caught.value.key == "k5"
+        assert isinstance(caught.value.__cause__, PeculiarError)
+
+
 def test_a_key_of_a_batch_under_way_can_be_dropped() -> None:
     gate = Gate(memory_disk())
     with store_over(Batching(gate)) as store:

@@ -14,23 +14,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar, cast
 
-import torch
-
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
-from tierstore.engine.batches import SMALL_BYTES, batches
+from tierstore.engine.batches import batches
+from tierstore.engine.carrier import Carrier
 from tierstore.engine.transfer import Transfer
-from tierstore.errors import BackendError, CapacityError, InvariantError, StoreClosed, TierStoreError
-from tierstore.spi import (
-    AddressableSlot,
-    Backend,
-    BatchBackend,
-    Buffer,
-    Completion,
-    Medium,
-    PartialError,
-    Slot,
-)
+from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStoreError
+from tierstore.spi import AddressableSlot, Backend, Medium, Slot
 
 T = TypeVar("T")
 _AFTER_CLOSE = (m.CopyDone, m.CopyOrdered, m.CopyRefused, m.Freed, m.ReadDone, m.LeaseReleased)
@@ -67,11 +57,8 @@ class Engine:
         self.backends = tuple(backends)
         self.names = tuple(names)
         self.media = tuple(backend.capabilities.medium for backend in backends)
-        self._batching = {i: b for i, b in enumerate(backends) if isinstance(b, BatchBackend)}
         self._numbers = count(1)
-        # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
-        # its FreeSlot, which the ledger never has under way at the same time.
-        self._slots: dict[m.Place, Slot] = {}
+        self._carrier = Carrier(self.backends, self.names, self._turn, self._report)
         self._waiting: dict[int, Transfer[Sequence[m.Granted]]] = {}
         self._openings: dict[int, Transfer[Opening]] = {}
         self._is_closed = False
@@ -143,7 +130,7 @@ class Engine:
 
     def slot(self, granted: m.Granted) -> Slot:
         """Return the slot of a replica that a grant keeps READY."""
-        return self._slots[granted.place]
+        return self._carrier.slot(granted.place)
 
     def addressable(self, slot: Slot, tier: int) -> AddressableSlot | None:
         """Return the slot as one whose bytes can be used in place, if those of its tier can."""
@@ -179,7 +166,7 @@ class Engine:
             self._waiting[number] = transfer
             self._turn([m.CloseRequested(number)])
             transfer.result()
-        self._slots.clear()
+        self._carrier.clear()
         for backend in self.backends:
             backend.close()
 
@@ -214,12 +201,12 @@ class Engine:
             events = []
             small: list[m.StartCopy] = []
             for command in commands:
-                if isinstance(command, m.StartCopy) and self._is_batched(command):
+                if isinstance(command, m.StartCopy) and self._carrier.is_batched(command):
                     small.append(command)
                 else:
                     self._carry_out(command, events)
             for batch in batches(small):
-                self._start_batch(batch, events)
+                self._carrier.start_batch(batch, events)
 
     def _break(self, error: Exception) -> None:
         """The books are wrong, which is a bug: let nobody wait for them."""
@@ -245,9 +232,12 @@ class Engine:
         elif isinstance(command, m.Grant):
             self._waiting.pop(command.request).resolve(command.replicas)
         elif isinstance(command, m.StartCopy):
-            self._start_copy(command, events)
+            if command.source is None:
+                self._open_room(command, events)
+            else:
+                self._carrier.start(command, events)
         elif isinstance(command, m.FreeSlot):
-            self._free(command.place, events)
+            self._carrier.free(command.place, events)
         else:
             self.backends[command.tier].resize(command.capacity_bytes)
 
@@ -261,161 +251,13 @@ class Engine:
         if opening is not None and command.error is not None:
             opening.resolve(error=command.error)
 
-    # --- copies -------------------------------------------------------------------------------
-
-    def _reserve(self, command: m.StartCopy, events: list[m.Event]) -> Slot | None:
-        """Take room for a copy; if there is none, add why to ``events`` and return ``None``."""
-        place = command.target
-        try:
-            slot = self.backends[place.tier].reserve(command.nbytes)
-        except CapacityError as error:
-            # Kept by the books: its traceback would keep every frame that led here, and what they refer to.
-            events.append(m.CopyRefused(command.copy, error.with_traceback(None)))
-            return None
-        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            events.append(m.CopyDone(command.copy, self._explain(error, command)))
-            return None
-        self._slots[place] = slot
-        return slot
-
-    def _start_copy(self, command: m.StartCopy, events: list[m.Event]) -> None:
-        slot = self._reserve(command, events)
+    def _open_room(self, command: m.StartCopy, events: list[m.Event]) -> None:
+        """Let the caller of ``put`` fill the room that it waits for."""
+        slot = self._carrier.reserve(command, events)
         if slot is None:
             return
-        place = command.target
-        if command.source is None:
-            opening = self._openings.get(command.request)
-            room = Opening(command.copy, place.tier, slot)
-            if opening is None or not opening.resolve(room):
-                # The put has failed meanwhile (its key was dropped): nobody is left to fill the room.
-                events.append(m.CopyDone(command.copy, _orphaned(command.key)))
-            return
-        try:
-            completion = self._move(command.source.tier, self._slots[command.source], place.tier, slot)
-        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            events.append(m.CopyDone(command.copy, self._explain(error, command)))
-            return
-        self._follow_copy(command, completion, events)
-
-    def _follow_copy(self, command: m.StartCopy, completion: Completion, events: list[m.Event]) -> None:
-        if completion.is_done:
-            events.append(m.CopyDone(command.copy, self._explain(completion.error, command)))
-            return
-        if completion.is_stream_ordered:
-            # Told at once: the end of the copy, in another thread, must not overtake it.
-            self._turn([m.CopyOrdered(command.copy)])
-        completion.add_done_callback(
-            lambda error: self._report([m.CopyDone(command.copy, self._explain(error, command))])
-        )
-
-    def _is_batched(self, command: m.StartCopy) -> bool:
-        """Whether a copy is to travel with others: a small one between host memory and a medium that can."""
-        if command.source is None or command.nbytes > SMALL_BYTES:
-            return False
-        source, target = command.source.tier, command.target.tier
-        if self.media[source] is Medium.HOST:
-            return target in self._batching
-        return self.media[target] is Medium.HOST and source in self._batching
-
-    def _start_batch(self, batch: Sequence[m.StartCopy], events: list[m.Event]) -> None:
-        begun = [command for command in batch if self._reserve(command, events) is not None]
-        if not begun:
-            return
-        try:
-            completion = self._move_many(begun)
-        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            events.extend(self._outcomes(begun, error))
-            return
-        if completion.is_done:
-            events.extend(self._outcomes(begun, completion.error))
-            return
-        completion.add_done_callback(lambda error: self._report(self._outcomes(begun, error)))
-
-    def _move_many(self, copies: Sequence[m.StartCopy]) -> Completion:
-        """Begin copies of one direction, between host memory and a medium that takes many at a time."""
-        sources = [self._slots[cast("m.Place", copy.source)] for copy in copies]
-        targets = [self._slots[copy.target] for copy in copies]
-        source, target = cast("m.Place", copies[0].source).tier, copies[0].target.tier
-        if self.media[source] is Medium.HOST:
-            return self._batching[target].write_many(targets, _memories(sources))
-        return self._batching[source].read_many(sources, _memories(targets))
-
-    def _outcomes(self, copies: Sequence[m.StartCopy], error: BaseException | None) -> list[m.Event]:
-        """Tell apart which copies of a batch failed."""
-        if error is None:
-            return [m.CopyDone(copy.copy) for copy in copies]
-        if isinstance(error, PartialError):
-            errors = [error.errors.get(position) for position in range(len(copies))]
-        else:
-            errors = [error] * len(copies)
-        return [
-            m.CopyDone(copy.copy, self._explain(failure, copy))
-            for copy, failure in zip(copies, errors, strict=True)
-        ]
-
-    def _move(self, source: int, source_slot: Slot, target: int, target_slot: Slot) -> Completion:
-        """Begin the copy: straight between host memory and the other medium, or through a buffer."""
-        if self.media[source] is Medium.HOST:
-            return self.backends[target].write(target_slot, cast("AddressableSlot", source_slot).memory)
-        if self.media[target] is Medium.HOST:
-            return self.backends[source].read(source_slot, cast("AddressableSlot", target_slot).memory)
-        return self._move_through_buffer(source, source_slot, target, target_slot)
-
-    def _move_through_buffer(
-        self, source: int, source_slot: Slot, target: int, target_slot: Slot
-    ) -> Completion:
-        """Copy between two media that are not host memory.  The window bounds such buffers."""
-        buffer = torch.empty(source_slot.nbytes, dtype=torch.uint8)
-        both = Completion()
-
-        def begin_second(error: BaseException | None) -> None:
-            if error is not None:
-                both.complete(error)
-                return
-            try:
-                second = self.backends[target].write(target_slot, buffer)
-            except Exception as failure:  # noqa: BLE001 - a foreign backend may raise anything
-                both.complete(failure)
-                return
-            second.add_done_callback(both.complete)
-
-        self.backends[source].read(source_slot, buffer).add_done_callback(begin_second)
-        return both
-
-    def _free(self, place: m.Place, events: list[m.Event]) -> None:
-        slot = self._slots.pop(place, None)
-        if slot is None:  # the medium had refused it: there is nothing to give back
-            events.append(m.Freed(place))
-            return
-        try:
-            completion = self.backends[place.tier].free(slot)
-        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            events.append(m.Freed(place, error))
-            return
-        if completion.is_done:
-            events.append(m.Freed(place, completion.error))
-            return
-        completion.add_done_callback(lambda error: self._report([m.Freed(place, error)]))
-
-    def _explain(self, error: BaseException | None, command: m.StartCopy) -> BaseException | None:
-        """Name the key and the tiers in a backend's error, which knows neither."""
-        if error is None:
-            return None
-        source = "the caller" if command.source is None else repr(self.names[command.source.tier])
-        target = self.names[command.target.tier]
-        message = f"copying {command.key!r} ({command.nbytes} B) from {source} to {target!r} failed: {error}"
-        kind = type(error) if isinstance(error, BackendError) else BackendError
-        explained = kind(
-            message,
-            transient=isinstance(error, BackendError) and error.transient,
-            key=command.key,
-            tier=target,
-            needed_bytes=command.nbytes,
-        )
-        explained.__cause__ = error
-        return explained
-
-
-def _memories(slots: Sequence[Slot]) -> list[Buffer]:
-    """Return the bytes of slots in host memory."""
-    return [cast("AddressableSlot", slot).memory for slot in slots]
+        opening = self._openings.get(command.request)
+        room = Opening(command.copy, command.target.tier, slot)
+        if opening is None or not opening.resolve(room):
+            # The put has failed meanwhile (its key was dropped): nobody is left to fill the room.
+            events.append(m.CopyDone(command.copy, _orphaned(command.key)))

@@ -1,0 +1,215 @@
+"""Carries out copies and frees on the backends; what they come to are events.
+
+Small copies between host memory and a medium that takes many at a time travel in batches.  Outcomes
+that are known at once are added to the caller's list; later ones are reported from the backend's thread.
+Knows no ledger and takes no lock: which replicas may be copied or freed is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from tierstore.core import messages as m
+from tierstore.engine.batches import SMALL_BYTES
+from tierstore.errors import BackendError, CapacityError, IntegrityError
+from tierstore.spi import (
+    AddressableSlot,
+    Backend,
+    BatchBackend,
+    Buffer,
+    Completion,
+    Medium,
+    PartialError,
+    Slot,
+)
+
+Tell = Callable[[list[m.Event]], None]
+
+
+class Carrier:
+    """The slots of all replicas, and what is under way between them.  Safe from any thread.
+
+    Args:
+        backends: one for each tier, fastest first.
+        names: the tiers' names, for messages.
+        tell: takes events in at once, in the calling thread.
+        report: takes events in from a backend's thread.
+    """
+
+    def __init__(self, backends: Sequence[Backend], names: Sequence[str], tell: Tell, report: Tell) -> None:
+        self._backends = backends
+        self._names = names
+        self._tell = tell
+        self._report = report
+        self._media = [backend.capabilities.medium for backend in backends]
+        self._batching = {i: b for i, b in enumerate(backends) if isinstance(b, BatchBackend)}
+        # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
+        # its FreeSlot, which the ledger never has under way at the same time.
+        self._slots: dict[m.Place, Slot] = {}
+
+    def slot(self, place: m.Place) -> Slot:
+        """Return the slot of a replica that is kept READY."""
+        return self._slots[place]
+
+    def clear(self) -> None:
+        """Forget every slot: nothing moves any more."""
+        self._slots.clear()
+
+    def reserve(self, command: m.StartCopy, events: list[m.Event]) -> Slot | None:
+        """Take room for a copy; if there is none, add why to ``events`` and return ``None``."""
+        place = command.target
+        try:
+            slot = self._backends[place.tier].reserve(command.nbytes)
+        except CapacityError as error:
+            # Kept by the books: its traceback would keep every frame that led here, and what they refer to.
+            events.append(m.CopyRefused(command.copy, error.with_traceback(None)))
+            return None
+        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+            events.append(m.CopyDone(command.copy, self._explain(error, command)))
+            return None
+        self._slots[place] = slot
+        return slot
+
+    def start(self, command: m.StartCopy, events: list[m.Event]) -> None:
+        """Begin a copy between two tiers."""
+        assert command.source is not None  # those of callers are the engine's
+        slot = self.reserve(command, events)
+        if slot is None:
+            return
+        try:
+            completion = self._move(
+                command.source.tier, self._slots[command.source], command.target.tier, slot
+            )
+        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+            events.append(m.CopyDone(command.copy, self._explain(error, command)))
+            return
+        self._follow(command, completion, events)
+
+    def _follow(self, command: m.StartCopy, completion: Completion, events: list[m.Event]) -> None:
+        if completion.is_done:
+            events.append(m.CopyDone(command.copy, self._explain(completion.error, command)))
+            return
+        if completion.is_stream_ordered:
+            # Told at once: the end of the copy, in another thread, must not overtake it.
+            self._tell([m.CopyOrdered(command.copy)])
+        completion.add_done_callback(
+            lambda error: self._report([m.CopyDone(command.copy, self._explain(error, command))])
+        )
+
+    def is_batched(self, command: m.StartCopy) -> bool:
+        """Whether a copy is to travel with others: a small one between host memory and a medium that can."""
+        if command.source is None or command.nbytes > SMALL_BYTES:
+            return False
+        source, target = command.source.tier, command.target.tier
+        if self._media[source] is Medium.HOST:
+            return target in self._batching
+        return self._media[target] is Medium.HOST and source in self._batching
+
+    def start_batch(self, batch: Sequence[m.StartCopy], events: list[m.Event]) -> None:
+        """Begin small copies of one direction, all in one call."""
+        begun = [command for command in batch if self.reserve(command, events) is not None]
+        if not begun:
+            return
+        try:
+            completion = self._move_many(begun)
+        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+            events.extend(self._outcomes(begun, error))
+            return
+        if completion.is_done:
+            events.extend(self._outcomes(begun, completion.error))
+            return
+        completion.add_done_callback(lambda error: self._report(self._outcomes(begun, error)))
+
+    def _move_many(self, copies: Sequence[m.StartCopy]) -> Completion:
+        """Begin copies of one direction, between host memory and a medium that takes many at a time."""
+        sources = [self._slots[cast("m.Place", copy.source)] for copy in copies]
+        targets = [self._slots[copy.target] for copy in copies]
+        source, target = cast("m.Place", copies[0].source).tier, copies[0].target.tier
+        if self._media[source] is Medium.HOST:
+            return self._batching[target].write_many(targets, _memories(sources))
+        return self._batching[source].read_many(sources, _memories(targets))
+
+    def _outcomes(self, copies: Sequence[m.StartCopy], error: BaseException | None) -> list[m.Event]:
+        """Tell apart which copies of a batch failed."""
+        if error is None:
+            return [m.CopyDone(copy.copy) for copy in copies]
+        if isinstance(error, PartialError):
+            errors = [error.errors.get(position) for position in range(len(copies))]
+        else:
+            errors = [error] * len(copies)
+        return [
+            m.CopyDone(copy.copy, self._explain(failure, copy))
+            for copy, failure in zip(copies, errors, strict=True)
+        ]
+
+    def _move(self, source: int, source_slot: Slot, target: int, target_slot: Slot) -> Completion:
+        """Begin the copy: straight between host memory and the other medium, or through a buffer."""
+        if self._media[source] is Medium.HOST:
+            return self._backends[target].write(target_slot, cast("AddressableSlot", source_slot).memory)
+        if self._media[target] is Medium.HOST:
+            return self._backends[source].read(source_slot, cast("AddressableSlot", target_slot).memory)
+        return self._move_through_buffer(source, source_slot, target, target_slot)
+
+    def _move_through_buffer(
+        self, source: int, source_slot: Slot, target: int, target_slot: Slot
+    ) -> Completion:
+        """Copy between two media that are not host memory.  The window bounds such buffers."""
+        buffer = torch.empty(source_slot.nbytes, dtype=torch.uint8)
+        both = Completion()
+
+        def begin_second(error: BaseException | None) -> None:
+            if error is not None:
+                both.complete(error)
+                return
+            try:
+                second = self._backends[target].write(target_slot, buffer)
+            except Exception as failure:  # noqa: BLE001 - a foreign backend may raise anything
+                both.complete(failure)
+                return
+            second.add_done_callback(both.complete)
+
+        self._backends[source].read(source_slot, buffer).add_done_callback(begin_second)
+        return both
+
+    def free(self, place: m.Place, events: list[m.Event]) -> None:
+        """Give a replica's bytes back."""
+        slot = self._slots.pop(place, None)
+        if slot is None:  # the medium had refused it: there is nothing to give back
+            events.append(m.Freed(place))
+            return
+        try:
+            completion = self._backends[place.tier].free(slot)
+        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+            events.append(m.Freed(place, error))
+            return
+        if completion.is_done:
+            events.append(m.Freed(place, completion.error))
+            return
+        completion.add_done_callback(lambda error: self._report([m.Freed(place, error)]))
+
+    def _explain(self, error: BaseException | None, command: m.StartCopy) -> BaseException | None:
+        """Name the key and the tiers in a backend's error, which knows neither."""
+        if error is None:
+            return None
+        source = "the caller" if command.source is None else repr(self._names[command.source.tier])
+        target = self._names[command.target.tier]
+        message = f"copying {command.key!r} ({command.nbytes} B) from {source} to {target!r} failed: {error}"
+        # Not the error's own type: a backend may make one that takes other arguments.
+        kind = IntegrityError if isinstance(error, IntegrityError) else BackendError
+        explained = kind(
+            message,
+            transient=isinstance(error, BackendError) and error.transient,
+            key=command.key,
+            tier=target,
+            needed_bytes=command.nbytes,
+        )
+        explained.__cause__ = error
+        return explained
+
+
+def _memories(slots: Sequence[Slot]) -> list[Buffer]:
+    """Return the bytes of slots in host memory."""
+    return [cast("AddressableSlot", slot).memory for slot in slots]
