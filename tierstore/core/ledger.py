@@ -100,7 +100,8 @@ class Ledger:
         for event in events:
             books.tick += 1
             self._handlers[type(event)](event)
-        self.moving.settle()
+        if books.changed or books.restless or self.moving.striding:
+            self.moving.settle()
         if self._closing is not None:
             self._finish_closing()
         out, books.out = books.out, []

@@ -6,6 +6,7 @@ room in the host tier only then: room is taken from the fastest tier down.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
@@ -34,6 +35,9 @@ class Moving:
         policy: who is evicted next.
         window_bytes: bytes in flight in each direction.
         stride: the most entries of one request that are on their way at a time.
+
+    Attributes:
+        striding: requests whose next entries may be examined, by number.
     """
 
     def __init__(self, tiers: Sequence[Tier], policy: Policy, window_bytes: int, stride: int) -> None:
@@ -45,7 +49,7 @@ class Moving:
         self.host = next((index for index, tier in enumerate(tiers) if tier.is_host), None)
         self.is_closed = False  # nothing new is begun
         self._copy_numbers = count(1)
-        self._striding: dict[int, Request] = {}  # those whose next entries may be examined
+        self.striding: dict[int, Request] = {}
 
     # --- wants --------------------------------------------------------------------------------
 
@@ -326,7 +330,13 @@ class Moving:
             request.finish()
         for entry in entries:
             entry.watchers[request.number] = request
-        self._go_on(request)
+        if len(entries) > self.stride:
+            request.unseen = deque(entries)
+            self._go_on(request)
+            return
+        for entry in entries:
+            if request.examine(entry):
+                self.meet(request, entry)
 
     def _go_on(self, request: Request) -> None:
         """Examine a request's next entries, as many as its stride has room for."""
@@ -336,8 +346,8 @@ class Moving:
                 self.meet(request, entry)
 
     def _go_on_with_all(self) -> None:
-        while self._striding:
-            _, request = self._striding.popitem()
+        while self.striding:
+            _, request = self.striding.popitem()
             try:
                 self._go_on(request)
             except TierStoreError as error:
@@ -351,7 +361,7 @@ class Moving:
         if not request.pending:
             request.finish()
         elif request.unseen:
-            self._striding[request.number] = request
+            self.striding[request.number] = request
 
     def abandon(self, request: Request, error: BaseException) -> None:
         """Fail a request and give back what it took."""
@@ -367,7 +377,7 @@ class Moving:
             for want in entry.wants.values():
                 want.requests.pop(request.number, None)
         request.pending = {}
-        request.unseen.clear()
+        request.unseen = None
 
     def _ask_again(self, entry: Entry) -> None:
         if entry.watchers:
@@ -389,8 +399,8 @@ class Moving:
         if self.is_closed:
             self.books.changed.clear()
             self.books.restless.clear()
-            self._striding.clear()
-        while self.books.changed or self.books.restless or self._striding:
+            self.striding.clear()
+        while self.books.changed or self.books.restless or self.striding:
             self.ask_watchers()
             self._go_on_with_all()
             self.pump()

@@ -92,14 +92,14 @@ class Request(abc.ABC):
     Attributes:
         number: names it in events and commands.
         pending: the entries that do not satisfy it yet, by uid.
-        unseen: in order, those whose turn to be examined has not come.
+        unseen: in order, those whose turn to be examined has not come, if the request is a long one.
     """
 
     def __init__(self, desk: Desk, number: int, entries: Sequence[Entry]) -> None:
         self.desk = desk
         self.number = number
         self.pending = {entry.uid: entry for entry in entries}
-        self.unseen = deque(entries)
+        self.unseen: deque[Entry] | None = None
 
     def check(self, entry: Entry) -> None:  # noqa: B027 - most requests are never wrong
         """Raise if ``entry`` as it is makes the request wrong."""

@@ -205,8 +205,9 @@ class Engine:
                     small.append(command)
                 else:
                     self._carry_out(command, events)
-            for batch in batches(small):
-                self._carrier.start_batch(batch, events)
+            if small:
+                for batch in batches(small):
+                    self._carrier.start_batch(batch, events)
 
     def _break(self, error: Exception) -> None:
         """The books are wrong, which is a bug: let nobody wait for them."""
