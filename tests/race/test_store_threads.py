@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch
 import tierstore as ts
 from tests.stores import make_store
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError
+from tierstore.spi import Backend
+from tierstore.testing.batching import Batching
 
 KEYS = [f"k{n}" for n in range(24)]
 THREADS = 16
@@ -64,7 +67,7 @@ class Worker(threading.Thread):
                 self.rare(key)
 
     def rare(self, key: str) -> None:
-        match self.random.randrange(4):
+        match self.random.randrange(5):
             case 0:
                 self.store.drop(key)
             case 1:
@@ -73,6 +76,8 @@ class Worker(threading.Thread):
                 self.store.check()
             case 3:
                 self.store.prefetch(*KEYS[:4])
+            case 4:
+                self.store.evict(*self.random.sample(KEYS, 3)).result(30)
 
 
 def whole(tensor: torch.Tensor) -> None:
@@ -82,8 +87,11 @@ def whole(tensor: torch.Tensor) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("eviction", ["lru", "size-class"])
-def test_sixteen_threads_at_random_lose_nothing_and_never_hang(eviction: str) -> None:
-    with make_store(2000, 4000, 60000, eviction=eviction) as store:
+@pytest.mark.parametrize("wrap", [lambda backend: backend, Batching], ids=["one by one", "in batches"])
+def test_sixteen_threads_at_random_lose_nothing_and_never_hang(
+    eviction: str, wrap: Callable[[Backend], Backend]
+) -> None:
+    with make_store(2000, 4000, 60000, eviction=eviction, wrap=wrap) as store:
         deadline = time.monotonic() + SECONDS / 2
         workers = [Worker(store, seed, deadline) for seed in range(THREADS)]
         for worker in workers:
