@@ -91,6 +91,25 @@ def test_a_disk_that_fills_up_fails_what_does_not_fit_and_nothing_else(disk: Pat
     assert not (disk / "scratch").exists()
 
 
+def test_a_full_disk_gets_back_the_blocks_of_free_addresses_before_a_write_fails(disk: Path) -> None:
+    nbytes = 256 * KIB
+    with contextlib.closing(open_files(disk / "scratch", 4 * DISK, stride_bytes=MIB)) as files:
+        slots = [files.reserve(nbytes) for _ in range(2 * DISK // nbytes)]
+        writing = [files.write(slot, buffer(nbytes, i)) for i, slot in enumerate(slots)]
+        kept = [i for i, completion in enumerate(writing) if outcome(completion) is None]
+        for i in kept[::2]:
+            finish(files.free(slots[i]))
+        larger = files.reserve(4 * nbytes)  # in none of the holes, so at addresses that have no blocks
+        finish(files.write(larger, buffer(4 * nbytes, 7)))
+        into = blank(4 * nbytes)
+        finish(files.read(larger, into))
+        assert into.equal(buffer(4 * nbytes, 7))
+        into = blank(nbytes)
+        for i in kept[1::2]:
+            finish(files.read(slots[i], into))
+            assert into.equal(buffer(nbytes, i))
+
+
 def test_a_disk_that_is_full_at_opening_is_refused_and_left_as_it_was(disk: Path) -> None:
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):

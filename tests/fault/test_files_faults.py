@@ -156,7 +156,7 @@ def test_files_grow_without_blocks_where_none_can_be_allocated_ahead(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("code", "is_transient"), [(errno.EAGAIN, True), (errno.EBUSY, True), (errno.ENOSPC, False)]
+    ("code", "is_transient"), [(errno.EAGAIN, True), (errno.EBUSY, True), (errno.EIO, False)]
 )
 def test_an_error_says_whether_a_retry_can_help(tmp_path: Path, code: int, *, is_transient: bool) -> None:
     kernel = ScriptedKernel()

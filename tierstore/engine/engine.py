@@ -32,6 +32,17 @@ def _orphaned(key: str) -> BackendError:
     return BackendError(f"the call that was putting {key!r} was interrupted.", key=key)
 
 
+def _undo_when_granted(transfer: Transfer[T], undo: Callable[[T], None]) -> None:
+    def act() -> None:
+        try:
+            granted = transfer.result()
+        except Exception:  # noqa: BLE001 - nothing was granted, and whoever resolves it cares for nobody's wait
+            return
+        undo(granted)
+
+    transfer.add_done_callback(act)
+
+
 @dataclass(slots=True)
 class Opening:
     """Room that a caller of ``put`` is to fill."""
@@ -122,8 +133,7 @@ class Engine:
             return transfer.result()
         except BaseException as error:
             if not isinstance(error, Exception):
-                granted = transfer
-                transfer.add_done_callback(lambda: undo(granted.result()))
+                _undo_when_granted(transfer, undo)
             raise
         finally:
             del transfer  # a failed one keeps its error, whose traceback refers to this frame

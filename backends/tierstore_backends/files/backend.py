@@ -93,6 +93,7 @@ class FilesBackend:
         lanes = [
             Lane(
                 self._segments,
+                self._space.give_back,
                 syscalls,
                 alignment_bytes=mode.alignment_bytes,
                 memory_alignment_bytes=mode.memory_alignment_bytes,

@@ -8,7 +8,9 @@ cannot use, go through the lane's memory.
 Rule 1: the result of every call is looked at.  A short transfer is continued from the last aligned byte;
 ``EINTR`` is tried again; the end of a file inside a slot is an error.
 Rule 2: a batch that fails is tried again piece by piece, so that only the guilty piece fails.
-Rule 3: an error's cause keeps no frame alive, since frames refer to the caller's buffer.
+Rule 3: where the disk is full, what is free in the files is given back before the write is tried again;
+one that fails for good leaves no blocks behind.
+Rule 4: an error's cause keeps no frame alive, since frames refer to the caller's buffer.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from tierstore_backends.files.transfer import Direction, Piece
 
 _TRANSIENT = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT})
 _BOUNCE_MAY_HELP = frozenset({errno.EINVAL, errno.EFAULT})  # the disk cannot use the caller's memory
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CALLS_WITHOUT_PROGRESS = 3
 _COPIED_AT_LEISURE = 64 * KIB  # below, a copy is over before anybody could use the lock
 _HASHED_AT_ONCE = MIB  # a hash holds the interpreter's lock: let others have it in between
@@ -38,6 +41,7 @@ class Lane:
 
     Args:
         segments: where addresses are.
+        give_back: gives blocks that nobody uses back to the file system.
         syscalls: the way to the kernel.
         alignment_bytes: what offsets and lengths in files are multiples of.
         memory_alignment_bytes: what addresses in memory are.
@@ -48,6 +52,7 @@ class Lane:
     def __init__(
         self,
         segments: Segments,
+        give_back: Callable[[], None],
         syscalls: Syscalls,
         *,
         alignment_bytes: int,
@@ -56,6 +61,7 @@ class Lane:
         is_checked: bool,
     ) -> None:
         self._segments = segments
+        self._give_back = give_back
         self._syscalls = syscalls
         self._alignment_bytes = alignment_bytes
         self._memory_alignment_bytes = memory_alignment_bytes
@@ -82,8 +88,20 @@ class Lane:
         error = self._attempt([piece], [view], is_bounced=False)
         if error is not None and error.errno in _BOUNCE_MAY_HELP:
             error = self._attempt([piece], [view], is_bounced=True)
+        if error is not None and error.errno in _FULL:
+            error = self._try_with_more_room(piece, view, error)
         if error is not None:
             piece.error = self._explain(piece, error)
+
+    def _try_with_more_room(self, piece: Piece, view: memoryview, full: OSError) -> OSError | None:
+        try:
+            self._give_back()
+            error = self._attempt([piece], [view], is_bounced=False)
+            if error is not None:
+                self._segments.punch(piece.address, piece.end)  # what was written of it
+        except OSError:
+            return full
+        return error
 
     def _attempt(
         self, batch: Sequence[Piece], views: Sequence[memoryview], *, is_bounced: bool
@@ -92,7 +110,7 @@ class Lane:
         try:
             self._transfer(batch, views, is_bounced=is_bounced)
         except OSError as error:
-            return error.with_traceback(None)  # rule 3
+            return error.with_traceback(None)  # rule 4
         return None
 
     def _transfer(self, batch: Sequence[Piece], views: Sequence[memoryview], *, is_bounced: bool) -> None:

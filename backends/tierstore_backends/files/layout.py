@@ -131,6 +131,11 @@ class Layout:
         return self._free.total_bytes
 
     @property
+    def free_ranges(self) -> list[Extent]:
+        """What is free, lowest first."""
+        return list(self._free)
+
+    @property
     def live_bytes(self) -> int:
         """What is reserved."""
         return self._live_bytes

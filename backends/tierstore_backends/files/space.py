@@ -2,7 +2,7 @@
 
 Promises: the files never hold more than the capacity.  Freed addresses are used again before
 new ones; their blocks stay with the files, which is what makes writing there fast, until the
-capacity shrinks or the store has been quiet for a while.
+capacity shrinks, the disk is full, or the store has been quiet for a while.
 """
 
 from __future__ import annotations
@@ -64,6 +64,18 @@ class Space:
                     self._segments.punch(start, stop)
             except OSError as error:
                 raise BackendError(f"scratch files could not be made smaller: {error}") from error
+
+    def give_back(self) -> None:
+        """Give the blocks of everything that is free back to the file system, which has none left.
+
+        Nobody gets addresses meanwhile, so nobody writes there.
+
+        Raises:
+            OSError: the file system failed at it.
+        """
+        with self._lock:
+            for start, end in self._layout.free_ranges:
+                self._segments.punch(start, end)
 
     def trim(self) -> None:
         """Cut off the tail of the files that is free.  Only while no write begins (see `engine`).
