@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import tierstore as ts
 from tierstore.errors import CapacityError, ConfigError, UsageError
 from tierstore.spi import AddressableSlot, device_storage_listeners
 from tierstore.testing.memory import DeviceBudget, OutOfDeviceMemory
@@ -23,6 +25,7 @@ from tierstore_backends.device import EmulatedDevice
 from tierstore_backends.memory import MemoryBackend
 from tierstore_backends.pinned import PinnedPool
 
+KIB = 1024
 MIB = 1024**2
 
 
@@ -391,3 +394,15 @@ def test_deaths_in_other_threads_and_in_collections_are_counted() -> None:
         thread.join()
         gc.collect()
         assert budget.live_bytes == 0
+
+
+def test_what_a_store_copies_past_host_memory_is_not_the_devices(tmp_path: Path) -> None:
+    config = ts.StoreConfig.default("emulated", 512 * KIB, 64 * KIB, "4MB", str(tmp_path / "files"))
+    tensor = torch.ones(256 * KIB, dtype=torch.uint8)
+    with DeviceBudget("1MB") as budget, ts.Store(config) as store:
+        store.put("k", tensor, tier="device")
+        store.evict("k", to="disk").result(30)
+        store.fetch("k", tier="device").result(30)
+        assert torch.equal(store.get("k"), tensor)
+        peak_bytes = budget.peak_bytes
+    assert peak_bytes == 256 * KIB

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
+import numpy as np
 import torch
 
 from tierstore.core import messages as m
@@ -157,7 +158,8 @@ class Carrier:
         self, source: int, source_slot: Slot, target: int, target_slot: Slot
     ) -> Completion:
         """Copy between two media that are not host memory.  The window bounds such buffers."""
-        buffer = torch.empty(source_slot.nbytes, dtype=torch.uint8)
+        # Not by torch: whoever meters a device by its operations would take this for device memory.
+        buffer = torch.from_numpy(np.empty(source_slot.nbytes, dtype=np.uint8))
         both = Completion()
 
         def begin_second(error: BaseException | None) -> None:
