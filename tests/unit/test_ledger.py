@@ -319,14 +319,31 @@ def test_a_medium_that_refuses_even_when_empty_fails_the_request() -> None:
     assert error.__cause__ is cause
 
 
-def test_a_prefetch_that_the_medium_refuses_is_declined() -> None:
+def test_a_prefetch_that_the_medium_refuses_twice_is_declined() -> None:
     desk = Desk()
     desk.store("k", 10, DISK)
     fetch = desk.fetch("k", HOST, m.Urgency.PREFETCH)
-    desk.tell(m.CopyRefused(desk.copies.pop().copy, CapacityError("in pieces")))
+    for _ in range(2):
+        desk.tell(m.CopyRefused(desk.copies.pop().copy, CapacityError("in pieces")))
+        desk.free()
     desk.run()
     assert desk.answers[fetch] is None
     assert desk.ledger.where("k") == (DISK,)
+
+
+def test_a_prefetch_that_the_medium_refuses_pushes_out_more_of_what_is_needed_later() -> None:
+    desk = Desk(host=100, policy="next-use")
+    desk.tell(m.PlanFollowed(Plan(("now", "k", "late"))))
+    desk.store("late", 40, HOST)
+    desk.store("k", 40, DISK)
+    desk.tell(m.Advanced(0))
+    fetch = desk.fetch("k", HOST, m.Urgency.PREFETCH)
+    desk.tell(m.CopyRefused(desk.copies.pop().copy, CapacityError("in pieces")))
+    desk.free()
+    assert desk.moving() == [("late", HOST, DISK)]
+    desk.run()
+    assert desk.answers[fetch] is None
+    assert desk.ledger.where("k") == (HOST, DISK)
 
 
 def test_a_prefetch_pushes_out_only_what_the_plan_needs_later() -> None:

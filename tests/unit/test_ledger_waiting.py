@@ -205,7 +205,9 @@ def test_a_prefetch_is_declined_once_when_its_host_leg_is_refused_after_a_lower_
     prefetch = desk.fetch("k", DEVICE, m.Urgency.PREFETCH)
     desk.fetch("k", DISK)
     desk.finish(1)
-    desk.tell(m.CopyRefused(desk.copies.pop().copy, CapacityError("in pieces")))
+    for _ in range(2):
+        desk.tell(m.CopyRefused(desk.copies.pop().copy, CapacityError("in pieces")))
+        desk.free()
     desk.run()
     assert desk.answers[prefetch] is None
     assert desk.ledger.where("k") == (DISK, ARCHIVE)

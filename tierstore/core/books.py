@@ -202,14 +202,12 @@ class Books:
         entry.key = key
         self.index[key] = entry
 
-    def stay(self, replica: Replica) -> bool:
-        """Take back `leave`, without making the replica evictable; return whether it was leaving."""
+    def stay(self, replica: Replica) -> None:
+        """Take back `leave` if the replica was leaving, without making it evictable."""
         shelf = self.shelves[replica.tier]
-        if shelf.leaving.pop(replica.entry.uid, None) is None:
-            return False
-        shelf.leaving_bytes -= replica.charge_bytes
-        self.restless.add(replica.tier)
-        return True
+        if shelf.leaving.pop(replica.entry.uid, None) is not None:
+            shelf.leaving_bytes -= replica.charge_bytes
+            self.restless.add(replica.tier)
 
     def _stir(self, replica: Replica) -> None:
         """Something changed: ask the entry's watchers and this shelf's waiters again."""

@@ -137,8 +137,6 @@ class Moving:
             self.fail(want, error)
             return
         ready = entry.ready()
-        if not ready:
-            return
         if self.host is None or want.tier == self.host or entry.is_ready(self.host):
             source = self.host if self.host is not None and entry.is_ready(self.host) else ready[0].tier
             self._start(want, source)
@@ -185,11 +183,11 @@ class Moving:
             self._met(copy.want, replica)
 
     def copy_refused(self, event: CopyRefused) -> None:
-        """The medium has no room in this shape: let more go, and try again."""
+        """The medium has no room in this shape: let more go, and try again; for a prefetch, once."""
         copy = self.traffic.copies[event.copy]
         want, replica = copy.want, copy.want.entry.replicas[copy.target]
         self._end(copy, is_moved=False)
-        if replica.state is State.DRAINING or want.urgency is Urgency.PREFETCH:
+        if replica.state is State.DRAINING or (want.urgency is Urgency.PREFETCH and want.slack_bytes):
             self._abandon(want, replica, event.error)
             return
         shelf = self.books.shelves[copy.target]
@@ -303,10 +301,9 @@ class Moving:
             if copy is not None and self.traffic.cancel(copy):
                 assert replica is not None
                 replica.copy = None
-                if copy.source != PUT:
-                    source = entry.replicas[copy.source]
-                    source.readers -= 1
-                    self.books.free_if_idle(source)
+                source = entry.replicas[copy.source]
+                source.readers -= 1
+                self.books.free_if_idle(source)
                 want.phase = Phase.RESERVED
             elif want.phase is Phase.COPYING and replica is not None and replica.state is State.FILLING:
                 self.books.fill_failed(replica, Step.DROP)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from tierstore.core.entry import Want
 from tierstore.core.messages import Urgency
@@ -133,10 +132,6 @@ class Shelf:
         if want in queue:
             del queue[want]
             self.waiting -= 1
-
-    def first_few(self, count: int) -> list[Want]:
-        """Return the ``count`` wants that are next for room."""
-        return list(islice((want for queue in self.queues.values() for want in queue), count))
 
     def first(self) -> Want | None:
         """Return who is next for room."""

@@ -94,9 +94,9 @@ class Rooms:
     def give_up(self, victim: Replica) -> None:
         """A leaving replica finds no room below: it stays, and is no candidate until that may change."""
         shelf = self.books.shelves[victim.tier]
-        if self.books.stay(victim):
-            shelf.stuck[victim.entry.uid] = victim
-            self.books.restless.add(shelf.index)
+        self.books.stay(victim)
+        shelf.stuck[victim.entry.uid] = victim
+        self.books.restless.add(shelf.index)
 
     def reconsider(self, shelf: Shelf) -> None:
         """What was stuck may find room below again."""
