@@ -25,6 +25,7 @@ STATE_TENSORS = 4  # a parameter, its gradient, and Adam's two moments
 DISK_HOST_BYTES = 256 * MIB  # the quota of `step-disk` at full scale
 RAW_MIB = 256
 STEPS_A_TURN = 3
+SETTLING_TURNS = 2  # the plan, the budget and the steps ahead settle within five steps
 
 
 # ---------------------------------------------------------------------- configurations
@@ -78,7 +79,7 @@ def _turns(
         lambda: {"offloaded": ours.seconds_a_step(STEPS_A_TURN)},
         *([raw_disk] if raw is not None else []),
     ]
-    seconds = take_turns(runs, repeats=settings.repeats, warmups=max(1, settings.warmups))
+    seconds = take_turns(runs, repeats=settings.repeats, warmups=max(SETTLING_TURNS, settings.warmups))
     if not torch.equal(plain.losses, ours.losses):
         raise AssertionError(f"the losses differ: {plain.losses.tolist()}, {ours.losses.tolist()}")
     return seconds
