@@ -98,9 +98,9 @@ def test_an_io_error_at_any_operation_of_a_step_loses_nothing(
                 ours.model.load_state_dict(plain.model.state_dict())
                 ours.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
             run.store.check()
+            disk.faulty.heal()
             if disk.faulty.failures == failures:
                 break
-            disk.faulty.heal()
         assert number > 10, "a step of this model does more with its disk"
         data = batch()
         assert same(train(plain, data), train(ours, data))
