@@ -14,13 +14,16 @@ may change first.  So it is made beside everything:
    every time.
 4. Only where there is room for old and new values beside all else.
 
-The optimizer works on stand-ins, so that neither version counters nor its own state change early.
+A double of the optimizer works on stand-ins, so that no version counter, group or state of the user's
+changes early, in whatever thread somebody looks.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +40,7 @@ from tierstore.training.turns import Group, Turn, options_of, own_step, placed
 
 Entries = dict[str, Any]
 MOST_STEPS_TO_WAIT = 1024
+_PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 log = logging.getLogger("tierstore")
 
@@ -52,14 +56,18 @@ class MadeStep:
     Attributes:
         turn: whose.
         written: the bundles that have new values, with how often they had been written before.
+        read: the gradients, likewise.
         options: of the turn's groups.
+        settings: of PyTorch, that results may depend on.
         former: what state there was, by parameter: the large tensors themselves, copies of the small.
         later: what the small ones are to become.
     """
 
     turn: Turn
     written: list[tuple[Binding, int]]
+    read: list[tuple[Binding, int]]
     options: list[Group]
+    settings: tuple[object, ...]
     former: dict[torch.Tensor, Entries]
     later: dict[torch.Tensor, Entries]
 
@@ -116,9 +124,13 @@ class StepsAhead:
                 gradient = self._gradients.find(parameter)
                 if gradient is None:
                     continue
-                if gradient.is_untouched:
+                if gradient.is_untouched and self._are_idle([gradient.binding]):
                     self._expected[parameter] = gradient.accumulations
                 gradient.accumulations = 0
+
+    def _are_idle(self, bindings: Sequence[Binding | None]) -> bool:
+        """Whether nobody has an alias of their bytes, whose writes may come unseen."""
+        return all(binding is None or self._bindings.release_idle(binding) for binding in bindings)
 
     def end_step(self) -> None:
         """A step has ended: wait if something was made in vain for it."""
@@ -152,15 +164,15 @@ class StepsAhead:
         return gradient is not None and gradient.accumulations == expected
 
     def _may_make(self, turn: Turn) -> bool:
-        is_plain = not any(_is_special(group) for group, _ in turn.groups)
+        is_plain = not any(_is_special(group) for group, _ in turn.groups) and not _is_scaled(self.optimizer)
         stashed = self._gradients.bindings_of(turn.parameters)
         needed = [turn.bundle, *self._states(turn)]
         return (
             is_plain
-            and getattr(self.optimizer, "grad_scale", None) is None
+            and all(kind in _PLAIN for kind in turn.bundle.plain)
             and len(stashed) == len(turn.parameters)
             and self._has_room(needed, sum(binding.nbytes for _, binding in stashed))
-            and all(self._bindings.release_idle(binding) for binding in needed)
+            and self._are_idle([*needed, *(binding for _, binding in stashed)])
         )
 
     def _states(self, turn: Turn) -> list[Binding]:
@@ -209,6 +221,7 @@ class StepsAhead:
             if made is None:
                 self._store.drop(*(next_version(binding.key) for binding in needed))
         self._gradients.know_uses(turn.parameters)
+        made.read = [(binding, binding.writes) for _, binding in stashed]
         self._made[turn.bundle] = made
 
     def _lease_beside(self, needed: Sequence[Binding]) -> Lease | None:
@@ -217,11 +230,16 @@ class StepsAhead:
         with self._bindings.alone():
             for binding in needed:
                 self._bindings.note_access(binding)
+            if any(name in self._store for name in names.values()):
+                return None  # another optimizer of the same parameters was faster
             lease = self._store.lease(*names, tier=self.tier, write=True)
-            if lease.split(names):
-                return lease
-            lease.release(written=False)
-            return None
+            is_split = False
+            try:
+                is_split = lease.split(names)
+            finally:
+                if not is_split:
+                    lease.release(written=False)
+            return lease if is_split else None
 
     def _run(self, turn: Turn, lease: Lease, gradients: Mapping[torch.Tensor, torch.Tensor]) -> MadeStep:
         """Let the optimizer step on stand-ins in leased bytes.
@@ -233,26 +251,20 @@ class StepsAhead:
         stand_ins = {p: _stand_in(p, lease, gradients[p]) for p in turn.parameters}
         former = {p: _snapshot(optimizer.state.get(p, {})) for p in turn.parameters}
         given = {p: _entries_in(entries, lease) for p, entries in former.items()}
+        options = _options(turn)
         groups = [
             {**options_of(group), "params": [stand_ins[p] for p in members]} for group, members in turn.merged
         ]
-        own_groups, optimizer.param_groups = optimizer.param_groups, groups
-        try:
-            for parameter, entries in given.items():
-                if entries:
-                    optimizer.state[stand_ins[parameter]] = dict(entries)
-            own_step(optimizer)(optimizer)
-        finally:
-            optimizer.param_groups = own_groups
-            left = {p: optimizer.state.pop(s) for p, s in stand_ins.items() if s in optimizer.state}
-        options = [options_of(group) for group, _ in turn.merged]
+        state = {stand_ins[p]: dict(entries) for p, entries in given.items() if entries}
+        _step_alone(optimizer, groups, state)
+        left = {p: state[s] for p, s in stand_ins.items() if s in state}
         if options != [options_of(group) for group in groups] or not all(
             _is_alike(given[p], left.get(p, {})) for p in turn.parameters
         ):
             raise _UnsuitableError("it makes state or options anew in every step")
         later = {p: {n: x for n, x in entries.items() if not _is_large(x)} for p, entries in left.items()}
         written = [(binding, binding.writes) for binding in (turn.bundle, *self._states(turn))]
-        return MadeStep(turn, written, options, former, later)
+        return MadeStep(turn, written, [], options, _settings(), former, later)
 
     # --- taking -------------------------------------------------------------------------------
 
@@ -261,12 +273,10 @@ class StepsAhead:
         made = self._made.pop(turn.bundle, None)
         if made is None:
             return False
-        if not self._is_right(made, turn):
-            self._was_wrong = True
-            self._drop(made)
-            return False
         with self._bindings.alone():
-            self._store.rename(made.names, replace=True)
+            if not self._put_in_place(made, turn):
+                self._was_wrong = True
+                return False
             for parameter, entries in made.later.items():
                 _put_small(self.optimizer.state[parameter], entries)
             with natively():
@@ -280,16 +290,35 @@ class StepsAhead:
         self._next_wait = 1
         return True
 
+    def _put_in_place(self, made: MadeStep, turn: Turn) -> bool:
+        """Rename new values to old keys if they are right; drop them if not, or if anything fails."""
+        is_done = False
+        try:
+            if self._is_right(made, turn):
+                self._store.rename(made.names, replace=True)
+                is_done = True
+        except (
+            Exception
+        ):  # a comparison of foreign values, or a lease of somebody else's: make the step again
+            log.debug("a step that was made ahead is not taken", exc_info=True)
+        finally:
+            if not is_done:
+                self._drop(made)
+        return is_done
+
     def _is_right(self, made: MadeStep, turn: Turn) -> bool:
         """Whether nothing was touched that the new values were made from."""
         given = [turn.bundle, *self._states(turn)]
+        read = [binding for _, binding in self._gradients.bindings_of(turn.parameters)]
         return (
             turn.is_same(made.turn)
-            and all(self._bindings.release_idle(binding) for binding in given)
+            and self._are_idle([*given, *read])
             and [(binding, binding.writes) for binding in given] == made.written
+            and [(binding, binding.writes) for binding in read] == made.read
             and self._gradients.are_untouched(turn.parameters)
-            and getattr(self.optimizer, "grad_scale", None) is None
-            and [options_of(group) for group, _ in turn.merged] == made.options
+            and not _is_scaled(self.optimizer)
+            and _options(turn) == made.options
+            and _settings() == made.settings
             and all(_is_equal(self.optimizer.state.get(p, {}), made.former[p]) for p in turn.parameters)
         )
 
@@ -308,6 +337,41 @@ class StepsAhead:
 
 
 # ---------------------------------------------------------------------- stand-ins and small state
+
+
+def _options(turn: Turn) -> list[Group]:
+    """Return copies of the options of a turn's groups: lists among them can be changed in place."""
+    return [copy.deepcopy(options_of(group)) for group, _ in turn.merged]
+
+
+def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scaler has told the optimizer to unscale, or to skip, by itself."""
+    return any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+
+
+def _settings() -> tuple[object, ...]:
+    """Return what, beside their inputs, may decide about the bits of operations."""
+    kinds = {"cpu", *([kind.type] if (kind := torch.accelerator.current_accelerator()) else [])}
+    return (
+        [torch.is_autocast_enabled(kind) for kind in sorted(kinds)],
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+    )
+
+
+def _step_alone(
+    optimizer: torch.optim.Optimizer, groups: list[Group], state: dict[torch.Tensor, Entries]
+) -> None:
+    """Let a double of the optimizer step, with groups and state of its own: nobody sees it."""
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    double.param_groups = groups
+    own_state: defaultdict[torch.Tensor, Entries] = defaultdict(dict, state)
+    double.state = own_state
+    own_step(optimizer)(double)
+    state.clear()
+    state.update(own_state)
 
 
 def _is_special(group: Group) -> bool:
