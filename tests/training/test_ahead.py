@@ -8,16 +8,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-import tierstore as ts
+from tests.training.ahead_loops import Taken, count_taken, quiet_step
 from tests.training.twins import (
     WIDTH,
     Log,
@@ -36,45 +34,9 @@ from tierstore.training import offload
 ROOMY = {"max_device_memory": "192KB"}
 """A device that holds a working set beside activations and the optimizer's workspace."""
 
+__all__ = ["count_taken"]  # a fixture
 some_layouts = pytest.mark.parametrize("layout", ["disk", "device", "three"])
 Between = Callable[[Trial, int], None]
-
-
-class Taken:
-    """How many keys took new values over that were made ahead."""
-
-    def __init__(self) -> None:
-        self.keys = 0
-
-    def since(self) -> int:
-        """Return how many did since this was last asked."""
-        keys, self.keys = self.keys, 0
-        return keys
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
-    counted = Taken()
-    rename = ts.Store.rename
-
-    def count(store: ts.Store, names: Mapping[str, str], *, replace: bool = False) -> None:
-        rename(store, names, replace=replace)
-        counted.keys += len(names)
-
-    monkeypatch.setattr(ts.Store, "rename", count)
-    return counted
-
-
-def quiet_step(trial: Trial, between: Callable[[], object] | None = None) -> None:
-    """Do a step without a look at gradients, and something between backward and ``step``."""
-    loss = loss_of(trial.model, *batch())
-    loss.backward()
-    trial.log(loss)
-    if between is not None:
-        between()
-    for optimizer in trial.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def assert_same_with(
@@ -534,140 +496,3 @@ def test_closing_between_backward_and_step_leaves_the_old_values_and_the_gradien
         assert a is not None
         assert b is not None
         assert torch.equal(a, b), number
-
-
-# ---------------------------------------------------------------------- what an independent reader found
-
-
-def some_gradients(trial: Trial) -> list[Tensor]:
-    """Return the gradients of a layer in the midst: what has aliases stays in memory."""
-    return [p.grad for p in list(trial.model.parameters())[8:10] if p.grad is not None]
-
-
-def test_an_alias_of_a_gradient_may_write_to_it_at_any_time(tmp_path: Path, taken: Taken) -> None:
-    def loop(trial: Trial) -> None:
-        for _ in range(2):
-            quiet_step(trial)
-        loss_of(trial.model, *batch()).backward()
-        trial.optimizer.step()
-        trial.optimizer.zero_grad(set_to_none=False)
-        buckets = [gradient.view(-1) for gradient in some_gradients(trial)]
-        for _ in range(4):
-            loss_of(trial.model, *batch()).backward()
-            for bucket in buckets:
-                bucket.mul_(0.5)
-            trial.optimizer.step()
-            trial.optimizer.zero_grad(set_to_none=False)
-
-    assert_same(build_blocks, loop, "disk", tmp_path)
-    assert taken.keys
-
-
-def test_an_alias_between_two_backward_passes(tmp_path: Path) -> None:
-    def loop(trial: Trial) -> None:
-        for turn in range(6):
-            loss_of(trial.model, *batch()).backward()
-            kept = [gradient.detach() for gradient in some_gradients(trial)] if turn > 3 else []
-            loss_of(trial.model, *batch()).backward()
-            for gradient in kept:
-                gradient.mul_(0.5)
-            trial.optimizer.step()
-            trial.optimizer.zero_grad()
-
-    assert_same(build_blocks, loop, "disk", tmp_path)
-
-
-def test_two_optimizers_of_the_same_parameters_in_turns(tmp_path: Path) -> None:
-    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
-        model = blocks()
-        return model, [torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9) for rate in (0.1, 0.01)]
-
-    def loop(trial: Trial) -> None:
-        for turn in range(8):
-            loss = loss_of(trial.model, *batch())
-            loss.backward()
-            trial.log(loss)
-            trial.optimizers[turn % 2].step()
-            trial.model.zero_grad()
-
-    assert_same(build, loop, "disk", tmp_path)
-
-
-def test_a_lease_of_somebody_elses_refuses_the_step_and_breaks_nothing(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, optimizers = build_blocks()
-    trial = Trial(model, optimizers)
-    with offload(model, optimizers, config_of("disk", tmp_path)) as run:
-        for _ in range(3):
-            quiet_step(trial)
-        loss_of(model, *batch()).backward()
-        key = next(key for key in run.store if key.startswith("param/2.up"))
-        with run.store.lease(key), pytest.raises(ts.LeaseError):
-            optimizers[0].step()
-        optimizers[0].zero_grad()
-        for _ in range(3):
-            quiet_step(trial)
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-
-
-def test_a_backward_pass_under_autocast_steps_as_the_step_itself_would(tmp_path: Path) -> None:
-    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
-        model = blocks()
-        return model, [torch.optim.Adafactor(model.parameters(), lr=1e-2)]
-
-    def loop(trial: Trial) -> None:
-        for _ in range(5):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(trial.model, *batch())
-                loss.backward()
-            trial.log(loss)
-            trial.optimizer.step()
-            trial.optimizer.zero_grad()
-
-    assert_same(build, loop, "disk", tmp_path)
-
-
-def test_what_a_scaler_tells_a_fused_optimizer_is_heard(tmp_path: Path, taken: Taken) -> None:
-    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
-        model = blocks()
-        return model, [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)]
-
-    def loop(trial: Trial) -> None:
-        optimizer: Any = trial.optimizer
-        for turn in range(6):
-            loss_of(trial.model, *batch()).backward()
-            if turn == 3:
-                optimizer.found_inf = torch.tensor(1.0)
-            optimizer.step()
-            if turn == 3:
-                del optimizer.found_inf
-            optimizer.zero_grad()
-
-    assert_same(build, loop, "disk", tmp_path)
-    assert taken.keys
-
-
-def test_options_that_are_changed_in_place_are_seen(tmp_path: Path, taken: Taken) -> None:
-    def loop(trial: Trial) -> None:
-        trial.optimizer.param_groups[0]["betas"] = [0.9, 0.99]
-        for turn in range(6):
-            loss_of(trial.model, *batch()).backward()
-            trial.optimizer.param_groups[0]["betas"][0] = 0.5 if turn == 3 else 0.9
-            trial.optimizer.step()
-            trial.optimizer.zero_grad()
-
-    assert_same(build_blocks, loop, "disk", tmp_path)
-    assert taken.keys
-
-
-def test_state_that_cannot_be_compared_makes_the_step_again(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, optimizers = build_blocks()
-    trial = Trial(model, optimizers)
-    with offload(model, optimizers, config_of("disk", tmp_path)) as run:
-        for turn in range(6):
-            quiet_step(trial)
-            if turn == 2:
-                for parameter in model.parameters():
-                    optimizers[0].state[parameter]["tag"] = np.array([1, 2])
-        assert not [key for key in run.store if key.endswith("~next")]
