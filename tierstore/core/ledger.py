@@ -32,7 +32,18 @@ from tierstore.core.eviction import Policy
 from tierstore.core.model import Tier
 from tierstore.core.moving import Moving
 from tierstore.core.naming import can_split, check_names
-from tierstore.core.requests import Evict, Fetch, Flush, Lease, Put, Read, Request, granted, refuse_if_written
+from tierstore.core.requests import (
+    Evict,
+    Fetch,
+    Flush,
+    Lease,
+    Put,
+    Read,
+    Request,
+    granted,
+    refuse_if_leased,
+    refuse_if_written,
+)
 from tierstore.core.residency import Replica
 from tierstore.core.traffic import MOST_IN_FLIGHT
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, UsageError
@@ -241,20 +252,10 @@ class Ledger:
     def _drop(self, event: m.DropRequested) -> None:
         entries = self._entries(event.keys)
         for entry in entries:
-            self._refuse_if_leased(entry, "drop")
+            refuse_if_leased(entry, "drop")
         for entry in entries:
             gone = KeyNotFound(f"{entry.key!r} was dropped while it was waited for.", key=entry.key)
             self._bury(entry, gone)
-
-    def _refuse_if_leased(self, entry: Entry, doing: str) -> None:
-        if entry.holders:
-            holders = tuple(entry.holders.values())
-            raise LeaseError(
-                f"cannot {doing} {entry.key!r} while {', '.join(holders)} lease it. "
-                "Release those leases first.",
-                key=entry.key,
-                holders=holders,
-            )
 
     def _split(self, event: m.SplitRequested) -> None:
         lease = self._leases[event.lease]
@@ -274,7 +275,7 @@ class Ledger:
         check_names(self.books, event.names, replace=event.replace)
         former = [self.books.index[name] for name in event.names.values() if name in self.books.index]
         for entry in former:
-            self._refuse_if_leased(entry, "replace")
+            refuse_if_leased(entry, "replace")
         entries = [(self._entry(key), name) for key, name in event.names.items()]
         for entry in former:
             self._bury(

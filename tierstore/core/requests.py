@@ -78,6 +78,18 @@ def refuse_if_written(entry: Entry, doing: str) -> None:
         )
 
 
+def refuse_if_leased(entry: Entry, doing: str, purpose: str = "") -> None:
+    """Raise if any lease is held on ``entry``."""
+    if entry.holders:
+        holders = tuple(entry.holders.values())
+        raise LeaseError(
+            f"cannot {doing} {entry.key!r}{purpose} while {', '.join(holders)} lease it. "
+            "Release those leases first.",
+            key=entry.key,
+            holders=holders,
+        )
+
+
 def granted(replica: Replica) -> Granted:
     """Return what a caller is told of a replica that it may use."""
     entry = replica.entry
@@ -173,7 +185,7 @@ class Lease(Request):
         """See `Request.check`."""
         refuse_if_written(entry, "lease")
         if self.access is Access.WRITE:
-            self._refuse_if_leased(entry)
+            refuse_if_leased(entry, "lease", " for writing")
 
     def examine(self, entry: Entry) -> bool:
         """See `Request.examine`."""
@@ -193,16 +205,6 @@ class Lease(Request):
         replica.entry.holders[self.number] = f"lease {self.number} of {self.holder!r}"
         self.desk.hold(replica)
         self.held.append(replica)
-
-    def _refuse_if_leased(self, entry: Entry) -> None:
-        if entry.holders:
-            holders = tuple(entry.holders.values())
-            raise LeaseError(
-                f"cannot lease {entry.key!r} for writing while {', '.join(holders)} lease it. "
-                "Release those leases first.",
-                key=entry.key,
-                holders=holders,
-            )
 
     def finish(self) -> None:
         """See `Request.finish`."""

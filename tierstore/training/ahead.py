@@ -221,7 +221,6 @@ class StepsAhead:
             if made is None:
                 self._store.drop(*(next_version(binding.key) for binding in needed))
         self._gradients.know_uses(turn.parameters)
-        made.read = [(binding, binding.writes) for _, binding in stashed]
         self._made[turn.bundle] = made
 
     def _lease_beside(self, needed: Sequence[Binding]) -> Lease | None:
@@ -264,7 +263,8 @@ class StepsAhead:
             raise _UnsuitableError("it makes state or options anew in every step")
         later = {p: {n: x for n, x in entries.items() if not _is_large(x)} for p, entries in left.items()}
         written = [(binding, binding.writes) for binding in (turn.bundle, *self._states(turn))]
-        return MadeStep(turn, written, [], options, _settings(), former, later)
+        read = [(binding, binding.writes) for _, binding in self._gradients.bindings_of(turn.parameters)]
+        return MadeStep(turn, written, read, options, _settings(), former, later)
 
     # --- taking -------------------------------------------------------------------------------
 
@@ -297,9 +297,8 @@ class StepsAhead:
             if self._is_right(made, turn):
                 self._store.rename(made.names, replace=True)
                 is_done = True
-        except (
-            Exception
-        ):  # a comparison of foreign values, or a lease of somebody else's: make the step again
+        except Exception:
+            # Foreign values may refuse to be compared, and somebody else may hold a lease.
             log.debug("a step that was made ahead is not taken", exc_info=True)
         finally:
             if not is_done:
