@@ -28,6 +28,23 @@ A backend owes:
 
 A backend to which one call with many small slots costs less than many calls may be a `BatchBackend`
 too; all of the above then holds for each slot of a batch.
+
+A backend whose medium survives the process may be a `DurableBackend` too (and then says so in its
+capabilities).  For it the engine guarantees besides:
+
+11. A slot that the last commit named, or one after it that failed, is neither written nor freed
+    until a later commit that does not name it has completed without error.
+12. There is one commit at a time, and each slot that it names was written, whole, before.
+13. What was recovered is charged ``held_bytes(slot)``, as if it had been reserved and written here.
+
+and the backend owes:
+
+14. After a commit completed without error, a power loss leaves exactly what it named.  If it fails,
+    or the process dies in it, what is found later is exactly that, or exactly what the one before
+    named: nothing between, and nothing else.
+15. ``close`` keeps what the last commit named, as it would be found after a power loss.
+
+A slot may take less of the medium than was asked for, once it is written: see `held_bytes`.
 """
 
 from __future__ import annotations
@@ -42,6 +59,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from tierstore.errors import BackendError
+from tierstore.units import align_up
 
 _log = logging.getLogger("tierstore")
 
@@ -167,6 +185,17 @@ class Slot(Protocol):
         ...
 
 
+def held_bytes(slot: Slot, alignment_bytes: int) -> int:
+    """Return what ``slot`` takes of its medium, which is what its tier is charged for it.
+
+    That is ``slot.nbytes``, rounded up to the alignment; or ``slot.held_bytes`` if the slot has such an
+    attribute: an int that is at most the former, changes only where a ``write`` completes, and is a
+    multiple of the alignment.  A backend that compresses has it.
+    """
+    held: int | None = getattr(slot, "held_bytes", None)
+    return align_up(slot.nbytes, alignment_bytes) if held is None else held
+
+
 @runtime_checkable
 class AddressableSlot(Slot, Protocol):
     """A slot of a ``HOST`` or ``DEVICE`` backend: its bytes can be used in place."""
@@ -243,6 +272,41 @@ class BatchBackend(Backend, Protocol):
 
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """Copy each buffer into the slot at its position."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One slot that a commit names.
+
+    Attributes:
+        name: the key: any text, different for each record.
+        note: text that comes back with it, whatever it says.
+        slot: where the bytes are.
+    """
+
+    name: str
+    note: str
+    slot: Slot
+
+
+@runtime_checkable
+class DurableBackend(Backend, Protocol):
+    """A backend that finds its slots again after the process is gone.  See the module."""
+
+    def recovered(self) -> Sequence[Record]:
+        """Return what the last commit named when the backend was opened.
+
+        Called once, before anything else.  The slots are written ones of this backend; everything
+        else that an earlier process left was given back.
+        """
+        ...
+
+    def commit(self, records: Sequence[Record]) -> Completion:
+        """Make ``records`` what survives from now on: all of them, and nothing else.
+
+        Completes when a power loss would leave them, with ``BackendError`` where the medium fails.
+        """
         ...
 
 
