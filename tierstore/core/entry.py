@@ -138,6 +138,10 @@ class Entry:
         replica = self.replicas.get(tier)
         return replica is not None and replica.state is State.READY
 
+    def is_settled(self, tier: int) -> bool:
+        """Whether there is a READY replica in ``tier`` whose bytes have all arrived."""
+        return self.is_ready(tier) and self.replicas[tier].copy is None
+
     def may_be_written(self, tier: int) -> bool:
         """Whether no copy reads the replica in ``tier``, or makes another that would be stale.
 
