@@ -73,6 +73,37 @@ class Books:
         self.note(replica.entry, "ready", replica.tier)
         self._stir(replica)
 
+    def shrink(self, replica: Replica, charge_bytes: int) -> None:
+        """A replica that is not ABSENT takes only ``charge_bytes`` of its medium: the rest is free.
+
+        Raises:
+            InvariantError: that is more than what it is charged.
+        """
+        less = replica.charge_bytes - charge_bytes
+        if less < 0:
+            raise InvariantError(
+                f"{replica.key!r} takes {charge_bytes} B in tier {replica.tier}, "
+                f"but was charged {replica.charge_bytes} B: its backend breaks its promise.",
+                key=replica.key,
+            )
+        if not less:
+            return
+        shelf = self.shelves[replica.tier]
+        shelf.charged_bytes -= less
+        if replica.state is State.FILLING:
+            shelf.filling_bytes -= less
+        elif replica.state is State.READY:
+            shelf.ready_bytes -= less
+        elif not replica.leases:
+            shelf.draining_bytes -= less
+        if replica.leases:
+            shelf.leased_bytes -= less
+        if replica.entry.uid in shelf.leaving:
+            shelf.leaving_bytes -= less
+        replica.charge_bytes = charge_bytes
+        self.note(replica.entry, f"takes {charge_bytes} B", replica.tier)
+        self._stir(replica)
+
     def fill_failed(self, replica: Replica, step: Step = Step.FAILED) -> None:
         """A FILLING replica will not get its bytes (``step`` FAILED or DROP): it drains."""
         replica.step(step)
