@@ -39,6 +39,14 @@ class Syscalls(Protocol):
         """Make the file ``nbytes`` long."""
         ...
 
+    def sync(self, fd: int) -> None:
+        """Return when what was written to the file would survive a power loss, and its length too."""
+        ...
+
+    def sync_folder(self, fd: int) -> None:
+        """Return when the names in a directory would survive a power loss."""
+        ...
+
 
 class _Kernel:
     """The real thing."""
@@ -65,6 +73,12 @@ class _Kernel:
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def sync_folder(self, fd: int) -> None:
+        os.fsync(fd)  # a new name is no data: fdatasync may pass it over
 
     def _change(self, fd: int, mode: int, offset: int, nbytes: int) -> None:
         if self._fallocate is None:
