@@ -33,7 +33,7 @@ from tierstore_backends.files.probe import probe
 from tierstore_backends.files.syscalls import KERNEL, _Kernel
 from tierstore_backends.files.transfer import Piece
 
-LOCK = "tierstore-scratch.lock"
+LOCK = "tierstore.lock"
 
 
 # --- threads ------------------------------------------------------------------------------------
