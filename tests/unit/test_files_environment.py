@@ -25,7 +25,7 @@ from tests.files_disk import (
 )
 from tierstore.errors import BackendError, UsageError
 from tierstore_backends.files import owner as ownership
-from tierstore_backends.files.engine import ThreadEngine
+from tierstore_backends.files.engines.threads import ThreadEngine
 from tierstore_backends.files.options import Direct
 from tierstore_backends.files.owner import DirectoryOwner, segment_name
 from tierstore_backends.files.piece_queue import PieceQueue

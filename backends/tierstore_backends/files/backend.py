@@ -8,7 +8,6 @@ Knows nothing of keys, tiers or policies.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
@@ -20,12 +19,12 @@ import torch
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
-from tierstore_backends.files.engine import CallerEngine, Engine, ThreadEngine
-from tierstore_backends.files.lane import Lane
-from tierstore_backends.files.options import FilesOptions
+from tierstore_backends.files.engine import Engine
+from tierstore_backends.files.engines.choice import direct_for, start
+from tierstore_backends.files.meter import IoStats
+from tierstore_backends.files.options import EngineName, FilesOptions
 from tierstore_backends.files.owner import DirectoryOwner
-from tierstore_backends.files.piece_queue import PieceQueue
-from tierstore_backends.files.probe import IoMode, probe
+from tierstore_backends.files.probe import probe
 from tierstore_backends.files.segments import Segments
 from tierstore_backends.files.space import Space
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
@@ -40,7 +39,7 @@ class FilesBackend:
     """Files in a directory that this object alone owns, as scratch space.
 
     Everything may be called from any thread.  ``reserve``, ``read``, ``write`` and ``free`` do not
-    block on the disk, except where ``enable_aio`` is off; ``resize`` to less and ``close`` do.
+    block on the disk, except with the engine ``plain``; ``resize`` to less and ``close`` do.
 
     Args:
         capacity_bytes: the most that the files may take on disk.
@@ -67,13 +66,16 @@ class FilesBackend:
     ) -> None:
         owner = DirectoryOwner.claim(options.path)
         try:
-            mode = probe(options.path, options.direct, syscalls)
+            mode = probe(options.path, direct_for(options), syscalls)
             self._segments = Segments(
                 options.path, mode.flags, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
             )
             self._space = Space(capacity_bytes, mode.alignment_bytes, self._segments)
             self._block_bytes = align_up(options.aio_block_size, mode.alignment_bytes)
-            self._engine = self._start(options, mode, syscalls, quiet_s)
+            self._started = start(
+                options, mode, self._segments, self._space, syscalls, self._block_bytes, quiet_s
+            )
+            self._engine = self._started.engine
         except BaseException:
             owner.release()
             raise
@@ -81,39 +83,13 @@ class FilesBackend:
             medium=Medium.STORAGE,
             is_durable=False,
             alignment_bytes=mode.alignment_bytes,
-            depth=options.aio_queue_depth if options.enable_aio else 1,
+            depth=1 if self._started.name is EngineName.PLAIN else options.aio_queue_depth,
         )
         # Also when it is forgotten, and when the interpreter ends: nothing may stay behind.
         self._finalizer = weakref.finalize(self, _shut, self._engine, self._segments, owner)
         self._closing = threading.Lock()  # held while the first to close waits for the disk
         self._owner = owner
         _open_backends.add(self)
-
-    def _start(self, options: FilesOptions, mode: IoMode, syscalls: Syscalls, quiet_s: float) -> Engine:
-        lanes = [
-            Lane(
-                self._segments,
-                self._space.give_back,
-                syscalls,
-                alignment_bytes=mode.alignment_bytes,
-                memory_alignment_bytes=mode.memory_alignment_bytes,
-                block_bytes=self._block_bytes,
-                is_checked=options.checksum,
-            )
-            for _ in range(options.threads)
-        ]
-        moves = [lane.move for lane in lanes]
-        if not options.enable_aio:
-            return CallerEngine(moves)
-        waiting = functools.partial(PieceQueue, self._block_bytes, self._segments.segment_bytes)
-        return ThreadEngine(
-            moves,
-            waiting(),
-            waiting(),
-            depth=options.aio_queue_depth,
-            tidy=self._space.trim,
-            quiet_s=quiet_s,
-        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -128,6 +104,11 @@ class FilesBackend:
         on ext4 nothing, or one block for some hundred fragments of a file.
         """
         return self._segments.physical_bytes
+
+    @property
+    def io_stats(self) -> IoStats:
+        """What the engine has done so far.  From any thread, also after ``close``."""
+        return self._started.stats()
 
     def reserve(self, nbytes: int) -> FileSlot:
         """Take addresses for ``nbytes``; touches no disk.

@@ -10,10 +10,32 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+from tierstore_backends.files.transfer import Direction
 
 _KEEP_SIZE = 0x01  # <linux/falloc.h>
 _PUNCH_HOLE = 0x02
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Bytes to move, in one go, between memory and a file.
+
+    Attributes:
+        direction: which way.
+        fd: the open file.
+        address: which of the backend's addresses comes first, for those who cannot use a descriptor.
+        vector: the memory, in the file's order.  Whoever carries the call out keeps it alive.
+        offset: where the bytes begin in the file.
+    """
+
+    direction: Direction
+    fd: int
+    address: int
+    vector: Sequence[memoryview]
+    offset: int
 
 
 class Syscalls(Protocol):
