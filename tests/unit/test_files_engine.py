@@ -19,9 +19,9 @@ from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transf
 
 def transfer(pages: int = 1, start: int = 0) -> tuple[Transfer, list[Piece]]:
     """Return a read of ``pages`` pages, cut into pages, and its pieces."""
-    slot = FileSlot(pages * PAGE, ((start * PAGE, (start + pages) * PAGE),), None)
+    slot = FileSlot(pages * PAGE, ((start * PAGE, (start + pages) * PAGE),), None, PAGE)
     whole = Transfer(Direction.READ, [slot], [torch.zeros(pages * PAGE, dtype=torch.uint8)])
-    return whole, cut(whole, block_bytes=PAGE, segment_bytes=1 << 40)
+    return whole, cut(whole, segment_bytes=1 << 40)
 
 
 def threads(

@@ -237,9 +237,9 @@ class Lane:
     def _verify(self, batch: Sequence[Piece], views: Sequence[memoryview]) -> None:
         began_s = time.perf_counter()
         for piece, view in zip(batch, views, strict=True):
-            expected = piece.transfer.slots[piece.part].sums[piece.index]
-            if piece.error is None and (found := _digest(view)) != expected:
-                piece.error = self._other_bytes(piece, found, expected)
+            sums = piece.transfer.slots[piece.part].sums
+            if sums and piece.error is None and (found := _digest(view)) != sums[piece.index]:
+                piece.error = self._other_bytes(piece, found, sums[piece.index])
         self.counts.checksum_seconds += time.perf_counter() - began_s
 
     def _other_bytes(self, piece: Piece, found: int, expected: int) -> IntegrityError:
