@@ -30,6 +30,7 @@ from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Backend, Completion, Medium
 from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.tensors import TensorSpec, bytes_of, describe, view_bytes
+from tierstore.wrappers import with_codec
 
 FASTEST = "device"
 """The tier name that stands for the fastest tier where no tier bears it."""
@@ -515,6 +516,7 @@ def _open_all(tiers: Sequence[TierConfig]) -> list[Backend]:
                 )
             else:
                 backends.append(cast("Backend", tier.backend))
+            backends[-1] = with_codec(backends[-1], tier.codec, tier.name)
     except BaseException:
         for backend in backends:
             backend.close()
