@@ -33,6 +33,7 @@ from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Backend, Completion, DurableBackend, Medium
 from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, to_text, view_bytes
+from tierstore.wrappers import with_codec
 
 log = logging.getLogger("tierstore")
 
@@ -480,6 +481,7 @@ def _open_all(tiers: Sequence[TierConfig]) -> list[Backend]:
                 )
             else:
                 backends.append(cast("Backend", tier.backend))
+            backends[-1] = with_codec(backends[-1], tier.codec, tier.name)
     except BaseException:
         for backend in backends:
             backend.close()

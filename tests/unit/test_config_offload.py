@@ -38,6 +38,7 @@ _DEFAULTS: dict[str, object] = {
     "eviction": "next-use",
     "checksum": True,
     "optimizer_target": "device",
+    "codec": None,
 }
 
 _Pairs = list[tuple[object, object]]  # what is given, and what is kept
@@ -73,6 +74,7 @@ _ACCEPTED: dict[str, _Pairs] = {
     "device_options": [({}, {}), ({"late_events": True}, {"late_events": True})],
     "eviction": [(each, each) for each in ("lru", "size-class", "next-use")],
     "optimizer_target": [("device", "device"), ("cpu", "cpu")],
+    "codec": [("lz4", "lz4"), ("none", None), (None, None)],
 }
 
 _REFUSED: dict[str, list[object]] = {
@@ -93,6 +95,7 @@ _REFUSED: dict[str, list[object]] = {
     "device_options": [None, [], "x", {1: 2}, {"device": "cuda"}],
     "eviction": ["LRU", "fifo", None, 1, ""],
     "optimizer_target": ["Device", "gpu", "disk", None, 1],
+    "codec": ["", "LZ4", "zstd", "None", True, 1],
 }
 
 

@@ -169,6 +169,25 @@ def test_the_default_on_a_cpu_has_no_device_tier() -> None:
     assert [tier.name for tier in config.tiers] == ["host", "disk"]
 
 
+def test_a_codec_is_the_disk_tiers_alone() -> None:
+    config = StoreConfig.default("emulated", "1GB", "1GB", "1GB", codec="lz4")
+    assert [tier.codec for tier in config.tiers] == [None, None, "lz4"]
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, None), ("none", None), ("lz4", "lz4")])
+def test_a_tier_has_a_codec_or_none(given: str | None, kept: str | None) -> None:
+    assert _tier(codec=given).codec == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("lz", "did you mean 'lz4'"), ("LZ4", "did you mean 'lz4'"), ("zstd", "accepted: 'none', 'lz4'")],
+)
+def test_an_unknown_codec_is_refused_with_those_there_are(given: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"codec='{given}': .*{hint}"):
+        _tier(codec=given)
+
+
 @pytest.mark.parametrize("nothing", [0, "0GB", "0B"])
 def test_a_disk_of_no_bytes_is_no_tier(nothing: int | str) -> None:
     config = StoreConfig.default("cpu", offload_cpu_size="1GB", offload_disk_size=nothing)

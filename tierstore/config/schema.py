@@ -40,6 +40,8 @@ class TierConfig:
         high: the share of the capacity above which eviction begins, 0 < high <= 1 (the int 1 too).
         low: the share down to which it goes on, 0 < low <= high; ``None``: as ``high``.
         options: for the backend's factory, which checks them.
+        codec: ``"lz4"``: bytes that repeat are compressed, and take less of the capacity; only for
+            backends behind I/O, such as ``"files"``.  ``None`` or ``"none"``: they are not.
 
     Raises:
         ConfigError: lists every fault.
@@ -51,6 +53,7 @@ class TierConfig:
     high: float = 1.0
     low: float | None = None
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         faults = Faults(f"TierConfig {self.name!r}")
@@ -61,6 +64,7 @@ class TierConfig:
             "high": checks.ratio,
             "low": checks.optional(checks.ratio),
             "options": checks.options,
+            "codec": checks.codec,
         }
         kept = faults.checked(vars(self), table)
         high, low = kept.get("high"), kept.get("low")
@@ -172,8 +176,8 @@ class OffloadConfig:
     """What a training loop offloads, and what it may use for that.
 
     The names and defaults are those of the reference configuration; ``offload_grad``,
-    ``offload_optimizer``, ``device``, ``device_options``, ``eviction``, ``checksum`` and
-    ``optimizer_target`` are ours.  Sizes may be given as text and are kept in bytes.
+    ``offload_optimizer``, ``device``, ``device_options``, ``eviction``, ``checksum``,
+    ``optimizer_target`` and ``codec`` are ours.  Sizes may be given as text and are kept in bytes.
 
     Args:
         memory_offload: ``"ON"`` or ``"OFF"``; with OFF nothing is offloaded.
@@ -201,6 +205,7 @@ class OffloadConfig:
         eviction: ``"lru"``, ``"size-class"`` or ``"next-use"``.
         checksum: whether bytes read from disk are compared with those written.
         optimizer_target: where the optimizer computes: ``"device"`` or ``"cpu"``.
+        codec: how bytes on disk are compressed where that pays: ``"lz4"``; ``None`` or ``"none"``: not.
 
     Raises:
         ConfigError: lists every fault.
@@ -228,6 +233,7 @@ class OffloadConfig:
     eviction: str = "next-use"
     checksum: bool = True
     optimizer_target: str = "device"
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         faults = Faults("OffloadConfig")
@@ -345,7 +351,9 @@ class OffloadConfig:
             "enable_aio": self.enable_aio,
             "checksum": self.checksum,
         }
-        return [TierConfig(name="disk", backend="files", capacity=capacity, options=options)]
+        return [
+            TierConfig(name="disk", backend="files", capacity=capacity, options=options, codec=self.codec)
+        ]
 
 
 _OFFLOAD: dict[str, Check] = {
@@ -371,6 +379,7 @@ _OFFLOAD: dict[str, Check] = {
     "eviction": checks.eviction,
     "checksum": checks.flag,
     "optimizer_target": checks.one_of("device", "cpu"),
+    "codec": checks.codec,
 }
 
 
