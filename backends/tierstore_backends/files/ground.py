@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tierstore.errors import BackendError, IntegrityError
+from tierstore.errors import BackendError, IntegrityError, UsageError
 from tierstore_backends.files.engines.choice import direct_for
 from tierstore_backends.files.manifest import FORMAT, Manifest, Meta, digest
 from tierstore_backends.files.options import Direct, FilesOptions
@@ -88,6 +88,8 @@ def durable_ground(
         IntegrityError: the manifest is damaged; nothing was changed.
         BackendError: the directory cannot be made or used.
     """
+    if not options.create and not (options.path / MANIFEST_NAME).is_file():
+        raise UsageError(f"{options.path} is not a durable store: it has no {MANIFEST_NAME}")
     owner = DirectoryOwner.claim(options.path, Keeping.DURABLE)
     try:
         manifest, recovered = _open_manifest(options, syscalls, segment_bytes)
