@@ -101,7 +101,8 @@ class Transfer:
 
     def _keep(self, pieces: Sequence[Piece], errors: Mapping[int, BaseException]) -> None:
         """Note at the slots what was written there."""
-        if len(pieces) == len(self.slots) and not errors:
+        # As many as slots, and each its slot's first: one piece a slot, and none without.
+        if len(pieces) == len(self.slots) and not errors and not any(piece.index for piece in pieces):
             for slot, piece in zip(self.slots, pieces, strict=True):
                 slot.sums = () if piece.sum is None else (piece.sum,)
                 slot.state = SlotState.WRITTEN
