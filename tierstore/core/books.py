@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
-from tierstore.core.entry import Entry, Life
+from tierstore.core.entry import STORY_EVENTS, Entry, Life
 from tierstore.core.messages import Command, FreeSlot, Place
 from tierstore.core.model import Tier
 from tierstore.core.quota import Shelf
@@ -40,6 +41,8 @@ class Books:
 
     def note(self, entry: Entry, what: str, tier: int) -> None:
         """Write a line of the entry's story."""
+        if entry.story is None:
+            entry.story = deque(maxlen=3 * STORY_EVENTS)
         entry.story.extend((self.tick, what, tier))
 
     def new_entry(self, key: str, nbytes: int, spec: object) -> Entry:
@@ -234,7 +237,6 @@ class Books:
         shelf.ready_bytes += charge_bytes
         shelf.peak_charged_bytes = max(shelf.peak_charged_bytes, shelf.charged_bytes)
         shelf.evictable[entry.uid] = replica
-        self.note(entry, "recovered", tier)
         return replica
 
     def promise(self, replica: Replica) -> None:
