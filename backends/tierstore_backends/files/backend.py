@@ -196,11 +196,15 @@ class FilesBackend:
             UsageError: called from a completion's callback, which would wait for itself.
             BackendError: a file could not be removed.
         """
-        if self._engine.is_worker():
+        if self.is_worker():
             raise UsageError("scratch files cannot be closed from a completion's callback")
         with self._closing:
             self._finalizer()
         _open_backends.discard(self)
+
+    def is_worker(self) -> bool:
+        """Whether the calling thread moves bytes, and so runs completions' callbacks."""
+        return self._engine.is_worker()
 
     def disown(self) -> None:
         """Become closed without touching anything: for the child of a fork, which owns nothing."""

@@ -41,7 +41,7 @@ class EngineName(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FilesOptions:
-    """How to use a directory as scratch space.
+    """How to use a directory.
 
     Attributes:
         path: the directory; made with its parents where it is missing.
@@ -56,6 +56,9 @@ class FilesOptions:
         checksum: whether bytes are summed when written and compared when read.
         threads: how many workers move bytes; how many callers do with the engine ``plain``.
         direct: ``"auto"``, ``True`` or ``False`` in the mapping.
+        durable: whether what was committed is found again when the directory is opened later.
+        salvage: open a durable directory also if its manifest is damaged and names are lost: with what
+            can be read, for good.
     """
 
     path: Path
@@ -66,6 +69,8 @@ class FilesOptions:
     threads: int = 4
     direct: Direct = Direct.AUTO
     engine: EngineName = EngineName.AUTO
+    durable: bool = False
+    salvage: bool = False
 
 
 def parse_options(options: Mapping[str, object]) -> FilesOptions:
@@ -86,7 +91,7 @@ def parse_options(options: Mapping[str, object]) -> FilesOptions:
         except ConfigError as error:
             faults.append(f"{name}={given!r}: {error}")
     if "path" not in options:
-        faults.append("path is missing: the directory to keep scratch files in")
+        faults.append("path is missing: the directory to keep files in")
     faults += _contradictions(values)
     if faults:
         raise ConfigError("options of the 'files' backend: " + "; ".join(faults))
@@ -174,4 +179,6 @@ _READERS: Mapping[str, Callable[[object], object]] = {
     "threads": _threads,
     "direct": _direct,
     "engine": _engine,
+    "durable": _switch,
+    "salvage": _switch,
 }

@@ -21,9 +21,11 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore.units import align_up, format_bytes
+from tierstore_backends.files.layout import Extent
 from tierstore_backends.files.owner import Keeping, segment_index, segment_name
 from tierstore_backends.files.syscalls import Syscalls
 
@@ -81,6 +83,25 @@ class Segments:
                     path.unlink()
             while len(self._fds) < count:
                 self._open(self._flags)
+
+    def indices(self, extents: Sequence[Extent]) -> set[int]:
+        """Return the numbers of the files that ``extents`` lie in."""
+        return {
+            index
+            for start, end in extents
+            for index in range(start // self.segment_bytes, (end - 1) // self.segment_bytes + 1)
+        }
+
+    def first_missing(self, start: int, end: int) -> int | None:
+        """Return the lowest address in ``[start, end)`` that lies beyond the end of its file."""
+        while start < end:
+            begin = start - start % self.segment_bytes
+            if start < begin + self.length(start) < min(end, begin + self.segment_bytes):
+                return begin + self.length(start)
+            if start >= begin + self.length(start):
+                return start
+            start = begin + self.segment_bytes
+        return None
 
     def length(self, address: int) -> int:
         """Return how long the file is that holds ``address``; 0 if there is none."""
