@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +15,7 @@ from tierstore.spi import Buffer, Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.options import parse_options
-from tierstore_backends.files.syscalls import KERNEL, Syscalls
+from tierstore_backends.files.syscalls import KERNEL, Call, Ring, Streams, Syscalls
 
 _RANDOM = torch.randint(
     0, 256, (8 * MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
@@ -43,19 +46,27 @@ class ScriptedKernel:
         """See `Syscalls`."""
         return self._move(KERNEL.write, "write", fd, vector, offset)
 
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+        """See `Syscalls`."""
+        return ScriptedStreams(self, KERNEL.open_streams(path_of, executor))
+
+    def open_ring(self, entries: int, *, is_direct: bool) -> Ring:
+        """See `Syscalls`."""
+        return ScriptedRing(self, KERNEL.open_ring(entries, is_direct=is_direct))
+
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         """See `Syscalls`."""
-        self._note("allocate", offset, nbytes)
+        self.note("allocate", offset, nbytes)
         KERNEL.allocate(fd, offset, nbytes)
 
     def punch(self, fd: int, offset: int, nbytes: int) -> None:
         """See `Syscalls`."""
-        self._note("punch", offset, nbytes)
+        self.note("punch", offset, nbytes)
         KERNEL.punch(fd, offset, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """See `Syscalls`."""
-        self._note("truncate", 0, nbytes)
+        self.note("truncate", 0, nbytes)
         KERNEL.truncate(fd, nbytes)
 
     def sync(self, fd: int) -> None:
@@ -88,28 +99,113 @@ class ScriptedKernel:
         offset: int,
     ) -> int:
         nbytes = sum(len(view) for view in vector)
+        with self.counted():
+            most = self.note(kind, offset, nbytes)
+            if most is None or most >= nbytes:
+                return call(fd, vector, offset)
+            if whole := first(vector, most - most % PAGE):
+                call(fd, whole, offset)  # a disk moves aligned bytes; the rest did not get there
+            return most
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a call as active."""
         with self._lock:
             self.active += 1
             self.most_active = max(self.most_active, self.active)
         try:
-            most = self._note(kind, offset, nbytes)
-            if most is None or most >= nbytes:
-                return call(fd, vector, offset)
-            if whole := _first(vector, most - most % PAGE):
-                call(fd, whole, offset)  # a disk moves aligned bytes; the rest did not get there
-            return most
+            yield
         finally:
             with self._lock:
                 self.active -= 1
 
-    def _note(self, kind: str, offset: int, nbytes: int) -> int | None:
+    def note(self, kind: str, offset: int, nbytes: int) -> int | None:
+        """Remember a call; do what the script says; return how many bytes may move at most."""
         with self._lock:
             self.calls.append((kind, offset, nbytes))
             twist = self.twist
         return twist(kind, offset, nbytes) if twist is not None else None
 
 
-def _first(vector: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+class ScriptedRing:
+    """A real ring; the kernel's script decides what goes wrong.
+
+    A call that is to fail moves nothing, and one that is to fall short moves its first pages only: what
+    the engine does not ask for again is not there.
+    """
+
+    def __init__(self, kernel: ScriptedKernel, ring: Ring) -> None:
+        self._kernel = kernel
+        self._ring = ring
+        self._known: list[tuple[int, int]] = []  # ended without the kernel
+        self._short: dict[int, int] = {}  # what is told, by token
+
+    def put(self, token: int, call: Call) -> None:
+        """See `Ring`."""
+        nbytes = sum(len(view) for view in call.vector)
+        try:
+            most = self._kernel.note(call.direction.name.lower(), call.offset, nbytes)
+        except OSError as error:
+            self._end(token, -(error.errno or 0))
+            return
+        if most is None or most >= nbytes:
+            self._ring.put(token, call)
+        elif whole := first(call.vector, most - most % PAGE):
+            self._short[token] = most
+            self._ring.put(token, replace(call, vector=whole))
+        else:
+            self._end(token, most)
+
+    def submit(self) -> None:
+        """See `Ring`."""
+        self._ring.submit()
+
+    def reap(self) -> list[tuple[int, int]]:
+        """See `Ring`."""
+        known, self._known = self._known, []
+        return known + [(token, self._short.pop(token, result)) for token, result in self._ring.reap()]
+
+    def wait(self, timeout_s: float | None) -> None:
+        """See `Ring`."""
+        self._ring.wait(timeout_s)
+
+    def wake(self) -> None:
+        """See `Ring`."""
+        self._ring.wake()
+
+    def close(self) -> None:
+        """See `Ring`."""
+        self._ring.close()
+
+    def _end(self, token: int, result: int) -> None:
+        self._known.append((token, result))
+        self._ring.wake()
+
+
+class ScriptedStreams:
+    """Real files behind aiofiles; the kernel's script decides what goes wrong."""
+
+    def __init__(self, kernel: ScriptedKernel, streams: Streams) -> None:
+        self._kernel = kernel
+        self._streams = streams
+
+    async def move(self, call: Call) -> int:
+        """See `Streams`."""
+        nbytes = sum(len(view) for view in call.vector)
+        with self._kernel.counted():
+            most = self._kernel.note(call.direction.name.lower(), call.offset, nbytes)
+            if most is None or most >= nbytes:
+                return await self._streams.move(call)
+            if whole := first(call.vector, most - most % PAGE):
+                await self._streams.move(replace(call, vector=whole))
+            return most
+
+    async def close(self) -> None:
+        """See `Streams`."""
+        await self._streams.close()
+
+
+def first(vector: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     """Return the first ``nbytes`` of ``vector``."""
     first: list[memoryview] = []
     for view in vector:

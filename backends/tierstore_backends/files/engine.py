@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.errors import InvariantError
@@ -25,6 +26,21 @@ log = logging.getLogger("tierstore.files")
 
 Move = Callable[[Sequence[Piece]], None]
 """Moves a batch, in one thread at a time; notes errors at the pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much an engine moves at a time, and when it tidies.
+
+    Attributes:
+        depth: the most pieces in flight.
+        tidy: gives unused disk back; what is reserved while it runs is not yet written (rule 4).
+        quiet_s: how long nothing has moved before that.
+    """
+
+    depth: int
+    tidy: Callable[[], None]
+    quiet_s: float
 
 
 class Engine(Protocol):

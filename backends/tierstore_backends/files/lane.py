@@ -64,6 +64,8 @@ class Lane:
         alignment_bytes: what offsets and lengths in files are multiples of.
         memory_alignment_bytes: what addresses in memory are.
         is_checked: whether bytes are summed and compared.
+        is_joining: whether what moves together is joined in bounce memory, for an engine to which every
+            part of a vector is a call.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Lane:
         alignment_bytes: int,
         memory_alignment_bytes: int,
         is_checked: bool,
+        is_joining: bool = False,
     ) -> None:
         self._segments = segments
         self._give_back = give_back
@@ -82,6 +85,7 @@ class Lane:
         self._alignment_bytes = alignment_bytes
         self._memory_alignment_bytes = memory_alignment_bytes
         self._is_checked = is_checked
+        self._is_joining = is_joining
         self.counts = Counts()
 
     def steps(self, batch: Sequence[Piece]) -> Steps:
@@ -95,7 +99,7 @@ class Lane:
         is_done = False
         if len(batch) > 1:
             counts.merged_batches += 1
-            is_done = (yield from self._attempt(batch, views, is_bounced=False)) is None
+            is_done = (yield from self._attempt(batch, views, is_bounced=self._is_joining)) is None
             counts.retries += not is_done
         if not is_done:
             for piece, view in zip(batch, views, strict=True):
