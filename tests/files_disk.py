@@ -71,12 +71,12 @@ class ScriptedKernel:
 
     def sync(self, fd: int) -> None:
         """See `Syscalls`."""
-        self._note("sync", 0, 0)
+        self.note("sync", 0, 0)
         KERNEL.sync(fd)
 
     def sync_folder(self, fd: int) -> None:
         """See `Syscalls`."""
-        self._note("sync folder", 0, 0)
+        self.note("sync folder", 0, 0)
         KERNEL.sync_folder(fd)
 
     def of_kind(self, kind: str) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from tierstore_backends.files.ground import Ground, scratch_ground
 from tierstore_backends.files.meter import IoStats
 from tierstore_backends.files.options import EngineName, FilesOptions
 from tierstore_backends.files.owner import DirectoryOwner
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
 from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, cut
 
@@ -248,7 +248,7 @@ def _check_buffer(slot: FileSlot, buffer: Buffer) -> None:
         )
 
 
-def _shut(engine: Engine, segments: Segments, owner: DirectoryOwner) -> None:
+def _shut(engine: Engine, segments: Files, owner: DirectoryOwner) -> None:
     """End everything: the engine first, so that nothing moves when files go."""
     try:
         engine.close()

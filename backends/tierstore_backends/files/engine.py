@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.errors import InvariantError
-from tierstore_backends.files.transfer import Piece, Transfer
+from tierstore_backends.files.transfer import Moving, Piece
 
 log = logging.getLogger("tierstore.files")
 
@@ -90,7 +90,7 @@ def note_unforeseen(batch: Sequence[Piece], error: Exception) -> None:
         piece.error = InvariantError(f"moving scratch bytes failed in an unforeseen way: {error!r}")
 
 
-def count_off(batch: Sequence[Piece]) -> list[Transfer]:
+def count_off(batch: Sequence[Piece]) -> list[Moving]:
     """Count pieces as moved; return the transfers that they were the last of, still to be finished."""
     return [piece.transfer for piece in batch if piece.transfer.note()]
 

@@ -29,7 +29,7 @@ from tierstore.units import KIB, MIB
 from tierstore_backends.files.bounce import Bounce
 from tierstore_backends.files.layout import Extent
 from tierstore_backends.files.meter import Counts
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
 from tierstore_backends.files.syscalls import Call, Syscalls
 from tierstore_backends.files.transfer import Direction, Piece
 
@@ -70,7 +70,7 @@ class Lane:
 
     def __init__(
         self,
-        segments: Segments,
+        segments: Files,
         give_back: Callable[[], None],
         bounce: Bounce,
         *,

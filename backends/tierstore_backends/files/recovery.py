@@ -16,7 +16,7 @@ from tierstore.errors import IntegrityError
 from tierstore.units import GIB, align_up
 from tierstore_backends.files.layout import Extent
 from tierstore_backends.files.rows import Place, Row, Sums, decode_place, decode_text
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
 from tierstore_backends.files.transfer import FileSlot, SlotState
 
 _HIGHEST = 1 << 60
@@ -78,7 +78,7 @@ def recover(rows: Sequence[Row], alignment_bytes: int, manifest: str) -> Recover
     return recovered
 
 
-def find_missing(recovered: Recovered, segments: Segments) -> list[int]:
+def find_missing(recovered: Recovered, segments: Files) -> list[int]:
     """Find slots that lie beyond the end of their file: their bytes are lost.
 
     Returns:
@@ -102,7 +102,7 @@ def find_missing(recovered: Recovered, segments: Segments) -> list[int]:
     return silent
 
 
-def _first_missing(slot: FileSlot, segments: Segments) -> int | None:
+def _first_missing(slot: FileSlot, segments: Files) -> int | None:
     for start, end in slot.extents:
         missing = segments.first_missing(start, end)
         if missing is not None:

@@ -25,7 +25,7 @@ from tierstore_backends.files.meter import IoStats, total
 from tierstore_backends.files.options import Direct, EngineName, FilesOptions
 from tierstore_backends.files.piece_queue import PieceQueue
 from tierstore_backends.files.probe import IoMode
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
 from tierstore_backends.files.space import Space
 from tierstore_backends.files.syscalls import MOST_ENTRIES, Ring, Syscalls
 from tierstore_backends.files.transfer import Piece
@@ -65,7 +65,7 @@ def direct_for(options: FilesOptions) -> Direct:
 def start(
     options: FilesOptions,
     mode: IoMode,
-    segments: Segments,
+    segments: Files,
     space: Space,
     syscalls: Syscalls,
     block_bytes: int,
