@@ -127,6 +127,54 @@ class ScriptedKernel:
         return twist(kind, offset, nbytes) if twist is not None else None
 
 
+class OnDrive:
+    """A scripted kernel for the files in one folder, and the real one for all others."""
+
+    def __init__(self, folder: Path, kernel: ScriptedKernel) -> None:
+        self._folder = folder
+        self._kernel = kernel
+
+    def read(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
+        """See `Syscalls`."""
+        return self._of(fd).read(fd, vector, offset)
+
+    def write(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
+        """See `Syscalls`."""
+        return self._of(fd).write(fd, vector, offset)
+
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+        """See `Syscalls`."""
+        return KERNEL.open_streams(path_of, executor)
+
+    def open_ring(self, entries: int, *, is_direct: bool) -> Ring:
+        """See `Syscalls`."""
+        return KERNEL.open_ring(entries, is_direct=is_direct)
+
+    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """See `Syscalls`."""
+        self._of(fd).allocate(fd, offset, nbytes)
+
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        """See `Syscalls`."""
+        self._of(fd).punch(fd, offset, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """See `Syscalls`."""
+        self._of(fd).truncate(fd, nbytes)
+
+    def sync(self, fd: int) -> None:
+        """See `Syscalls`."""
+        self._of(fd).sync(fd)
+
+    def sync_folder(self, fd: int) -> None:
+        """See `Syscalls`."""
+        self._of(fd).sync_folder(fd)
+
+    def _of(self, fd: int) -> Syscalls:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        return self._kernel if self._folder in (path, path.parent) else KERNEL
+
+
 class ScriptedRing:
     """A real ring; the kernel's script decides what goes wrong.
 
@@ -274,7 +322,7 @@ def failing(code: int) -> Callable[[int], int | None]:
 
 
 def open_files(
-    path: Path,
+    path: object,
     capacity_bytes: int = 8 * MIB,
     *,
     syscalls: Syscalls = KERNEL,

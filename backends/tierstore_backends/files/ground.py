@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierstore.errors import BackendError, IntegrityError
+from tierstore_backends.files.drives import Drive, DriveFiles
 from tierstore_backends.files.engines.choice import direct_for
 from tierstore_backends.files.manifest import FORMAT, Manifest, Meta, digest
 from tierstore_backends.files.options import Direct, FilesOptions
@@ -20,8 +22,10 @@ from tierstore_backends.files.owner import MANIFEST_NAME, DirectoryOwner, Keepin
 from tierstore_backends.files.probe import IoMode, probe
 from tierstore_backends.files.recovery import Recovered, find_missing, recover
 from tierstore_backends.files.rows import Sums, decode_place, encode
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files, Segments
+from tierstore_backends.files.several import Owners, bandwidths, in_common, share_out, with_common_alignment
 from tierstore_backends.files.space import Space
+from tierstore_backends.files.stripes import Stripes
 from tierstore_backends.files.syscalls import Syscalls
 
 _log = logging.getLogger("tierstore.files")
@@ -29,21 +33,23 @@ _log = logging.getLogger("tierstore.files")
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """A directory made ready.
+    """A directory made ready, or several.
 
     Attributes:
         owner: the right to it.
-        mode: how I/O is done there.
+        mode: how I/O is done there; of several directories, what holds in all.
         segments: its files.
         space: the room in them.
         block_bytes: the most bytes of a piece of any slot that is there already.
+        drives: the directories, if there are several.
     """
 
-    owner: DirectoryOwner
+    owner: DirectoryOwner | Owners
     mode: IoMode
-    segments: Segments
-    space: Space
+    segments: Files
+    space: Space | Stripes
     block_bytes: int = 0
+    drives: Sequence[Drive] = ()
 
 
 def scratch_ground(
@@ -54,12 +60,14 @@ def scratch_ground(
     segment_bytes: int,
     stride_bytes: int,
 ) -> Ground:
-    """Own a directory as scratch space.
+    """Own a directory as scratch space, or several.
 
     Raises:
         UsageError: another live backend owns the directory, or it holds a durable store.
         BackendError: the directory cannot be made or used.
     """
+    if options.drives:
+        return _scratch_drives(capacity_bytes, options, syscalls, segment_bytes, stride_bytes)
     owner = DirectoryOwner.claim(options.path)
     try:
         mode = probe(options.path, direct_for(options), syscalls)
@@ -67,6 +75,25 @@ def scratch_ground(
             options.path, mode.flags, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
         )
         return Ground(owner, mode, segments, Space(capacity_bytes, mode.alignment_bytes, segments))
+    except BaseException:
+        owner.release()
+        raise
+
+
+def _scratch_drives(
+    capacity_bytes: int, options: FilesOptions, syscalls: Syscalls, segment_bytes: int, stride_bytes: int
+) -> Ground:
+    owner = Owners.claim(options.folders, Keeping.SCRATCH)
+    try:
+        modes = [probe(folder, direct_for(options), syscalls) for folder in options.folders]
+        modes = with_common_alignment(modes)
+        rates = bandwidths(options, modes, syscalls)
+        segments = [
+            Segments(folder, mode.flags, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes)
+            for folder, mode in zip(options.folders, modes, strict=True)
+        ]
+        drives, stripes = share_out(capacity_bytes, options, modes, rates, segments)
+        return Ground(owner, in_common(modes), DriveFiles(segments), stripes, drives=drives)
     except BaseException:
         owner.release()
         raise

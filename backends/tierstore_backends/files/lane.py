@@ -264,8 +264,7 @@ class Lane:
         return error
 
     def _where(self, piece: Piece) -> str:
-        offset = piece.address % self._segments.segment_bytes
-        return f"offset {offset} of {self._segments.path(piece.address)}"
+        return self._segments.where(piece.address)
 
 
 def _digest(data: memoryview) -> int:

@@ -49,6 +49,10 @@ class Files(Protocol):
         """Name the file that holds ``address``."""
         ...
 
+    def where(self, address: int) -> str:
+        """Say where ``address`` is, for messages."""
+        ...
+
     def length(self, address: int) -> int:
         """Return how long the file is that holds ``address``; 0 if there is none."""
         ...
@@ -190,6 +194,10 @@ class Segments:
     def path(self, address: int) -> Path:
         """Name the file that holds ``address``."""
         return self._name(address // self.segment_bytes)
+
+    def where(self, address: int) -> str:
+        """Say where ``address`` is, for messages."""
+        return f"offset {address % self.segment_bytes} of {self.path(address)}"
 
     def locate(self, start: int, end: int) -> tuple[int, int]:
         """Return the open file that holds ``[start, end)``, long enough, and where it begins in it.

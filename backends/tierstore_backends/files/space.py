@@ -99,6 +99,12 @@ class Space:
         with self._resizing:
             self.settle(self.allot(capacity_bytes))
 
+    @property
+    def capacity_bytes(self) -> int:
+        """What is reserved or can be."""
+        with self._lock:
+            return self._layout.live_bytes + self._layout.free_bytes
+
     def allot(self, capacity_bytes: int) -> Limits:
         """Change the capacity, and nothing on the disk; return what to `settle`.  By one thread at a time.
 
