@@ -20,12 +20,15 @@ from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
 from tierstore_backends.files.engine import Engine
-from tierstore_backends.files.engines.choice import start
+from tierstore_backends.files.engines.choice import Started, start
+from tierstore_backends.files.engines.drives import StartedDrives, start_all
 from tierstore_backends.files.ground import Ground, scratch_ground
 from tierstore_backends.files.meter import IoStats
 from tierstore_backends.files.options import EngineName, FilesOptions
 from tierstore_backends.files.owner import DirectoryOwner
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
+from tierstore_backends.files.several import Owners
+from tierstore_backends.files.space import Space
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
 from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, cut
 
@@ -42,9 +45,10 @@ class FilesBackend:
 
     Args:
         capacity_bytes: the most that the files may take on disk.
-        options: see `FilesOptions`.
+        options: see `FilesOptions`; several directories are one address space.
         syscalls: the way to the kernel; tests pass their own.
-        segment_bytes: the length of a full file; a multiple of 64 KiB.
+        segment_bytes: the length of a full file; a multiple of 64 KiB, and with several directories a
+            power of two.
         stride_bytes: how far files grow at a time; a multiple of 64 KiB.
         quiet_s: after so long without a transfer, the free end of the files is cut off.
         ground: what it stands on, instead of scratch files; it is given up by ``close``.
@@ -72,7 +76,7 @@ class FilesBackend:
         self._block_bytes = align_up(options.aio_block_size, mode.alignment_bytes)
         try:
             most_bytes = max(self._block_bytes, ground.block_bytes)
-            self._started = start(options, mode, self._segments, self._space, syscalls, most_bytes, quiet_s)
+            self._started = _start(options, ground, syscalls, most_bytes, quiet_s)
         except BaseException:
             self._segments.close()
             owner.release()
@@ -248,7 +252,15 @@ def _check_buffer(slot: FileSlot, buffer: Buffer) -> None:
         )
 
 
-def _shut(engine: Engine, segments: Segments, owner: DirectoryOwner) -> None:
+def _start(
+    options: FilesOptions, ground: Ground, syscalls: Syscalls, block_bytes: int, quiet_s: float
+) -> Started | StartedDrives:
+    if isinstance(ground.space, Space):
+        return start(options, ground.mode, ground.segments, ground.space, syscalls, block_bytes, quiet_s)
+    return start_all(options, ground.drives, ground.segments, ground.space, syscalls, block_bytes, quiet_s)
+
+
+def _shut(engine: Engine, segments: Files, owner: DirectoryOwner | Owners) -> None:
     """End everything: the engine first, so that nothing moves when files go."""
     try:
         engine.close()

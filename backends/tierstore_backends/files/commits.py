@@ -25,7 +25,7 @@ from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStor
 from tierstore.spi import Completion, Record, Slot
 from tierstore_backends.files.manifest import Manifest, Meta
 from tierstore_backends.files.rows import Place, Row, Sums, decode_text, encode, encode_text, row_check
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
 from tierstore_backends.files.transfer import FileSlot, SlotState
 
 _log = logging.getLogger("tierstore.files")
@@ -48,7 +48,7 @@ class Commits:
     def __init__(
         self,
         manifest: Manifest,
-        segments: Segments,
+        segments: Files,
         rows: Sequence[Row],
         slots: Sequence[FileSlot],
         lost: Mapping[FileSlot, BaseException],
@@ -131,7 +131,7 @@ class Commits:
         try:
             segments.sync_names()
         except OSError as error:
-            raise _explain(segments.path(0).parent, error) from error
+            raise _explain(Path(error.filename), error) from error
 
 
 class _Change:

@@ -29,7 +29,7 @@ from tierstore.units import KIB, MIB
 from tierstore_backends.files.bounce import Bounce
 from tierstore_backends.files.layout import Extent
 from tierstore_backends.files.meter import Counts
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
 from tierstore_backends.files.syscalls import Call, Syscalls
 from tierstore_backends.files.transfer import Direction, Piece
 
@@ -64,17 +64,20 @@ class Lane:
         alignment_bytes: what offsets and lengths in files are multiples of.
         memory_alignment_bytes: what addresses in memory are.
         is_checked: whether bytes are summed and compared.
+        is_joining: whether what moves together is joined in bounce memory, for an engine to which every
+            part of a vector is a call.
     """
 
     def __init__(
         self,
-        segments: Segments,
+        segments: Files,
         give_back: Callable[[], None],
         bounce: Bounce,
         *,
         alignment_bytes: int,
         memory_alignment_bytes: int,
         is_checked: bool,
+        is_joining: bool = False,
     ) -> None:
         self._segments = segments
         self._give_back = give_back
@@ -82,6 +85,7 @@ class Lane:
         self._alignment_bytes = alignment_bytes
         self._memory_alignment_bytes = memory_alignment_bytes
         self._is_checked = is_checked
+        self._is_joining = is_joining
         self.counts = Counts()
 
     def steps(self, batch: Sequence[Piece]) -> Steps:
@@ -95,7 +99,7 @@ class Lane:
         is_done = False
         if len(batch) > 1:
             counts.merged_batches += 1
-            is_done = (yield from self._attempt(batch, views, is_bounced=False)) is None
+            is_done = (yield from self._attempt(batch, views, is_bounced=self._is_joining)) is None
             counts.retries += not is_done
         if not is_done:
             for piece, view in zip(batch, views, strict=True):
@@ -260,8 +264,7 @@ class Lane:
         return error
 
     def _where(self, piece: Piece) -> str:
-        offset = piece.address % self._segments.segment_bytes
-        return f"offset {offset} of {self._segments.path(piece.address)}"
+        return self._segments.where(piece.address)
 
 
 def _digest(data: memoryview) -> int:

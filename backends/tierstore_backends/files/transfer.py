@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from tierstore.spi import Buffer, Completion, PartialError
 from tierstore.units import align_up
@@ -54,6 +55,23 @@ class Direction(enum.Enum):
 
     READ = enum.auto()
     WRITE = enum.auto()
+
+
+class Moving(Protocol):
+    """What a piece belongs to, and who is to be told when the last of its pieces has ended."""
+
+    direction: Direction
+    slots: Sequence[FileSlot]
+    buffers: Sequence[Buffer]
+    remaining: int
+
+    def note(self) -> bool:
+        """Count a piece that has moved or failed; return whether it was the last.  Under a lock."""
+        ...
+
+    def finish(self) -> None:
+        """Let go of everything and tell whoever waits.  Once, when no piece remains; outside every lock."""
+        ...
 
 
 class Transfer:
@@ -128,7 +146,7 @@ class Piece:
     __slots__ = ("address", "end", "error", "index", "is_queued", "part", "start", "stop", "sum", "transfer")
 
     def __init__(
-        self, transfer: Transfer, part: int, index: int, start: int, stop: int, extent: Extent
+        self, transfer: Moving, part: int, index: int, start: int, stop: int, extent: Extent
     ) -> None:
         self.transfer = transfer
         self.part = part
