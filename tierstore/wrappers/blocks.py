@@ -39,6 +39,7 @@ _WIDER_HAS_TO_GAIN: Final = 0.98  # a wider shuffle costs more: it must be more 
 _SAMPLES: Final = 8
 _LONGEST_SAMPLE: Final = 16 * KIB
 _SHORTEST_SAMPLE: Final = 4 * KIB
+_DECIDING_SAMPLE: Final = 128 * KIB
 
 
 def shuffle(raw: Bytes, width: int) -> Bytes:
@@ -146,16 +147,22 @@ def unpack(stored: Bytes, width: int, into: Bytes) -> None:
 def best_width(raw: Bytes) -> int | None:
     """Return the width of the shuffle that makes ``raw`` shortest, or None if none is worth it.
 
-    Judged by samples from all over, so that bytes which cannot be packed cost next to nothing.
+    Judged by short samples from all over, so that bytes which cannot be packed cost next to nothing; lz4
+    finds less in short ones, so where these leave it open, a longer one decides.
     """
     samples = _samples(raw)
     sampled = sum(map(len, samples))
-    best, shortest = None, sampled * WORTHWHILE
+    best, shortest = None, float(sampled)
     for width in WIDTHS:
-        packed = sum(min(len(_compress(sample, width)), len(sample)) for sample in samples)
-        if packed < shortest * (1.0 if best is None else _WIDER_HAS_TO_GAIN):
+        packed = sum(_packed_length(sample, width) for sample in samples)
+        if packed < shortest * _WIDER_HAS_TO_GAIN:
             best, shortest = width, packed
-    return best
+    if best is None or shortest < sampled * WORTHWHILE:
+        return best
+    longer = min(max(len(raw) // 8, _SHORTEST_SAMPLE), _DECIDING_SAMPLE)
+    start = (len(raw) - longer) // 2 // WIDTHS[-1] * WIDTHS[-1]
+    decisive = raw[max(start, 0) :][:longer]
+    return best if _packed_length(decisive, best) < len(decisive) * WORTHWHILE else None
 
 
 def _samples(raw: Bytes) -> Sequence[Bytes]:
@@ -165,6 +172,10 @@ def _samples(raw: Bytes) -> Sequence[Bytes]:
     widest = WIDTHS[-1]
     starts = [(len(raw) - piece) * index // max(count - 1, 1) // widest * widest for index in range(count)]
     return [raw[max(start, 0) :][:piece] for start in starts]
+
+
+def _packed_length(block: Bytes, width: int) -> int:
+    return min(len(_compress(block, width)), len(block))
 
 
 def _compress(block: Bytes, width: int) -> bytes:

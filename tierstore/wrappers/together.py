@@ -51,6 +51,10 @@ def each_error(error: BaseException | None, count: int) -> Errors:
     return [error] * count
 
 
+def _is_over(errors: Errors) -> None:
+    raise RuntimeError(f"an operation ended twice: {errors}")
+
+
 class Operation:
     """A read or a write of some slots, until all of its parts have ended.
 
@@ -94,7 +98,8 @@ class Operation:
     def _end(self) -> None:
         # The caller may use the memory again once nothing refers to it: let go first.
         self.buffers = ()
-        self._finish([self._errors.get(position) for position in range(self._count)])
+        finish, self._finish = self._finish, _is_over  # whoever finishes refers to this: no cycle
+        finish([self._errors.get(position) for position in range(self._count)])
         if self._errors and self._count > 1:
             self.completion.complete(PartialError(self._errors))
         else:
