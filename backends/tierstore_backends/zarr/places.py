@@ -15,7 +15,7 @@ from pathlib import Path
 from zarr.abc.store import Store
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
 
-from tierstore.errors import BackendError, ConfigError
+from tierstore.errors import ConfigError
 from tierstore_backends.zarr.failures import brief, explain
 
 # fsspec keeps instances by thread number, and a number comes again when its thread is gone: the new loop
@@ -113,7 +113,7 @@ def _open_url(url: str, storage_options: Mapping[str, object]) -> Place:
             f"of their protocol (tierstore[remote] has S3's), with storage_options that it knows."
         ) from error
     except Exception as error:
-        raise BackendError(f"opening {name} failed: {brief(error)}") from error
+        raise explain(error, f"opening {name}") from error
     return Place(store, name, keeps_buffers=False)
 
 
