@@ -65,6 +65,11 @@ class ZarrBackend:
         return self._quota.held_bytes
 
     @property
+    def group(self) -> str:
+        """The path in the store of the group that holds the arrays."""
+        return self._arrays.group
+
+    @property
     def codec_counts(self) -> CodecCounts:
         """What the codec did so far."""
         return self._arrays.counts

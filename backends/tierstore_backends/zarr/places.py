@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zarr.abc.store import Store
-from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
+from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, WrapperStore
 
 from tierstore.errors import ConfigError
 from tierstore_backends.zarr.failures import brief, explain
@@ -45,8 +45,11 @@ class Place:
 
     async def close(self) -> None:
         """End connections and remove the directories that were made, as far as they are empty."""
-        if isinstance(self.store, FsspecStore):
-            await _close_sessions(self.store.fs)
+        inner = self.store
+        while isinstance(inner, WrapperStore):
+            inner = inner._store  # noqa: SLF001 - where zarr says that it is
+        if isinstance(inner, FsspecStore):
+            await _close_sessions(inner.fs)
         else:
             self.store.close()
         with contextlib.suppress(OSError):  # something else is in there, or it is gone: not ours either way
