@@ -1,90 +1,118 @@
-"""Tensors as arrays and back: every dtype whose bytes can be copied, bit for bit."""
+"""Tensors as arrays and back: every dtype, any shape and strides, through a real zarr array."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+import zarr
 from hypothesis import given
 from hypothesis import strategies as st
+from zarr.storage import MemoryStore
 
-from tierstore.arrays import ATTRIBUTE, to_array, to_tensor
+from tierstore.arrays import ATTRIBUTE, array_dtype, attributes, from_array_view, to_array_view
 from tierstore.errors import UsageError
+from tierstore.tensors import describe
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.uint16,
-    torch.int16,
-    torch.uint32,
-    torch.int32,
-    torch.uint64,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-]
+QUANTISED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)} - QUANTISED, key=str)
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
-def bits(tensor: torch.Tensor) -> list[int]:
-    values: list[int] = tensor.contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
-    return values
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor."""
+    return bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
 
 
-@given(
-    dtype=st.sampled_from(DTYPES),
-    shape=st.lists(st.integers(0, 4), max_size=3),
-    seed=st.integers(0, 1000),
-)
-def test_a_tensor_comes_back_from_its_array_bit_for_bit(
-    dtype: torch.dtype, shape: list[int], seed: int
+def bytes_for(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return random bytes for a tensor, an element's in the last dimension: also what no number has."""
+    generator = torch.Generator().manual_seed(seed)
+    highest = 2 if dtype is torch.bool else 256
+    return torch.randint(0, highest, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+
+
+@given(dtype=st.sampled_from(DTYPES), shape=SHAPES, seed=st.integers(0, 99), data=st.data())
+def test_any_tensor_comes_back_from_a_zarr_array(
+    dtype: torch.dtype, shape: tuple[int, ...], seed: int, data: st.DataObject
 ) -> None:
-    count = int(np.prod(shape, dtype=int)) * dtype.itemsize
-    raw = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8))
-    if dtype == torch.bool:
-        raw &= 1
-    tensor = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
-    array, attributes = to_array(tensor)
-    assert array.shape == tuple(shape)
-    assert array.nbytes == count
-    back = to_tensor(array.copy(), attributes)
-    assert back.dtype == dtype
-    assert back.shape == tensor.shape
-    assert bits(back) == bits(tensor)
+    order = data.draw(st.permutations(range(len(shape))))
+    raw = bytes_for(dtype, shape, seed)
+    tensor = raw.view(dtype).squeeze(-1).permute(order)
+    array, attrs = to_array_view(tensor)
+    stored = zarr.create_array(MemoryStore(), data=array, attributes=dict(attrs))
+    back = from_array_view(np.asarray(stored[...]), stored.attrs)
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert bits(back) == bits(raw.permute((*order, len(shape))).contiguous())
 
 
-def test_an_array_shows_the_tensor_s_own_memory() -> None:
-    tensor = torch.ones(3, dtype=torch.bfloat16)
-    array, attributes = to_array(tensor)
-    tensor.zero_()
-    assert not array.any()
-    assert attributes == {ATTRIBUTE: "bfloat16"}
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_that_is_stored_has_an_array_of_equal_width(dtype: torch.dtype) -> None:
+    tensor = bytes_for(dtype, (3, 2), seed=1).view(dtype).squeeze(-1)
+    assert describe(tensor).dtype is dtype
+    assert np.dtype(array_dtype(dtype)).itemsize == dtype.itemsize
+    assert attributes(dtype) == {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
-def test_an_array_without_the_attribute_is_what_it_looks_like() -> None:
-    assert to_tensor(np.arange(3, dtype=np.float32), {}).dtype == torch.float32
+def test_what_numpy_knows_is_readable_and_the_rest_is_bits() -> None:
+    numbers, _ = to_array_view(torch.tensor([1.5, -2.0], dtype=torch.float16))
+    assert numbers.tolist() == [1.5, -2.0]
+    array, attrs = to_array_view(torch.tensor([1.0, -2.0], dtype=torch.bfloat16))
+    assert (array.dtype.name, array.tolist(), attrs) == ("uint16", [0x3F80, 0xC000], {ATTRIBUTE: "bfloat16"})
+    array, attrs = to_array_view(torch.tensor([1.0], dtype=torch.float8_e4m3fn))
+    assert (array.dtype.name, array.tolist(), attrs) == ("uint8", [0x38], {ATTRIBUTE: "float8_e4m3fn"})
 
 
-def test_a_transposed_tensor_keeps_its_elements_in_place() -> None:
-    array, _ = to_array(torch.arange(6).reshape(2, 3).t())
-    assert array.tolist() == [[0, 3], [1, 4], [2, 5]]
+def test_memory_is_shared_both_ways() -> None:
+    tensor = torch.zeros(4, dtype=torch.bfloat16)
+    array, attrs = to_array_view(tensor)
+    from_array_view(array, attrs)[2] = 1.0
+    assert tensor.tolist() == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "no_such_dtype", "nn", 7])
-def test_an_attribute_that_does_not_fit_is_refused(name: object) -> None:
-    with pytest.raises(UsageError, match="elements of float32 are not torch_dtype="):
-        to_tensor(np.zeros(2, dtype=np.float32), {ATTRIBUTE: name})
+def test_conjugate_and_negative_views_are_what_they_show() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    assert to_array_view(tensor.conj())[0].tolist() == [1 - 2j, 3 + 4j]
+    assert to_array_view(tensor.conj().imag)[0].tolist() == [-2, 4]
 
 
-def test_an_array_that_torch_cannot_hold_is_refused() -> None:
-    with pytest.raises(UsageError, match="a tensor cannot hold elements of"):
-        to_tensor(np.array(["a", "b"]), {})
+def test_a_tensor_with_a_gradient_is_shown_by_value() -> None:
+    array, _ = to_array_view(torch.ones(2, requires_grad=True))
+    assert array.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(4, dtype=">u2"),
+        np.arange(4, dtype=np.uint16)[::-1],
+        np.frombuffer(bytes(8), dtype=np.uint16),
+        [1, 2],
+    ],
+    ids=["big-endian", "backwards", "read-only", "list"],
+)
+def test_any_array_becomes_a_tensor(array: np.ndarray[tuple[int], np.dtype[np.uint16]]) -> None:
+    assert from_array_view(array, {}).tolist() == list(array)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "said"),
+    [
+        ("uint8", "bfloat16", "an array of uint8 does not stand for torch.bfloat16: that is kept as uint16"),
+        ("uint8", "quint8", "torch_dtype='quint8' is not a dtype whose bytes can be copied"),
+        ("uint8", "load", "torch_dtype='load' is not"),
+        ("uint8", 7, "torch_dtype=7 is not"),
+        ("datetime64[s]", None, "is not a dtype"),
+    ],
+)
+def test_what_an_array_does_not_stand_for_is_refused(dtype: str, name: object, said: str) -> None:
+    attrs = {} if name is None else {ATTRIBUTE: name}
+    with pytest.raises(UsageError) as caught:
+        from_array_view(np.zeros(2, dtype=dtype), attrs)
+    assert said in str(caught.value)
+
+
+def test_what_cannot_be_stored_is_refused() -> None:
+    with pytest.raises(UsageError, match="meta tensor"):
+        to_array_view(torch.empty(2, device="meta"))
+    with pytest.raises(UsageError, match="has no array that stands for it"):
+        array_dtype(torch.quint8)

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from tierstore.arrays import to_array, to_tensor
+from tierstore.arrays import from_array_view, to_array_view
 from tierstore.cli import directory
 from tierstore.errors import BackendError, IntegrityError, UsageError
 from tierstore.store import Store
@@ -109,7 +109,7 @@ def _to_zarr(store: Store, keys: Sequence[str], sizes: Sequence[int], target: st
 
     group = zarr.open_group(target, mode="w-")
     for key, tensor in _read(store, keys, sizes):
-        array, attributes = to_array(tensor)
+        array, attributes = to_array_view(tensor)
         group.create_array(
             _array_name(key),
             data=array,
@@ -176,4 +176,4 @@ def _read_array(name: str, array: zarr.Array[Any], source: str) -> tuple[str, to
         values = np.asarray(array[...])
     except (OSError, ValueError, RuntimeError) as error:
         raise BackendError(f"array {name!r} of {source!r} cannot be read: {error}") from error
-    return str(name if key is None else key), to_tensor(values, dict(array.attrs))
+    return str(name if key is None else key), from_array_view(values, dict(array.attrs))
