@@ -64,6 +64,11 @@ class Owners:
             owner.disown()
 
 
+def claim(folders: Sequence[Path], keeping: Keeping) -> DirectoryOwner | Owners:
+    """Own one directory or several.  See `Owners.claim`."""
+    return Owners.claim(folders, keeping) if len(folders) > 1 else DirectoryOwner.claim(folders[0], keeping)
+
+
 def with_common_alignment(modes: Sequence[IoMode]) -> list[IoMode]:
     """Return the modes, each with the coarsest alignment of extents: a piece may go to any drive."""
     alignment_bytes = max(mode.alignment_bytes for mode in modes)
@@ -79,16 +84,22 @@ def in_common(modes: Sequence[IoMode]) -> IoMode:
     )
 
 
+def given_bandwidths(options: FilesOptions) -> list[int] | None:
+    """Return each drive's bytes per second as the user gave them; ``None`` if they were not given."""
+    given = [drive.bandwidth_bytes_per_s for drive in options.drives]
+    known = [rate for rate in given if rate is not None]
+    return known if len(known) == len(given) else None
+
+
 def bandwidths(options: FilesOptions, modes: Sequence[IoMode], syscalls: Syscalls) -> list[int]:
-    """Return each drive's bytes per second, as given, or else measured.
+    """Return each drive's bytes per second, as given, or else measured; of a single directory nothing.
 
     Raises:
         BackendError: a directory cannot be written or read.
     """
-    given = [drive.bandwidth_bytes_per_s for drive in options.drives]
-    known = [rate for rate in given if rate is not None]
-    if len(known) == len(given):
-        return known
+    given = given_bandwidths(options)
+    if given is not None:
+        return given
     return measure_all(list(zip(options.folders, modes, strict=True)), syscalls)
 
 
