@@ -6,7 +6,7 @@ import contextlib
 import errno
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -51,15 +51,15 @@ def kept(folders: Sequence[Path]) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> Iterator[list[Path]]:
-    """Two directories that keep a slot of many blocks, ``large``, and one of a block on each, ``0`` and ``1``."""
+def folders(tmp_path: Path) -> list[Path]:
+    """Two directories that keep ``large``, of many blocks, and ``0`` and ``1``, of a block on each."""
     found = [tmp_path / "first", tmp_path / "second"]
     with contextlib.closing(open_store(found)) as files:
         sizes = {"0": BLOCK, "1": BLOCK, "large": MIB}
         slots = {name: files.reserve(nbytes) for name, nbytes in sizes.items()}
         finish(*(files.write(slot, buffer(slot.nbytes, len(name))) for name, slot in slots.items()))
         finish(files.commit([Record(name, "note", slot) for name, slot in slots.items()]))
-    yield found
+    return found
 
 
 def check_all(files: DurableFiles) -> None:
@@ -72,7 +72,7 @@ def check_all(files: DurableFiles) -> None:
 
 
 def refused(folders: Sequence[Path], error: type[TierStoreError], *said: str, **more: object) -> None:
-    """Check that opening is refused with ``error``, which says all of ``said``, and that nothing is touched."""
+    """Check that opening is refused with ``error``, which says all of ``said``; that nothing is touched."""
     before = kept(folders)
     with pytest.raises(error) as caught:
         open_store(folders, **more)
