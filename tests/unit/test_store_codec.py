@@ -59,6 +59,18 @@ def test_what_does_not_compress_fills_the_quota_as_ever() -> None:
         assert store.stats().tiers["disk"].charged_bytes == inner.held_bytes == 8 * MIB
 
 
+def test_the_stats_say_what_the_codec_did() -> None:
+    with store_over(Watched(QUOTA)) as store:
+        store.put("packed", compressible(1), tier="disk")
+        store.put("not", random(MIB), tier="disk")
+        stats = store.stats()
+        assert stats.tiers["host"].codec is None
+        codec = stats.tiers["disk"].codec
+        assert codec is not None
+        assert (codec.packed_tensors, codec.skipped_tensors, codec.raw_bytes) == (1, 1, MIB)
+        assert codec.held_bytes == stats.tiers["disk"].charged_bytes - MIB
+
+
 def test_a_put_straight_into_the_tier_is_charged_what_it_takes() -> None:
     inner = Watched(QUOTA)
     with store_over(inner) as store:
