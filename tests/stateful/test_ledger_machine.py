@@ -66,6 +66,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.reads: dict[int, m.Granted] = {}
         self.splits: dict[int, tuple[str, str]] = {}
         self.settled: dict[int, BaseException | None] = {}
+        self.commits: dict[int, m.Commit] = {}
+        self.survivors: list[dict[str, tuple[m.Place, int]]] = [{}]  # the last, or any of the doubtful ones
+        self.flushes: dict[int, int] = {}  # each began at this moment of the history
+        self.history: list[dict[str, int]] = [{}]
 
     @initialize(
         capacities=st.tuples(st.integers(2, 8), st.integers(2, 10), st.integers(4, 30)),
@@ -110,40 +114,73 @@ class LedgerMachine(RuleBasedStateMachine):
         # A put is visible to those who waited for it as soon as it is settled.
         for command in sorted(commands, key=lambda command: not isinstance(command, m.Settle)):
             self.do(command)
+        self.history.append(dict(self.oracle.values))
         self.ledger.check()
 
     def do(self, command: m.Command) -> None:
         match command:
             case m.StartCopy():
-                assert command.copy not in self.copies
-                place = command.target
-                assert place not in self.oracle.slots, "a slot is reserved twice"
-                self.copies[command.copy] = command
-                if command.source is None:
-                    generation = command.request
-                    self.oracle.generation_values[generation] = self.puts[command.request][1]
-                else:
-                    generation = self.oracle.generation_of[command.source]
-                self.oracle.generation_of[place] = generation
+                self.start_copy(command)
             case m.FreeSlot():
-                place = command.place
-                busy = {place for c in self.copies.values() for place in (c.source, c.target)}
-                assert place not in busy
-                assert not any(g.place == place for gs in self.leases.values() for g in gs)
-                assert not any(g.place == place for g in self.reads.values())
-                self.frees.append(command)
+                self.start_free(command)
             case m.Grant():
                 self.grant(command)
             case m.Settle():
-                assert command.request not in self.settled, "a request is settled twice"
-                self.settled[command.request] = command.error
-                event = self.waiting.pop(command.request)
-                if isinstance(event, m.PutRequested) and command.error is None:
-                    key, value = self.puts[command.request]
-                    self.oracle.values[key] = value
-                    self.oracle.generations[key] = command.request
+                self.settle(command)
+            case m.Commit():
+                self.start_commit(command)
             case m.SetCapacity():
                 pass
+
+    def start_copy(self, command: m.StartCopy) -> None:
+        assert command.copy not in self.copies
+        place = command.target
+        assert place not in self.oracle.slots, "a slot is reserved twice"
+        self.copies[command.copy] = command
+        if command.source is None:
+            generation = command.request
+            self.oracle.generation_values[generation] = self.puts[command.request][1]
+        else:
+            generation = self.oracle.generation_of[command.source]
+        self.oracle.generation_of[place] = generation
+
+    def start_free(self, command: m.FreeSlot) -> None:
+        place = command.place
+        busy = {place for c in self.copies.values() for place in (c.source, c.target)}
+        assert place not in busy
+        assert not any(g.place == place for gs in self.leases.values() for g in gs)
+        assert not any(g.place == place for g in self.reads.values())
+        assert not any(place == p for image in self.survivors for p, _ in image.values())
+        assert not any(g.place == place for c in self.commits.values() for g in c.replicas)
+        self.frees.append(command)
+
+    def start_commit(self, command: m.Commit) -> None:
+        assert not self.commits, "two commits at a time"
+        self.commits[command.commit] = command
+        for granted in command.replicas:
+            assert self.oracle.slots[granted.place] is not None
+
+    def settle(self, command: m.Settle) -> None:
+        assert command.request not in self.settled, "a request is settled twice"
+        self.settled[command.request] = command.error
+        event = self.waiting.pop(command.request)
+        if command.error is not None:
+            return
+        if isinstance(event, m.PutRequested):
+            key, value = self.puts[event.request]
+            self.oracle.values[key] = value
+            self.oracle.generations[key] = event.request
+        elif isinstance(event, m.FlushRequested):
+            self.was_flushed(event)
+
+    def was_flushed(self, event: m.FlushRequested) -> None:
+        """What survives are bytes that each key has had since the flush began."""
+        (image,) = self.survivors
+        since = [*self.history[self.flushes.pop(event.request) :], self.oracle.values]
+        always = set.intersection(*(set(moment) for moment in since))
+        for key in always if event.keys is None else always & set(event.keys):
+            assert key in image, f"{key} was flushed and does not survive"
+            assert image[key][1] in {moment[key] for moment in since}
 
     def grant(self, command: m.Grant) -> None:
         event = self.waiting.pop(command.request)
@@ -222,9 +259,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def evict(self, keys: list[str], to: int | None) -> None:
         self.ask(m.EvictRequested(next(self.numbers), keys, to))
 
-    @rule()
-    def flush(self) -> None:
-        self.ask(m.FlushRequested(next(self.numbers)))
+    @rule(keys=st.none() | key_lists)
+    def flush(self, keys: list[str] | None) -> None:
+        number = next(self.numbers)
+        self.flushes[number] = len(self.history) - 1
+        self.ask(m.FlushRequested(number, keys))
 
     @rule(keys=key_lists)
     def drop(self, keys: list[str]) -> None:
@@ -379,6 +418,21 @@ class LedgerMachine(RuleBasedStateMachine):
         self.oracle.slots[copy.target] = self.copy_values[copy.copy]
         self.tell(m.CopyOrdered(copy.copy))
 
+    @precondition(lambda self: self.commits)
+    @rule(fails=st.sampled_from([False, False, True]))
+    def commit_ends(self, fails: bool) -> None:
+        self.end_commit(BackendError("the disk is gone") if fails else None)
+
+    def end_commit(self, error: BaseException | None) -> None:
+        ((number, command),) = self.commits.items()
+        self.commits.clear()
+        image = {g.key: (g.place, self.oracle.slots[g.place]) for g in command.replicas}
+        if error is not None:
+            self.survivors.append(image)  # type: ignore[arg-type]  # none of the slots is empty
+        else:
+            self.survivors = [image]  # type: ignore[list-item]
+        self.tell(m.CommitDone(number, error))
+
     @precondition(lambda self: self.frees)
     @rule(data=st.data(), fails=st.sampled_from([False] * 15 + [True]))
     def free_ends(self, data: st.DataObject, fails: bool) -> None:
@@ -399,6 +453,12 @@ class LedgerMachine(RuleBasedStateMachine):
             assert ready, f"{key} is lost"
             for replica in ready:
                 assert self.oracle.slots[replica.place] == self.oracle.values[key]
+
+    @invariant()
+    def what_was_committed_stays(self) -> None:
+        for image in self.survivors:
+            for place, value in image.values():
+                assert self.oracle.slots[place] == value
 
     @invariant()
     def no_tier_holds_more_than_its_capacity(self) -> None:
@@ -433,10 +493,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.quiesce()
         assert self.settled[number] is None
         for entry in self.ledger.books.entries.values():
-            assert all(r.state in (State.READY, State.DRAINING) for r in entry.replicas.values())
+            assert not any(r.state is State.FILLING for r in entry.replicas.values())
 
     def quiesce(self) -> None:
-        while self.copies or self.frees or self.reads or self.leases:
+        while self.copies or self.frees or self.reads or self.leases or self.commits:
             for number in list(self.reads):
                 del self.reads[number]
                 self.tell(m.ReadDone(number))
@@ -445,6 +505,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.tell(m.LeaseReleased(number, written=False))
             for number in list(self.copies):
                 self.tell(self.end_copy(number, None))
+            if self.commits:
+                self.end_commit(None)
             while self.frees:
                 self.tell(self.end_free(-1, None))
 

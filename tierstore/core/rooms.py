@@ -129,7 +129,7 @@ class Rooms:
 
     def _refuse_if_hopeless(self, shelf: Shelf, want: Want, needed: int) -> None:
         """Refuse at once what only a lease's holder, or nobody, could make room for."""
-        if needed > shelf.limit_bytes - shelf.leased_bytes - shelf.lost_bytes:
+        if needed > shelf.limit_bytes - shelf.bound_bytes:
             raise self._refusal(shelf, want, needed)
 
     def _refusal(self, shelf: Shelf, want: Want, needed: int) -> CapacityError:
@@ -151,7 +151,11 @@ class Rooms:
             message += f"; {len(leased)} replicas ({format_bytes(shelf.leased_bytes)}) are leased there"
         if shelf.stuck:
             message += f"; {len(shelf.stuck)} replicas could not be moved to a lower tier"
+        if shelf.retained_bytes:
+            message += f"; {format_bytes(shelf.retained_bytes)} are kept there only for the last flush"
         advice = "Release a lease, or raise" if leased else "Drop keys, or raise"
+        if shelf.retained_bytes:
+            advice = f"Flush, so that newer bytes take their place. {advice}"
         error = CapacityError(
             f"{message}. {advice} the capacity of {shelf.tier.name!r}.",
             key=want.entry.key,

@@ -22,8 +22,10 @@ from tierstore.spi import (
     BatchBackend,
     Buffer,
     Completion,
+    DurableBackend,
     Medium,
     PartialError,
+    Record,
     Slot,
     held_bytes,
 )
@@ -58,6 +60,10 @@ class Carrier:
     def slot(self, place: m.Place) -> Slot:
         """Return the slot of a replica that is kept READY."""
         return self._slots[place]
+
+    def adopt(self, place: m.Place, slot: Slot) -> None:
+        """Take a recovered replica's slot."""
+        self._slots[place] = slot
 
     def charge_bytes(self, place: m.Place) -> int | None:
         """Return what a replica that was just written takes of its medium, where that may be less."""
@@ -201,6 +207,24 @@ class Carrier:
             return
         completion.add_done_callback(lambda error: self._report([m.Freed(place, error)]))
 
+    def commit(self, command: m.Commit, note_of: Callable[[object], str], events: list[m.Event]) -> None:
+        """Make replicas what survives a power loss."""
+        records = [Record(key, note_of(spec), self._slots[place]) for key, place, spec in command.replicas]
+        name = self._names[command.tier]
+
+        def outcome(error: BaseException | None) -> m.Event:
+            return m.CommitDone(command.commit, _explain_commit(error, len(records), name))
+
+        try:
+            completion = cast("DurableBackend", self._backends[command.tier]).commit(records)
+        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+            events.append(outcome(error))
+            return
+        if completion.is_done:
+            events.append(outcome(completion.error))
+            return
+        completion.add_done_callback(lambda error: self._report([outcome(error)]))
+
     def _explain(self, error: BaseException | None, command: m.StartCopy) -> BaseException | None:
         """Name the key and the tiers in a backend's error, which knows neither."""
         if error is None:
@@ -219,6 +243,19 @@ class Carrier:
         )
         explained.__cause__ = error
         return explained
+
+
+def _explain_commit(error: BaseException | None, number: int, tier: str) -> BaseException | None:
+    if error is None:
+        return None
+    explained = BackendError(
+        f"making {number} keys durable in {tier!r} failed: {error}. What survives is what the last flush "
+        "that ended well left, or what this one was to leave",
+        transient=isinstance(error, BackendError) and error.transient,
+        tier=tier,
+    )
+    explained.__cause__ = error
+    return explained
 
 
 def _memories(slots: Sequence[Slot]) -> list[Buffer]:
