@@ -34,7 +34,7 @@ from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Backend, Completion, DurableBackend, Medium
 from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, to_text, view_bytes
-from tierstore.wrappers import with_codec
+from tierstore.wrappers import Compressed, with_codec
 
 log = logging.getLogger("tierstore")
 
@@ -425,7 +425,11 @@ class Store:
             traffic.update({(tier, "caller"): moved for tier, moved in self._gets.items()})
             stall_seconds = self._stall_seconds
         by_name = {
-            name: replace(tier, reserved_bytes=_reserved_bytes(backend, tier))
+            name: replace(
+                tier,
+                reserved_bytes=_reserved_bytes(backend, tier),
+                codec=backend.codec_stats if isinstance(backend, Compressed) else None,
+            )
             for name, tier, backend in zip(self.tier_names, tiers, self._engine.backends, strict=True)
         }
         return StoreStats(MappingProxyType(by_name), MappingProxyType(traffic), stall_seconds)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.codec_bytes import repeating as counting
 from tierstore.spi import Backend, Buffer
 from tierstore.testing import conformance
 from tierstore.testing.batching import Batching
@@ -21,8 +21,7 @@ _random_pattern = conformance.pattern
 
 def repeating(nbytes: int, seed: int) -> Buffer:
     """Return bytes that differ from those of every other seed, and are mostly alike."""
-    numbers = torch.arange(seed * 7919, seed * 7919 + nbytes // 4 + 1, dtype=torch.int32)
-    return numbers.view(torch.uint8)[:nbytes].clone()
+    return counting(nbytes, seed * 7919)
 
 
 def mixed(nbytes: int, seed: int) -> Buffer:

@@ -59,6 +59,18 @@ def test_what_does_not_compress_fills_the_quota_as_ever() -> None:
         assert store.stats().tiers["disk"].charged_bytes == inner.held_bytes == 8 * MIB
 
 
+def test_the_stats_say_what_the_codec_did() -> None:
+    with store_over(Watched(QUOTA)) as store:
+        store.put("packed", compressible(1), tier="disk")
+        store.put("not", random(MIB), tier="disk")
+        stats = store.stats()
+        assert stats.tiers["host"].codec is None
+        codec = stats.tiers["disk"].codec
+        assert codec is not None
+        assert (codec.packed_tensors, codec.skipped_tensors, codec.raw_bytes) == (1, 1, MIB)
+        assert codec.held_bytes == stats.tiers["disk"].charged_bytes - MIB
+
+
 def test_a_put_straight_into_the_tier_is_charged_what_it_takes() -> None:
     inner = Watched(QUOTA)
     with store_over(inner) as store:
@@ -158,3 +170,37 @@ def test_a_codec_in_a_tier_of_memory_is_refused_and_everything_is_closed() -> No
     with pytest.raises(ConfigError, match=r"TierConfig 'host': codec='lz4'"):
         Store(StoreConfig([TierConfig("host", Closing(MIB), MIB, codec="lz4")]))
     assert closed == ["closed"]
+
+
+@pytest.mark.parametrize("then", ["lz4", None])
+@pytest.mark.parametrize("first", ["lz4", None])
+def test_a_durable_store_is_found_again_whatever_the_codec(
+    tmp_path: Path, first: str | None, then: str | None
+) -> None:
+    def opened(codec: str | None) -> Store:
+        options = {"path": str(tmp_path), "durable": True}
+        return Store(
+            StoreConfig(
+                [
+                    TierConfig("host", MemoryBackend(8 * MIB), 8 * MIB),
+                    TierConfig("disk", "files", QUOTA, options=options, codec=codec),
+                ]
+            )
+        )
+
+    values = {"packed": compressible(1, 5 * MIB), "plain": random(MIB), "small": repeating(100)}
+    with opened(first) as store:
+        for key, value in values.items():
+            store.put(key, value)
+        store.flush()
+        held = store.stats().tiers["disk"].charged_bytes
+    with opened(then) as store:
+        assert set(store.keys()) == set(values)
+        assert store.stats().tiers["disk"].charged_bytes == held
+        for key, value in values.items():
+            assert torch.equal(store.get(key), value)
+        store.put("packed", compressible(2), replace=True)
+        store.check()
+    with opened(first) as store:
+        assert torch.equal(store.get("packed"), compressible(2))
+        assert torch.equal(store.get("plain"), values["plain"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -63,8 +64,10 @@ def test_bytes_that_do_not_repeat_go_to_the_medium_from_where_they_lie(
 
 def test_short_tensors_are_not_looked_at(inner: Watched, packed: Compressed) -> None:
     source = repeating(4 * KIB - 1)
+    before = threading.active_count()
     stored(packed, source)
     assert inner.sources == [source]
+    assert threading.active_count() == before
     assert packed.codec_stats.skipped_tensors == packed.codec_stats.packed_tensors == 0
     stored(packed, repeating(4 * KIB))
     assert packed.codec_stats.packed_tensors == 1
@@ -227,6 +230,15 @@ def test_a_write_that_fails_anywhere_harms_no_other_slot_and_keeps_no_room() -> 
     assert failures == 2 + 2 * 5  # two to reserve and to exchange room, and each of five chunks
 
 
+def test_after_a_failure_the_rest_of_a_tensor_is_not_packed(inner: Watched) -> None:
+    faulty = Faulty(inner, on=["write"], fail_at=1)
+    backend = Compressed(faulty, "lz4", chunk_bytes=CHUNK)
+    slot = backend.reserve(100 * CHUNK)
+    assert isinstance(finish(backend.write(slot, repeating(100 * CHUNK))), BackendError)
+    assert faulty.operations < 50
+    backend.close()
+
+
 def test_a_slot_whose_write_failed_says_so_when_it_is_read(inner: Watched) -> None:
     faulty = Faulty(inner, on=["write"], fail_at=1)
     backend = Compressed(faulty, "lz4")
@@ -243,7 +255,8 @@ def test_a_read_that_fails_anywhere_fails_alone(inner: Watched) -> None:
         backend = Compressed(faulty, "lz4", chunk_bytes=CHUNK)
         slot = stored(backend, repeating(5 * CHUNK))
         faulty.fail_next(number)
-        assert isinstance(finish(backend.read(slot, torch.empty(5 * CHUNK, dtype=torch.uint8))), BackendError)
+        error = finish(backend.read(slot, torch.empty(5 * CHUNK, dtype=torch.uint8)))
+        assert type(error) is BackendError  # and not that the rubbish it left is not what was written
         assert torch.equal(contents(backend, slot), repeating(5 * CHUNK))
 
 
@@ -338,20 +351,30 @@ def test_nothing_refers_to_the_callers_bytes_when_a_completion_completes(packed:
             storage = buffer.untyped_storage()
             counts.append(torch._C._storage_Use_Count(storage._cdata))
 
-        completion = move(slot, buffer)
+        completion = move(slot, buffer[:])  # a tensor of its own over the same memory
         completion.add_done_callback(count)
         succeed(completion)
         assert counts == [held]
 
 
-def test_closing_waits_for_what_is_under_way(inner: Watched) -> None:
+def test_closing_waits_for_what_is_under_way(inner: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(inner, holds=["write"])
     backend = Compressed(gate, "lz4", chunk_bytes=CHUNK)
     slot = backend.reserve(10 * CHUNK)
     write = backend.write(slot, repeating(10 * CHUNK))
     gate.wait_until_held()
+    waits = threading.Event()
+    changed = backend._workers._changed
+    wait_for = changed.wait_for
+
+    def noted(predicate: Callable[[], bool]) -> bool:
+        waits.set()
+        return wait_for(predicate)
+
+    monkeypatch.setattr(changed, "wait_for", noted)
     closing = threading.Thread(target=backend.close)
     closing.start()
+    assert waits.wait(30)
     gate.open()
     closing.join(30)
     assert not closing.is_alive()
@@ -397,6 +420,7 @@ def test_the_child_of_a_fork_is_refused(packed: Compressed) -> None:
     slot = stored(packed, repeating(CHUNK))
     child = os.fork()
     if child == 0:
+        signal.alarm(30)
         try:
             packed.read(slot, torch.empty(CHUNK, dtype=torch.uint8))
         except StoreClosed:

@@ -64,6 +64,12 @@ def test_what_was_found_takes_what_it_took_when_it_was_written() -> None:
     assert held_bytes(again, 1) == held_bytes(slot, 1) < CHUNK
 
 
+def test_a_key_of_many_parts_is_noted_once() -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(3 * CHUNK)}, "a long note")
+    assert [note.count("a long note") for _, note, _ in shelf.records] == [1, 0, 0]
+
+
 def test_what_was_found_can_be_kept_by_another_name_and_freed() -> None:
     shelf = Shelf()
     commit(opened(shelf), {"k": repeating(3 * CHUNK), "gone": repeating(3 * CHUNK, 5)})
@@ -126,6 +132,18 @@ def test_a_damaged_note_makes_its_key_unreadable_and_no_other(damage: object, wh
     assert isinstance(error, IntegrityError)
     assert "'k'" in str(error)
     assert torch.equal(contents(again, records["other"].slot), repeating(2 * CHUNK, 9))
+
+
+@pytest.mark.parametrize("damage", [damage_digit, cut_short, other_codec])
+def test_a_damaged_note_of_a_key_in_one_part_is_noticed(damage: object) -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(CHUNK)})
+    name, note, data = shelf.records[0]
+    shelf.records[0] = (name, damage(note), data)  # type: ignore[operator]
+    again = opened(shelf)
+    error = finish(again.read(found(again)["k"].slot, torch.empty(CHUNK, dtype=torch.uint8)))
+    assert isinstance(error, IntegrityError)
+    assert "damaged" in str(error)
 
 
 def test_a_damaged_one_is_kept_as_it_is_by_commits_and_given_back_when_freed() -> None:
