@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.peers import disk
-from bench.peers.disk_peers import PEERS as DISK_PEERS
-from bench.peers.diskjob import KIB
+from bench.peers import disk, disk_peers, inference, inferrers, trainees, training
+from bench.peers.diskjob import KIB, MIB
 from bench.peers.result import Result, write, write_page
 from bench.record import Circumstances
 
@@ -27,7 +26,7 @@ def _disk(words: argparse.Namespace, scratch: Path) -> Result:
     return disk.compare(
         disk.DiskSettings(
             scratch=scratch,
-            peers=_chosen(words.peers.split(","), list(DISK_PEERS), "peer"),
+            peers=_chosen(words.peers.split(","), list(disk_peers.PEERS), "peer"),
             against=words.against or disk.DiskSettings.against,
             repeats=words.repeats or disk.DiskSettings.repeats,
             warmups=words.warmups,
@@ -39,7 +38,37 @@ def _disk(words: argparse.Namespace, scratch: Path) -> Result:
     )
 
 
-COMPARISONS: dict[str, Comparison] = {"io": _disk}
+def _training(words: argparse.Namespace, scratch: Path) -> Result:
+    return training.compare(
+        training.TrainingSettings(
+            scratch=scratch,
+            peers=_chosen(words.peers.split(","), list(trainees.PEERS), "peer"),
+            against=words.against or training.TrainingSettings.against,
+            repeats=words.repeats or training.TrainingSettings.repeats,
+            warmups=words.warmups,
+            steps=words.steps or training.TrainingSettings.steps,
+            dim=words.dim,
+            host_bytes=None if words.host_quota is None else words.host_quota * MIB,
+        )
+    )
+
+
+def _inference(words: argparse.Namespace, scratch: Path) -> Result:
+    return inference.compare(
+        inference.InferenceSettings(
+            scratch=scratch,
+            peers=_chosen(words.peers.split(","), list(inferrers.PEERS), "peer"),
+            against=words.against or inference.InferenceSettings.against,
+            repeats=words.repeats or inference.InferenceSettings.repeats,
+            warmups=words.warmups,
+            passes=words.steps or inference.InferenceSettings.passes,
+            dim=words.dim,
+            host_bytes=None if words.host_quota is None else words.host_quota * MIB,
+        )
+    )
+
+
+COMPARISONS: dict[str, Comparison] = {"io": _disk, "training": _training, "inference": _inference}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     of_io.add_argument("--total", type=float, default=512, help="MiB of all tensors of a turn")
     of_io.add_argument("--bs", type=int, default=1024, help="KiB of one request")
     of_io.add_argument("--iodepth", type=int, default=4, help="requests at a time")
+    of_models = parser.add_argument_group("training, inference")
+    of_models.add_argument("--steps", type=int, help="of a turn; 10 training steps or 5 passes if not given")
+    of_models.add_argument("--dim", type=int, default=1024, help="the width of the model")
+    of_models.add_argument("--host-quota", type=int, help="MiB that tierstore keeps in host memory")
     return parser
 
 

@@ -211,7 +211,9 @@ class Company:
                 answers[name] = answer
         return answers
 
-    def rounds(self, what: str, *, repeats: int, warmups: int) -> dict[str, list[dict[str, object]]]:
+    def rounds(
+        self, what: str, arguments: Mapping[str, object] | None = None, *, repeats: int, warmups: int
+    ) -> dict[str, list[dict[str, object]]]:
         """Ask in turns, every second round backwards; return the answers that count, in the order of rounds.
 
         Only peers that gave every answer are in it.
@@ -225,7 +227,7 @@ class Company:
             )
         kept: dict[str, list[dict[str, object]]] = {}
         for turn in range(warmups + repeats):
-            for name, answer in self.ask_all(what, backwards=turn % 2 == 1).items():
+            for name, answer in self.ask_all(what, arguments, backwards=turn % 2 == 1).items():
                 if turn >= warmups:
                     kept.setdefault(name, []).append(answer)
         return {name: kept[name] for name in self.names}
