@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -218,6 +220,17 @@ def open_durable(
         stride_bytes=stride_bytes,
         quiet_s=quiet_s,
     )
+
+
+@contextlib.contextmanager
+def no_file_grows(most_bytes: int = 0) -> Iterator[None]:
+    """Let the kernel refuse every write beyond ``most_bytes`` of any file, in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def disk_taken(path: Path) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.files_disk import ScriptedKernel, failing, open_durable
+from tests.files_disk import ScriptedKernel, failing, no_file_grows, open_durable
 from tierstore.spi import DurableBackend
 from tierstore.testing.durability import DurableBackendSuite
 
@@ -45,6 +45,10 @@ class TestDurableFiles(DurableBackendSuite):
 
     @contextlib.contextmanager
     def failing_commits(self) -> Iterator[None]:
+        if self.options.get("checksum") is False:  # a failed sync would leave bytes that nobody can judge
+            with no_file_grows():
+                yield
+            return
         fail = failing(errno.EIO)
         self.kernel.twist = lambda kind, offset, nbytes: fail(nbytes) if kind == "sync" else None
         yield

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierstore.errors import BackendError, IntegrityError
+from tierstore_backends.files.collecting import paused_collector
 from tierstore_backends.files.engines.choice import direct_for
 from tierstore_backends.files.manifest import FORMAT, Manifest, Meta, digest
 from tierstore_backends.files.options import Direct, FilesOptions
@@ -90,14 +91,15 @@ def durable_ground(
     """
     owner = DirectoryOwner.claim(options.path, Keeping.DURABLE)
     try:
-        manifest, recovered = _open_manifest(options, syscalls, segment_bytes)
-        try:
-            owner.sweep()
-            mode = _adapted(probe(options.path, direct_for(options), syscalls), manifest.meta, options)
-            ground = _stand(capacity_bytes, owner, mode, manifest, recovered, syscalls, stride_bytes)
-        except BaseException:
-            manifest.close()
-            raise
+        with paused_collector():
+            manifest, recovered = _open_manifest(options, syscalls, segment_bytes)
+            try:
+                owner.sweep()
+                mode = _adapted(probe(options.path, direct_for(options), syscalls), manifest.meta, options)
+                ground = _stand(capacity_bytes, owner, mode, manifest, recovered, syscalls, stride_bytes)
+            except BaseException:
+                manifest.close()
+                raise
     except BaseException:
         owner.release()
         raise
@@ -190,7 +192,7 @@ def _note_losses(manifest: Manifest, recovered: Recovered, positions: list[int])
     rows = list(recovered.rows)
     for position in positions:
         id_, version, name, note, nbytes, encoded = rows[position]
-        place = replace(decode_place(encoded), kind=Sums.LOST)
+        place = decode_place(encoded)._replace(kind=Sums.LOST)
         rows[position] = encode(id_, version, name, note, nbytes, place)
     manifest.commit(
         replace(manifest.meta, digest=digest(rows)), (), [rows[position] for position in positions]

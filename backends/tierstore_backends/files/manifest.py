@@ -25,11 +25,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy
 import xxhash
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
 from tierstore_backends.files.owner import MANIFEST_NAME
-from tierstore_backends.files.rows import Damage, RawRow, Row, flips, is_whole, mend, row_check
+from tierstore_backends.files.rows import Damage, RawRow, Row, flips, is_whole, mend
 
 _log = logging.getLogger("tierstore.files")
 
@@ -225,95 +226,89 @@ class Manifest:
 
 
 class _Reading:
-    """One reading of a database that may be damaged."""
+    """One reading of a database that may be damaged.
+
+    Attributes:
+        meta: what the manifest says of itself.
+        rows: the rows that are whole, or could be mended.
+        is_damaged: whether anything is not as it was written.
+    """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self._path = path
         self._connection = connection
+        self._damage: list[str] = []  # all of it, in words
+        self._is_incomplete = False  # whether a record is missing
         self.rows: list[Row] = []
-        self._unreadable: str | None = None  # what SQLite says of pages that it cannot read
-        self._mended = 0  # rows, and what the manifest says of itself, of which one bit was wrong
-        self._placeless = 0  # rows of which the head is left
-        self._lost = 0  # rows of which nothing is left
         self.meta: Meta
 
     @property
     def is_damaged(self) -> bool:
-        """Whether anything is not as it was written."""
-        return bool(self._mended or self._placeless or self._unreadable or self._is_incomplete)
-
-    @property
-    def _is_incomplete(self) -> bool:
-        """Whether a record is missing."""
-        if self._lost or len(self.rows) != self.meta.records:
-            return True
-        # Without its place a row has another check than it had.
-        return not self._placeless and digest(self.rows) != self.meta.digest
+        return bool(self._damage)
 
     def run(self) -> None:
         self.meta, is_mended = _read_meta(self._path, self._connection)
-        self._mended += is_mended
+        if is_mended:
+            self._damage.append("a bit of what it says of itself")
         try:
             found = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            self._unreadable = None if found == b"ok" else found.decode("utf-8", "replace")
+            raw: Sequence[RawRow] = self._connection.execute("SELECT * FROM records").fetchall()
         except _FAILURES as error:
-            self._unreadable = str(error)
-        seen: set[object] = set()
-        for raw in self._raw_rows():
-            if raw[0] in seen:
-                self._lost += 1  # one of them is not where it belongs
-                continue
-            seen.add(raw[0])
-            if is_whole(*raw):
-                self.rows.append(raw)  # type: ignore[arg-type]  # a whole row has these types
-            else:
-                self._mend(raw)
+            self._damage.append(str(error))
+            raw = list(self._rows_around_damage())
+        else:
+            if found != b"ok":
+                self._damage.append(found.decode("utf-8", "replace"))
+        self.rows = [row for row in raw if is_whole(*row)]  # type: ignore[misc]  # these have the types
+        has_places = len(self.rows) == len(raw) or self._mend([row for row in raw if not is_whole(*row)])
+        if self._damage or len(self.rows) != self.meta.records:
+            # A page that is read twice brings names twice: each counts once.
+            self.rows = list({row[2]: row for row in sorted(self.rows, key=lambda row: row[1])}.values())
+        self._is_incomplete = len(self.rows) != self.meta.records or (
+            has_places and digest(self.rows) != self.meta.digest
+        )
+        if self._is_incomplete:
+            self._damage.append("rows are missing, or are not its own")
 
     def judge(self, *, salvage: bool) -> None:
         """Raise if a name is lost and nobody said to go on."""
         if not self._is_incomplete:
             return
         message = (
-            f"{self._path} is damaged: of {self.meta.records} records {len(self.rows)} can be read "
-            f"({self._unreadable or 'rows are missing'})"
+            f"{self._path} is damaged ({'; '.join(self._damage)}): "
+            f"of {self.meta.records} records {len(self.rows)} can be read"
         )
         if not salvage:
-            raise IntegrityError(
-                f"{message}. Nothing was changed. salvage=True goes on with what can be read"
-            )
-        _log.error("%s; the others are lost", message)
+            raise IntegrityError(f"{message}. Nothing was changed. salvage=True goes on with these")
+        _log.error("%s, and the others are lost", message)
 
-    def _raw_rows(self) -> Iterator[RawRow]:
+    def _rows_around_damage(self) -> Iterator[RawRow]:
         """Yield every row that can be reached, going around pages that cannot be read."""
         after = failures = 0
-        while True:
+        while after < self.meta.next_id:
             try:
                 rows = self._connection.execute("SELECT * FROM records WHERE id > ? ORDER BY id", (after,))
                 for raw in rows:
                     after = max(after, raw[0])
                     yield raw
-            except _FAILURES as error:
-                self._unreadable = self._unreadable or str(error)
+            except _FAILURES:
                 failures += 1
                 after += 1 + failures // 256  # a page has some forty rows
-                if after >= self.meta.next_id:
-                    return
             else:
                 return
 
-    def _mend(self, raw: RawRow) -> None:
-        row, damage = mend(raw)
-        if row is None:
-            self._lost += 1
-            return
-        self.rows.append(row)
-        self._mended += damage is Damage.REPAIRED
-        self._placeless += damage is Damage.PLACE
+    def _mend(self, broken: Sequence[RawRow]) -> bool:
+        """Make the best of rows that are not whole; return whether no place of one is lost."""
+        mended = [mend(raw) for raw in broken]
+        self._damage.append(f"{len(broken)} rows have wrong checksums")
+        self.rows += [row for row, _ in mended if row is not None]
+        return all(damage is Damage.REPAIRED for _, damage in mended)
 
 
 def digest(rows: Iterable[Row]) -> int:
-    """Return what tells one set of rows from another."""
-    return sum(row_check(row[5]) for row in rows) % 2**64
+    """Return what tells one set of rows from another: the sum of their checks."""
+    checks = numpy.frombuffer(b"".join([row[5][:8] for row in rows]), "<u8")
+    return int(checks.sum(dtype=numpy.uint64))
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -100,6 +100,23 @@ class DirectoryOwner:
             raise
         return cls(folder, lock_fd, made, keeping)
 
+    def check(self) -> None:
+        """Look whether the directory is still the one that was claimed.
+
+        Raises:
+            BackendError: it, or its lock, was removed or replaced.
+        """
+        assert self._lock_fd is not None  # nobody commits after release
+        path = self.folder / _LOCK_NAME
+        try:
+            is_ours = path.stat().st_ino == os.fstat(self._lock_fd).st_ino
+        except OSError as error:
+            raise BackendError(f"{self.folder} was removed while it was in use: {error}") from error
+        if not is_ours:
+            raise BackendError(
+                f"{path} was replaced while it was in use: somebody else may own {self.folder}"
+            )
+
     def sweep(self) -> None:
         """Remove scratch files that a dead owner left.
 

@@ -68,6 +68,8 @@ class Segments:
         self._limit = 0
         self._is_dense = True
         self._has_new_names = False
+        self._doubts: dict[int, int] = {}  # when a sync of a file failed, by its number
+        self.failed_syncs = 0
 
     def reopen(self, end: int) -> None:
         """Open the files of addresses below ``end``, empty ones where they are missing; remove those above.
@@ -112,9 +114,19 @@ class Segments:
         """Return when what was written to a file would survive a power loss.
 
         Raises:
-            OSError: it might not, and nobody can tell which part of it.
+            OSError: it might not; and what was written there so far is in doubt from now on.
         """
-        self._syscalls.sync(self._fds[index])
+        try:
+            self._syscalls.sync(self._fds[index])
+        except OSError:
+            # The kernel drops what it could not write, and tells so only once: syncing again proves nothing.
+            self.failed_syncs += 1
+            self._doubts[index] = self.failed_syncs
+            raise
+
+    def is_in_doubt(self, extents: Sequence[Extent], failed_syncs: int) -> bool:
+        """Whether a sync failed of what was written at ``extents`` after so many failed syncs."""
+        return any(self._doubts.get(index, 0) > failed_syncs for index in self.indices(extents))
 
     def sync_names(self) -> None:
         """Return when the files themselves would survive a power loss.
