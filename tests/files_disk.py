@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -120,6 +121,44 @@ def _first(vector: Sequence[memoryview], nbytes: int) -> list[memoryview]:
             first.append(view[:nbytes])
         nbytes -= len(view)
     return first
+
+
+class PowerKernel(ScriptedKernel):
+    """The real kernel, over a disk that forgets at a power loss what was not synced.
+
+    Of a file what its last sync found there stays; of a directory the names that its last sync found.
+    (SQLite's files are copied as they are: whether SQLite syncs them is SQLite's affair.)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self._synced: dict[str, bytes] = {}
+        self._names: set[str] = set()
+        if folder.exists():
+            self._synced = {path.name: path.read_bytes() for path in folder.glob("tierstore-*.bin")}
+            self._names = set(self._synced)
+
+    def sync(self, fd: int) -> None:
+        """See `Syscalls`."""
+        super().sync(fd)
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        self._synced[path.name] = path.read_bytes()
+
+    def sync_folder(self, fd: int) -> None:
+        """See `Syscalls`."""
+        super().sync_folder(fd)
+        self._names = {path.name for path in self.folder.iterdir()}
+
+    def lose_power(self, into: Path) -> PowerKernel:
+        """Make ``into`` what the folder would be after a power loss; return the kernel for it."""
+        into.mkdir()
+        for path in self.folder.iterdir():
+            if path.suffix != ".bin":
+                shutil.copy(path, into)
+            elif path.name in self._names:
+                (into / path.name).write_bytes(self._synced.get(path.name, b""))
+        return PowerKernel(into)
 
 
 class Nth:

@@ -26,6 +26,7 @@ from pathlib import Path
 from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStoreError, UsageError
 from tierstore.spi import Completion, Record, Slot
 from tierstore_backends.files.manifest import Manifest, Meta
+from tierstore_backends.files.owner import DirectoryOwner
 from tierstore_backends.files.recovery import Recovered
 from tierstore_backends.files.rows import Place, Row, Sums, decode_text, encode, encode_text, row_check
 from tierstore_backends.files.segments import Segments
@@ -41,24 +42,23 @@ class Commits:
     """The commits of one directory.
 
     Args:
+        owner: the right to the directory.
         manifest: open, and as the last commit left it.
         segments: the files.
         recovered: what the manifest has.
         write_again: reads a slot, compares its checksums, and writes it.
-        check_owned: raises where the directory is not the one that is owned any more.
     """
 
     def __init__(
         self,
+        owner: DirectoryOwner,
         manifest: Manifest,
         segments: Segments,
         recovered: Recovered,
-        *,
         write_again: Callable[[FileSlot], None],
-        check_owned: Callable[[], None],
     ) -> None:
         self._write_again = write_again
-        self._check_owned = check_owned
+        self._owner = owner
         self._manifest = manifest
         self._segments = segments
         self._lost = recovered.lost
@@ -126,12 +126,22 @@ class Commits:
         change.drop_others()
         if change.is_nothing:
             return
-        self._check_owned()
+        self._check_names()
         self._remove_doubts(change.slots)
         self._sync(change.slots)
         self._manifest.commit(change.meta(), change.dropped, change.rows)
-        self._check_owned()
         self._entries = change.entries
+        self._check_names()
+        self._owner.note_commit(self._manifest.meta.commit)
+
+    def _check_names(self) -> None:
+        """Look whether the directory and the files in it are still the ones that are owned."""
+        self._owner.check()
+        self._manifest.check()
+        try:
+            self._segments.check()
+        except OSError as error:
+            raise BackendError(f"a file of {self._owner.folder} is not there any more: {error}") from error
 
     def _remove_doubts(self, slots: Mapping[str, FileSlot]) -> None:
         """Write again what a sync that failed may have lost."""

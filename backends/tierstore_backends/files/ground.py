@@ -92,8 +92,9 @@ def durable_ground(
     owner = DirectoryOwner.claim(options.path, Keeping.DURABLE)
     try:
         with paused_collector():
-            manifest, recovered = _open_manifest(options, syscalls, segment_bytes)
+            manifest, recovered = _open_manifest(owner, options, syscalls, segment_bytes)
             try:
+                owner.note_commit(manifest.meta.commit)
                 owner.sweep()
                 mode = _adapted(probe(options.path, direct_for(options), syscalls), manifest.meta, options)
                 ground = _stand(capacity_bytes, owner, mode, manifest, recovered, syscalls, stride_bytes)
@@ -101,18 +102,21 @@ def durable_ground(
                 manifest.close()
                 raise
     except BaseException:
-        owner.release()
+        if (options.path / MANIFEST_NAME).exists():
+            owner.leave()
+        else:
+            owner.release()
         raise
     return ground, manifest, recovered
 
 
 def _open_manifest(
-    options: FilesOptions, syscalls: Syscalls, segment_bytes: int
+    owner: DirectoryOwner, options: FilesOptions, syscalls: Syscalls, segment_bytes: int
 ) -> tuple[Manifest, Recovered]:
     folder = options.path
     path = folder / MANIFEST_NAME
     if path.exists() or path.is_symlink():
-        manifest, rows = Manifest.open(folder, salvage=options.salvage)
+        manifest, rows = Manifest.open(folder, salvage=options.salvage, at_least=owner.noted_commit)
         return manifest, recover(rows, manifest.meta.alignment_bytes, str(path))
     _check_nothing_is_kept(folder)
     meta = Meta(

@@ -93,6 +93,7 @@ class Manifest:
         self.path = path
         self.meta = meta
         self._connection: sqlite3.Connection | None = connection
+        self._inode = path.stat().st_ino
 
     @classmethod
     def create(cls, folder: Path, meta: Meta, rows: Iterable[Row] = ()) -> Manifest:
@@ -121,14 +122,19 @@ class Manifest:
             return cls(path, _connect(path), meta)
 
     @classmethod
-    def open(cls, folder: Path, *, salvage: bool) -> tuple[Manifest, Sequence[Row]]:
+    def open(cls, folder: Path, *, salvage: bool, at_least: int = 0) -> tuple[Manifest, Sequence[Row]]:
         """Open the manifest of ``folder`` and read its rows, which are whole.
 
         One in which something is damaged is put aside as ``tierstore.db.damaged`` and replaced, if all
         names are still known or ``salvage`` says to go on with those that are.
 
+        Args:
+            folder: where it is.
+            salvage: whether to go on although something is lost.
+            at_least: a commit that is known to have come to its end.
+
         Raises:
-            IntegrityError: it is damaged; nothing was changed.
+            IntegrityError: it is damaged, or older than that commit; nothing was changed.
             UsageError: a later version of tierstore wrote it.
             BackendError: it cannot be read.
         """
@@ -140,7 +146,7 @@ class Manifest:
             with _explained(path, "read"):
                 reading = _Reading(path, connection)
                 reading.run()
-            reading.judge(salvage=salvage)
+            reading.judge(salvage=salvage, at_least=at_least)
         except BaseException:
             connection.close()
             raise
@@ -155,7 +161,7 @@ class Manifest:
         Raises:
             BackendError: it cannot be read, or is not what it was.
         """
-        manifest, rows = Manifest.open(self.path.parent, salvage=False)
+        manifest, rows = Manifest.open(self.path.parent, salvage=False, at_least=self.meta.commit)
         if manifest.meta.directory != self.meta.directory:
             manifest.close()
             raise BackendError(f"{self.path} was replaced by another while it was in use")
@@ -165,6 +171,16 @@ class Manifest:
     def is_open(self) -> bool:
         """Whether it may be written: ``False`` after an error, until it is opened again."""
         return self._connection is not None
+
+    def check(self) -> None:
+        """Look whether the file is still under its name.
+
+        Raises:
+            BackendError: it was removed or replaced: what is written goes nowhere.
+        """
+        with _explained(self.path, "found"):
+            if self.path.stat().st_ino != self._inode:
+                raise BackendError(f"the manifest {self.path} was replaced while it was in use")
 
     def commit(self, meta: Meta, dropped: Iterable[int], rows: Iterable[Row]) -> None:
         """Remove the rows with the ids ``dropped``, write ``rows``, and ``meta``: all, or nothing.
@@ -270,17 +286,23 @@ class _Reading:
         if self._is_incomplete:
             self._damage.append("rows are missing, or are not its own")
 
-    def judge(self, *, salvage: bool) -> None:
+    def judge(self, *, salvage: bool, at_least: int) -> None:
         """Raise if a name is lost and nobody said to go on."""
-        if not self._is_incomplete:
+        if self.meta.commit < at_least:
+            message = (
+                f"{self._path} is at commit {self.meta.commit}, and commit {at_least} had come to its end: "
+                f"{_wal(self._path).name} is damaged or was not copied, or an older copy was put back"
+            )
+        elif self._is_incomplete:
+            message = (
+                f"{self._path} is damaged ({'; '.join(self._damage)}): "
+                f"of {self.meta.records} records {len(self.rows)} can be read"
+            )
+        else:
             return
-        message = (
-            f"{self._path} is damaged ({'; '.join(self._damage)}): "
-            f"of {self.meta.records} records {len(self.rows)} can be read"
-        )
         if not salvage:
-            raise IntegrityError(f"{message}. Nothing was changed. salvage=True goes on with these")
-        _log.error("%s, and the others are lost", message)
+            raise IntegrityError(f"{message}. Nothing was changed. salvage=True goes on with what is there")
+        _log.error("%s. Going on with what is there", message)
 
     def _rows_around_damage(self) -> Iterator[RawRow]:
         """Yield every row that can be reached, going around pages that cannot be read."""

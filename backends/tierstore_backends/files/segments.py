@@ -128,6 +128,18 @@ class Segments:
         """Whether a sync failed of what was written at ``extents`` after so many failed syncs."""
         return any(self._doubts.get(index, 0) > failed_syncs for index in self.indices(extents))
 
+    def check(self) -> None:
+        """Look whether every file is still under a name.
+
+        Raises:
+            OSError: one was removed.
+        """
+        for index, fd in enumerate(self._fds):
+            if not os.fstat(fd).st_nlink:
+                raise FileNotFoundError(
+                    errno.ENOENT, "it was removed while it was in use", str(self._name(index))
+                )
+
     def sync_names(self) -> None:
         """Return when the files themselves would survive a power loss.
 
