@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -280,6 +282,51 @@ def first(vector: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     return first
 
 
+class PowerKernel(ScriptedKernel):
+    """The real kernel, over disks that forget at a power loss what was not synced.
+
+    ``folder`` is the directory, or has those of a store with several in it.
+
+    Of a file what its last sync found there stays; of a directory the names that its last sync found.
+    (SQLite's files are copied as they are: whether SQLite syncs them is SQLite's affair.)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self._synced = {self._name(path): path.read_bytes() for path in folder.rglob("tierstore-*.bin")}
+        self._names = set(self._synced)
+
+    def sync(self, fd: int) -> None:
+        """See `Syscalls`."""
+        super().sync(fd)
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        self._synced[self._name(path)] = path.read_bytes()
+
+    def sync_folder(self, fd: int) -> None:
+        """See `Syscalls`."""
+        super().sync_folder(fd)
+        synced = Path(f"/proc/self/fd/{fd}").readlink()
+        elsewhere = {name for name in self._names if (self.folder / name).parent != synced}
+        self._names = elsewhere | {self._name(path) for path in synced.iterdir()}
+
+    def lose_power(self, into: Path) -> PowerKernel:
+        """Make ``into`` what the folder would be after a power loss; return the kernel for it."""
+        into.mkdir()
+        for path in sorted(self.folder.rglob("*")):
+            name = self._name(path)
+            if path.is_dir():
+                (into / name).mkdir()
+            elif path.suffix != ".bin":
+                shutil.copy(path, into / name)
+            elif name in self._names:
+                (into / name).write_bytes(self._synced.get(name, b""))
+        return PowerKernel(into)
+
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self.folder))
+
+
 class Nth:
     """A twist that does ``what`` at the n-th call of ``kinds``, counted from 1, and nothing else."""
 
@@ -378,6 +425,17 @@ def open_durable(
         stride_bytes=stride_bytes,
         quiet_s=quiet_s,
     )
+
+
+@contextlib.contextmanager
+def no_file_grows(most_bytes: int = 0) -> Iterator[None]:
+    """Let the kernel refuse every write beyond ``most_bytes`` of any file, in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def disk_taken(path: Path) -> int:

@@ -46,7 +46,7 @@ def kept(folders: Sequence[Path]) -> dict[str, bytes]:
         for folder in folders
         if folder.exists()
         for file in folder.rglob("*")
-        if file.is_file()
+        if file.is_file() and file.suffix != ".lock"
     }
 
 

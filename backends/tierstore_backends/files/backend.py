@@ -30,7 +30,7 @@ from tierstore_backends.files.segments import Files
 from tierstore_backends.files.several import Owners
 from tierstore_backends.files.space import Space
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
-from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, cut
+from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, by_piece, cut
 
 SEGMENT_BYTES: Final = 64 * GIB
 STRIDE_BYTES: Final = 64 * MIB
@@ -167,7 +167,21 @@ class FilesBackend:
             # From here to the end of the write the old bytes are gone and the new ones not there.
             slot.state = SlotState.RESERVED
             slot.block_bytes = self._block_bytes
+            slot.failed_syncs = self._segments.failed_syncs
         return self._move(Direction.WRITE, own, sources)
+
+    def write_again(self, slot: FileSlot) -> None:
+        """Write what a slot holds once more, piece by piece; it can be read meanwhile.  Blocks.
+
+        Raises:
+            BackendError: it cannot be read or written.
+        """
+        failed_syncs = self._segments.failed_syncs
+        for part in by_piece(slot, self._segments.segment_bytes):
+            buffer = torch.empty(part.nbytes, dtype=torch.uint8)
+            wait_for(self._move(Direction.READ, [part], [buffer]))
+            wait_for(self._move(Direction.WRITE, [part], [buffer]))
+        slot.failed_syncs = failed_syncs
 
     def free(self, slot: Slot) -> Completion:
         """Give the slot's addresses to others.  Done at once: their blocks are used again.
@@ -250,6 +264,15 @@ def _check_buffer(slot: FileSlot, buffer: Buffer) -> None:
             f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
             f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
         )
+
+
+def wait_for(completion: Completion) -> None:
+    """Wait for the end of an operation; raise what it failed with."""
+    ended = threading.Event()
+    completion.add_done_callback(lambda _: ended.set())
+    ended.wait()
+    if completion.error is not None:
+        raise completion.error
 
 
 def _start(

@@ -78,6 +78,8 @@ class DriveFiles:
         assert SPAN_BYTES % self.segment_bytes == 0  # no file has addresses of two drives
         self._segments = segments
         self._files_per_drive = SPAN_BYTES // self.segment_bytes
+        self.failed_syncs = 0  # of all drives; as are the next, by the number of the file
+        self._doubts: dict[int, int] = {}
 
     def locate(self, start: int, end: int) -> tuple[int, int]:
         """See `Files`."""
@@ -111,7 +113,21 @@ class DriveFiles:
     def sync(self, index: int) -> None:
         """See `Files`."""
         drive, own_index = divmod(index, self._files_per_drive)
-        self._segments[drive].sync(own_index)
+        try:
+            self._segments[drive].sync(own_index)
+        except OSError:
+            self.failed_syncs += 1
+            self._doubts[index] = self.failed_syncs
+            raise
+
+    def is_in_doubt(self, extents: Sequence[Extent], failed_syncs: int) -> bool:
+        """See `Files`."""
+        return any(self._doubts.get(index, 0) > failed_syncs for index in self.indices(extents))
+
+    def check(self) -> None:
+        """See `Files`."""
+        for segments in self._segments:
+            segments.check()
 
     def sync_names(self) -> None:
         """See `Files`."""

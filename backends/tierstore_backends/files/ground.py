@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
+from tierstore_backends.files.collecting import paused_collector
 from tierstore_backends.files.drives import Drive, DriveFiles, split_by_drive
 from tierstore_backends.files.engines.choice import direct_for
 from tierstore_backends.files.identity import store_of, written
@@ -131,32 +132,34 @@ def durable_ground(
     store_of(options.folders)
     owner = claim(options.folders, Keeping.DURABLE)
     try:
-        manifest, recovered = _open_manifest(options, syscalls, segment_bytes)
-        try:
-            owner.sweep()
-            modes = [
-                _adapted(folder, probe(folder, direct_for(options), syscalls), manifest.meta, options.direct)
-                for folder in options.folders
-            ]
-            ground = _stand(
-                capacity_bytes, options, owner, modes, manifest, recovered, syscalls, stride_bytes
-            )
-        except BaseException:
-            manifest.close()
-            raise
+        with paused_collector():
+            manifest, recovered = _open_manifest(owner, options, syscalls, segment_bytes)
+            try:
+                owner.note_commit(manifest.meta.commit)
+                owner.sweep()
+                modes = _modes(options, manifest.meta, syscalls)
+                ground = _stand(
+                    capacity_bytes, options, owner, modes, manifest, recovered, syscalls, stride_bytes
+                )
+            except BaseException:
+                manifest.close()
+                raise
     except BaseException:
-        owner.release()
+        if (options.path / MANIFEST_NAME).exists():
+            owner.leave()
+        else:
+            owner.release()
         raise
     return ground, manifest, recovered
 
 
 def _open_manifest(
-    options: FilesOptions, syscalls: Syscalls, segment_bytes: int
+    owner: DirectoryOwner | Owners, options: FilesOptions, syscalls: Syscalls, segment_bytes: int
 ) -> tuple[Manifest, Recovered]:
     path = options.path / MANIFEST_NAME
     store = store_of(options.folders)  # again, now that nobody else changes it
     if path.exists() or path.is_symlink():
-        manifest, rows = Manifest.open(options.path, salvage=options.salvage)
+        manifest, rows = Manifest.open(options.path, salvage=options.salvage, at_least=owner.noted_commit)
         try:
             _check_drives(options.folders, store, manifest)
             recovered = recover(rows, manifest.meta.alignment_bytes, len(options.folders), str(path))
@@ -209,6 +212,15 @@ def _check_nothing_is_kept(folders: Sequence[Path], store: str | None) -> None:
                     f"{folder} holds {entry.name} but not {MANIFEST_NAME}, which says what is in it: "
                     f"put that back, or remove the files. Nothing was changed"
                 )
+
+
+def _modes(options: FilesOptions, meta: Meta, syscalls: Syscalls) -> list[IoMode]:
+    """Return how to do I/O in each directory."""
+    modes = [probe(folder, direct_for(options), syscalls) for folder in options.folders]
+    return [
+        _adapted(folder, mode, meta, options.direct)
+        for folder, mode in zip(options.folders, modes, strict=True)
+    ]
 
 
 def _adapted(folder: Path, mode: IoMode, meta: Meta, direct: Direct) -> IoMode:
@@ -293,7 +305,7 @@ def _note_losses(manifest: Manifest, recovered: Recovered, positions: list[int])
     rows = list(recovered.rows)
     for position in positions:
         id_, version, name, note, nbytes, encoded = rows[position]
-        place = replace(decode_place(encoded), kind=Sums.LOST)
+        place = decode_place(encoded)._replace(kind=Sums.LOST)
         rows[position] = encode(id_, version, name, note, nbytes, place)
     manifest.commit(
         replace(manifest.meta, digest=digest(rows)), (), [rows[position] for position in positions]

@@ -16,7 +16,7 @@ from tierstore.errors import IntegrityError
 from tierstore.units import GIB, align_up
 from tierstore_backends.files.drives import SPAN_BYTES, reach
 from tierstore_backends.files.layout import Extent
-from tierstore_backends.files.rows import Place, Row, Sums, decode_place, decode_text
+from tierstore_backends.files.rows import Row, Sums, decode_place, decode_text
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.transfer import FileSlot, SlotState
 
@@ -58,18 +58,18 @@ def recover(rows: Sequence[Row], alignment_bytes: int, drives: int, manifest: st
     """
     recovered = Recovered(rows)
     for _, _, name, _, nbytes, encoded in rows:
-        place = decode_place(encoded)
-        slot = FileSlot(nbytes, place.extents, None, place.block_bytes)
-        slot.sums = place.sums
+        extents, sums, kind, block_bytes = decode_place(encoded)
+        slot = FileSlot(nbytes, extents, None, block_bytes)
+        slot.sums = sums
         slot.state = SlotState.WRITTEN
         recovered.slots.append(slot)
-        if place.kind is Sums.LOST:
+        if kind is Sums.LOST:
             recovered.lose(slot, f"the bytes of {decode_text(name)!r} were lost: {manifest} says so")
-        elif not _is_sound(place, nbytes, alignment_bytes, drives * SPAN_BYTES):
+        elif not _is_sound(extents, block_bytes, nbytes, alignment_bytes, drives * SPAN_BYTES):
             slot.extents = ()
-            recovered.lose(slot, f"{manifest} says of {decode_text(name)!r} what cannot be: {place}")
-        elif place.block_bytes > recovered.block_bytes:
-            recovered.block_bytes = place.block_bytes
+            recovered.lose(slot, f"{manifest} says of {decode_text(name)!r} what cannot be: {extents}")
+        elif block_bytes > recovered.block_bytes:
+            recovered.block_bytes = block_bytes
     _settle(recovered, manifest)
     return recovered
 
@@ -106,17 +106,19 @@ def _first_missing(slot: FileSlot, segments: Files) -> int | None:
     return None
 
 
-def _is_sound(place: Place, nbytes: int, alignment_bytes: int, highest: int) -> bool:
+def _is_sound(
+    extents: Sequence[Extent], block_bytes: int, nbytes: int, alignment_bytes: int, highest: int
+) -> bool:
     """Whether such a place can hold ``nbytes``."""
-    room_bytes = sum(end - start for start, end in place.extents)
-    return (
-        room_bytes == align_up(nbytes, alignment_bytes)
-        and (not nbytes or 0 < place.block_bytes <= _LARGEST_BLOCK_BYTES)
-        and all(
-            0 <= start < end <= highest and start ^ (end - 1) < SPAN_BYTES for start, end in place.extents
-        )
-        and all(not (start | end) % alignment_bytes for start, end in place.extents)
-    )
+    room_bytes = 0
+    for start, end in extents:
+        if not start < end <= highest or start % alignment_bytes or end % alignment_bytes:
+            return False
+        if start ^ (end - 1) >= SPAN_BYTES:  # not on one drive
+            return False
+        room_bytes += end - start
+    is_block = 0 < block_bytes <= _LARGEST_BLOCK_BYTES
+    return room_bytes == align_up(nbytes, alignment_bytes) and (is_block or not nbytes)
 
 
 def _settle(recovered: Recovered, manifest: str) -> None:

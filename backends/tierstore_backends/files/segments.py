@@ -69,6 +69,19 @@ class Files(Protocol):
         """Return when what was written to a file would survive a power loss."""
         ...
 
+    @property
+    def failed_syncs(self) -> int:
+        """How many syncs have failed."""
+        ...
+
+    def is_in_doubt(self, extents: Sequence[Extent], failed_syncs: int) -> bool:
+        """Whether a sync failed of what was written at ``extents`` after so many failed syncs."""
+        ...
+
+    def check(self) -> None:
+        """Look whether every file is still under a name."""
+        ...
+
     def sync_names(self) -> None:
         """Return when the files themselves would survive a power loss."""
         ...
@@ -125,6 +138,8 @@ class Segments:
         self._limit = 0
         self._is_dense = True
         self._has_new_names = False
+        self._doubts: dict[int, int] = {}  # when a sync of a file failed, by its number
+        self.failed_syncs = 0
 
     def reopen(self, end: int) -> None:
         """Open the files of addresses below ``end``, empty ones where they are missing; remove those above.
@@ -169,9 +184,31 @@ class Segments:
         """Return when what was written to a file would survive a power loss.
 
         Raises:
-            OSError: it might not, and nobody can tell which part of it.
+            OSError: it might not; and what was written there so far is in doubt from now on.
         """
-        self._syscalls.sync(self._fds[index])
+        try:
+            self._syscalls.sync(self._fds[index])
+        except OSError:
+            # The kernel drops what it could not write, and tells so only once: syncing again proves nothing.
+            self.failed_syncs += 1
+            self._doubts[index] = self.failed_syncs
+            raise
+
+    def is_in_doubt(self, extents: Sequence[Extent], failed_syncs: int) -> bool:
+        """Whether a sync failed of what was written at ``extents`` after so many failed syncs."""
+        return any(self._doubts.get(index, 0) > failed_syncs for index in self.indices(extents))
+
+    def check(self) -> None:
+        """Look whether every file is still under a name.
+
+        Raises:
+            OSError: one was removed.
+        """
+        for index, fd in enumerate(self._fds):
+            if not os.fstat(fd).st_nlink:
+                raise FileNotFoundError(
+                    errno.ENOENT, "it was removed while it was in use", str(self._name(index))
+                )
 
     def sync_names(self) -> None:
         """Return when the files themselves would survive a power loss.

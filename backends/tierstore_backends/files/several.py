@@ -47,10 +47,31 @@ class Owners:
             given_up.pop_all()
         return cls(owners)
 
+    @property
+    def noted_commit(self) -> int:
+        """What a dead owner noted in the first directory, where the manifest is."""
+        return self._owners[0].noted_commit
+
+    def note_commit(self, commit: int) -> None:
+        """Note that a commit came to its end."""
+        self._owners[0].note_commit(commit)
+
+    def check(self) -> None:
+        """Look whether the directories are still the ones that were claimed."""
+        for owner in self._owners:
+            owner.check()
+
     def sweep(self) -> None:
         """Remove scratch files that dead owners left."""
         for owner in self._owners:
             owner.sweep()
+
+    def leave(self) -> None:
+        """Let the next one in; leave what a dead owner noted."""
+        first, *others = self._owners
+        first.leave()
+        for owner in others:
+            owner.release()
 
     def release(self) -> None:
         """Give all of them up; then raise the first error.  Idempotent."""

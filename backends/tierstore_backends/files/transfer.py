@@ -34,13 +34,14 @@ class FileSlot:
         block_bytes: the most bytes of a piece.
     """
 
-    __slots__ = ("block_bytes", "extents", "home", "nbytes", "state", "sums")
+    __slots__ = ("block_bytes", "extents", "failed_syncs", "home", "nbytes", "state", "sums")
 
     def __init__(self, nbytes: int, extents: Sequence[Extent], home: object, block_bytes: int) -> None:
         self.nbytes = nbytes
         self.extents = extents
         self.home = home
         self.block_bytes = block_bytes
+        self.failed_syncs = 0  # how many there had been when it was written
         self.state = SlotState.RESERVED
         self.sums: tuple[int, ...] = ()  # of each piece, once written; none if none are kept
 
@@ -167,6 +168,18 @@ class Piece:
         """Return the caller's bytes.  To be let go before the transfer ends."""
         whole = memoryview(self.buffer.numpy())  # type: ignore[arg-type]  # 3.11's stubs know no Buffer
         return whole if len(whole) == self.stop - self.start else whole[self.start : self.stop]
+
+
+def by_piece(slot: FileSlot, segment_bytes: int) -> Iterator[FileSlot]:
+    """Yield the pieces of a slot that has sums as slots of their own."""
+    left_bytes = slot.nbytes
+    parts = _parts(slot.extents, slot.block_bytes, segment_bytes)
+    for extent, total in zip(parts, slot.sums, strict=True):
+        part = FileSlot(min(left_bytes, extent[1] - extent[0]), (extent,), slot.home, slot.block_bytes)
+        part.sums = (total,)
+        part.state = SlotState.WRITTEN
+        left_bytes -= part.nbytes
+        yield part
 
 
 def cut(transfer: Transfer, *, segment_bytes: int) -> list[Piece]:

@@ -23,7 +23,7 @@ from tierstore_backends.files.options import EngineName, FilesOptions
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.stripes import Stripes
 from tierstore_backends.files.syscalls import Syscalls
-from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transfer, cut
+from tierstore_backends.files.transfer import Direction, FileSlot, Piece, SlotState, Transfer, cut
 
 _log = logging.getLogger("tierstore.files")
 
@@ -139,7 +139,12 @@ class DriveEngine:
         self._engines[leg.drive].submit(leg.pieces)
 
     def move(self, slot: FileSlot, full: set[int]) -> bool:
-        """Give a slot addresses on drives that are not ``full``; return whether there are any."""
+        """Give a slot addresses on drives that are not ``full``; return whether it has some now.
+
+        Not one that has bytes, which are only written again: its addresses are no part of this write.
+        """
+        if slot.state is not SlotState.RESERVED:
+            return False
         moved = self._stripes.move(slot.extents, full)
         if moved is None:
             return False
