@@ -58,6 +58,16 @@ class ScriptedKernel:
         self._note("truncate", 0, nbytes)
         KERNEL.truncate(fd, nbytes)
 
+    def sync(self, fd: int) -> None:
+        """See `Syscalls`."""
+        self._note("sync", 0, 0)
+        KERNEL.sync(fd)
+
+    def sync_folder(self, fd: int) -> None:
+        """See `Syscalls`."""
+        self._note("sync folder", 0, 0)
+        KERNEL.sync_folder(fd)
+
     def of_kind(self, kind: str) -> list[tuple[int, int]]:
         """Return (offset, bytes) of every call of ``kind``."""
         with self._lock:

@@ -19,6 +19,8 @@ from tierstore_backends.files import open_backend
         {"direct": False},
         {"direct": False, "checksum": False, "enable_aio": False},
         {"aio_block_size": "64KiB", "aio_queue_depth": 2},
+        {"durable": True},
+        {"durable": True, "checksum": False, "direct": False, "enable_aio": False},
     ],
     ids=str,
 )

@@ -144,7 +144,7 @@ def test_a_short_transfer_at_any_call_is_continued(tmp_path: Path, most: int) ->
     assert calls > 20
 
 
-@pytest.mark.parametrize("code", [errno.EINTR, errno.EINVAL])
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN, errno.EINVAL])
 def test_what_another_try_can_mend_is_mended_at_any_call(tmp_path: Path, code: int) -> None:
     at_every_call(tmp_path, failing(code), "read", "write", check=no_error)
 
@@ -162,14 +162,15 @@ def test_an_error_says_whether_a_retry_can_help(tmp_path: Path, code: int, *, is
     kernel = ScriptedKernel()
     files = open_files(tmp_path, syscalls=kernel)
     slot = files.reserve(5000)
-    kernel.twist = Nth(1, failing(code), "write")
+    kernel.twist = always("write", code)
     error = outcome(files.write(slot, buffer(5000)))
+    kernel.twist = None
     assert isinstance(error, BackendError)
     assert error.transient == is_transient
     assert isinstance(error.__cause__, OSError)
     assert str(error) == (
         f"writing 5000 bytes at offset 0 of {tmp_path / segment_name(0)} failed: "
-        f"{errno.errorcode[code]} (scripted after 8192 bytes)"
+        f"{errno.errorcode[code]} (scripted for 8192 bytes at 0)"
     )
     finish(files.write(slot, buffer(5000)))
     files.close()

@@ -25,7 +25,7 @@ from tests.files_disk import (
 )
 from tierstore.errors import BackendError, UsageError
 from tierstore_backends.files import owner as ownership
-from tierstore_backends.files.engine import ThreadEngine
+from tierstore_backends.files.engines.threads import ThreadEngine
 from tierstore_backends.files.options import Direct
 from tierstore_backends.files.owner import DirectoryOwner, segment_name
 from tierstore_backends.files.piece_queue import PieceQueue
@@ -33,7 +33,7 @@ from tierstore_backends.files.probe import probe
 from tierstore_backends.files.syscalls import KERNEL, _Kernel
 from tierstore_backends.files.transfer import Piece
 
-LOCK = "tierstore-scratch.lock"
+LOCK = "tierstore.lock"
 
 
 # --- threads ------------------------------------------------------------------------------------

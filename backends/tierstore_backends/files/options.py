@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 import enum
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import cast
 
 from tierstore.errors import ConfigError
 from tierstore.units import GIB, MIB, parse_bytes
@@ -28,9 +29,19 @@ class Direct(enum.Enum):
     NEVER = enum.auto()
 
 
+class EngineName(enum.Enum):
+    """Who moves the bytes."""
+
+    AUTO = "auto"  # what measured best: worker threads; or nobody, where ``enable_aio`` is off
+    THREADS = "threads"
+    IO_URING = "io_uring"
+    AIOFILES = "aiofiles"
+    PLAIN = "plain"  # the calling thread
+
+
 @dataclass(frozen=True, slots=True)
 class FilesOptions:
-    """How to use a directory as scratch space.
+    """How to use a directory.
 
     Attributes:
         path: the directory; made with its parents where it is missing.
@@ -38,11 +49,16 @@ class FilesOptions:
             neighbours are merged up to it.  Rounded up to the alignment.  4 MiB is what measured
             best: with 1 MiB, threads meet at the interpreter's lock four times as often, which
             cost 10 to 20 % of a disk of 4 GB/s.
-        aio_queue_depth: at most this many pieces are in the workers' hands at a time.
+        aio_queue_depth: at most this many pieces are in flight at a time.
         enable_aio: ``False`` moves every transfer in the calling thread, before the call returns.
+        engine: who moves the bytes: ``"auto"``, ``"threads"``, ``"io_uring"``, ``"aiofiles"`` or
+            ``"plain"`` in the mapping.
         checksum: whether bytes are summed when written and compared when read.
-        threads: how many workers move bytes; how many callers do where ``enable_aio`` is off.
+        threads: how many workers move bytes; how many callers do with the engine ``plain``.
         direct: ``"auto"``, ``True`` or ``False`` in the mapping.
+        durable: whether what was committed is found again when the directory is opened later.
+        salvage: open a durable directory also if its manifest is damaged and names are lost: with what
+            can be read, for good.
     """
 
     path: Path
@@ -52,6 +68,9 @@ class FilesOptions:
     checksum: bool = True
     threads: int = 4
     direct: Direct = Direct.AUTO
+    engine: EngineName = EngineName.AUTO
+    durable: bool = False
+    salvage: bool = False
 
 
 def parse_options(options: Mapping[str, object]) -> FilesOptions:
@@ -72,10 +91,23 @@ def parse_options(options: Mapping[str, object]) -> FilesOptions:
         except ConfigError as error:
             faults.append(f"{name}={given!r}: {error}")
     if "path" not in options:
-        faults.append("path is missing: the directory to keep scratch files in")
+        faults.append("path is missing: the directory to keep files in")
+    faults += _contradictions(values)
     if faults:
         raise ConfigError("options of the 'files' backend: " + "; ".join(faults))
     return FilesOptions(**values)  # type: ignore[arg-type]  # each reader returns its field's type
+
+
+def _contradictions(values: Mapping[str, object]) -> Iterator[str]:
+    """Yield what is wrong with options that are each well by themselves."""
+    engine = cast("EngineName", values.get("engine", EngineName.AUTO))
+    if values.get("enable_aio") is False and engine not in (EngineName.AUTO, EngineName.PLAIN):
+        yield (
+            f"engine={engine.value!r} moves bytes in the background and enable_aio=False forbids that: "
+            "leave one out, or say engine='plain'"
+        )
+    if values.get("direct") is Direct.ALWAYS and engine is EngineName.AIOFILES:
+        yield "engine='aiofiles' goes through the page cache and direct=True forbids that: leave one out"
 
 
 def _unknown(name: str) -> str:
@@ -131,6 +163,13 @@ def _direct(given: object) -> Direct:
     raise ConfigError("accepted: 'auto', True or False")
 
 
+def _engine(given: object) -> EngineName:
+    for name in EngineName:
+        if given == name.value:
+            return name
+    raise ConfigError(f"accepted: {', '.join(repr(name.value) for name in EngineName)}")
+
+
 _READERS: Mapping[str, Callable[[object], object]] = {
     "path": _path,
     "aio_block_size": _block_size,
@@ -139,4 +178,7 @@ _READERS: Mapping[str, Callable[[object], object]] = {
     "checksum": _switch,
     "threads": _threads,
     "direct": _direct,
+    "engine": _engine,
+    "durable": _switch,
+    "salvage": _switch,
 }

@@ -22,14 +22,21 @@ class Space:
         capacity_bytes: the most the files may hold.
         alignment_bytes: what every extent is a multiple of.
         segments: the files.
+        live: what is reserved from the beginning: sorted, aligned, no two overlapping.
+
+    Raises:
+        CapacityError: ``live`` is more than the capacity.
+        BackendError: the files hold more than the capacity and could not be cut.
     """
 
-    def __init__(self, capacity_bytes: int, alignment_bytes: int, segments: Segments) -> None:
+    def __init__(
+        self, capacity_bytes: int, alignment_bytes: int, segments: Segments, live: Sequence[Extent] = ()
+    ) -> None:
         self._segments = segments
         self._resizing = threading.Lock()  # one resize at a time; held while files are cut
         self._lock = threading.Lock()  # guards the layout
-        self._layout = Layout(capacity_bytes, alignment_bytes)
-        segments.limit(self._layout.end, is_dense=True)
+        self._layout = Layout(capacity_bytes, alignment_bytes, live)
+        self._settle(self._layout.end, self._layout.retired_ranges, is_dense=self._layout.is_dense)
 
     def reserve(self, nbytes: int) -> tuple[Extent, ...]:
         """Take extents for ``nbytes``.
@@ -58,12 +65,7 @@ class Space:
             with self._lock:
                 retired = self._layout.resize(capacity_bytes)
                 end, is_dense = self._layout.end, self._layout.is_dense
-            try:
-                self._segments.limit(end, is_dense=is_dense)
-                for start, stop in retired:
-                    self._segments.punch(start, stop)
-            except OSError as error:
-                raise BackendError(f"scratch files could not be made smaller: {error}") from error
+            self._settle(end, retired, is_dense=is_dense)
 
     def give_back(self) -> None:
         """Give the blocks of everything that is free back to the file system, which has none left.
@@ -87,3 +89,12 @@ class Space:
             tail_start = self._layout.tail_start
         # What is reserved from here on may lie there too, but nobody writes it before this returns.
         self._segments.trim(tail_start)
+
+    def _settle(self, end: int, retired: Sequence[Extent], *, is_dense: bool) -> None:
+        """Let the files hold what is in use and nothing else."""
+        try:
+            self._segments.limit(end, is_dense=is_dense)
+            for start, stop in retired:
+                self._segments.punch(start, stop)
+        except OSError as error:
+            raise BackendError(f"files could not be made smaller: {error}") from error

@@ -10,10 +10,32 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+from tierstore_backends.files.transfer import Direction
 
 _KEEP_SIZE = 0x01  # <linux/falloc.h>
 _PUNCH_HOLE = 0x02
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Bytes to move, in one go, between memory and a file.
+
+    Attributes:
+        direction: which way.
+        fd: the open file.
+        address: which of the backend's addresses comes first, for those who cannot use a descriptor.
+        vector: the memory, in the file's order.  Whoever carries the call out keeps it alive.
+        offset: where the bytes begin in the file.
+    """
+
+    direction: Direction
+    fd: int
+    address: int
+    vector: Sequence[memoryview]
+    offset: int
 
 
 class Syscalls(Protocol):
@@ -37,6 +59,14 @@ class Syscalls(Protocol):
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """Make the file ``nbytes`` long."""
+        ...
+
+    def sync(self, fd: int) -> None:
+        """Return when what was written to the file would survive a power loss, and its length too."""
+        ...
+
+    def sync_folder(self, fd: int) -> None:
+        """Return when the names in a directory would survive a power loss."""
         ...
 
 
@@ -65,6 +95,12 @@ class _Kernel:
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def sync_folder(self, fd: int) -> None:
+        os.fsync(fd)  # a new name is no data: fdatasync may pass it over
 
     def _change(self, fd: int, mode: int, offset: int, nbytes: int) -> None:
         if self._fallocate is None:

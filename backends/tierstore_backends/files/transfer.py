@@ -1,8 +1,8 @@
 """What moves: slots, transfers of their bytes, and the pieces that transfers are cut into.
 
 A piece is contiguous in one file and in the caller's buffer, and at most one block long.  The cut
-of a slot is a function of its extents alone, so the pieces of a read are those of the write, and
-each has its own checksum: pieces need no order.
+of a slot is a function of its extents and of the block that it was written with, so the pieces of a
+read are those of the write, and each has its own checksum: pieces need no order.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ class FileSlot:
         nbytes: what ``read`` and ``write`` move.
         extents: where.
         home: the backend it belongs to, which lives as long as any of its slots.
+        block_bytes: the most bytes of a piece.
     """
 
-    __slots__ = ("extents", "home", "nbytes", "state", "sums")
+    __slots__ = ("block_bytes", "extents", "home", "nbytes", "state", "sums")
 
-    def __init__(self, nbytes: int, extents: Sequence[Extent], home: object) -> None:
+    def __init__(self, nbytes: int, extents: Sequence[Extent], home: object, block_bytes: int) -> None:
         self.nbytes = nbytes
         self.extents = extents
         self.home = home
+        self.block_bytes = block_bytes
         self.state = SlotState.RESERVED
-        self.sums: tuple[int, ...] = ()  # of each piece, once written; of no meaning if none are kept
+        self.sums: tuple[int, ...] = ()  # of each piece, once written; none if none are kept
 
     def __repr__(self) -> str:
         """Show where the bytes are."""
@@ -101,12 +103,13 @@ class Transfer:
         """Note at the slots what was written there."""
         if len(pieces) == len(self.slots) and not errors:
             for slot, piece in zip(self.slots, pieces, strict=True):
-                slot.sums = (piece.sum,)
+                slot.sums = () if piece.sum is None else (piece.sum,)
                 slot.state = SlotState.WRITTEN
             return
         sums: list[list[int]] = [[] for _ in self.slots]
         for piece in pieces:
-            sums[piece.part].append(piece.sum)
+            if piece.sum is not None:
+                sums[piece.part].append(piece.sum)
         for part, slot in enumerate(self.slots):
             if part not in errors:
                 slot.sums = tuple(sums[part])
@@ -134,7 +137,7 @@ class Piece:
         self.address, self.end = extent
         self.error: BaseException | None = None
         self.is_queued = False
-        self.sum = 0  # of the caller's bytes, where it is written
+        self.sum: int | None = None  # of the caller's bytes, where it is written and sums are kept
 
     @property
     def buffer(self) -> Buffer:
@@ -147,15 +150,15 @@ class Piece:
         return whole if len(whole) == self.stop - self.start else whole[self.start : self.stop]
 
 
-def cut(transfer: Transfer, *, block_bytes: int, segment_bytes: int) -> list[Piece]:
-    """Cut a transfer into pieces of at most ``block_bytes`` that lie in one file each."""
+def cut(transfer: Transfer, *, segment_bytes: int) -> list[Piece]:
+    """Cut a transfer into pieces of at most a block of their slot that lie in one file each."""
     pieces: list[Piece] = []
     for part, slot in enumerate(transfer.slots):
-        if len(slot.extents) == 1 and _is_whole(slot.extents[0], block_bytes, segment_bytes):
+        if len(slot.extents) == 1 and _is_whole(slot.extents[0], slot.block_bytes, segment_bytes):
             pieces.append(Piece(transfer, part, 0, 0, slot.nbytes, slot.extents[0]))
             continue
         start = 0
-        for index, extent in enumerate(_parts(slot.extents, block_bytes, segment_bytes)):
+        for index, extent in enumerate(_parts(slot.extents, slot.block_bytes, segment_bytes)):
             stop = min(slot.nbytes, start + extent[1] - extent[0])
             pieces.append(Piece(transfer, part, index, start, stop, extent))
             start = stop
