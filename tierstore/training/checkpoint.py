@@ -132,14 +132,15 @@ class Checkpoint:
         write_file(path, entries, tensors(), {"format": "pt"})
 
     def _write_state(self, directory: Path) -> None:
-        sources: Sources = []
+        sources: Sources = {}
         document = {
             "format": _FORMAT,
             "optimizers": [
                 self._describe(i, optimizer, sources) for i, optimizer in enumerate(self._optimizers)
             ],
         }
-        write_file(directory / STATE, [entry for entry, _ in sources], self._read_runs(sources), {})
+        entries = [Entry.of(name, tensor) for name, tensor in sources.items()]
+        write_file(directory / STATE, entries, self._read_runs(sources), {})
         with (directory / SCALARS).open("w", encoding="utf-8") as file:
             json.dump(document, file)
             file.flush()
@@ -168,7 +169,7 @@ class Checkpoint:
 
     def _read_runs(self, sources: Sources) -> Iterator[torch.Tensor]:
         """Read tensors; those that lie together are read together."""
-        for _, tensor in sources:
+        for tensor in sources.values():
             yield from self._access.read([tensor])
 
     # --- loading ------------------------------------------------------------------------------

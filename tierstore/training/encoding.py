@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from tierstore.errors import UsageError
-from tierstore.training.tensorfile import Entry
 
-Sources = list[tuple[Entry, torch.Tensor]]
-"""Tensors that a document refers to by name."""
+Sources = dict[str, torch.Tensor]
+"""Tensors that a document refers to, by name."""
 
 Encode = Callable[[object, str], object]
 Groups = list[list[str]]
@@ -37,8 +36,11 @@ def encode(value: object, name: str, sources: Sources) -> object:
         UsageError: a value that a checkpoint cannot hold; the message names it.
     """
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        sources.append((Entry.of(name, value), value))
-        return {"tensor": name, "device": "cpu" if value.dim() else str(value.device)}
+        unique = name
+        while unique in sources:  # keys of dicts may be anything
+            unique += "'"
+        sources[unique] = value
+        return {"tensor": unique, "device": "cpu" if value.dim() else str(value.device)}
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [encode(each, f"{name}/{number}", sources) for number, each in enumerate(value)]}
