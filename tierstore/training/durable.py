@@ -36,6 +36,7 @@ from tierstore.training.document import (
     unfinished,
 )
 from tierstore.training.encoding import Sources, describe_optimizer, encode, not_in_the_model
+from tierstore.training.hooks import ModuleWindows
 from tierstore.training.optimizer import OptimizerSteps
 from tierstore.training.tensorfile import Entry, pack
 
@@ -47,6 +48,7 @@ class DurableState:
         model: that is trained.
         store: durable.
         bindings: of the model.
+        windows: of its modules.
         bundles: of its parameters.
         steps: of its optimizers.
         checkpoints: how many were made so far, in earlier runs.
@@ -61,6 +63,7 @@ class DurableState:
         model: nn.Module,
         store: Store,
         bindings: Bindings,
+        windows: ModuleWindows,
         bundles: Sequence[Binding],
         steps: Sequence[OptimizerSteps],
         checkpoints: int,
@@ -68,6 +71,7 @@ class DurableState:
         self._model = model
         self._store = store
         self._bindings = bindings
+        self._windows = windows
         self._bundles = bundles
         self._steps = steps
         self.checkpoints = checkpoints
@@ -88,6 +92,9 @@ class DurableState:
             CapacityError, BackendError: as from `Store.flush`; the former checkpoint is unharmed.
         """
         begin = time.perf_counter()
+        self._windows.discard_interrupted()
+        if not self._windows.is_outermost:
+            raise UsageError("the model runs: make a checkpoint between steps.")
         for steps in self._steps:
             steps.require_whole()
         with self._bindings.alone():
@@ -118,8 +125,8 @@ class DurableState:
             names = ", ".join(repr(binding.places[0].name) for binding in busy[:3])
             raise UsageError(
                 f"the bytes of {len(busy)} bundles are in use ({names}{', ...' if len(busy) > 3 else ''}): "
-                "the model runs, or something refers to them, such as p.data, p.detach() or a graph of "
-                "gradients. Make a checkpoint between steps, and let go of such references first.",
+                "something refers to them, such as p.data, p.detach() or a pass of the model in another "
+                "thread. Make a checkpoint between steps, and let go of such references first.",
                 key=busy[0].key,
             )
 

@@ -113,7 +113,7 @@ class Session:
     def make_durable(self, checkpoints: int) -> None:
         """Let checkpoints be made, after so many in earlier runs."""
         self.durable = DurableState(
-            self.model, self.store, self.bindings, self.bundles, self.steps, checkpoints
+            self.model, self.store, self.bindings, self.windows, self.bundles, self.steps, checkpoints
         )
 
     def move_buffers(self) -> None:
