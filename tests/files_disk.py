@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from tierstore.spi import Buffer, Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files.backend import FilesBackend
+from tierstore_backends.files.durable import DurableFiles
 from tierstore_backends.files.options import parse_options
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
 
@@ -191,6 +192,27 @@ def open_files(
     return FilesBackend(
         capacity_bytes,
         parse_options({"path": path, **options}),
+        syscalls=syscalls,
+        segment_bytes=segment_bytes,
+        stride_bytes=stride_bytes,
+        quiet_s=quiet_s,
+    )
+
+
+def open_durable(
+    path: Path,
+    capacity_bytes: int = 8 * MIB,
+    *,
+    syscalls: Syscalls = KERNEL,
+    segment_bytes: int = 64 * MIB,
+    stride_bytes: int = 64 * KIB,
+    quiet_s: float = 3600.0,
+    options: Mapping[str, object] | None = None,
+) -> DurableFiles:
+    """Open durable files whose geometry fits a test."""
+    return DurableFiles(
+        capacity_bytes,
+        parse_options({"path": path, "durable": True, **(options or {})}),
         syscalls=syscalls,
         segment_bytes=segment_bytes,
         stride_bytes=stride_bytes,
