@@ -15,6 +15,8 @@ from tierstore.errors import ConfigError
 EMULATED = "emulated"
 CPU = "cpu"
 
+_BLOCK_BYTES = 512  # of st_blocks, whatever the file system (stat(2))
+
 
 def default_device() -> str:
     """Return the accelerator's name if this machine has one, else ``"cpu"``."""
@@ -67,3 +69,9 @@ def free_disk_bytes(path: str) -> int:
     while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free
+
+
+def held_disk_bytes(path: str) -> int:
+    """Return how many bytes of its file system the files under ``path`` take now."""
+    files = (each for each in Path(path).rglob("*") if each.is_file() and not each.is_symlink())
+    return sum(each.stat().st_blocks * _BLOCK_BYTES for each in files)

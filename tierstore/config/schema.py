@@ -135,24 +135,21 @@ class StoreConfig:
             offload_cpu_size: capacity of ``host``; ``None``: the available host memory.
             offload_disk_size: capacity of ``disk``; ``None``: the free space at ``offload_path``.
             offload_path: the directory that ``disk`` keeps its files in.
-            durable: only ``False`` in this version: the disk tier is scratch space.
+            durable: whether a store that is opened on the same ``offload_path`` later finds what the last
+                flush left; with ``False`` the disk tier is scratch space.
             more: any other key of `OffloadConfig`; ``eviction`` is ``"lru"`` unless given.  Keys
                 that only a training loop reads are checked, and mean nothing to a store.
 
         Raises:
             ConfigError: lists every fault.
         """
-        if durable is not False:
-            raise ConfigError(
-                f"durable={durable!r}: not available in this version; "
-                "accepted: False (the disk tier is scratch space)"
-            )
         keys = {
             "device": device,
             "max_device_memory": max_device_memory,
             "offload_cpu_size": offload_cpu_size,
             "offload_disk_size": offload_disk_size,
             "offload_path": offload_path,
+            "durable": durable,
         }
         return OffloadConfig.from_mapping({"eviction": "lru"} | more | keys).store_config()
 
@@ -177,7 +174,8 @@ class OffloadConfig:
 
     The names and defaults are those of the reference configuration; ``offload_grad``,
     ``offload_optimizer``, ``device``, ``device_options``, ``eviction``, ``checksum``,
-    ``optimizer_target`` and ``codec`` are ours.  Sizes may be given as text and are kept in bytes.
+    ``optimizer_target``, ``codec`` and ``durable`` are ours.  Sizes may be given as text and are kept in
+    bytes.
 
     Args:
         memory_offload: ``"ON"`` or ``"OFF"``; with OFF nothing is offloaded.
@@ -206,6 +204,8 @@ class OffloadConfig:
         checksum: whether bytes read from disk are compared with those written.
         optimizer_target: where the optimizer computes: ``"device"`` or ``"cpu"``.
         codec: how bytes on disk are compressed where that pays: ``"lz4"``; ``None`` or ``"none"``: not.
+        durable: whether the files survive the process: `Offload.checkpoint` makes the state of training
+            durable there, and the next ``offload`` on the same ``offload_path`` resumes from it.
 
     Raises:
         ConfigError: lists every fault.
@@ -234,6 +234,7 @@ class OffloadConfig:
     checksum: bool = True
     optimizer_target: str = "device"
     codec: str | None = None
+    durable: bool = False
 
     def __post_init__(self) -> None:
         faults = Faults("OffloadConfig")
@@ -341,16 +342,22 @@ class OffloadConfig:
 
     def _disk_tiers(self) -> list[TierConfig]:
         path = str(self.offload_path)
-        capacity = machine.free_disk_bytes(path) if self.offload_disk_size is None else self.offload_disk_size
+        capacity = self.offload_disk_size
+        if capacity is None:
+            # What a durable directory keeps is charged to the tier as soon as it is opened.
+            kept_bytes = machine.held_disk_bytes(path) if self.durable else 0
+            capacity = machine.free_disk_bytes(path) + kept_bytes
         if capacity == 0:
             return []
-        options = {
+        options: dict[str, object] = {
             "path": path,
             "aio_block_size": self.aio_block_size,
             "aio_queue_depth": self.aio_queue_depth,
             "enable_aio": self.enable_aio,
             "checksum": self.checksum,
         }
+        if self.durable:
+            options["durable"] = True
         return [
             TierConfig(name="disk", backend="files", capacity=capacity, options=options, codec=self.codec)
         ]
@@ -380,6 +387,7 @@ _OFFLOAD: dict[str, Check] = {
     "checksum": checks.flag,
     "optimizer_target": checks.one_of("device", "cpu"),
     "codec": checks.codec,
+    "durable": checks.flag,
 }
 
 
@@ -387,6 +395,9 @@ def _judge(values: Mapping[str, object], faults: Faults) -> dict[str, object]:
     """Check every key of an offload configuration, alone and together; return what passed."""
     kept = faults.checked(values, _OFFLOAD)
     _judge_device(kept, faults)
+    if kept.get("durable") and kept.get("offload_disk_size") == 0:
+        reason = "needs a disk, and offload_disk_size=0 says that there is none; accepted: False"
+        faults.add("durable", kept["durable"], reason)
     return kept
 
 
