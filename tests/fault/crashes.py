@@ -2,9 +2,10 @@
 
 ``python -m tests.fault.crashes --trials 500 DIRECTORY`` forks a worker that opens the store in the
 directory, checks that it holds exactly what an earlier flush left, and then puts, replaces, writes, evicts,
-drops, renames and flushes at random, until it is killed with SIGKILL at a random moment.  The next
-worker goes on from there.  The worker says what it does in a journal, which is the oracle: it tells what
-was there when a flush began and that it has ended, and never asks the store.
+drops, renames and flushes at random, until it is killed with SIGKILL at a random moment.  The next worker
+goes on from there; every third one compresses what it writes.  The worker says what it does in a journal,
+which is the oracle: it tells what was there when a flush began and that it has ended, and never asks the
+store.
 
 What a kill cannot show, since the kernel lives on, is what a missing sync would cost: the order of syncs
 is tested where the kernel is scripted.
@@ -42,7 +43,8 @@ def bytes_of(version: int) -> torch.Tensor:
     """Return the bytes of a version: their number and their values follow from it."""
     rng = np.random.default_rng(version)
     nbytes = int(rng.choice([0, 1, 100, 4096, 70_000, _LARGEST_BYTES]))
-    return torch.from_numpy(rng.integers(0, 256, nbytes, dtype=np.uint8))
+    largest = 256 if version % 2 else 3  # every other one can be compressed
+    return torch.from_numpy(rng.integers(0, largest, nbytes, dtype=np.uint8))
 
 
 class Journal:
@@ -79,12 +81,12 @@ def read_journal(path: Path) -> tuple[list[Image], str]:
     return possible, last
 
 
-def open_store(directory: Path) -> ts.Store:
+def open_store(directory: Path, codec: str | None) -> ts.Store:
     """Open the store: a host tier that is much too small, above a durable one."""
     options = {"path": str(directory / "store"), "durable": True, "aio_block_size": "64KiB"}
     tiers = [
         ts.TierConfig("host", "pinned", "1MiB", options={"host_mem_block_size": "1MiB"}),
-        ts.TierConfig("disk", "files", "64MiB", options=options),
+        ts.TierConfig("disk", "files", "64MiB", options=options, codec=codec),
     ]
     return ts.Store(ts.StoreConfig(tiers))
 
@@ -102,7 +104,7 @@ class Worker:
         self._possible, _ = read_journal(directory / "journal")
         self._journal = Journal(directory / "journal")
         self._version = seed * 1_000_000
-        self._store = open_store(directory)
+        self._store = open_store(directory, "lz4" if seed % 3 == 0 else None)
         self._durable: Image = {}
         self._there: Image = {}
         self._is_renamed = False  # since the last flush of every key
