@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.files_disk import PAGE, blank, buffer, finish, open_durable, outcome
@@ -181,6 +181,7 @@ def look(files: DurableFiles) -> set[str]:
 
 
 @pytest.mark.parametrize("state", ["closed", "crashed"])
+@example(damage=[("garbage", 0.185546875, 1)], in_log=False)  # SQLite's message is no text
 @given(damage=st.lists(DAMAGE, min_size=1, max_size=2), in_log=st.booleans())
 def test_a_damaged_manifest_is_refused_or_tells_no_lie(
     stores: dict[str, Path], state: str, damage: list[tuple[str, float, int]], in_log: bool
