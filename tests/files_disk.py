@@ -11,8 +11,10 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
+from tierstore.errors import BackendError
 from tierstore.spi import Buffer, Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files.backend import FilesBackend
@@ -23,6 +25,20 @@ from tierstore_backends.files.syscalls import KERNEL, Call, Ring, Streams, Sysca
 _RANDOM = torch.randint(
     0, 256, (8 * MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
 )  # different seeds of ``buffer`` are different windows
+
+
+def _ring_fault() -> str | None:
+    try:
+        KERNEL.open_ring(1, is_direct=False).close()
+    except (OSError, BackendError) as error:
+        return f"no io_uring here: {error}"
+    return None
+
+
+_fault = _ring_fault()
+needs_ring = pytest.mark.skipif(_fault is not None, reason=_fault or "")
+IN_BACKGROUND = ["threads", pytest.param("io_uring", marks=needs_ring), "aiofiles"]
+EVERY_ENGINE = [*IN_BACKGROUND, "plain"]
 
 TIMEOUT_S = 30.0
 PAGE = 4096

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.files_disk import needs_ring
 from tierstore.spi import Backend
 from tierstore.testing.conformance import BackendConformance
 from tierstore_backends.files import open_backend
@@ -18,10 +19,12 @@ from tierstore_backends.files import open_backend
         {"engine": "aiofiles"},
         {"engine": "aiofiles", "checksum": False, "threads": 1},
         {"engine": "aiofiles", "aio_block_size": "64KiB", "aio_queue_depth": 2},
-        {"engine": "io_uring"},
-        {"engine": "io_uring", "checksum": False, "aio_queue_depth": 1},
-        {"engine": "io_uring", "direct": False},
-        {"engine": "io_uring", "aio_block_size": "64KiB", "aio_queue_depth": 2},
+        pytest.param({"engine": "io_uring"}, marks=needs_ring),
+        pytest.param({"engine": "io_uring", "checksum": False, "aio_queue_depth": 1}, marks=needs_ring),
+        pytest.param({"engine": "io_uring", "direct": False}, marks=needs_ring),
+        pytest.param(
+            {"engine": "io_uring", "aio_block_size": "64KB", "aio_queue_depth": 2}, marks=needs_ring
+        ),
         {"engine": "threads", "aio_block_size": "64KiB", "aio_queue_depth": 1},
     ],
     ids=str,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.files_disk import (
+    EVERY_ENGINE,
     PAGE,
     Gate,
     Nth,
@@ -34,7 +35,7 @@ from tierstore_backends.files.syscalls import KERNEL
 from tierstore_backends.files.transfer import FileSlot
 
 BLOCK = 16 * KIB
-every_engine = pytest.mark.parametrize("engine", ["threads", "io_uring", "aiofiles", "plain"])
+every_engine = pytest.mark.parametrize("engine", EVERY_ENGINE)
 
 
 @pytest.mark.parametrize("direct", ["auto", False])
