@@ -61,9 +61,9 @@ def available_host_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def free_disk_bytes(path: str) -> int:
-    """Return the free bytes of the file system that ``path`` is, or would be, on."""
-    place = Path(path).absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+def free_disk_bytes(*paths: str) -> int:
+    """Return the free bytes of the file systems that ``paths`` are, or would be, on."""
+    places = [Path(path).absolute() for path in paths]
+    there = [next(place for place in (path, *path.parents) if place.exists()) for path in places]
+    by_device = {place.stat().st_dev: place for place in there}
+    return sum(shutil.disk_usage(place).free for place in by_device.values())
