@@ -226,6 +226,14 @@ def test_what_is_not_given_is_asked_of_the_machine(monkeypatch: pytest.MonkeyPat
     assert [tier.capacity for tier in config.tiers] == [1234, 5678]
 
 
+def test_several_directories_are_one_disk_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_disk_bytes", lambda *paths: {("a", "b"): 5678}[paths])
+    disk = StoreConfig.default("cpu", offload_cpu_size=1, offload_path=["a", "b"]).tiers[-1]
+    assert (disk.capacity, disk.options["path"]) == (5678, ["a", "b"])
+    disk = StoreConfig.default("cpu", offload_cpu_size=1, offload_disk_size=1, offload_path=["a"]).tiers[-1]
+    assert disk.options["path"] == "a"
+
+
 def test_a_device_s_free_memory_is_its_default_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "require_accelerator", lambda device: None)
     monkeypatch.setattr(machine, "free_device_bytes", {"cuda:1": 77}.__getitem__)
@@ -322,6 +330,11 @@ def test_the_eviction_of_the_default_can_be_chosen() -> None:
 
 def test_free_disk_is_asked_of_the_nearest_directory_that_exists(tmp_path: object) -> None:
     assert machine.free_disk_bytes(f"{tmp_path}/not/yet/there") > 0
+
+
+def test_directories_on_one_disk_have_its_free_space_once(tmp_path: object) -> None:
+    alone = machine.free_disk_bytes(f"{tmp_path}/a")
+    assert machine.free_disk_bytes(f"{tmp_path}/a", f"{tmp_path}/b") < 1.5 * alone
 
 
 def test_a_machine_has_some_memory_available() -> None:

@@ -49,7 +49,8 @@ CREATE TABLE records (
 );
 """
 _PUT = "INSERT OR REPLACE INTO records VALUES (?, ?, CAST(? AS TEXT), CAST(? AS TEXT), ?, ?)"
-_FAILURES = (sqlite3.Error, MemoryError, OverflowError)
+_DAMAGED = (MemoryError, OverflowError, UnicodeError)  # what else damage makes of lengths and of messages
+_FAILURES = (sqlite3.Error, *_DAMAGED)
 _ERRNO = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -413,8 +414,8 @@ def _explained(path: Path, done: str) -> Iterator[None]:
         raise kind(f"the manifest {path} could not be {done}: {error} ({why})") from error
     except OSError as error:
         raise BackendError(f"the manifest {path} could not be {done}: {error}") from error
-    except (MemoryError, OverflowError) as error:
-        raise BackendError(f"the manifest {path} could not be {done}: {error!r}") from error
+    except _DAMAGED as error:
+        raise IntegrityError(f"the manifest {path} could not be {done}: {error!r}") from error
 
 
 def _wal(path: Path) -> Path:

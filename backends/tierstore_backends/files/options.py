@@ -153,7 +153,7 @@ def _drives(given: object) -> tuple[DriveOption, ...]:
     drives = tuple(_drive(each) for each in given)
     if not 0 < len(drives) <= _MOST_DRIVES:
         raise ConfigError(f"accepted: 1 to {_MOST_DRIVES} directories")
-    places = [(drive.path, drive.path.resolve()) for drive in drives]
+    places = [(drive.path, Path(os.path.realpath(drive.path))) for drive in drives]
     for (one, where), (other, there) in itertools.permutations(places, 2):
         if there.is_relative_to(where):
             what = "the same directory as" if there == where else "inside"
