@@ -19,6 +19,7 @@ from tests.zarr_stores import (
     TIMEOUT_S,
     FaultyStore,
     GatedStore,
+    MeteredStore,
     change,
     chunk_bytes,
     chunk_keys,
@@ -124,16 +125,28 @@ def test_what_no_codec_can_shrink_is_stored_raw_and_counted(codec: str) -> None:
 
 
 def test_a_codec_that_stops_paying_is_given_up_for_the_whole_slot() -> None:
-    store = memory()
+    store = MeteredStore()
     source = pattern(64 * 100, seed=1)
     source[:64] = 0  # the first chunk shrinks; of the others each grows by the codec's header
     backend = open_zarr(store, source.numel(), codec="zstd", chunk_bytes=64)
     slot = backend.reserve(source.numel())
     succeed(backend.write(slot, source))
-    assert chunk_bytes(store) == source.numel()
+    assert chunk_bytes(store) == store.peak_bytes == source.numel()
     assert (backend.codec_counts.encoded_slots, backend.codec_counts.raw_slots) == (0, 1)
     assert contents(backend, slot).equal(source)
     assert np.array_equal(np.asarray(zarr.open_array(store, path=slot.array, mode="r")[...]), source.numpy())
+    backend.close()
+
+
+@pytest.mark.parametrize(("zero_bytes", "is_encoded"), [(300, False), (1500, True)])
+def test_a_codec_pays_from_a_sixteenth_of_the_first_chunk_on(zero_bytes: int, is_encoded: bool) -> None:
+    backend = open_zarr(memory(), codec="zstd", chunk_bytes=10_000)
+    source = pattern(20_000, seed=1)
+    source[:zero_bytes] = 0
+    slot = stored(backend, source)
+    assert backend.codec_counts.encoded_slots == is_encoded
+    assert (held_bytes(slot, 1) < 20_000) is is_encoded
+    assert contents(backend, slot).equal(source)
     backend.close()
 
 
@@ -163,6 +176,21 @@ def test_a_slot_that_grows_again_finds_its_bytes_or_says_so() -> None:
     succeed(backend.write(slot, source))
     assert chunk_bytes(store) == held_bytes(slot, 1) == MIB
     assert contents(backend, slot).equal(source)
+    backend.close()
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_a_full_place_is_written_again_without_a_moment_above_the_capacity(
+    codec: str, concurrency: int
+) -> None:
+    store = MeteredStore()
+    backend = open_zarr(store, 64_000, codec=codec, chunk_bytes=1000, concurrency=concurrency)
+    slot = backend.reserve(64_000)
+    for seed in range(3):
+        succeed(backend.write(slot, pattern(64_000, seed)))
+    assert store.peak_bytes == 64_000
+    assert contents(backend, slot).equal(pattern(64_000, seed=2))
     backend.close()
 
 
