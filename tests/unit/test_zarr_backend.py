@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numcodecs  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+import torch
 import zarr
 from zarr.storage import LocalStore, MemoryStore
 
@@ -309,6 +312,40 @@ def test_one_lost_chunk_leaves_the_other_slots_readable() -> None:
     backend.close()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_buffer_is_let_go_of_before_the_completion_is_told(fails: bool, codec: str) -> None:
+    store = FaultyStore(memory())
+    backend = open_zarr(store, codec=codec, chunk_bytes=1000)
+    slot = stored(backend, zeros(3000))
+    told: list[tuple[bool, object]] = []
+
+    def tell(reference: weakref.ref[torch.Tensor], error: BaseException | None) -> None:
+        told.append((error is not None, reference()))
+
+    gc.collect()
+    gc.disable()
+    try:
+        for kind, begin in (("get", backend.read), ("set", backend.write)):
+            store.arm((2,) if fails else (), error=OSError(5, "no"), on=(kind,))
+            go = threading.Event()
+
+            async def hold(go: threading.Event = go) -> None:
+                go.wait(TIMEOUT_S)
+
+            backend._loop.begin(hold)  # nothing ends before the test has let go of the buffer
+            buffer = zeros(3000)
+            completion = begin(slot, buffer)
+            completion.add_done_callback(functools.partial(tell, weakref.ref(buffer)))
+            del buffer
+            go.set()
+            finish(completion)
+    finally:
+        gc.enable()
+    assert told == [(fails, None)] * 2
+    backend.close()
+
+
 # ---------------------------------------------------------------------------------------- wrong calls
 
 
@@ -414,6 +451,18 @@ def test_a_program_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> N
     )  # fmt: skip
     assert ended.stderr == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_backend_that_is_forgotten_in_its_own_loop_is_closed_all_the_same(tmp_path: Path) -> None:
+    store = GatedStore(LocalStore(tmp_path))
+    backends = [open_zarr(store)]
+    (loop,) = [each for each in threading.enumerate() if each.name == "tierstore-zarr-loop"]
+    write = backends[0].write(backends[0].reserve(10), zeros(10))
+    write.add_done_callback(lambda _error: backends.clear())
+    store.is_open.set()
+    loop.join(TIMEOUT_S)
+    assert not loop.is_alive()
+    assert objects(LocalStore(tmp_path)) == {}
 
 
 def test_closing_from_a_callback_is_refused(tmp_path: Path) -> None:
