@@ -156,6 +156,30 @@ class GatedStore(WrapperStore[Store]):
         await super().set(key, value)
 
 
+class MeteredStore(MemoryStore):
+    """A store that knows the most that all its chunks ever took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken_bytes: dict[str, int] = {}
+        self.peak_bytes = 0
+
+    def with_read_only(self, read_only: bool = False) -> MemoryStore:
+        """Return a plain view of what is there."""
+        return MemoryStore(self._store_dict, read_only=read_only)
+
+    async def set(self, key: str, value: Buffer, byte_range: tuple[int, int] | None = None) -> None:
+        if "/c/" in key:
+            # As stores do that write beside the old object and rename: both are there for a moment.
+            self.peak_bytes = max(self.peak_bytes, sum(self.taken_bytes.values()) + len(value))
+            self.taken_bytes[key] = len(value)
+        await super().set(key, value, byte_range)
+
+    async def delete(self, key: str) -> None:
+        self.taken_bytes.pop(key, None)
+        await super().delete(key)
+
+
 def memory() -> MemoryStore:
     """Return a store in memory."""
     return MemoryStore()

@@ -6,10 +6,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore
 
-from tests.zarr_stores import chunk_bytes, contents, objects, open_zarr, pattern, stored, succeed, zeros
+from tests.zarr_stores import (
+    MeteredStore,
+    chunk_bytes,
+    contents,
+    objects,
+    open_zarr,
+    pattern,
+    stored,
+    succeed,
+    zeros,
+)
 from tierstore.errors import CapacityError
 from tierstore.spi import held_bytes
 from tierstore.units import KIB
@@ -31,26 +40,6 @@ def bytes_of(kind: str, nbytes: int, seed: int) -> torch.Tensor:
     if kind == "half":
         noise[: nbytes // 2] = 0
     return noise
-
-
-class MeteredStore(MemoryStore):
-    """A store that knows the most that all its chunks ever took."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken_bytes: dict[str, int] = {}
-        self.peak_bytes = 0
-
-    async def set(self, key: str, value: Buffer, byte_range: tuple[int, int] | None = None) -> None:
-        if "/c/" in key:
-            # As stores do that write beside the old object and rename: both are there for a moment.
-            self.peak_bytes = max(self.peak_bytes, sum(self.taken_bytes.values()) + len(value))
-            self.taken_bytes[key] = len(value)
-        await super().set(key, value, byte_range)
-
-    async def delete(self, key: str) -> None:
-        self.taken_bytes.pop(key, None)
-        await super().delete(key)
 
 
 class ZarrMachine(RuleBasedStateMachine):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numcodecs  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+import torch
 import zarr
 from zarr.storage import LocalStore, MemoryStore
 
@@ -19,6 +22,7 @@ from tests.zarr_stores import (
     TIMEOUT_S,
     FaultyStore,
     GatedStore,
+    MeteredStore,
     change,
     chunk_bytes,
     chunk_keys,
@@ -124,16 +128,31 @@ def test_what_no_codec_can_shrink_is_stored_raw_and_counted(codec: str) -> None:
 
 
 def test_a_codec_that_stops_paying_is_given_up_for_the_whole_slot() -> None:
-    store = memory()
+    store = MeteredStore()
     source = pattern(64 * 100, seed=1)
-    source[:64] = 0  # the first chunk shrinks; of the others each grows by the codec's header
+    # The first chunks shrink; of the others each grows by the codec's header, and the last few by too much.
+    gain = 64 - len(numcodecs.Zstd().encode(bytes(64)))
+    loss = len(numcodecs.Zstd().encode(source[:64].numpy())) - 64
+    source[: 64 * (100 * loss // (gain + loss))] = 0
     backend = open_zarr(store, source.numel(), codec="zstd", chunk_bytes=64)
     slot = backend.reserve(source.numel())
     succeed(backend.write(slot, source))
-    assert chunk_bytes(store) == source.numel()
+    assert chunk_bytes(store) == store.peak_bytes == source.numel()
     assert (backend.codec_counts.encoded_slots, backend.codec_counts.raw_slots) == (0, 1)
     assert contents(backend, slot).equal(source)
     assert np.array_equal(np.asarray(zarr.open_array(store, path=slot.array, mode="r")[...]), source.numpy())
+    backend.close()
+
+
+@pytest.mark.parametrize(("zero_bytes", "is_encoded"), [(300, False), (1500, True)])
+def test_a_codec_pays_from_a_sixteenth_of_the_first_chunk_on(zero_bytes: int, is_encoded: bool) -> None:
+    backend = open_zarr(memory(), codec="zstd", chunk_bytes=10_000)
+    source = pattern(20_000, seed=1)
+    source[:zero_bytes] = 0
+    slot = stored(backend, source)
+    assert backend.codec_counts.encoded_slots == is_encoded
+    assert (held_bytes(slot, 1) < 20_000) is is_encoded
+    assert contents(backend, slot).equal(source)
     backend.close()
 
 
@@ -163,6 +182,21 @@ def test_a_slot_that_grows_again_finds_its_bytes_or_says_so() -> None:
     succeed(backend.write(slot, source))
     assert chunk_bytes(store) == held_bytes(slot, 1) == MIB
     assert contents(backend, slot).equal(source)
+    backend.close()
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_a_full_place_is_written_again_without_a_moment_above_the_capacity(
+    codec: str, concurrency: int
+) -> None:
+    store = MeteredStore()
+    backend = open_zarr(store, 64_000, codec=codec, chunk_bytes=1000, concurrency=concurrency)
+    slot = backend.reserve(64_000)
+    for seed in range(3):
+        succeed(backend.write(slot, pattern(64_000, seed)))
+    assert store.peak_bytes == 64_000
+    assert contents(backend, slot).equal(pattern(64_000, seed=2))
     backend.close()
 
 
@@ -278,6 +312,40 @@ def test_one_lost_chunk_leaves_the_other_slots_readable() -> None:
     backend.close()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_buffer_is_let_go_of_before_the_completion_is_told(fails: bool, codec: str) -> None:
+    store = FaultyStore(memory())
+    backend = open_zarr(store, codec=codec, chunk_bytes=1000)
+    slot = stored(backend, zeros(3000))
+    told: list[tuple[bool, object]] = []
+
+    def tell(reference: weakref.ref[torch.Tensor], error: BaseException | None) -> None:
+        told.append((error is not None, reference()))
+
+    gc.collect()
+    gc.disable()
+    try:
+        for kind, begin in (("get", backend.read), ("set", backend.write)):
+            store.arm((2,) if fails else (), error=OSError(5, "no"), on=(kind,))
+            go = threading.Event()
+
+            async def hold(go: threading.Event = go) -> None:
+                go.wait(TIMEOUT_S)
+
+            backend._loop.begin(hold)  # nothing ends before the test has let go of the buffer
+            buffer = zeros(3000)
+            completion = begin(slot, buffer)
+            completion.add_done_callback(functools.partial(tell, weakref.ref(buffer)))
+            del buffer
+            go.set()
+            finish(completion)
+    finally:
+        gc.enable()
+    assert told == [(fails, None)] * 2
+    backend.close()
+
+
 # ---------------------------------------------------------------------------------------- wrong calls
 
 
@@ -383,6 +451,18 @@ def test_a_program_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> N
     )  # fmt: skip
     assert ended.stderr == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_backend_that_is_forgotten_in_its_own_loop_is_closed_all_the_same(tmp_path: Path) -> None:
+    store = GatedStore(LocalStore(tmp_path))
+    backends = [open_zarr(store)]
+    (loop,) = [each for each in threading.enumerate() if each.name == "tierstore-zarr-loop"]
+    write = backends[0].write(backends[0].reserve(10), zeros(10))
+    write.add_done_callback(lambda _error: backends.clear())
+    store.is_open.set()
+    loop.join(TIMEOUT_S)
+    assert not loop.is_alive()
+    assert objects(LocalStore(tmp_path)) == {}
 
 
 def test_closing_from_a_callback_is_refused(tmp_path: Path) -> None:

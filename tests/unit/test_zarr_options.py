@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from zarr.storage import MemoryStore
+from zarr.storage import FsspecStore, MemoryStore
 
 from tests.zarr_stores import open_zarr
 from tierstore.errors import BackendError, ConfigError, UsageError
 from tierstore.units import MIB
 from tierstore_backends.zarr import open_backend
 from tierstore_backends.zarr.options import parse_options
+from tierstore_backends.zarr.places import Place, open_place
 
 
 def fault(**options: object) -> str:
@@ -130,6 +132,17 @@ def test_a_place_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(BackendError, match=r"making .*/file/below failed: NotADirectoryError"):
         open_zarr(tmp_path / "file" / "below")
+
+
+def test_every_backend_has_a_file_system_of_its_own() -> None:
+    async def both() -> list[Place]:
+        return [await open_place("s3://bucket/x", {"key": "k", "secret": "s"}) for _ in range(2)]
+
+    first, second = (place.store for place in asyncio.run(both()))
+    assert isinstance(first, FsspecStore)
+    assert isinstance(second, FsspecStore)
+    assert first.fs is not second.fs, "what one has connected would be another event loop's"
+    assert not first.fs.dircache.use_listings_cache
 
 
 def test_a_path_may_be_a_url_or_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tierstore.units import format_bytes
 from tierstore_backends.quota import Quota
 from tierstore_backends.zarr import owner
 from tierstore_backends.zarr.arrays import Arrays, CodecCounts
-from tierstore_backends.zarr.failures import explain
+from tierstore_backends.zarr.failures import explain, forget_frames
 from tierstore_backends.zarr.layout import cut
 from tierstore_backends.zarr.loop import LoopThread
 from tierstore_backends.zarr.options import ZarrOptions
@@ -190,13 +190,15 @@ class ZarrBackend:
     def _begin(self, work: Callable[[], Coroutine[None, None, None]]) -> Completion:
         completion = Completion()
         name = self._arrays.place.name
+        works = [work]
 
         async def run() -> None:
             error: BaseException | None = None
             try:
-                await work()
+                # Taken out: when the completion is told, nothing here may refer to the buffer any more.
+                await works.pop()()
             except BaseException as failure:  # noqa: BLE001 - whoever waits for the completion gets it
-                error = explain(failure, f"an operation in {name}")
+                error = forget_frames(explain(failure, f"an operation in {name}"))
             completion.complete(error)
 
         try:

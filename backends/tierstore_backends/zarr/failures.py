@@ -63,6 +63,13 @@ def explain(error: BaseException, what: str) -> TierStoreError:
     return explained
 
 
+def forget_frames(error: BaseException) -> BaseException:
+    """Return ``error`` and its causes without tracebacks, whose frames refer to the bytes on their way."""
+    for each in list(_chain(error)):
+        each.__traceback__ = None
+    return error
+
+
 def brief(error: BaseException) -> str:
     """Return the first line of an error's text with its type: some stores print pages."""
     text = str(error).strip().split("\n")[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Collection, Coroutine
@@ -38,12 +39,14 @@ class Workers(ThreadPoolExecutor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call ``fn`` in a worker."""
         future: Future[T] = Future()
+        calls = [functools.partial(fn, *args, **kwargs)]
 
         def work() -> None:
+            call = calls.pop  # taken out: when the result is told, nothing here may refer to what was given
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                result = fn(*args, **kwargs)
+                result = call()()
             except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
                 future.set_exception(error)
             else:
