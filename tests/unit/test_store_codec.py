@@ -14,6 +14,7 @@ from tierstore.spi import Backend
 from tierstore.store import Store
 from tierstore.testing.batching import Batching
 from tierstore.testing.faults import Faulty
+from tierstore.wrappers import Compressed
 from tierstore_backends.memory import MemoryBackend
 
 QUOTA = 10 * MIB
@@ -140,6 +141,9 @@ def test_files_take_less_of_the_disk(tmp_path: Path) -> None:
         charged = store.stats().tiers["disk"].charged_bytes
         assert charged % 4096 == 0 or charged % 512 == 0
         assert charged < 2 * MIB
+        files = store._engine.backends[1]
+        assert isinstance(files, Compressed)
+        assert files.io_stats.written_bytes < 4 * MIB  # type: ignore[attr-defined]
         for number in range(30):
             assert torch.equal(store.get(f"k{number}"), compressible(number))
 

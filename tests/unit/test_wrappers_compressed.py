@@ -103,6 +103,10 @@ def test_what_was_done_is_counted(packed: Compressed) -> None:
     assert stats.unpack_seconds > 0
 
 
+def test_a_backend_that_says_nothing_of_its_transfers_says_nothing(packed: Compressed) -> None:
+    assert packed.io_stats is None
+
+
 def test_a_codec_that_has_packed_nothing_has_gained_nothing(packed: Compressed) -> None:
     assert packed.codec_stats.ratio == 1.0
 

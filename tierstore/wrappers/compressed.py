@@ -89,6 +89,11 @@ class Compressed:
         """What was packed, what was not, and what it came to."""
         return self._counts.stats
 
+    @property
+    def io_stats(self) -> object:
+        """What the backend within says of its transfers; None: it says nothing."""
+        return getattr(self._within.backend, "io_stats", None)
+
     def reserve(self, nbytes: int) -> CodecSlot:
         """Take room for all of ``nbytes``.  See `tierstore.spi.Backend`."""
         whole = self._within.backend.reserve(nbytes)
