@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export THP_MEM_ALLOC_ENABLE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long check bench peers docs coverage clean
+.PHONY: help install run test test-long check bench figures peers docs coverage clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,7 +44,10 @@ test-long: $(STAMP)  ## everything, with Hypothesis' long profile
 check: $(STAMP)  ## format, lint, types, layers, docs, architecture: what CI checks beside the tests
 	scripts/check
 
-bench: $(STAMP)  ## the figures of docs/benchmarks
+bench: $(STAMP)  ## the job files of bench/jobs, or ARGS="my.fio --plots out"
+	$(BIN)/python -m bench $(or $(ARGS),$(wildcard bench/jobs/*.fio))
+
+figures: $(STAMP)  ## the figures of docs/benchmarks
 	$(BIN)/python -m bench $(ARGS)
 
 peers: $(PEERS_STAMP)  ## .venv-peers with DeepSpeed and others beside tierstore, for python -m bench.peers

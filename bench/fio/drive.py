@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import tierstore as ts
-from bench.fio.job import Job
+from bench.fio.job import Job, are_asynchronous
 from bench.fio.meter import Meter
-from bench.fio.operations import Operations
+from bench.fio.operations import Burst, Operations
 from bench.fio.samples import Kind, Recorder
 from bench.fio.sequence import Io
 
@@ -115,7 +115,7 @@ class Driver(Protocol):
 
 def driver(course: Course) -> Driver:
     """Return what suits the job's operations."""
-    return Submitter(course) if course.operations.are_asynchronous else Lanes(course)
+    return Submitter(course) if are_asynchronous(course.job) else Lanes(course)
 
 
 def _kind(io: Io) -> Kind:
@@ -126,12 +126,25 @@ def _kind(io: Io) -> Kind:
 
 
 class _Ended(NamedTuple):
-    io: Io
+    burst: Burst
     begun_ns: int
     called_ns: int
     ended_ns: int
     depth: int
     transfer: ts.Transfer[None]
+
+
+def bursts(ios: Iterable[Io], length: int) -> Iterator[Burst]:
+    """Yield operations that begin in one call: of one direction, on different tensors, at most ``length``."""
+    burst: list[Io] = []
+    for io in ios:
+        is_other = bool(burst) and io.is_read != burst[0].is_read
+        if burst and (is_other or len(burst) == length or any(io.tensor == each.tensor for each in burst)):
+            yield tuple(burst)
+            burst = []
+        burst.append(io)
+    if burst:
+        yield tuple(burst)
 
 
 class Submitter:
@@ -147,23 +160,24 @@ class Submitter:
     def run(self, ios: Iterable[Io]) -> None:
         """See `Driver`."""
         try:
-            for io in ios:
+            for burst in bursts(ios, self._course.job.iodepth_batch):
                 if self._course.is_over:
                     break
-                self._wait_for_room(io)
-                self._wait_for_pace(io)
-                self._begin(io)
-                if self._course.needs_sync(io):
+                self._wait_for_room(burst)
+                self._wait_for_pace(burst[0])
+                self._begin(burst)
+                for _ in filter(self._course.needs_sync, burst):
                     self._course.sync(self.recorders[0])
             while self._busy:
                 self._take(self._ended.get())
         except BaseException:
             while self._busy:  # what was begun ends, before anybody closes the store
-                self._busy.discard(self._ended.get().io.tensor)
+                self._busy.difference_update(io.tensor for io in self._ended.get().burst)
             raise
 
-    def _wait_for_room(self, io: Io) -> None:
-        while len(self._busy) >= self._course.job.iodepth or io.tensor in self._busy:
+    def _wait_for_room(self, burst: Burst) -> None:
+        room = self._course.job.iodepth - len(burst)
+        while len(self._busy) > room or any(io.tensor in self._busy for io in burst):
             self._take(self._ended.get())
 
     def _wait_for_pace(self, io: Io) -> None:
@@ -173,33 +187,37 @@ class Submitter:
             except queue.Empty:
                 continue  # it is time
 
-    def _begin(self, io: Io) -> None:
+    def _begin(self, burst: Burst) -> None:
         operations = self._course.operations
-        self._pace.begin(io, operations.nbytes(io))
-        self._course.note(io)
+        for io in burst:
+            self._pace.begin(io, operations.nbytes(io))
+            self._course.note(io)
         begun_ns = time.perf_counter_ns()
-        transfer = operations.begin(io)
+        transfer = operations.begin(burst)
         called_ns = time.perf_counter_ns()
-        self._busy.add(io.tensor)
+        self._busy.update(io.tensor for io in burst)
         depth = len(self._busy)
-        transfer.add_done_callback(functools.partial(self._end, io, begun_ns, called_ns, depth, transfer))
+        transfer.add_done_callback(functools.partial(self._end, burst, begun_ns, called_ns, depth, transfer))
 
-    def _end(self, io: Io, begun_ns: int, called_ns: int, depth: int, transfer: ts.Transfer[None]) -> None:
+    def _end(
+        self, burst: Burst, begun_ns: int, called_ns: int, depth: int, transfer: ts.Transfer[None]
+    ) -> None:
         """Note the moment, in whatever thread ended the transfer."""
-        self._ended.put(_Ended(io, begun_ns, called_ns, time.perf_counter_ns(), depth, transfer))
+        self._ended.put(_Ended(burst, begun_ns, called_ns, time.perf_counter_ns(), depth, transfer))
 
     def _take(self, ended: _Ended) -> None:
-        self._busy.discard(ended.io.tensor)
+        self._busy.difference_update(io.tensor for io in ended.burst)
         ended.transfer.result()
-        self.recorders[0].record(
-            _kind(ended.io),
-            self._course.meter.at(ended.ended_ns),
-            ended.called_ns - ended.begun_ns,
-            ended.ended_ns - ended.called_ns,
-            self._course.operations.nbytes(ended.io),
-            ended.depth,
-        )
-        self._course.operations.check(ended.io)
+        for io in ended.burst:
+            self.recorders[0].record(
+                _kind(io),
+                self._course.meter.at(ended.ended_ns),
+                ended.called_ns - ended.begun_ns,
+                ended.ended_ns - ended.called_ns,
+                self._course.operations.nbytes(io),
+                ended.depth,
+            )
+            self._course.operations.check(io)
 
 
 # ---------------------------------------------------------------------- many threads, one in flight each

@@ -72,6 +72,7 @@ class Job:
     directory: str = ""
     filename: str = ""
     iodepth: int = 1
+    iodepth_batch: int = 1
     numjobs: int = 1
     loops: int = 1
     number_ios: int = 0
@@ -239,6 +240,13 @@ class Meaning:
         return step
 
 
+def are_asynchronous(job: Job) -> bool:
+    """Whether all that the job does goes on by itself once it was begun."""
+    return (not job.direction.has_reads or job.steps.read.op == "fetch") and (
+        not job.direction.has_writes or job.steps.write.op == "evict"
+    )
+
+
 def _neighbour(tier: str, store: StoreKeys, *, below: bool) -> str:
     index = store.tiers.index(tier) + (1 if below else -1)
     if not 0 <= index < len(store.tiers):
@@ -264,6 +272,9 @@ def _check(job: Job, given: Mapping[str, Any]) -> None:
     is_simple = job.iodepth == 1 and job.numjobs == 1 and not job.filename
     wrong = {
         f"{' and '.join(names)} needs durable=1": bool(names) and not is_durable,
+        "iodepth_batch is more than iodepth": job.iodepth_batch > job.iodepth,
+        "iodepth_batch needs op=fetch or op=evict: one call takes one tensor otherwise": job.iodepth_batch > 1
+        and not are_asynchronous(job),
         "time_based needs runtime": job.is_time_based and not job.runtime_s,
         "thread=0: jobs of the store are threads of one process": not given.get("thread", True),
         "trace needs rw=read and op=lease": bool(job.trace)
@@ -306,6 +317,7 @@ _PLAIN = {
     "directory": "directory",
     "filename": "filename",
     "iodepth": "iodepth",
+    "iodepth_batch": "iodepth_batch",
     "numjobs": "numjobs",
     "loops": "loops",
     "number_ios": "number_ios",

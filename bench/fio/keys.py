@@ -187,6 +187,7 @@ FIO_KEYS: dict[str, Key] = {
     "invalidate": Key(values.flag, "the disk tier's files leave the page cache first (1)"),
     "io_size": Key(values.amount, "bytes to move, where that is not size"),
     "iodepth": Key(values.count, "operations in flight (1)"),
+    "iodepth_batch": Key(values.count, "so many begin in one call of fetch or evict (1)"),
     "ioengine": Key(values.word, "tierstore, or any engine of fio"),
     "loops": Key(values.count, "how often all of it is done (1)"),
     "name": Key(values.word, "the job's name, where it is not the section's"),

@@ -16,8 +16,10 @@ from bench.fio.keys import ANYWHERE
 from bench.fio.sequence import Io
 from bench.fio.shelf import Held
 
-_ASYNCHRONOUS = frozenset({"fetch", "evict"})
 _BYTELESS = frozenset({"open"})
+
+Burst = tuple[Io, ...]
+"""Operations of one direction that begin in one call."""
 
 
 class Operations:
@@ -33,14 +35,6 @@ class Operations:
     def store(self) -> ts.Store:
         """The store, as it is open now."""
         return self._held.store
-
-    @property
-    def are_asynchronous(self) -> bool:
-        """Whether `begin` can do all of them."""
-        direction = self._job.direction
-        return (not direction.has_reads or self._job.steps.read.op in _ASYNCHRONOUS) and (
-            not direction.has_writes or self._job.steps.write.op in _ASYNCHRONOUS
-        )
 
     def nbytes(self, io: Io) -> int:
         """Return what the operation counts as."""
@@ -86,11 +80,12 @@ class Operations:
 
     # --- the operations -----------------------------------------------------------------------
 
-    def begin(self, io: Io) -> ts.Transfer[None]:
-        """Begin a fetch or an evict."""
-        step = self._job.step(is_read=io.is_read)
-        key = self._tensors.keys[io.tensor]
-        return self.store.fetch(key, tier=step.tier) if io.is_read else self.store.evict(key, to=step.tier)
+    def begin(self, burst: Burst) -> ts.Transfer[None]:
+        """Begin fetches, or evicts, in one call."""
+        is_read = burst[0].is_read
+        tier = self._job.step(is_read=is_read).tier
+        keys = [self._tensors.keys[io.tensor] for io in burst]
+        return self.store.fetch(*keys, tier=tier) if is_read else self.store.evict(*keys, to=tier)
 
     def perform(self, io: Io) -> tuple[int, int]:
         """Do one operation; return when it began, and the nanoseconds that it took."""
@@ -109,7 +104,7 @@ class Operations:
                 self.store.flush()
                 return begun, time.perf_counter_ns() - begun
         begun = time.perf_counter_ns()
-        self.begin(io).result()
+        self.begin((io,)).result()
         return begun, time.perf_counter_ns() - begun
 
     def _get(self, io: Io) -> tuple[int, int]:

@@ -1,12 +1,14 @@
 """Runs fio itself, for sections whose ``ioengine`` is one of its own.
 
 Knows nothing of stores.  fio sees its own keys only; what stands in ``[global]`` for the store's jobs is
-left out.
+left out.  Its buffers lie in huge pages where the C library can do that, because the store's do: on a disk
+that takes a long list of small pages badly, fio was three times faster so.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,8 @@ from bench.fio.plan import Planned
 from bench.fio.report import Json, Outcome
 
 PROGRAM = "fio"
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""What fio's environment gets, unless it says something there already."""
 
 
 class FioFailedError(Exception):
@@ -63,7 +67,8 @@ def run(batch: Sequence[Planned], scratch: Path) -> Answer:
     path.write_text(job_file(batch))
     output = scratch / "batch.json"
     command = [PROGRAM, "--output-format=json+", f"--output={output.name}", path.name]
-    ran = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
+    environment = HUGE_PAGES | os.environ
+    ran = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, check=False)
     text = output.read_text() if output.exists() else ""
     start = text.find("{")
     if start < 0:

@@ -6,6 +6,7 @@ is imported when something is drawn.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 
-_SIZE_INCHES = (8.0, 5.0)
+_SIZE_INCHES = (10.0, 5.0)
 _DPI = 120
 _MARKS = "osD^vP*X"
+_COLOURS = 10  # of matplotlib's cycle; after them another dash
 
 
 class NoMatplotlibError(Exception):
@@ -44,7 +46,8 @@ def draw(outcomes: Sequence[Outcome], directory: Path) -> list[Path]:
     pictures: dict[str, Callable[[Sequence[Outcome], Path], bool]] = {
         "bandwidth-over-block-size": _bandwidth_over_block,
         "bandwidth-over-depth": _bandwidth_over_depth,
-        "latency-percentiles": _percentiles,
+        "latency-percentiles-read": functools.partial(_percentiles, way="read"),
+        "latency-percentiles-write": functools.partial(_percentiles, way="write"),
         "hit-ratio-over-host-quota": _hit_ratio,
     }
     paths = {name: directory / f"{name}.png" for name in pictures}
@@ -58,16 +61,27 @@ def _figure(path: Path, paint: Callable[[Axes], None]) -> bool:
     axes = figure.subplots()
     paint(axes)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path)
     return True
+
+
+def _ticks(axes: Axes, across: Sequence[float], names: Sequence[str]) -> None:
+    """Mark what was measured, and nothing between."""
+    axes.set_xticks(across, names)
+    axes.minorticks_off()
 
 
 def _lines(axes: Axes, series: Mapping[str, Sequence[Point]]) -> None:
     for number, (name, points) in enumerate(sorted(series.items())):
         across, up = zip(*sorted(points), strict=True)
-        style = "-" if name.startswith("tierstore") else "--"
-        axes.plot(across, up, style, marker=_MARKS[number % len(_MARKS)], label=name)
+        axes.plot(across, up, _style(name, number), marker=_MARKS[number % len(_MARKS)], label=name)
+
+
+def _style(name: str, number: int) -> str:
+    """Return how a line is dashed: the store's is whole, or dotted after every colour was used."""
+    is_ours = name.startswith("tierstore")
+    return ("-" if is_ours else "--") if number < _COLOURS else (":" if is_ours else "-.")
 
 
 def _several(series: Mapping[str, Sequence[Point]]) -> dict[str, Sequence[Point]]:
@@ -110,9 +124,9 @@ def _bandwidth_over_block(outcomes: Sequence[Outcome], path: Path) -> bool:
         for way, numbers in _moved(outcome):
             if block_bytes is not None:
                 series[f"{_what(outcome, way)}, depth {depth}"].append(
-                    (block_bytes / 1024, numbers["bw_bytes"] / 1e9)
+                    (block_bytes, numbers["bw_bytes"] / 1e9)
                 )
-    return _bandwidth(series, path, "KiB of one I/O", "Bandwidth over block size")
+    return _bandwidth(series, path, "bytes of one I/O", "Bandwidth over block size")
 
 
 def _bandwidth_over_depth(outcomes: Sequence[Outcome], path: Path) -> bool:
@@ -136,6 +150,8 @@ def _bandwidth(series: Mapping[str, Sequence[Point]], path: Path, across: str, t
         _lines(axes, shown)
         axes.set(title=title, xlabel=across, ylabel="GB/s (1e9 bytes)", ylim=(0, None))
         axes.set_xscale("log", base=2)
+        marks = sorted({x for points in shown.values() for x, _ in points})
+        _ticks(axes, marks, [values.print_size(int(mark)) for mark in marks])
 
     return _figure(path, paint)
 
@@ -143,30 +159,29 @@ def _bandwidth(series: Mapping[str, Sequence[Point]], path: Path, across: str, t
 # ---------------------------------------------------------------------- latency
 
 
-def _percentiles(outcomes: Sequence[Outcome], path: Path) -> bool:
+def _percentiles(outcomes: Sequence[Outcome], path: Path, way: str) -> bool:
     series = {
-        f"{'fio ' if outcome.planned.job is None else 'tierstore '}{outcome.planned.name}, {way}": numbers[
-            "clat_ns"
-        ]["percentile"]
+        f"{'fio' if outcome.planned.job is None else 'tierstore'} {outcome.planned.name}": numbers["clat_ns"]
         for outcome in outcomes
-        for way, numbers in _moved(outcome)
-        if "percentile" in numbers["clat_ns"]
+        for moved, numbers in _moved(outcome)
+        if moved == way and "percentile" in numbers["clat_ns"]
     }
     if not series:
         return False
 
     def paint(axes: Axes) -> None:
-        for name, found in sorted(series.items()):
+        for number, (name, clat) in enumerate(sorted(series.items())):
             # Distance from 100 %, so that the tail is not squeezed into the last hair's breadth.
-            across = [100 - float(percent) for percent in found]
-            style = "-" if name.startswith("tierstore") else "--"
-            axes.plot(across, [ns / 1e3 for ns in found.values()], style, label=name)
-        axes.set(title="Completion latency", xlabel="percentile", ylabel="microseconds", yscale="log")
+            across = [100 - float(percent) for percent in clat["percentile"]]
+            up = [ns / 1e3 for ns in clat["percentile"].values()]
+            axes.plot(across, up, _style(name, number), label=name)
+        axes.set(
+            title=f"Completion latency, {way}s", xlabel="percentile", ylabel="microseconds", yscale="log"
+        )
         axes.set_xscale("log")
         axes.invert_xaxis()
-        marks = [percent for percent in PERCENTILES if percent in {50, 90, 95, 99, 99.5, 99.9, 99.99}]
-        axes.set_xticks([100 - percent for percent in marks], [f"{percent:g} %" for percent in marks])
-        axes.minorticks_off()
+        marks = [percent for percent in PERCENTILES if percent in {50, 90, 95, 99, 99.9, 99.99}]
+        _ticks(axes, [100 - percent for percent in marks], [f"{percent:g} %" for percent in marks])
 
     return _figure(path, paint)
 

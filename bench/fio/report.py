@@ -79,8 +79,8 @@ def _entry(threads: Sequence[Finished], *, has_bins: bool) -> Json:
     entry |= _usage(counted, runtime_ns, len(threads))
     entry["job_runtime"] = sum(math.ceil(each.runtime_ns / 1e6) for each in threads)
     entry["iodepth_level"] = tally.depth_shares(moved.depth)
-    entry["iodepth_submit"] = tally.batch_shares(len(moved))
-    entry["iodepth_complete"] = tally.batch_shares(len(moved))
+    entry["iodepth_submit"] = tally.batch_shares(len(moved), first.job.iodepth_batch)
+    entry["iodepth_complete"] = tally.batch_shares(len(moved), first.job.iodepth_batch)
     entry |= tally.latency_shares(moved.clat_ns)
     entry |= {"latency_depth": first.job.iodepth, "latency_target": 0}
     entry |= {"latency_percentile": 100.0, "latency_window": 0}

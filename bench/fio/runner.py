@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import threading
 import time
 from collections import Counter
@@ -147,6 +146,8 @@ class JobThread:
         begun = time.monotonic()
         try:
             self._measure(course, tensors)
+            if self._job.trace:
+                course.operations.store.follow(None)
             course.operations.finish(sorted(course.written))
         except (ts.TierStoreError, VerifyError, OSError) as error:
             self._fail(error)
@@ -218,7 +219,7 @@ class JobThread:
         job, sizes = self._job, tensors.sizes
         mean_bytes = sum(sizes) / len(sizes)
         length = max(1, round(job.loops * job.loop_bytes / mean_bytes))
-        order = accesses(job.trace, len(sizes), length, random.Random(f"{job.randseed or 0}/trace"))
+        order = accesses(job.trace, len(sizes), length, chance(job, 0, "trace"))
         store = course.operations.store
         if job.store.eviction == "next-use":
             store.follow(plan_from([tensors.keys[tensor] for tensor in order]))

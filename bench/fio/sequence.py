@@ -27,10 +27,13 @@ class Io(NamedTuple):
 
 
 def chance(job: Job, clone: int, purpose: str) -> random.Random:
-    """Return the chance of one thread of a job; different purposes do not disturb each other."""
+    """Return the chance of one thread of a job; different purposes do not disturb each other.
+
+    Jobs that differ in their names only do the same work, so that they can be compared.
+    """
     seed = job.randseed if job.randseed is not None else 0
     start: object = seed if job.is_repeatable else os.urandom(16).hex()
-    return random.Random(f"{start}/{job.filename or job.name}/{clone}/{purpose}")
+    return random.Random(f"{start}/{clone}/{purpose}")
 
 
 def tensor_sizes(mix: Mix, size_bytes: int, draws: random.Random) -> list[int]:

@@ -106,8 +106,9 @@ def depth_shares(depths: np.ndarray) -> dict[str, float]:
     return dict(zip(names, (100.0 * counts / max(1, len(depths))).tolist(), strict=True))
 
 
-def batch_shares(count: int) -> dict[str, float]:
-    """Return fio's shares of batch sizes where each of ``count`` operations begins, or ends, by itself."""
-    shares = dict.fromkeys(("0", "4", "8", "16", "32", "64", ">=64"), 0.0)
-    shares["4"] = 100.0 if count else 0.0
-    return shares
+def batch_shares(count: int, batch: int) -> dict[str, float]:
+    """Return fio's shares of batch sizes where ``count`` operations begin ``batch`` at a time."""
+    names = ("0", "4", "8", "16", "32", "64", ">=64")
+    shares = dict.fromkeys(names, 0.0)
+    name = next((name for name in names[1:-1] if batch <= int(name)), names[-1])
+    return shares | {name: 100.0 if count else 0.0}

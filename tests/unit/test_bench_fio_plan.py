@@ -120,6 +120,8 @@ def test_a_quota_in_percent_is_of_the_jobs_size() -> None:
         (["op=fetch", "tier=host", "from=host"], "both host"),
         (["rw=write", "op=put", "from=host"], "leave from out"),
         (["rw=write", "op=evict", "from=disk"], "host or device"),
+        (["iodepth_batch=2"], "more than iodepth"),
+        (["iodepth_batch=2", "iodepth=2", "op=get"], "one call takes one tensor"),
         (["time_based"], "needs runtime"),
         (["fsync=1", "rw=write"], "durable=1"),
         (["op=open"], "durable=1"),

@@ -76,6 +76,15 @@ def test_writes_that_do_not_fit_are_made_ready_in_parts(tmp_path: Path) -> None:
     assert entry["tierstore"]["traffic"]["host->disk"]["bytes"] == 1024**2
 
 
+def test_a_batch_begins_in_one_call_and_every_tensor_counts(tmp_path: Path) -> None:
+    text = "[x]\nrw=randrw\niodepth=8\niodepth_batch=4\nverify=md5\nloops=2\n"
+    (entry,) = entries(text, tmp_path)
+    assert entry["error"] == 0
+    assert entry["read"]["total_ios"] + entry["write"]["total_ios"] == 32
+    ways = entry["tierstore"]["traffic"]
+    assert ways["disk->host"]["copies"] + ways["host->disk"]["copies"] == 32
+
+
 def test_tensors_that_come_twice_are_made_ready_again(tmp_path: Path) -> None:
     (entry,) = entries("[x]\nrw=randread\nrandom_distribution=zipf:1.2\nio_size=4m\n", tmp_path)
     assert entry["read"]["total_ios"] == 64

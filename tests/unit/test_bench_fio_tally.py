@@ -79,6 +79,13 @@ def test_depths_are_counted_at_the_power_of_two_below() -> None:
     assert shares == {"1": 20, "2": 20, "4": 20, "8": 10, "16": 0, "32": 10, ">=64": 20}
 
 
+@pytest.mark.parametrize(("batch", "name"), [(1, "4"), (4, "4"), (5, "8"), (64, "64"), (65, ">=64")])
+def test_batches_are_counted_at_the_limit_above(batch: int, name: str) -> None:
+    shares = tally.batch_shares(10, batch)
+    assert [key for key, share in shares.items() if share] == [name]
+    assert shares[name] == 100
+
+
 def test_rates_are_of_whole_half_seconds() -> None:
     ended = np.array([0, 100_000_000, 600_000_000, 1_100_000_000])
     assert tally.windows(ended, np.array([1, 2, 4, 8]), 1_300_000_000).tolist() == [6, 8]
