@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from zarr.abc.codec import BytesBytesCodec
+from zarr.core.array_spec import ArraySpec
+from zarr.core.buffer import Buffer
+from zarr.core.common import JSON
+from zarr.registry import register_codec
 from zarr.storage import FsspecStore, MemoryStore
 
-from tests.zarr_stores import open_zarr
+from tests.zarr_stores import FaultyStore, objects, open_zarr
 from tierstore.errors import BackendError, ConfigError, UsageError
 from tierstore.units import MIB
 from tierstore_backends.zarr import open_backend
 from tierstore_backends.zarr.options import parse_options
+from tierstore_backends.zarr.owner import MARKER
 from tierstore_backends.zarr.places import Place, open_place
 
 
@@ -154,3 +161,67 @@ def test_a_path_may_be_a_url_or_begin_at_home(tmp_path: Path, monkeypatch: pytes
     home.close()
     url.close()
     assert list(tmp_path.iterdir()) == []
+
+
+class Rounding(BytesBytesCodec):
+    """A codec that loses bits."""
+
+    is_fixed_size = True
+
+    @classmethod
+    def from_dict(cls, data: dict[str, JSON]) -> Rounding:
+        return cls()
+
+    def to_dict(self) -> dict[str, JSON]:
+        return {"name": "test-rounding"}
+
+    def compute_encoded_size(self, _input_byte_length: int, _chunk_spec: ArraySpec) -> int:
+        return _input_byte_length
+
+    async def _encode_single(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> Buffer | None:
+        return chunk_spec.prototype.buffer.from_array_like(chunk_bytes.as_numpy_array() & 0xF0)
+
+    async def _decode_single(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> Buffer:
+        return chunk_bytes
+
+
+class Broken(Rounding):
+    """A codec that fails."""
+
+    async def _encode_single(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> Buffer | None:
+        raise RuntimeError("its library is missing")
+
+
+class Nothing(Rounding):
+    """A codec that makes nothing of bytes."""
+
+    async def _encode_single(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> Buffer | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("codec", "said"),
+    [
+        (Rounding, "gives other bytes back than it was given"),
+        (Broken, "does not work: RuntimeError: its library is missing"),
+        (Nothing, "does not work: ValueError: a codec made nothing of a chunk"),
+    ],
+)
+def test_a_codec_is_tried_before_anything_is_stored(codec: type[Rounding], said: str) -> None:
+    register_codec(f"test-{codec.__name__}", codec)
+    store = MemoryStore()
+    assert said in fault(store=store, codec=f"test-{codec.__name__}")
+    assert objects(store) == {}
+
+
+@pytest.mark.parametrize("kind", ["get", "set"])
+def test_a_backend_that_does_not_open_leaves_nothing_of_its_arrays(kind: str) -> None:
+    threads = set(threading.enumerate())
+    store = FaultyStore(MemoryStore())
+    store.arm(1, error=OSError(5, "Input/output error"), on=(kind,))
+    with pytest.raises(BackendError, match="Input/output error"):
+        open_zarr(store)
+    store.heal()
+    assert set(objects(store)) <= {MARKER}
+    assert set(threading.enumerate()) <= threads
+    open_zarr(store).close()

@@ -233,8 +233,6 @@ class Arrays:
         Raises:
             BackendError: the store failed for good, or for longer than the patience lasts.
         """
-        if slot.form is None:
-            return None  # nothing was ever stored
         loop = asyncio.get_running_loop()
         until = loop.time() + self._free_patience_s
         pause_s = _FIRST_PAUSE_S
