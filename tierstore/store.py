@@ -28,7 +28,7 @@ from tierstore.engine.transfer import Transfer
 from tierstore.errors import KeyNotFound, UsageError
 from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Backend, Completion, Medium
-from tierstore.stats import StoreStats, TierStats, Traffic
+from tierstore.stats import StoreStats, TierStats, Traffic, io_of
 from tierstore.tensors import TensorSpec, bytes_of, describe, view_bytes
 
 FASTEST = "device"
@@ -474,7 +474,7 @@ class Store:
             traffic.update({(tier, "caller"): moved for tier, moved in self._gets.items()})
             stall_seconds = self._stall_seconds
         by_name = {
-            name: replace(tier, reserved_bytes=_reserved_bytes(backend, tier))
+            name: replace(tier, reserved_bytes=_reserved_bytes(backend, tier), io=io_of(backend))
             for name, tier, backend in zip(self.tier_names, tiers, self._engine.backends, strict=True)
         }
         return StoreStats(MappingProxyType(by_name), MappingProxyType(traffic), stall_seconds)

@@ -10,6 +10,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from tierstore.cli import measure
 from tierstore.engine.registry import GROUP
 from tierstore.errors import UsageError
+from tierstore.spi import Examiner
 from tierstore.units import GIB, format_bytes
 
 _EMULATED = "emulated"
@@ -65,13 +67,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of it.  ``backends`` maps a name to what is wrong with it, or to ``None``."""
+    """All of it.  ``backends`` maps a name to what is wrong with it, or to ``None``.
+
+    ``findings`` does so for what each backend can do in the directory.
+    """
 
     versions: dict[str, str]
     host: Host
     devices: list[Device]
     backends: dict[str, str | None]
     place: Place
+    findings: dict[str, dict[str, str | None]]
     missing: list[str]
 
 
@@ -123,7 +129,7 @@ def examine(path: Path) -> Report:
         "python": platform.python_version(),
     }
     missing = list(_missing(host, devices, backends, place))
-    return Report(versions, host, devices, backends, place, missing)
+    return Report(versions, host, devices, backends, place, _findings(backends, path), missing)
 
 
 def _host() -> Host:
@@ -159,6 +165,18 @@ def _fault_of(entry_point: EntryPoint) -> str | None:
     except (ImportError, AttributeError) as fault:
         return str(fault)
     return None
+
+
+def _findings(backends: dict[str, str | None], path: Path) -> dict[str, dict[str, str | None]]:
+    """Let those backends that can examine a directory do so."""
+    findings: dict[str, dict[str, str | None]] = {}
+    for entry_point in entry_points(group=GROUP):
+        if backends[entry_point.name] is not None:
+            continue
+        examine: Examiner | None = getattr(import_module(entry_point.module), "examine", None)
+        if examine is not None:
+            findings[entry_point.name] = {each.name: each.fault for each in examine(path)}
+    return findings
 
 
 def _place(path: Path) -> Place:
@@ -225,6 +243,9 @@ def _lines(report: Report) -> Iterator[str]:
         f"disk      {report.place.path}: {report.place.file_system}, {format_bytes(report.place.free_bytes)} "
         f"free, {mode}, writes {_rate(disk.write_bytes_per_s)}, reads {_rate(disk.read_bytes_per_s)}"
     )
+    for backend, findings in report.findings.items():
+        for finding, fault in findings.items():
+            yield f"{backend:<9} {finding}: {'works' if fault is None else fault}"
     for line in report.missing or ["nothing"]:
         yield f"missing   {line}"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -19,8 +19,7 @@ import torch
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
-from tierstore_backends.files.engine import Engine
-from tierstore_backends.files.engines.choice import direct_for, start
+from tierstore_backends.files.engines.choice import Started, direct_for, start
 from tierstore_backends.files.meter import IoStats
 from tierstore_backends.files.options import EngineName, FilesOptions
 from tierstore_backends.files.owner import DirectoryOwner
@@ -86,7 +85,7 @@ class FilesBackend:
             depth=1 if self._started.name is EngineName.PLAIN else options.aio_queue_depth,
         )
         # Also when it is forgotten, and when the interpreter ends: nothing may stay behind.
-        self._finalizer = weakref.finalize(self, _shut, self._engine, self._segments, owner)
+        self._finalizer = weakref.finalize(self, _shut, self._started, self._segments, owner)
         self._closing = threading.Lock()  # held while the first to close waits for the disk
         self._owner = owner
         _open_backends.add(self)
@@ -152,18 +151,25 @@ class FilesBackend:
         for slot, buffer in zip(own, into, strict=True):
             if slot.state is not SlotState.WRITTEN and slot.nbytes:
                 raise UsageError(f"{slot} holds no bytes: nothing was written there, or writing failed")
-            _check_buffer(slot, buffer)
+            self._check_buffer(slot, buffer)
         return self._move(Direction.READ, own, into)
 
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """Write each buffer; see `write` and `tierstore.spi.BatchBackend`."""
         own = [self._own(slot) for slot in slots]
         for slot, buffer in zip(own, sources, strict=True):
-            _check_buffer(slot, buffer)
+            self._check_buffer(slot, buffer)
         for slot in own:
             # From here to the end of the write the old bytes are gone and the new ones not there.
             slot.state = SlotState.RESERVED
         return self._move(Direction.WRITE, own, sources)
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        """Say whether ``memory`` of a GPU may be read into and written from; see `DirectBackend`.
+
+        That is so with the engine ``threads``, without checksums, and where kvikio moves a page straight.
+        """
+        return self._started.gpu is not None and self._started.gpu.accepts(memory)
 
     def free(self, slot: Slot) -> Completion:
         """Give the slot's addresses to others.  Done at once: their blocks are used again.
@@ -214,8 +220,23 @@ class FilesBackend:
         pieces = cut(transfer, block_bytes=self._block_bytes, segment_bytes=self._segments.segment_bytes)
         if not pieces:  # there are no bytes
             return Completion.done()
+        if not buffers[0].is_cpu:
+            transfer.ready = _after_current_work(buffers[0])
         self._engine.submit(pieces)
         return transfer.completion
+
+    def _check_buffer(self, slot: FileSlot, buffer: Buffer) -> None:
+        if (
+            buffer.dtype is not torch.uint8
+            or buffer.dim() != 1
+            or buffer.numel() != slot.nbytes
+            or not buffer.is_contiguous()
+            or not (buffer.is_cpu or self.accepts(buffer))
+        ):
+            raise UsageError(
+                f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
+                f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
+            )
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -230,25 +251,20 @@ class FilesBackend:
         return slot
 
 
-def _check_buffer(slot: FileSlot, buffer: Buffer) -> None:
-    if (
-        buffer.dtype is not torch.uint8
-        or buffer.dim() != 1
-        or buffer.numel() != slot.nbytes
-        or not buffer.is_cpu
-        or not buffer.is_contiguous()
-    ):
-        raise UsageError(
-            f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
-            f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
-        )
+def _after_current_work(memory: torch.Tensor) -> Callable[[], None]:
+    """Return what waits until the calling thread's current stream has come as far as it is now."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(memory.device))
+    return event.synchronize
 
 
-def _shut(engine: Engine, segments: Segments, owner: DirectoryOwner) -> None:
+def _shut(started: Started, segments: Segments, owner: DirectoryOwner) -> None:
     """End everything: the engine first, so that nothing moves when files go."""
     try:
-        engine.close()
+        started.engine.close()
     finally:
+        if started.gpu is not None:
+            started.gpu.close()
         segments.close()
         owner.release()
 
