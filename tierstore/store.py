@@ -32,7 +32,7 @@ from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Backend, Completion, DurableBackend, Medium
-from tierstore.stats import StoreStats, TierStats, Traffic
+from tierstore.stats import StoreStats, TierStats, Traffic, io_of
 from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, to_text, view_bytes
 from tierstore.wrappers import Compressed, with_codec
 
@@ -429,6 +429,7 @@ class Store:
                 tier,
                 reserved_bytes=_reserved_bytes(backend, tier),
                 codec=backend.codec_stats if isinstance(backend, Compressed) else None,
+                io=io_of(backend),
             )
             for name, tier, backend in zip(self.tier_names, tiers, self._engine.backends, strict=True)
         }

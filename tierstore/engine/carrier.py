@@ -22,6 +22,7 @@ from tierstore.spi import (
     BatchBackend,
     Buffer,
     Completion,
+    DirectBackend,
     DurableBackend,
     Medium,
     PartialError,
@@ -53,6 +54,7 @@ class Carrier:
         # Which tiers have slots that may take less than was asked for; known from their first slot on.
         self._shrinking: dict[int, bool] = {}
         self._batching = {i: b for i, b in enumerate(backends) if isinstance(b, BatchBackend)}
+        self._direct = {i: b for i, b in enumerate(backends) if isinstance(b, DirectBackend)}
         # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
         # its FreeSlot, which the ledger never has under way at the same time.
         self._slots: dict[m.Place, Slot] = {}
@@ -167,7 +169,21 @@ class Carrier:
             return self._backends[target].write(target_slot, cast("AddressableSlot", source_slot).memory)
         if self._media[target] is Medium.HOST:
             return self._backends[source].read(source_slot, cast("AddressableSlot", target_slot).memory)
+        if target in self._direct and (memory := self._reachable(source, source_slot, target)) is not None:
+            return self._backends[target].write(target_slot, memory)
+        if source in self._direct and (memory := self._reachable(target, target_slot, source)) is not None:
+            return self._backends[source].read(source_slot, memory)
         return self._move_through_buffer(source, source_slot, target, target_slot)
+
+    def _reachable(self, device: int, slot: Slot, storage: int) -> torch.Tensor | None:
+        """Return the memory of a device's slot, ordered for use, if a medium reaches it without a buffer."""
+        if self._media[device] is not Medium.DEVICE:
+            return None
+        addressable = cast("AddressableSlot", slot)
+        if not self._direct[storage].accepts(addressable.memory):
+            return None
+        addressable.acquire()
+        return addressable.memory
 
     def _move_through_buffer(
         self, source: int, source_slot: Slot, target: int, target_slot: Slot
