@@ -6,17 +6,18 @@ import os
 import sys
 from pathlib import Path
 
+HOME = Path(__file__).resolve().parents[2] / ".venv-peers"
 
-def _move_in() -> None:
-    """Go on in the peers' environment; where there is none, in this one, with the peers that it has."""
-    home = Path(__file__).resolve().parents[2] / ".venv-peers"
+
+def elsewhere(home: Path) -> Path | None:
+    """Return the Python of the environment in ``home``; ``None`` if there is none, or this is it."""
     python = home / "bin" / "python"
-    if Path(sys.prefix).resolve() != home and python.exists():
-        os.execv(python, [str(python), "-m", "bench.peers", *sys.argv[1:]])
+    return python if python.exists() and home.resolve() != Path(sys.prefix).resolve() else None
 
 
 if __name__ == "__main__":
-    _move_in()
+    if python := elsewhere(HOME):
+        os.execv(python, [str(python), "-m", "bench.peers", *sys.argv[1:]])
     from bench.peers.command import main
 
     sys.exit(main())

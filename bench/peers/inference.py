@@ -19,8 +19,8 @@ from bench.record import Better, Figure
 from bench.workload import Workload
 
 MIB = 1024**2
-FULL_HOST_BYTES = 96 * MIB
-"""The host quota at full scale: a quarter of the model."""
+FULL_HOST_BYTES = 50 * MIB
+"""The host quota at full scale, three of its 24 weights: the process takes no more than Accelerate's."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,12 @@ def figures(found: Mapping[str, Inferred]) -> list[Figure]:
         return []
     ours = found[OURS]
     speed = ratios(cold.seconds(), ours.seconds())
-    details = {"times as fast, cold": str(speed)}
+    details = {
+        "times as fast, cold": str(speed),
+        "peak memory, tierstore and Accelerate": (
+            f"{ours.peak_bytes / MIB:.0f} and {cold.peak_bytes / MIB:.0f} MiB, its page cache apart"
+        ),
+    }
     if warm is not None:
         details["times as fast as it is with the whole model in the page cache"] = str(
             ratios(warm.seconds(), ours.seconds())

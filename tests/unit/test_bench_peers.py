@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from bench.peers import command, result, usage, workers
+from bench.peers.__main__ import elsewhere
 from bench.peers.result import Result
 from bench.peers.usage import Usage, metered
 from bench.peers.workers import Absent, Company, PeerFailed, Worker, serve
@@ -180,6 +182,17 @@ def test_a_terminal_shows_who_was_left_out_and_what_was_missed() -> None:
     assert "MISSED" in text
     assert _result(0.5).is_missed
     assert not _result(0.9).is_missed
+
+
+def test_the_peers_environment_is_moved_to_once(tmp_path: Path) -> None:
+    home = tmp_path / ".venv-peers"
+    assert elsewhere(home) is None
+    home.symlink_to(sys.prefix)
+    assert elsewhere(home) is None  # this is it, by another name
+    home.unlink()
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "python").touch()
+    assert elsewhere(home) == home / "bin" / "python"
 
 
 def test_a_peer_that_nobody_knows_is_refused_with_the_names_there_are() -> None:
