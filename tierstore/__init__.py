@@ -26,7 +26,8 @@ from tierstore.errors import (
     TierStoreError,
     UsageError,
 )
-from tierstore.store import Lease, Store
+from tierstore.leases import Lease
+from tierstore.store import Store
 from tierstore.tensors import TensorSpec
 
 __all__ = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tierstore.wrappers import CodecStats
+
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
@@ -21,6 +23,7 @@ class TierStats:
         faults: those that did not.
         evictions: replicas that were let go to make room or because they were told to.
         refusals: requests that could get no room.
+        codec: what the tier's codec has packed, and what it came to; None: it has none.
     """
 
     capacity_bytes: int
@@ -33,6 +36,7 @@ class TierStats:
     faults: int
     evictions: int
     refusals: int
+    codec: CodecStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

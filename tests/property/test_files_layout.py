@@ -59,6 +59,22 @@ class LayoutMachine(RuleBasedStateMachine):
             assert live.isdisjoint(address for start, end in retired for address in range(start, end))
             self.capacity = whole
 
+    @rule(capacity=st.integers(0, LARGEST))
+    def begin_again(self, capacity: int) -> None:
+        whole = capacity - capacity % UNIT
+        live = sorted(extent for _, extents in self.slots for extent in extents)
+        try:
+            layout = Layout(capacity, UNIT, live)
+        except CapacityError:
+            assert len(self.live()) > whole
+        else:
+            assert len(self.live()) <= whole
+            assert set(self.live()).isdisjoint(
+                address for start, end in layout.retired_ranges for address in range(start, end)
+            )
+            self.layout = layout
+            self.capacity = whole
+
     @invariant()
     def no_address_is_given_twice(self) -> None:
         live = self.live()

@@ -140,12 +140,21 @@ def test_the_report_for_people_has_a_line_for_everything(tmp_path: Path, capsys:
 def test_the_report_for_machines_is_json_of_plain_numbers(tmp_path: Path, capsys: _Output) -> None:
     assert main(["doctor", "--json", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report.keys() == {"versions", "host", "devices", "backends", "place", "missing"}
+    assert report.keys() == {"versions", "host", "devices", "backends", "place", "missing", "more_places"}
     assert report["host"]["copy_bytes_per_s"] > 0
     assert report["place"]["disk"]["write_bytes_per_s"] > 0
     assert report["place"]["disk"]["read_bytes_per_s"] > 0
     assert {"device", "files", "memory", "pinned"} <= report["backends"].keys()
     assert report["devices"][-1]["name"] == "emulated"
+
+
+def test_several_directories_have_a_line_each(tmp_path: Path, capsys: _Output) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    assert main(["doctor", *map(str, folders)]) == 0
+    disks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("disk ")]
+    assert [str(folder) in line for folder, line in zip(folders, disks, strict=True)] == [True, True]
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

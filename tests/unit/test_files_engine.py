@@ -10,16 +10,18 @@ import torch
 
 from tests.files_disk import PAGE, TIMEOUT_S, finish
 from tierstore.errors import StoreClosed
-from tierstore_backends.files.engine import CallerEngine, Engine, ThreadEngine
+from tierstore_backends.files.engine import Engine, Pace
+from tierstore_backends.files.engines.plain import PlainEngine
+from tierstore_backends.files.engines.threads import ThreadEngine
 from tierstore_backends.files.piece_queue import PieceQueue
 from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transfer, cut
 
 
 def transfer(pages: int = 1, start: int = 0) -> tuple[Transfer, list[Piece]]:
     """Return a read of ``pages`` pages, cut into pages, and its pieces."""
-    slot = FileSlot(pages * PAGE, ((start * PAGE, (start + pages) * PAGE),), None)
+    slot = FileSlot(pages * PAGE, ((start * PAGE, (start + pages) * PAGE),), None, PAGE)
     whole = Transfer(Direction.READ, [slot], [torch.zeros(pages * PAGE, dtype=torch.uint8)])
-    return whole, cut(whole, block_bytes=PAGE, segment_bytes=1 << 40)
+    return whole, cut(whole, segment_bytes=1 << 40)
 
 
 def threads(
@@ -28,16 +30,16 @@ def threads(
     def queue() -> PieceQueue:
         return PieceQueue(PAGE, 1 << 40)
 
-    return ThreadEngine(moves, queue(), queue(), depth=depth, tidy=tidy, quiet_s=0.0)
+    return ThreadEngine(moves, queue(), queue(), Pace(depth=depth, tidy=tidy, quiet_s=0.0))
 
 
 def do_nothing(batch: Sequence[Piece]) -> None:
     del batch
 
 
-@pytest.fixture(params=["threads", "caller"])
+@pytest.fixture(params=["threads", "plain"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    made = threads(do_nothing) if request.param == "threads" else CallerEngine([do_nothing])
+    made = threads(do_nothing) if request.param == "threads" else PlainEngine([do_nothing])
     yield made
     made.close()
 
@@ -127,7 +129,7 @@ def test_an_interrupted_caller_leaves_room_for_the_next() -> None:
         if interruptions:
             raise interruptions.pop()
 
-    engine = CallerEngine([be_interrupted])
+    engine = PlainEngine([be_interrupted])
     with pytest.raises(KeyboardInterrupt):
         engine.submit(transfer()[1])
     whole, pieces = transfer()

@@ -17,7 +17,7 @@ from tests.files_disk import blank, buffer, finish, open_files
 from tierstore.errors import BackendError, UsageError
 from tierstore_backends.files.owner import DirectoryOwner, segment_name
 
-LOCK = "tierstore-scratch.lock"
+LOCK = "tierstore.lock"
 
 OPEN_AND_WRITE = """
 import sys, torch

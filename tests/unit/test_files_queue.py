@@ -14,9 +14,9 @@ FAR = 1 << 40
 def piece(page: int, pages: int = 1) -> Piece:
     """Return a piece that lies at ``page``."""
     nbytes = pages * PAGE
-    slot = FileSlot(nbytes, ((page * PAGE, page * PAGE + nbytes),), None)
+    slot = FileSlot(nbytes, ((page * PAGE, page * PAGE + nbytes),), None, nbytes)
     transfer = Transfer(Direction.READ, [slot], [torch.zeros(nbytes, dtype=torch.uint8)])
-    (whole,) = cut(transfer, block_bytes=nbytes, segment_bytes=FAR)
+    (whole,) = cut(transfer, segment_bytes=FAR)
     return whole
 
 

@@ -22,13 +22,14 @@ from collections.abc import Mapping
 
 from tierstore.units import parse_bytes
 from tierstore_backends.files.backend import FilesBackend
+from tierstore_backends.files.durable import DurableFiles
 from tierstore_backends.files.options import parse_options
 
-__all__ = ["FilesBackend", "open_backend"]
+__all__ = ["DurableFiles", "FilesBackend", "open_backend"]
 
 
-def open_backend(*, capacity_bytes: int, options: Mapping[str, object]) -> FilesBackend:
-    """Open a directory as scratch space for at most ``capacity_bytes``.
+def open_backend(*, capacity_bytes: int, options: Mapping[str, object]) -> FilesBackend | DurableFiles:
+    """Open a directory for at most ``capacity_bytes``: to keep what is committed, or as scratch space.
 
     Args:
         capacity_bytes: the most that the files may take on disk.
@@ -36,7 +37,11 @@ def open_backend(*, capacity_bytes: int, options: Mapping[str, object]) -> Files
 
     Raises:
         ConfigError: an unknown option, a bad value or a negative capacity; the message lists every fault.
-        UsageError: another live backend owns the directory; the message names its process.
+        UsageError: another live backend owns the directory; the message names its process.  Or it holds
+            a durable store and is wanted as scratch space, or a later version of tierstore wrote it.
+        CapacityError: a durable directory keeps more than ``capacity_bytes``.
+        IntegrityError: the manifest of a durable directory is damaged; nothing was changed.
         BackendError: the directory cannot be made or used.
     """
-    return FilesBackend(parse_bytes(capacity_bytes), parse_options(options))
+    capacity_bytes, parsed = parse_bytes(capacity_bytes), parse_options(options)
+    return DurableFiles(capacity_bytes, parsed) if parsed.durable else FilesBackend(capacity_bytes, parsed)

@@ -1,4 +1,4 @@
-"""Scratch files as a `tierstore.spi.Backend`.
+"""Files as a `tierstore.spi.Backend`.
 
 Reads are served before writes that wait at the same time; within a direction the first to come is
 the first to go.  A read never waits for more than the pieces that are in the workers' hands.
@@ -8,7 +8,6 @@ Knows nothing of keys, tiers or policies.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
@@ -20,35 +19,39 @@ import torch
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
-from tierstore_backends.files.engine import CallerEngine, Engine, ThreadEngine
-from tierstore_backends.files.lane import Lane
-from tierstore_backends.files.options import FilesOptions
+from tierstore_backends.files.engine import Engine
+from tierstore_backends.files.engines.choice import Started, start
+from tierstore_backends.files.engines.drives import StartedDrives, start_all
+from tierstore_backends.files.ground import Ground, scratch_ground
+from tierstore_backends.files.meter import IoStats
+from tierstore_backends.files.options import EngineName, FilesOptions
 from tierstore_backends.files.owner import DirectoryOwner
-from tierstore_backends.files.piece_queue import PieceQueue
-from tierstore_backends.files.probe import IoMode, probe
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
+from tierstore_backends.files.several import Owners
 from tierstore_backends.files.space import Space
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
-from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, cut
+from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, by_piece, cut
 
-_SEGMENT_BYTES: Final = 64 * GIB
-_STRIDE_BYTES: Final = 64 * MIB
-_QUIET_S: Final = 30.0  # longer than a training step leaves a disk alone: what is cut is slow to regrow
+SEGMENT_BYTES: Final = 64 * GIB
+STRIDE_BYTES: Final = 64 * MIB
+QUIET_S: Final = 30.0  # longer than a training step leaves a disk alone: what is cut is slow to regrow
 
 
 class FilesBackend:
-    """Files in a directory that this object alone owns, as scratch space.
+    """Files in a directory that this object alone owns: scratch space, unless it is given other ground.
 
     Everything may be called from any thread.  ``reserve``, ``read``, ``write`` and ``free`` do not
-    block on the disk, except where ``enable_aio`` is off; ``resize`` to less and ``close`` do.
+    block on the disk, except with the engine ``plain``; ``resize`` to less and ``close`` do.
 
     Args:
         capacity_bytes: the most that the files may take on disk.
-        options: see `FilesOptions`.
+        options: see `FilesOptions`; several directories are one address space.
         syscalls: the way to the kernel; tests pass their own.
-        segment_bytes: the length of a full file; a multiple of 64 KiB.
+        segment_bytes: the length of a full file; a multiple of 64 KiB, and with several directories a
+            power of two.
         stride_bytes: how far files grow at a time; a multiple of 64 KiB.
         quiet_s: after so long without a transfer, the free end of the files is cut off.
+        ground: what it stands on, instead of scratch files; it is given up by ``close``.
 
     Raises:
         UsageError: another live backend owns the directory.
@@ -61,59 +64,35 @@ class FilesBackend:
         options: FilesOptions,
         *,
         syscalls: Syscalls = KERNEL,
-        segment_bytes: int = _SEGMENT_BYTES,
-        stride_bytes: int = _STRIDE_BYTES,
-        quiet_s: float = _QUIET_S,
+        segment_bytes: int = SEGMENT_BYTES,
+        stride_bytes: int = STRIDE_BYTES,
+        quiet_s: float = QUIET_S,
+        ground: Ground | None = None,
     ) -> None:
-        owner = DirectoryOwner.claim(options.path)
+        ground = ground or scratch_ground(
+            capacity_bytes, options, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
+        )
+        mode, owner, self._segments, self._space = ground.mode, ground.owner, ground.segments, ground.space
+        self._block_bytes = align_up(options.aio_block_size, mode.alignment_bytes)
         try:
-            mode = probe(options.path, options.direct, syscalls)
-            self._segments = Segments(
-                options.path, mode.flags, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
-            )
-            self._space = Space(capacity_bytes, mode.alignment_bytes, self._segments)
-            self._block_bytes = align_up(options.aio_block_size, mode.alignment_bytes)
-            self._engine = self._start(options, mode, syscalls, quiet_s)
+            most_bytes = max(self._block_bytes, ground.block_bytes)
+            self._started = _start(options, ground, syscalls, most_bytes, quiet_s)
         except BaseException:
+            self._segments.close()
             owner.release()
             raise
+        self._engine = self._started.engine
         self._capabilities = Capabilities(
             medium=Medium.STORAGE,
             is_durable=False,
             alignment_bytes=mode.alignment_bytes,
-            depth=options.aio_queue_depth if options.enable_aio else 1,
+            depth=1 if self._started.name is EngineName.PLAIN else options.aio_queue_depth,
         )
         # Also when it is forgotten, and when the interpreter ends: nothing may stay behind.
         self._finalizer = weakref.finalize(self, _shut, self._engine, self._segments, owner)
         self._closing = threading.Lock()  # held while the first to close waits for the disk
         self._owner = owner
         _open_backends.add(self)
-
-    def _start(self, options: FilesOptions, mode: IoMode, syscalls: Syscalls, quiet_s: float) -> Engine:
-        lanes = [
-            Lane(
-                self._segments,
-                self._space.give_back,
-                syscalls,
-                alignment_bytes=mode.alignment_bytes,
-                memory_alignment_bytes=mode.memory_alignment_bytes,
-                block_bytes=self._block_bytes,
-                is_checked=options.checksum,
-            )
-            for _ in range(options.threads)
-        ]
-        moves = [lane.move for lane in lanes]
-        if not options.enable_aio:
-            return CallerEngine(moves)
-        waiting = functools.partial(PieceQueue, self._block_bytes, self._segments.segment_bytes)
-        return ThreadEngine(
-            moves,
-            waiting(),
-            waiting(),
-            depth=options.aio_queue_depth,
-            tidy=self._space.trim,
-            quiet_s=quiet_s,
-        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -129,6 +108,11 @@ class FilesBackend:
         """
         return self._segments.physical_bytes
 
+    @property
+    def io_stats(self) -> IoStats:
+        """What the engine has done so far.  From any thread, also after ``close``."""
+        return self._started.stats()
+
     def reserve(self, nbytes: int) -> FileSlot:
         """Take addresses for ``nbytes``; touches no disk.
 
@@ -140,7 +124,7 @@ class FilesBackend:
         self._check_open()
         if nbytes < 0:
             raise UsageError(f"a slot cannot have {nbytes} bytes")
-        return FileSlot(nbytes, self._space.reserve(nbytes), self)
+        return FileSlot(nbytes, self._space.reserve(nbytes), self, self._block_bytes)
 
     def read(self, slot: Slot, into: Buffer) -> Completion:
         """Fill ``into``; compare its checksums with those of the write.
@@ -182,7 +166,22 @@ class FilesBackend:
         for slot in own:
             # From here to the end of the write the old bytes are gone and the new ones not there.
             slot.state = SlotState.RESERVED
+            slot.block_bytes = self._block_bytes
+            slot.failed_syncs = self._segments.failed_syncs
         return self._move(Direction.WRITE, own, sources)
+
+    def write_again(self, slot: FileSlot) -> None:
+        """Write what a slot holds once more, piece by piece; it can be read meanwhile.  Blocks.
+
+        Raises:
+            BackendError: it cannot be read or written.
+        """
+        failed_syncs = self._segments.failed_syncs
+        for part in by_piece(slot, self._segments.segment_bytes):
+            buffer = torch.empty(part.nbytes, dtype=torch.uint8)
+            wait_for(self._move(Direction.READ, [part], [buffer]))
+            wait_for(self._move(Direction.WRITE, [part], [buffer]))
+        slot.failed_syncs = failed_syncs
 
     def free(self, slot: Slot) -> Completion:
         """Give the slot's addresses to others.  Done at once: their blocks are used again.
@@ -215,11 +214,15 @@ class FilesBackend:
             UsageError: called from a completion's callback, which would wait for itself.
             BackendError: a file could not be removed.
         """
-        if self._engine.is_worker():
+        if self.is_worker():
             raise UsageError("scratch files cannot be closed from a completion's callback")
         with self._closing:
             self._finalizer()
         _open_backends.discard(self)
+
+    def is_worker(self) -> bool:
+        """Whether the calling thread moves bytes, and so runs completions' callbacks."""
+        return self._engine.is_worker()
 
     def disown(self) -> None:
         """Become closed without touching anything: for the child of a fork, which owns nothing."""
@@ -230,7 +233,7 @@ class FilesBackend:
 
     def _move(self, direction: Direction, slots: Sequence[FileSlot], buffers: Sequence[Buffer]) -> Completion:
         transfer = Transfer(direction, slots, buffers)
-        pieces = cut(transfer, block_bytes=self._block_bytes, segment_bytes=self._segments.segment_bytes)
+        pieces = cut(transfer, segment_bytes=self._segments.segment_bytes)
         if not pieces:  # there are no bytes
             return Completion.done()
         self._engine.submit(pieces)
@@ -263,7 +266,24 @@ def _check_buffer(slot: FileSlot, buffer: Buffer) -> None:
         )
 
 
-def _shut(engine: Engine, segments: Segments, owner: DirectoryOwner) -> None:
+def wait_for(completion: Completion) -> None:
+    """Wait for the end of an operation; raise what it failed with."""
+    ended = threading.Event()
+    completion.add_done_callback(lambda _: ended.set())
+    ended.wait()
+    if completion.error is not None:
+        raise completion.error
+
+
+def _start(
+    options: FilesOptions, ground: Ground, syscalls: Syscalls, block_bytes: int, quiet_s: float
+) -> Started | StartedDrives:
+    if isinstance(ground.space, Space):
+        return start(options, ground.mode, ground.segments, ground.space, syscalls, block_bytes, quiet_s)
+    return start_all(options, ground.drives, ground.segments, ground.space, syscalls, block_bytes, quiet_s)
+
+
+def _shut(engine: Engine, segments: Files, owner: DirectoryOwner | Owners) -> None:
     """End everything: the engine first, so that nothing moves when files go."""
     try:
         engine.close()

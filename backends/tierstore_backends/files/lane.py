@@ -1,39 +1,59 @@
 """How one batch moves: vectors, bounce memory, short transfers, checksums, errors with names.
 
-A lane belongs to one thread at a time.  It brings memory that is aligned, once and for all: fresh
-pages cost more than the copy.  The aligned body of a buffer goes straight between the caller's
-memory and the file; what does not fill an alignment unit, and buffers at addresses the disk
-cannot use, go through the lane's memory.
+A lane says, step by step, what the kernel is to be asked, and is told what came of it; who asks, and
+what else is done meanwhile, is the engine's affair.  The aligned body of a buffer goes straight between
+the caller's memory and the file; what does not fill an alignment unit, and buffers at addresses the disk
+cannot use, go through bounce memory.  A lane and its memory belong to one thread at a time.
 
-Rule 1: the result of every call is looked at.  A short transfer is continued from the last aligned byte;
-``EINTR`` is tried again; the end of a file inside a slot is an error.
+Rule 1: the outcome of every call is looked at.  A short transfer is continued from the last aligned byte;
+``EINTR`` is tried again, ``EAGAIN`` a few times; the end of a file inside a slot is an error.
 Rule 2: a batch that fails is tried again piece by piece, so that only the guilty piece fails.
 Rule 3: where the disk is full, what is free in the files is given back before the write is tried again;
 one that fails for good leaves no blocks behind.
 Rule 4: an error's cause keeps no frame alive, since frames refer to the caller's buffer.
+Rule 5: who waits for bounce memory holds none.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 
 import numpy
 import xxhash
 
 from tierstore.errors import BackendError, IntegrityError
-from tierstore.units import KIB, MIB, align_up
-from tierstore_backends.files.segments import Segments
-from tierstore_backends.files.syscalls import Syscalls
+from tierstore.units import KIB
+from tierstore_backends.files.bounce import Bounce
+from tierstore_backends.files.layout import Extent
+from tierstore_backends.files.meter import Counts
+from tierstore_backends.files.segments import Files
+from tierstore_backends.files.syscalls import Call, Syscalls
 from tierstore_backends.files.transfer import Direction, Piece
 
 _TRANSIENT = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT})
+_AGAIN = frozenset({errno.EAGAIN, errno.EINTR})
 _BOUNCE_MAY_HELP = frozenset({errno.EINVAL, errno.EFAULT})  # the disk cannot use the caller's memory
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CALLS_WITHOUT_PROGRESS = 3
 _COPIED_AT_LEISURE = 64 * KIB  # below, a copy is over before anybody could use the lock
-_HASHED_AT_ONCE = MIB  # a hash holds the interpreter's lock: let others have it in between
+# Above this, xxhash gives the interpreter's lock away while it sums, and beside a busy thread gets it back
+# milliseconds later: 1 MiB at a time, writing fell from 1.5 to 0.5 GB/s.  A block is summed in 0.15 ms.
+_HASHED_AT_ONCE = 64 * KIB
+
+Outcome = int | OSError
+"""What came of a call: how many bytes moved, or the error."""
+
+Steps = Generator[Call | None, Outcome, None]
+"""A batch on its way: yields what the kernel is to be asked, and is sent what came of it.
+
+``None`` asks for nothing: there is no bounce memory, and it goes on, sent 0, after another batch of the
+same lane has come to its end.  Never where a lane moves one batch at a time.
+"""
+
+_Failed = Generator[Call | None, Outcome, OSError | None]
 
 
 class Lane:
@@ -42,148 +62,197 @@ class Lane:
     Args:
         segments: where addresses are.
         give_back: gives blocks that nobody uses back to the file system.
-        syscalls: the way to the kernel.
+        bounce: at least as much memory as the longest batch.
         alignment_bytes: what offsets and lengths in files are multiples of.
         memory_alignment_bytes: what addresses in memory are.
-        block_bytes: the most bytes of a batch.
         is_checked: whether bytes are summed and compared.
+        is_joining: whether what moves together is joined in bounce memory, for an engine to which every
+            part of a vector is a call.
     """
 
     def __init__(
         self,
-        segments: Segments,
+        segments: Files,
         give_back: Callable[[], None],
-        syscalls: Syscalls,
+        bounce: Bounce,
         *,
         alignment_bytes: int,
         memory_alignment_bytes: int,
-        block_bytes: int,
         is_checked: bool,
+        is_joining: bool = False,
     ) -> None:
         self._segments = segments
         self._give_back = give_back
-        self._syscalls = syscalls
+        self._bounce = bounce
         self._alignment_bytes = alignment_bytes
         self._memory_alignment_bytes = memory_alignment_bytes
         self._is_checked = is_checked
-        # Pages are real only once they are used: a lane that never bounces costs nothing.
-        self._bounce = memoryview(mmap.mmap(-1, align_up(block_bytes, mmap.PAGESIZE)))
+        self._is_joining = is_joining
+        self.counts = Counts()
 
-    def move(self, batch: Sequence[Piece]) -> None:
+    def steps(self, batch: Sequence[Piece]) -> Steps:
         """Move pieces that are neighbours in a file, all in one direction; note errors at them."""
+        counts = self.counts
+        counts.pieces += len(batch)
         views = [piece.view() for piece in batch]
         is_write = batch[0].transfer.direction is Direction.WRITE
         if is_write and self._is_checked:
+            self._sum(batch, views)
+        is_done = False
+        if len(batch) > 1:
+            counts.merged_batches += 1
+            is_done = (yield from self._attempt(batch, views, is_bounced=self._is_joining)) is None
+            counts.retries += not is_done
+        if not is_done:
             for piece, view in zip(batch, views, strict=True):
-                piece.sum = _digest(view)
-        if len(batch) == 1 or self._attempt(batch, views, is_bounced=False) is not None:
-            for piece, view in zip(batch, views, strict=True):
-                self._move_alone(piece, view)
+                yield from self._move_alone(piece, view)
         if not is_write and self._is_checked:
-            for piece, view in zip(batch, views, strict=True):
-                if piece.error is None:
-                    self._verify(piece, view)
+            self._verify(batch, views)
 
-    def _move_alone(self, piece: Piece, view: memoryview) -> None:
-        error = self._attempt([piece], [view], is_bounced=False)
+    def _move_alone(self, piece: Piece, view: memoryview) -> Steps:
+        error = yield from self._attempt([piece], [view], is_bounced=False)
         if error is not None and error.errno in _BOUNCE_MAY_HELP:
-            error = self._attempt([piece], [view], is_bounced=True)
+            self.counts.retries += 1
+            error = yield from self._attempt([piece], [view], is_bounced=True)
         if error is not None and error.errno in _FULL:
-            error = self._try_with_more_room(piece, view, error)
+            self.counts.retries += 1
+            error = yield from self._try_with_more_room(piece, view, error)
         if error is not None:
             piece.error = self._explain(piece, error)
 
-    def _try_with_more_room(self, piece: Piece, view: memoryview, full: OSError) -> OSError | None:
+    def _try_with_more_room(self, piece: Piece, view: memoryview, full: OSError) -> _Failed:
         try:
             self._give_back()
-            error = self._attempt([piece], [view], is_bounced=False)
-            if error is not None:
+            failure = yield from self._attempt([piece], [view], is_bounced=False)
+            if failure is not None:
                 self._segments.punch(piece.address, piece.end)  # what was written of it
         except OSError:
             return full
-        return error
+        return failure
 
-    def _attempt(
-        self, batch: Sequence[Piece], views: Sequence[memoryview], *, is_bounced: bool
-    ) -> OSError | None:
+    def _attempt(self, batch: Sequence[Piece], views: Sequence[memoryview], *, is_bounced: bool) -> _Failed:
         """Move the batch, all of it, or return why not."""
+        bodies = [0 if is_bounced else self._straight_bytes(piece) for piece in batch]
+        own_bytes = batch[-1].end - batch[0].address - sum(bodies)
+        lent: Extent | None = None
+        while own_bytes and (lent := self._bounce.take(own_bytes)) is None:
+            yield None
         try:
-            self._transfer(batch, views, is_bounced=is_bounced)
+            return (yield from self._transfer(batch, views, bodies, lent))
+        finally:
+            if lent is not None:
+                self._bounce.give(lent)
+
+    def _straight_bytes(self, piece: Piece) -> int:
+        """Return how many bytes of a piece the disk can move where they are."""
+        if (piece.buffer.data_ptr() + piece.start) % self._memory_alignment_bytes:
+            return 0
+        nbytes = piece.stop - piece.start
+        return nbytes - nbytes % self._alignment_bytes
+
+    def _transfer(
+        self,
+        batch: Sequence[Piece],
+        views: Sequence[memoryview],
+        bodies: Sequence[int],
+        lent: Extent | None,
+    ) -> _Failed:
+        direction = batch[0].transfer.direction
+        vector, bounced = self._vector(batch, views, bodies, lent)
+        if direction is Direction.WRITE:
+            for theirs, own in bounced:
+                _copy(theirs, own[: len(theirs)])
+                own[len(theirs) :] = bytes(len(own) - len(theirs))
+        start, end = batch[0].address, batch[-1].end
+        try:
+            fd, offset = self._segments.locate(start, end)
         except OSError as error:
             return error.with_traceback(None)  # rule 4
-        return None
-
-    def _transfer(self, batch: Sequence[Piece], views: Sequence[memoryview], *, is_bounced: bool) -> None:
-        is_write = batch[0].transfer.direction is Direction.WRITE
-        vector, bounced = self._vector(batch, views, is_bounced=is_bounced)
-        if is_write:
-            for lent, own in bounced:
-                _copy(lent, own[: len(lent)])
-                own[len(lent) :] = bytes(len(own) - len(lent))
-        start, end = batch[0].address, batch[-1].end
-        fd, offset = self._segments.locate(start, end)
-        call = self._syscalls.write if is_write else self._syscalls.read
-        self._exhaust(call, fd, vector, offset, end - start)
-        if not is_write:
-            for lent, own in bounced:
-                _copy(own[: len(lent)], lent)
+        failure = yield from self._exhaust(Call(direction, fd, start, vector, offset), end - start)
+        if failure is None and direction is Direction.READ:
+            for theirs, own in bounced:
+                _copy(own[: len(theirs)], theirs)
+        return failure
 
     def _vector(
-        self, batch: Sequence[Piece], views: Sequence[memoryview], *, is_bounced: bool
+        self,
+        batch: Sequence[Piece],
+        views: Sequence[memoryview],
+        bodies: Sequence[int],
+        lent: Extent | None,
     ) -> tuple[list[memoryview], list[tuple[memoryview, memoryview]]]:
-        """Return what the kernel is given, and the pairs (lent memory, own memory) that bounce."""
+        """Return what the kernel is given, and the pairs (caller's memory, own memory) that bounce."""
         vector: list[memoryview] = []
         bounced: list[tuple[memoryview, memoryview]] = []
-        used = 0
-        for piece, lent in zip(batch, views, strict=True):
-            body = 0 if is_bounced or not self._is_usable(piece) else len(lent)
-            body -= body % self._alignment_bytes
+        used = 0 if lent is None else lent[0]
+        for piece, theirs, body in zip(batch, views, bodies, strict=True):
             if body:
-                vector.append(lent if body == len(lent) else lent[:body])
+                vector.append(theirs if body == len(theirs) else theirs[:body])
             room = piece.end - piece.address - body
             if room:
-                own = self._bounce[used : used + room]
+                own = self._bounce.view((used, used + room))
                 used += room
                 vector.append(own)
-                bounced.append((lent[body:], own))
+                bounced.append((theirs[body:], own))
+                self.counts.bounced_bytes += len(theirs) - body
         return vector, bounced
 
-    def _is_usable(self, piece: Piece) -> bool:
-        """Whether the disk can reach the caller's memory where it is."""
-        return not (piece.buffer.data_ptr() + piece.start) % self._memory_alignment_bytes
-
-    def _exhaust(
-        self,
-        call: Callable[[int, Sequence[memoryview], int], int],
-        fd: int,
-        vector: list[memoryview],
-        offset: int,
-        nbytes: int,
-    ) -> None:
+    def _exhaust(self, whole: Call, nbytes: int) -> _Failed:
+        """Have all of a call's bytes moved, or return why not."""
         done = 0
         futile_calls = 0
-        while done < nbytes:
-            try:
-                moved = call(fd, _after(vector, done) if done else vector, offset + done)
-            except InterruptedError:
+        while True:
+            rest = whole if not done else _after(whole, done)
+            outcome = yield from self._ask(rest)
+            if isinstance(outcome, OSError):
+                futile_calls += outcome.errno != errno.EINTR
+                if outcome.errno not in _AGAIN or futile_calls == _CALLS_WITHOUT_PROGRESS:
+                    return outcome
+                self.counts.retries += 1
                 continue
-            if moved == nbytes - done:
-                return
+            if outcome == nbytes - done:
+                return None
+            self.counts.short_transfers += 1
             # A call may end anywhere, but the next must begin aligned: some bytes move twice.
-            progress = moved - moved % self._alignment_bytes
+            progress = outcome - outcome % self._alignment_bytes
             futile_calls = 0 if progress else futile_calls + 1
             if futile_calls == _CALLS_WITHOUT_PROGRESS:
-                raise OSError(errno.EIO, f"{done + moved} of {nbytes} bytes, and then no more")
+                return OSError(errno.EIO, f"{done + outcome} of {nbytes} bytes, and then no more")
             done += progress
 
-    def _verify(self, piece: Piece, view: memoryview) -> None:
-        expected = piece.transfer.slots[piece.part].sums[piece.index]
-        found = _digest(view)
-        if found != expected:
-            piece.error = IntegrityError(
-                f"{piece.stop - piece.start} bytes at {self._where(piece)} are not what was written: "
-                f"xxh3_64 is {found:016x}, was {expected:016x}. The disk or its path corrupts data"
-            )
+    def _ask(self, call: Call) -> Generator[Call | None, Outcome, Outcome]:
+        began_s = time.perf_counter()
+        outcome = yield call
+        counts = self.counts
+        counts.call_seconds += time.perf_counter() - began_s
+        nbytes = 0 if isinstance(outcome, OSError) else outcome
+        if call.direction is Direction.WRITE:
+            counts.write_calls += 1
+            counts.written_bytes += nbytes
+        else:
+            counts.read_calls += 1
+            counts.read_bytes += nbytes
+        return outcome
+
+    def _sum(self, batch: Sequence[Piece], views: Sequence[memoryview]) -> None:
+        began_s = time.perf_counter()
+        for piece, view in zip(batch, views, strict=True):
+            piece.sum = _digest(view)
+        self.counts.checksum_seconds += time.perf_counter() - began_s
+
+    def _verify(self, batch: Sequence[Piece], views: Sequence[memoryview]) -> None:
+        began_s = time.perf_counter()
+        for piece, view in zip(batch, views, strict=True):
+            sums = piece.transfer.slots[piece.part].sums
+            if sums and piece.error is None and (found := _digest(view)) != sums[piece.index]:
+                piece.error = self._other_bytes(piece, found, sums[piece.index])
+        self.counts.checksum_seconds += time.perf_counter() - began_s
+
+    def _other_bytes(self, piece: Piece, found: int, expected: int) -> IntegrityError:
+        return IntegrityError(
+            f"{piece.stop - piece.start} bytes at {self._where(piece)} are not what was written: "
+            f"xxh3_64 is {found:016x}, was {expected:016x}. The disk or its path corrupts data"
+        )
 
     def _explain(self, piece: Piece, cause: OSError) -> BackendError:
         verb = "writing" if piece.transfer.direction is Direction.WRITE else "reading"
@@ -197,8 +266,7 @@ class Lane:
         return error
 
     def _where(self, piece: Piece) -> str:
-        offset = piece.address % self._segments.segment_bytes
-        return f"offset {offset} of {self._segments.path(piece.address)}"
+        return self._segments.where(piece.address)
 
 
 def _digest(data: memoryview) -> int:
@@ -217,11 +285,33 @@ def _copy(source: memoryview, into: memoryview) -> None:
         numpy.copyto(numpy.frombuffer(into, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
 
 
-def _after(vector: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """Return ``vector`` without its first ``nbytes``."""
+def _after(call: Call, nbytes: int) -> Call:
+    """Return ``call`` without its first ``nbytes``."""
     rest: list[memoryview] = []
-    for view in vector:
-        if nbytes < len(view):
-            rest.append(view[nbytes:])
-        nbytes = max(0, nbytes - len(view))
-    return rest
+    skipped = nbytes
+    for view in call.vector:
+        if skipped < len(view):
+            rest.append(view[skipped:])
+        skipped = max(0, skipped - len(view))
+    return replace(call, vector=rest, offset=call.offset + nbytes)
+
+
+def carry_out(steps: Steps, syscalls: Syscalls) -> None:
+    """Ask the kernel for each step, in the calling thread."""
+    outcome: Outcome | None = None
+    while True:
+        try:
+            call = steps.send(outcome)  # type: ignore[arg-type]  # the first is None, as Python demands
+        except StopIteration:
+            return
+        assert call is not None  # one batch at a time
+        outcome = perform(call, syscalls)
+
+
+def perform(call: Call, syscalls: Syscalls) -> Outcome:
+    """Ask the kernel once, in the calling thread."""
+    ask = syscalls.write if call.direction is Direction.WRITE else syscalls.read
+    try:
+        return ask(call.fd, call.vector, call.offset)
+    except OSError as error:
+        return error.with_traceback(None)  # rule 4

@@ -5,14 +5,16 @@ Rule 2: a request that fits into what is free is never refused: where no single 
 slot gets several extents, largest ranges first.
 Rule 3: the smallest range that fits is taken from its low end, the lowest among equals; so slots
 reserved one after another lie one after another, and old addresses are used before new ones.
-Rule 4: addresses that a smaller capacity no longer covers are *retired*: neither live nor free,
+Rule 4: a layout may begin with extents that are live already; what lies between them is free.
+Rule 5: addresses that a smaller capacity no longer covers are *retired*: neither live nor free,
 until the capacity grows again.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from tierstore.errors import CapacityError
 from tierstore.units import align_up, format_bytes
@@ -27,11 +29,12 @@ A plain tuple: the garbage collector stops looking at those, and every slot keep
 class RangeSet:
     """Disjoint ranges that join where they touch, findable by address and by length."""
 
-    def __init__(self) -> None:
-        self._starts: list[int] = []  # sorted; as are the pairs (length, start)
-        self._ends: dict[int, int] = {}  # by start
-        self._lengths: list[tuple[int, int]] = []
-        self.total_bytes = 0
+    def __init__(self, ranges: Iterable[Extent] = ()) -> None:
+        """Begin with ``ranges`` that are sorted and do not touch."""
+        self._ends = dict(ranges)  # by start
+        self._starts = list(self._ends)  # sorted; as are the pairs (length, start)
+        self._lengths = sorted((end - start, start) for start, end in self._ends.items())
+        self.total_bytes = sum(length for length, _ in self._lengths)
 
     def __iter__(self) -> Iterator[Extent]:
         """Yield the ranges from low to high addresses."""
@@ -110,14 +113,25 @@ class Layout:
     Args:
         capacity_bytes: live and free bytes together; rounded down to the alignment.
         alignment_bytes: every extent begins at and has a multiple of it.
+        live: what is reserved from the beginning: sorted, aligned, no two overlapping.
+
+    Raises:
+        CapacityError: ``live`` is more than the capacity.
     """
 
-    def __init__(self, capacity_bytes: int, alignment_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, alignment_bytes: int, live: Sequence[Extent] = ()) -> None:
         self._alignment_bytes = alignment_bytes
-        self._free = RangeSet()
+        self._live_bytes = sum(end - start for start, end in live)
+        self._end = live[-1][1] if live else 0  # one past the highest that is live, free, or retired below
+        self._free = RangeSet(_between(live))
         self._retired = RangeSet()
-        self._live_bytes = 0
-        self._end = 0  # one past the highest address that is live, free, or retired below those
+        if self._live_bytes > capacity_bytes:
+            raise CapacityError(
+                f"{format_bytes(self._live_bytes)} are in use in the files, and the capacity is only "
+                f"{format_bytes(capacity_bytes)}: enlarge it",
+                needed_bytes=self._live_bytes,
+                free_bytes=capacity_bytes,
+            )
         self.resize(capacity_bytes)
 
     @property
@@ -134,6 +148,11 @@ class Layout:
     def free_ranges(self) -> list[Extent]:
         """What is free, lowest first."""
         return list(self._free)
+
+    @property
+    def retired_ranges(self) -> list[Extent]:
+        """What belongs to no capacity, though something above it does; lowest first."""
+        return list(self._retired)
 
     @property
     def live_bytes(self) -> int:
@@ -160,7 +179,7 @@ class Layout:
         needed_bytes = align_up(nbytes, self._alignment_bytes)
         if needed_bytes > self.free_bytes:
             raise CapacityError(
-                f"a slot of {format_bytes(needed_bytes)} does not fit into scratch files with "
+                f"a slot of {format_bytes(needed_bytes)} does not fit into files with "
                 f"{format_bytes(self.free_bytes)} free of {format_bytes(self._live_bytes + self.free_bytes)}",
                 needed_bytes=needed_bytes,
                 free_bytes=self.free_bytes,
@@ -192,7 +211,7 @@ class Layout:
         surplus_bytes = self._live_bytes + self.free_bytes - capacity_bytes
         if surplus_bytes > self.free_bytes:
             raise CapacityError(
-                f"scratch files cannot shrink to {format_bytes(capacity_bytes)}: "
+                f"the files cannot shrink to {format_bytes(capacity_bytes)}: "
                 f"{format_bytes(self._live_bytes)} are in use",
                 needed_bytes=self._live_bytes,
                 free_bytes=capacity_bytes,
@@ -225,3 +244,10 @@ class Layout:
         if nbytes:
             self._free.add(self._end, self._end + nbytes)
             self._end += nbytes
+
+
+def _between(live: Sequence[Extent]) -> Iterator[Extent]:
+    """Yield what lies below and between extents that are sorted and do not overlap."""
+    for (_, start), (end, _) in itertools.pairwise([(0, 0), *live]):
+        if start < end:
+            yield start, end

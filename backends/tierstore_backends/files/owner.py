@@ -1,10 +1,14 @@
 """Who may use a directory: one live owner, held by a lock that dies with its process.
 
-Rule 1: the owner is whoever holds ``flock`` on the lock file; the number inside is for messages.
+Rule 1: the owner is whoever holds ``flock`` on the lock file; the process inside is for messages.
 Rule 2: only files whose names are ours are ever touched.
 Rule 3: what a dead owner left is swept by the next one; what a live one holds is refused.
 Rule 4: on release nothing of ours is left: neither files, nor the lock, nor a directory that was
 made for them, by this owner or by a dead one before it, unless something foreign is in it.
+Rule 5: an owner of kept files notes each commit that came to its end in the lock file.  Nothing waits for
+that to reach the disk, but if it is there the commit was: who finds an older one knows that it is older.
+Rule 6: what is kept is no scratch: who wants scratch space is refused where a manifest or kept files
+are, and an owner of kept files leaves them where they are.
 
 Knows nothing of what the files contain.
 """
@@ -12,6 +16,7 @@ Knows nothing of what the files contain.
 from __future__ import annotations
 
 import contextlib
+import enum
 import fcntl
 import os
 import re
@@ -19,33 +24,54 @@ from pathlib import Path
 
 from tierstore.errors import BackendError, UsageError
 
-_LOCK_NAME = "tierstore-scratch.lock"
-_OURS = re.compile(r"tierstore-scratch-(?:[0-9]{4,}|probe)\.bin", re.ASCII)
+_LOCK_NAME = "tierstore.lock"  # one for both, so that they keep each other out
 _CLAIM_ATTEMPTS = 100
 
-
-def segment_name(index: int) -> str:
-    """Name the ``index``-th file of scratch space."""
-    return f"tierstore-scratch-{index:04d}.bin"
-
-
 PROBE_NAME = "tierstore-scratch-probe.bin"
+MANIFEST_NAME = "tierstore.db"
+DRIVE_NAME = "tierstore-drive.json"
+
+
+class Keeping(enum.Enum):
+    """What becomes of an owner's files when it leaves, or dies."""
+
+    SCRATCH = "tierstore-scratch-"  # they go
+    DURABLE = "tierstore-"  # they stay
+
+
+def segment_name(index: int, keeping: Keeping = Keeping.SCRATCH) -> str:
+    """Name the ``index``-th file."""
+    return f"{keeping.value}{index:04d}.bin"
+
+
+def segment_index(name: str, keeping: Keeping) -> int | None:
+    """Return which file is named ``name``; ``None`` if it is none of them."""
+    found = _SEGMENT[keeping].fullmatch(name)
+    return int(found[1]) if found else None
+
+
+_SEGMENT = {keeping: re.compile(keeping.value + r"([0-9]{4,9})\.bin", re.ASCII) for keeping in Keeping}
 
 
 class DirectoryOwner:
     """The right to a directory, from ``claim`` to ``release``."""
 
-    def __init__(self, folder: Path, lock_fd: int, made: int) -> None:
+    def __init__(self, folder: Path, lock_fd: int, made: int, keeping: Keeping) -> None:
         self.folder = folder
+        self._keeping = keeping
+        self.noted_commit = 0  # the last one that an owner noted who died
         self._lock_fd: int | None = lock_fd
         self._made = made  # this many directories, from ``folder`` upwards, exist only for us
 
     @classmethod
-    def claim(cls, folder: Path) -> DirectoryOwner:
-        """Make ``folder`` if it is missing, lock it, and sweep what a dead owner left.
+    def claim(cls, folder: Path, keeping: Keeping = Keeping.SCRATCH) -> DirectoryOwner:
+        """Make ``folder`` if it is missing and lock it; sweep scratch files that a dead owner left.
+
+        Who keeps files looks at them first and sweeps then, by `sweep`.
 
         Raises:
-            UsageError: a live backend owns it, in this process or another; the message names it.
+            UsageError: a live backend owns it, in this process or another; the message names it.  Or
+                it is wanted as scratch space, and there are files that are kept.
             BackendError: it cannot be made, locked or swept.
         """
         made = 0
@@ -54,29 +80,70 @@ class DirectoryOwner:
                 made = max(made, _make(folder))  # what an attempt made may be gone again: never a sum
                 lock_fd = _lock(folder)
                 if lock_fd is not None:
-                    return cls._settle(folder, lock_fd, made)
+                    return cls._settle(folder, lock_fd, made, keeping)
         except OSError as error:
             _unmake(folder, made)
-            raise BackendError(f"scratch files cannot be kept in {folder}: {error}") from error
+            raise BackendError(f"files cannot be kept in {folder}: {error}") from error
         raise BackendError(f"{folder} is taken and given up again and again by others", transient=True)
 
     @classmethod
-    def _settle(cls, folder: Path, lock_fd: int, made: int) -> DirectoryOwner:
+    def _settle(cls, folder: Path, lock_fd: int, made: int, keeping: Keeping) -> DirectoryOwner:
         try:
-            made = max(made, _read_note(lock_fd)[1])
-            note = f"{os.getpid()}\n{made}\n".encode()
-            os.ftruncate(lock_fd, 0)
-            os.pwrite(lock_fd, note, 0)
-            _sweep(folder)
+            if keeping is Keeping.SCRATCH:
+                _refuse_what_is_kept(folder)
+            owner = cls(folder, lock_fd, made, keeping)
+            owner._take_over()
+            if keeping is Keeping.SCRATCH:
+                _sweep(folder)
         except BaseException:
             with contextlib.suppress(OSError):  # the error under way says more
                 (folder / _LOCK_NAME).unlink(missing_ok=True)
             os.close(lock_fd)
             raise
-        return cls(folder, lock_fd, made)
+        return owner
+
+    def note_commit(self, commit: int) -> None:
+        """Note that a commit came to its end."""
+        self.noted_commit = commit
+        with contextlib.suppress(OSError):  # it is a witness, no promise
+            self._write_note()
+
+    def check(self) -> None:
+        """Look whether the directory is still the one that was claimed.
+
+        Raises:
+            BackendError: it, or its lock, was removed or replaced.
+        """
+        assert self._lock_fd is not None  # nobody commits after release
+        path = self.folder / _LOCK_NAME
+        try:
+            is_ours = path.stat().st_ino == os.fstat(self._lock_fd).st_ino
+        except OSError as error:
+            raise BackendError(f"{self.folder} was removed while it was in use: {error}") from error
+        if not is_ours:
+            raise BackendError(
+                f"{path} was replaced while it was in use: somebody else may own {self.folder}"
+            )
+
+    def sweep(self) -> None:
+        """Remove scratch files that a dead owner left.
+
+        Raises:
+            BackendError: one cannot be removed.
+        """
+        try:
+            _sweep(self.folder)
+        except OSError as error:
+            raise BackendError(f"scratch files cannot be removed from {self.folder}: {error}") from error
+
+    def leave(self) -> None:
+        """Let the next one in and change nothing, as a dead owner would.  Idempotent."""
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is not None:
+            os.close(lock_fd)
 
     def release(self) -> None:
-        """Remove what is ours and let the next one in.  Idempotent.
+        """Remove what is ours, but for files that are kept, and let the next one in.  Idempotent.
 
         Raises:
             BackendError: a file cannot be removed.  The directory is given up all the same.
@@ -85,7 +152,8 @@ class DirectoryOwner:
         if lock_fd is None:
             return
         try:
-            _sweep(self.folder)
+            if self._keeping is Keeping.SCRATCH:
+                _sweep(self.folder)
             (self.folder / _LOCK_NAME).unlink(missing_ok=True)
             _unmake(self.folder, self._made)
         except OSError as error:
@@ -98,9 +166,22 @@ class DirectoryOwner:
 
         The lock stays with the parent, because it belongs to the open file that both share.
         """
-        lock_fd, self._lock_fd = self._lock_fd, None
-        if lock_fd is not None:
-            os.close(lock_fd)
+        self.leave()
+
+    def _take_over(self) -> None:
+        """Keep what a dead owner noted, and say who owns the directory now."""
+        assert self._lock_fd is not None
+        _, made, self.noted_commit = _read_note(self._lock_fd)
+        self._made = max(self._made, made)
+        os.ftruncate(self._lock_fd, 0)
+        self._write_note()
+
+    def _write_note(self) -> None:
+        assert self._lock_fd is not None
+        lines = [os.getpid(), self._made]
+        if self._keeping is Keeping.DURABLE:
+            lines.append(self.noted_commit)
+        os.pwrite(self._lock_fd, "".join(f"{line}\n" for line in lines).encode(), 0)
 
 
 def _make(folder: Path) -> int:
@@ -158,14 +239,29 @@ def _lock(folder: Path) -> int | None:
     return None
 
 
-def _read_note(lock_fd: int) -> tuple[int, int]:
-    """Return the owner's process and how many directories were made for it; 0 where unknown."""
+def _read_note(lock_fd: int) -> tuple[int, int, int]:
+    """Return the owner's process, how many directories were made for it, and its last commit; 0: unknown."""
     lines = os.pread(lock_fd, 64, 0).decode("ascii", errors="replace").split("\n")
-    pid, made = (int(line) if line.isascii() and line.isdigit() else 0 for line in (*lines, "", "")[:2])
-    return pid, made
+    pid, made, commit = (
+        int(line) if line.isascii() and line.isdigit() else 0 for line in (*lines, "", "", "")[:3]
+    )
+    return pid, made, commit
+
+
+def _refuse_what_is_kept(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if (
+            entry.name in (MANIFEST_NAME, DRIVE_NAME)
+            or segment_index(entry.name, Keeping.DURABLE) is not None
+        ):
+            raise UsageError(
+                f"{folder} holds a durable store ({entry.name}): open it with durable=True, "
+                f"or give scratch files a directory of their own"
+            )
 
 
 def _sweep(folder: Path) -> None:
     for entry in folder.iterdir():
-        if _OURS.fullmatch(entry.name) and entry.is_file() and not entry.is_symlink():
+        is_ours = entry.name == PROBE_NAME or segment_index(entry.name, Keeping.SCRATCH) is not None
+        if is_ours and entry.is_file() and not entry.is_symlink():
             entry.unlink(missing_ok=True)

@@ -1,14 +1,15 @@
 """What moves: slots, transfers of their bytes, and the pieces that transfers are cut into.
 
 A piece is contiguous in one file and in the caller's buffer, and at most one block long.  The cut
-of a slot is a function of its extents alone, so the pieces of a read are those of the write, and
-each has its own checksum: pieces need no order.
+of a slot is a function of its extents and of the block that it was written with, so the pieces of a
+read are those of the write, and each has its own checksum: pieces need no order.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from tierstore.spi import Buffer, Completion, PartialError
 from tierstore.units import align_up
@@ -30,16 +31,19 @@ class FileSlot:
         nbytes: what ``read`` and ``write`` move.
         extents: where.
         home: the backend it belongs to, which lives as long as any of its slots.
+        block_bytes: the most bytes of a piece.
     """
 
-    __slots__ = ("extents", "home", "nbytes", "state", "sums")
+    __slots__ = ("block_bytes", "extents", "failed_syncs", "home", "nbytes", "state", "sums")
 
-    def __init__(self, nbytes: int, extents: Sequence[Extent], home: object) -> None:
+    def __init__(self, nbytes: int, extents: Sequence[Extent], home: object, block_bytes: int) -> None:
         self.nbytes = nbytes
         self.extents = extents
         self.home = home
+        self.block_bytes = block_bytes
+        self.failed_syncs = 0  # how many there had been when it was written
         self.state = SlotState.RESERVED
-        self.sums: tuple[int, ...] = ()  # of each piece, once written; of no meaning if none are kept
+        self.sums: tuple[int, ...] = ()  # of each piece, once written; none if none are kept
 
     def __repr__(self) -> str:
         """Show where the bytes are."""
@@ -52,6 +56,23 @@ class Direction(enum.Enum):
 
     READ = enum.auto()
     WRITE = enum.auto()
+
+
+class Moving(Protocol):
+    """What a piece belongs to, and who is to be told when the last of its pieces has ended."""
+
+    direction: Direction
+    slots: Sequence[FileSlot]
+    buffers: Sequence[Buffer]
+    remaining: int
+
+    def note(self) -> bool:
+        """Count a piece that has moved or failed; return whether it was the last.  Under a lock."""
+        ...
+
+    def finish(self) -> None:
+        """Let go of everything and tell whoever waits.  Once, when no piece remains; outside every lock."""
+        ...
 
 
 class Transfer:
@@ -99,14 +120,16 @@ class Transfer:
 
     def _keep(self, pieces: Sequence[Piece], errors: Mapping[int, BaseException]) -> None:
         """Note at the slots what was written there."""
-        if len(pieces) == len(self.slots) and not errors:
+        # As many as slots, and each its slot's first: one piece a slot, and none without.
+        if len(pieces) == len(self.slots) and not errors and not any(piece.index for piece in pieces):
             for slot, piece in zip(self.slots, pieces, strict=True):
-                slot.sums = (piece.sum,)
+                slot.sums = () if piece.sum is None else (piece.sum,)
                 slot.state = SlotState.WRITTEN
             return
         sums: list[list[int]] = [[] for _ in self.slots]
         for piece in pieces:
-            sums[piece.part].append(piece.sum)
+            if piece.sum is not None:
+                sums[piece.part].append(piece.sum)
         for part, slot in enumerate(self.slots):
             if part not in errors:
                 slot.sums = tuple(sums[part])
@@ -124,7 +147,7 @@ class Piece:
     __slots__ = ("address", "end", "error", "index", "is_queued", "part", "start", "stop", "sum", "transfer")
 
     def __init__(
-        self, transfer: Transfer, part: int, index: int, start: int, stop: int, extent: Extent
+        self, transfer: Moving, part: int, index: int, start: int, stop: int, extent: Extent
     ) -> None:
         self.transfer = transfer
         self.part = part
@@ -134,7 +157,7 @@ class Piece:
         self.address, self.end = extent
         self.error: BaseException | None = None
         self.is_queued = False
-        self.sum = 0  # of the caller's bytes, where it is written
+        self.sum: int | None = None  # of the caller's bytes, where it is written and sums are kept
 
     @property
     def buffer(self) -> Buffer:
@@ -147,15 +170,27 @@ class Piece:
         return whole if len(whole) == self.stop - self.start else whole[self.start : self.stop]
 
 
-def cut(transfer: Transfer, *, block_bytes: int, segment_bytes: int) -> list[Piece]:
-    """Cut a transfer into pieces of at most ``block_bytes`` that lie in one file each."""
+def by_piece(slot: FileSlot, segment_bytes: int) -> Iterator[FileSlot]:
+    """Yield the pieces of a slot that has sums as slots of their own."""
+    left_bytes = slot.nbytes
+    parts = _parts(slot.extents, slot.block_bytes, segment_bytes)
+    for extent, total in zip(parts, slot.sums, strict=True):
+        part = FileSlot(min(left_bytes, extent[1] - extent[0]), (extent,), slot.home, slot.block_bytes)
+        part.sums = (total,)
+        part.state = SlotState.WRITTEN
+        left_bytes -= part.nbytes
+        yield part
+
+
+def cut(transfer: Transfer, *, segment_bytes: int) -> list[Piece]:
+    """Cut a transfer into pieces of at most a block of their slot that lie in one file each."""
     pieces: list[Piece] = []
     for part, slot in enumerate(transfer.slots):
-        if len(slot.extents) == 1 and _is_whole(slot.extents[0], block_bytes, segment_bytes):
+        if len(slot.extents) == 1 and _is_whole(slot.extents[0], slot.block_bytes, segment_bytes):
             pieces.append(Piece(transfer, part, 0, 0, slot.nbytes, slot.extents[0]))
             continue
         start = 0
-        for index, extent in enumerate(_parts(slot.extents, block_bytes, segment_bytes)):
+        for index, extent in enumerate(_parts(slot.extents, slot.block_bytes, segment_bytes)):
             stop = min(slot.nbytes, start + extent[1] - extent[0])
             pieces.append(Piece(transfer, part, index, start, stop, extent))
             start = stop

@@ -1,0 +1,294 @@
+"""Commits: what a directory keeps from now on, on disk before anybody is told so.
+
+Rule 1: data before names.  Files in which a newly named slot lies are synced, then the directory, and
+only then the manifest names the slot, in one transaction.
+Rule 2: a commit writes what differs from the one before: by slot, for a slot that a commit named is
+never written again (rule 11 of `tierstore.spi`).
+Rule 3: after an error the next commit begins with what the manifest really holds, read again.
+Rule 4: what a failed sync covered is in doubt: the kernel drops what it could not write, and says so only
+once.  So it is read back, compared with its checksums and written again before it is named; without
+checksums nobody can tell what is there, and commits that name it fail.
+Rule 5: a commit counts only while the directory is still the one that is owned.
+
+Works in a thread of its own.  Knows where slots are and nothing of how their bytes got there.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStoreError, UsageError
+from tierstore.spi import Completion, Record, Slot
+from tierstore_backends.files.manifest import Manifest, Meta
+from tierstore_backends.files.owner import DirectoryOwner
+from tierstore_backends.files.recovery import Recovered
+from tierstore_backends.files.rows import Place, Row, Sums, decode_text, encode, encode_text, row_check
+from tierstore_backends.files.segments import Files
+from tierstore_backends.files.several import Owners
+from tierstore_backends.files.transfer import FileSlot, SlotState
+
+_log = logging.getLogger("tierstore.files")
+
+_Entry = tuple[FileSlot | None, str, int, int, int]
+"""What the manifest has under a name: the slot, if we know it; the note; the row's id, version and check."""
+
+
+class Commits:
+    """The commits of one directory.
+
+    Args:
+        owner: the right to the directory.
+        manifest: open, and as the last commit left it.
+        segments: the files.
+        recovered: what the manifest has.
+        write_again: reads a slot, compares its checksums, and writes it.
+    """
+
+    def __init__(
+        self,
+        owner: DirectoryOwner | Owners,
+        manifest: Manifest,
+        segments: Files,
+        recovered: Recovered,
+        write_again: Callable[[FileSlot], None],
+    ) -> None:
+        self._write_again = write_again
+        self._owner = owner
+        self._manifest = manifest
+        self._segments = segments
+        self._lost = recovered.lost
+        self._committing = threading.Lock()  # held while a commit is under way; guards all below
+        self._is_closed = False
+        # What the manifest has, by name; and until it is first wanted, what that is made of.
+        self._entries: dict[str, _Entry] | None = None
+        self._found: tuple[Sequence[Row], Sequence[FileSlot] | None] = (recovered.rows, recovered.slots)
+        self._thread: threading.Thread | None = None
+
+    def begin(self, records: Sequence[Record]) -> Completion:
+        """Make ``records`` what the directory keeps.  See `tierstore.spi.DurableBackend`."""
+        completion = Completion()
+        thread = threading.Thread(
+            target=self._run, args=(records, completion), name="tierstore-files-commit", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no more threads
+            return Completion.done(BackendError(f"a commit could not begin: {error}", transient=True))
+        self._thread = thread
+        return completion
+
+    def is_committer(self) -> bool:
+        """Whether the calling thread commits, and so runs completions' callbacks."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Let a commit that is under way come to its end; refuse others; close the manifest.  Idempotent."""
+        with self._committing:
+            self._is_closed = True
+            self._manifest.close()
+        if self._thread is not None and not self.is_committer():
+            self._thread.join()
+
+    def disown(self) -> None:
+        """Forget everything in the child of a fork, where no thread commits."""
+        self._committing = threading.Lock()
+        self._is_closed = True
+        self._manifest.disown()
+
+    def _run(self, records: Sequence[Record], completion: Completion) -> None:
+        error: TierStoreError | None = None
+        try:
+            with self._committing:
+                self._commit(records)
+        except TierStoreError as known:
+            error = known
+        except Exception as unforeseen:  # noqa: BLE001 - handed to whoever waits, and logged
+            _log.exception("a commit failed in an unforeseen way")
+            error = InvariantError(f"a commit failed in an unforeseen way: {unforeseen!r}")
+        completion.complete(error)
+
+    def _commit(self, records: Sequence[Record]) -> None:
+        if self._is_closed:
+            raise StoreClosed("the files were closed")
+        if not self._manifest.is_open:
+            self._manifest, rows = self._manifest.reopen()
+            self._entries, self._found = None, (rows, None)
+        if self._entries is None:
+            self._entries, self._found = _entries(*self._found), ((), None)
+        change = _Change(self._entries, self._manifest.meta, self._lost)
+        for record in records:
+            change.keep(record)
+        change.drop_others()
+        if change.is_nothing:
+            return
+        self._check_names()
+        self._remove_doubts(change.slots)
+        self._sync(change.slots)
+        self._manifest.commit(change.meta(), change.dropped, change.rows)
+        self._entries = change.entries
+        self._check_names()
+        self._owner.note_commit(self._manifest.meta.commit)
+
+    def _check_names(self) -> None:
+        """Look whether the directory and the files in it are still the ones that are owned."""
+        self._owner.check()
+        self._manifest.check()
+        try:
+            self._segments.check()
+        except OSError as error:
+            raise BackendError(f"a file of {self._owner.folder} is not there any more: {error}") from error
+
+    def _remove_doubts(self, slots: Mapping[str, FileSlot]) -> None:
+        """Write again what a sync that failed may have lost."""
+        if not self._segments.failed_syncs:
+            return
+        for name, slot in slots.items():
+            if not self._segments.is_in_doubt(slot.extents, slot.failed_syncs):
+                continue
+            path = self._segments.path(slot.extents[0][0])
+            if not slot.sums:
+                raise BackendError(
+                    f"{name!r} was in {path} when that could not be synced, and without checksums nobody "
+                    f"can tell whether its bytes are still there: put it again",
+                    key=name,
+                )
+            try:
+                self._write_again(slot)
+            except BackendError as error:
+                raise BackendError(
+                    f"{name!r} was in {path} when that could not be synced, "
+                    f"and cannot be written again: {error}",
+                    key=name,
+                ) from error
+
+    def _sync(self, slots: Mapping[str, FileSlot]) -> None:
+        """Return when the bytes of ``slots`` would survive a power loss."""
+        segments = self._segments
+        for index in sorted({index for slot in slots.values() for index in segments.indices(slot.extents)}):
+            try:
+                segments.sync(index)
+            except OSError as error:
+                raise _explain(segments.path(index * segments.segment_bytes), error) from error
+        try:
+            segments.sync_names()
+        except OSError as error:
+            raise _explain(Path(error.filename), error) from error
+
+
+class _Change:
+    """What a commit writes: the difference between what is to be and what is.
+
+    Attributes:
+        entries: what the manifest has afterwards.
+        dropped: the ids of rows that go.
+        rows: those that come, in place of others with their ids or beside them.
+        slots: those of the rows that come, by name.
+    """
+
+    def __init__(self, old: Mapping[str, _Entry], meta: Meta, lost: Container[FileSlot]) -> None:
+        self._old = old
+        self._lost = lost
+        self._meta = meta
+        self._version = meta.commit + 1
+        self._next_id = meta.next_id
+        self._digest = meta.digest
+        self._kept = 0  # names that were there before
+        self.entries: dict[str, _Entry] = {}
+        self.dropped: list[int] = []
+        self.rows: list[Row] = []
+        self.slots: dict[str, FileSlot] = {}
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the manifest has all of it, and nothing else."""
+        return not self.rows and not self.dropped
+
+    def keep(self, record: Record) -> None:
+        """Let ``record`` be there afterwards.
+
+        Raises:
+            UsageError: another record has its name, or its slot holds no bytes.
+        """
+        name, note, slot = record.name, record.note, record.slot
+        old = self._old.get(name)
+        if old is not None and old[0] is slot and old[1] == note:
+            if name in self.entries:
+                raise UsageError(f"two records of a commit are named {name!r}")
+            self.entries[name] = old
+            self._kept += 1
+        else:
+            self._write(name, note, slot, old)
+
+    def drop_others(self) -> None:
+        """Let nothing be there afterwards but what was kept."""
+        if self._kept == len(self._old):
+            return
+        for name, (_, _, id_, _, check) in self._old.items():
+            if name not in self.entries:
+                self.dropped.append(id_)
+                self._digest -= check
+
+    def meta(self) -> Meta:
+        """Return what the manifest says of itself afterwards."""
+        return replace(
+            self._meta,
+            commit=self._version,
+            records=len(self.entries),
+            digest=self._digest % 2**64,
+            next_id=self._next_id,
+        )
+
+    def _write(self, name: str, note: str, slot: Slot, old: _Entry | None) -> None:
+        if name in self.entries:
+            raise UsageError(f"two records of a commit are named {name!r}")
+        place = self._place(name, slot)
+        assert isinstance(slot, FileSlot)  # or it has no place
+        texts = encode_text(name), encode_text(note)
+        if old is None:
+            id_, self._next_id = self._next_id, self._next_id + 1
+        else:
+            self._kept += 1
+            _, _, id_, version, check = old
+            if row_check(encode(id_, version, *texts, slot.nbytes, place)[5]) == check:
+                self.entries[name] = (slot, note, id_, version, check)
+                return
+            self._digest -= check
+        row = encode(id_, self._version, *texts, slot.nbytes, place)
+        check = row_check(row[5])
+        self._digest += check
+        self.rows.append(row)
+        if place.kind is not Sums.LOST:
+            self.slots[name] = slot
+        self.entries[name] = (slot, note, id_, self._version, check)
+
+    def _place(self, name: str, slot: Slot) -> Place:
+        if not isinstance(slot, FileSlot):
+            raise UsageError(f"{slot!r} of {name!r} is no slot of these files")
+        if slot in self._lost:
+            return Place(tuple(slot.extents), slot.sums, Sums.LOST, slot.block_bytes)
+        if slot.nbytes and slot.state is not SlotState.WRITTEN:
+            raise UsageError(f"{slot!r} of {name!r} holds no bytes: no write to it succeeded")
+        kind = Sums.KEPT if slot.sums else Sums.NONE
+        return Place(tuple(slot.extents), slot.sums, kind, slot.block_bytes)
+
+
+def _entries(rows: Sequence[Row], slots: Sequence[FileSlot] | None = None) -> dict[str, _Entry]:
+    known: Iterable[FileSlot | None] = slots if slots is not None else itertools.repeat(None)
+    return {
+        decode_text(name): (slot, decode_text(note), id_, version, row_check(place))
+        for (id_, version, name, note, _, place), slot in zip(rows, known, strict=False)
+    }
+
+
+def _explain(path: Path, cause: OSError) -> BackendError:
+    code = cause.errno or 0
+    return BackendError(
+        f"what was written to {path} could not be made durable: "
+        f"{errno.errorcode.get(code, code)} ({cause.strerror or cause})"
+    )

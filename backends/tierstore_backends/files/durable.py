@@ -1,0 +1,224 @@
+"""Files that are found again: a `tierstore.spi.DurableBackend`.
+
+Files as they are elsewhere in this room, a manifest that names what is kept in them, and commits that
+change it.  What is written and not committed is gone when the directory is opened the next time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tierstore.errors import StoreClosed, UsageError
+from tierstore.spi import Buffer, Capabilities, Completion, PartialError, Record, Slot
+from tierstore_backends.files.backend import QUIET_S, SEGMENT_BYTES, STRIDE_BYTES, FilesBackend
+from tierstore_backends.files.collecting import paused_collector
+from tierstore_backends.files.commits import Commits
+from tierstore_backends.files.ground import durable_ground
+from tierstore_backends.files.meter import IoStats
+from tierstore_backends.files.options import FilesOptions
+from tierstore_backends.files.recovery import Recovered
+from tierstore_backends.files.rows import decode_text
+from tierstore_backends.files.syscalls import KERNEL, Syscalls
+from tierstore_backends.files.transfer import FileSlot
+
+
+class DurableFiles:
+    """Files in a directory that this object alone owns, kept by commits.
+
+    Everything may be called from any thread.  See `tierstore.spi.DurableBackend` for what the caller
+    owes; and `FilesBackend` for the arguments, for what blocks and for the errors of what both have.
+
+    Raises:
+        UsageError: another live backend owns the directory, or a later version of tierstore wrote it.
+        CapacityError: what is kept there is more than the capacity.
+        IntegrityError: the manifest is damaged; nothing was changed.
+        BackendError: the directory cannot be made or used.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        options: FilesOptions,
+        *,
+        syscalls: Syscalls = KERNEL,
+        segment_bytes: int = SEGMENT_BYTES,
+        stride_bytes: int = STRIDE_BYTES,
+        quiet_s: float = QUIET_S,
+    ) -> None:
+        ground, manifest, recovered = durable_ground(
+            capacity_bytes, options, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
+        )
+        try:
+            files = FilesBackend(capacity_bytes, options, syscalls=syscalls, quiet_s=quiet_s, ground=ground)
+        except BaseException:
+            manifest.close()
+            raise
+        for slot in recovered.slots:
+            slot.home = files
+        self._files = files
+        self._capabilities = replace(files.capabilities, is_durable=True)
+        self._lost = recovered.lost
+        self._commits = Commits(ground.owner, manifest, ground.segments, recovered, files.write_again)
+        self._recovered: Recovered | None = recovered
+        self._finalizer = weakref.finalize(self, _shut, self._commits, files)
+        self._closing = threading.Lock()  # held while the first to close waits for the disk
+        _open_backends.add(self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `tierstore.spi.Backend`."""
+        return self._capabilities
+
+    @property
+    def physical_bytes(self) -> int:
+        """What the files take on disk now.  The manifest is not counted: it is no part of the capacity."""
+        return self._files.physical_bytes
+
+    @property
+    def io_stats(self) -> IoStats:
+        """What the engine has done so far.  From any thread, also after ``close``."""
+        return self._files.io_stats
+
+    def recovered(self) -> Sequence[Record]:
+        """Return what was kept when the directory was opened.  Once.
+
+        Reading a slot whose bytes are not there any more completes with ``IntegrityError``.
+
+        Raises:
+            UsageError: it was called before.
+            StoreClosed: after ``close``.
+        """
+        self._check_open()
+        recovered, self._recovered = self._recovered, None
+        if recovered is None:
+            raise UsageError("what was recovered was asked for before")
+        with paused_collector():
+            return [
+                Record(decode_text(name), decode_text(note), slot)
+                for (_, _, name, note, _, _), slot in zip(recovered.rows, recovered.slots, strict=True)
+            ]
+
+    def commit(self, records: Sequence[Record]) -> Completion:
+        """Keep ``records`` and nothing else.
+
+        Completes when a power loss would leave them: with ``BackendError`` where a file or the manifest
+        fails, ``UsageError`` where two have one name, or a slot holds no bytes or is not of these files.
+
+        Raises:
+            StoreClosed: after ``close``.
+        """
+        self._check_open()
+        return self._commits.begin(records)
+
+    def reserve(self, nbytes: int) -> FileSlot:
+        """Take addresses for ``nbytes``; touches no disk.  See `FilesBackend.reserve`."""
+        return self._files.reserve(nbytes)
+
+    def read(self, slot: Slot, into: Buffer) -> Completion:
+        """Fill ``into``.  See `FilesBackend.read`."""
+        return self.read_many([slot], [into])
+
+    def write(self, slot: Slot, source: Buffer) -> Completion:
+        """Write ``source``.  See `FilesBackend.write`."""
+        return self.write_many([slot], [source])
+
+    def read_many(self, slots: Sequence[Slot], into: Sequence[Buffer]) -> Completion:
+        """Fill each buffer.  See `FilesBackend.read_many`."""
+        if self._lost and any(slot in self._lost for slot in slots):
+            return self._read_what_is_there(slots, into)
+        return self._files.read_many(slots, into)
+
+    def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
+        """Write each buffer.  See `FilesBackend.write_many`.
+
+        Raises:
+            UsageError: besides, the bytes of a slot were lost, and it may have no addresses.
+        """
+        for slot in slots if self._lost else ():
+            if slot in self._lost:
+                raise UsageError(f"{slot!r} was lost: free it, and write to another")
+        return self._files.write_many(slots, sources)
+
+    def free(self, slot: Slot) -> Completion:
+        """Give the slot's addresses to others.  See `FilesBackend.free`."""
+        completion = self._files.free(slot)
+        self._lost.pop(slot, None)  # type: ignore[call-overload]  # any slot is a key that may be there
+        return completion
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Hold at most ``capacity_bytes``.  See `FilesBackend.resize`."""
+        self._files.resize(capacity_bytes)
+
+    def close(self) -> None:
+        """Finish what is under way and leave what was committed.  Idempotent; from any thread.
+
+        Raises:
+            UsageError: called from a completion's callback, which would wait for itself.
+            BackendError: the directory could not be given up.
+        """
+        if self._commits.is_committer() or self._files.is_worker():
+            raise UsageError("files cannot be closed from a completion's callback")
+        with self._closing:
+            self._finalizer()
+        _open_backends.discard(self)
+
+    def disown(self) -> None:
+        """Become closed without touching anything: for the child of a fork, which owns nothing."""
+        self._finalizer.detach()
+        self._closing = threading.Lock()  # a thread that the child does not have may hold the old one
+        self._commits.disown()
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise StoreClosed("the files were closed")
+
+    def _read_what_is_there(self, slots: Sequence[Slot], into: Sequence[Buffer]) -> Completion:
+        """Read a batch in which some slots are lost."""
+        lost = {
+            i: self._lost[slot]
+            for i, slot in enumerate(slots)
+            if isinstance(slot, FileSlot) and slot in self._lost
+        }
+        if len(slots) == 1:
+            return Completion.done(lost[0])
+        there = [i for i in range(len(slots)) if i not in lost]
+        if not there:
+            return Completion.done(PartialError(lost))
+        whole = Completion()
+        part = self._files.read_many([slots[i] for i in there], [into[i] for i in there])
+        part.add_done_callback(lambda error: whole.complete(_joined(lost, there, error)))
+        return whole
+
+
+def _joined(
+    lost: Mapping[int, BaseException], there: Sequence[int], error: BaseException | None
+) -> BaseException:
+    """Return the error of a batch of which ``lost`` were not read and ``there`` ended with ``error``."""
+    if error is None:
+        return PartialError(lost)
+    failed = error.errors if isinstance(error, PartialError) else dict.fromkeys(range(len(there)), error)
+    return PartialError({**lost, **{there[i]: each for i, each in failed.items()}})
+
+
+def _shut(commits: Commits, files: FilesBackend) -> None:
+    """End everything: commits first, for the manifest is open only while the directory is owned."""
+    try:
+        commits.close()
+    finally:
+        files.close()
+
+
+_open_backends: weakref.WeakSet[DurableFiles] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    """In the child of a fork the manifest is the parent's."""
+    for backend in list(_open_backends):
+        backend.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

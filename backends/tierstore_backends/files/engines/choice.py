@@ -1,0 +1,140 @@
+"""Which engine moves the bytes, and what it needs to do so.
+
+``auto`` is worker threads: measured against the others in `docs/reference/disk-engines.md`.  An engine that
+was asked for by name and cannot run here is refused, never replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+from tierstore.errors import BackendError
+from tierstore_backends.files.bounce import Bounce
+from tierstore_backends.files.engine import Engine, Move, Pace
+from tierstore_backends.files.engines.aio import AsyncEngine
+from tierstore_backends.files.engines.plain import PlainEngine
+from tierstore_backends.files.engines.ring import RingEngine
+from tierstore_backends.files.engines.threads import ThreadEngine
+from tierstore_backends.files.engines.trial import ring_fault
+from tierstore_backends.files.lane import Lane, carry_out
+from tierstore_backends.files.meter import IoStats, total
+from tierstore_backends.files.options import Direct, EngineName, FilesOptions
+from tierstore_backends.files.piece_queue import PieceQueue
+from tierstore_backends.files.probe import IoMode
+from tierstore_backends.files.segments import Files
+from tierstore_backends.files.space import Space
+from tierstore_backends.files.syscalls import MOST_ENTRIES, Ring, Syscalls
+from tierstore_backends.files.transfer import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An engine that runs."""
+
+    engine: Engine
+    name: EngineName
+    is_direct: bool
+    lanes: Sequence[Lane]
+
+    def stats(self) -> IoStats:
+        """Return what it has done so far."""
+        return total(
+            [lane.counts for lane in self.lanes],
+            engine=self.name.value,
+            is_direct=self.is_direct,
+            most_in_flight=self.engine.most_in_flight,
+        )
+
+
+def chosen(options: FilesOptions) -> EngineName:
+    """Return the engine that ``options`` mean."""
+    if not options.enable_aio:
+        return EngineName.PLAIN
+    return EngineName.THREADS if options.engine is EngineName.AUTO else options.engine
+
+
+def direct_for(options: FilesOptions) -> Direct:
+    """Return whether the engine that ``options`` mean goes past the page cache."""
+    return Direct.NEVER if chosen(options) is EngineName.AIOFILES else options.direct
+
+
+def start(
+    options: FilesOptions,
+    mode: IoMode,
+    segments: Files,
+    space: Space,
+    syscalls: Syscalls,
+    block_bytes: int,
+    quiet_s: float,
+) -> Started:
+    """Start the engine that ``options`` mean.
+
+    Args:
+        options: what the user wrote.
+        mode: how files are opened in the directory.
+        segments: where addresses are.
+        space: gives unused blocks back.
+        syscalls: the way to the kernel.
+        block_bytes: the most bytes of a batch.
+        quiet_s: how long nothing has moved before unused disk is given back.
+
+    Raises:
+        BackendError: the engine was asked for by name and cannot run here; the message says why.
+    """
+    name = chosen(options)
+
+    reads, writes = (PieceQueue(block_bytes, segments.segment_bytes) for _ in range(2))
+    pace = Pace(depth=options.aio_queue_depth, tidy=space.trim, quiet_s=quiet_s)
+    entries = min(options.aio_queue_depth, MOST_ENTRIES)
+    if name is EngineName.IO_URING:
+        # One lane for all that is in flight: every batch may have a tail that bounces, some bounce whole.
+        bounces = [Bounce(2 * block_bytes + entries * mode.alignment_bytes)]
+    else:
+        bounces = [Bounce(block_bytes) for _ in range(options.threads)]
+    lanes = [
+        Lane(
+            segments,
+            space.give_back,
+            bounce,
+            alignment_bytes=mode.alignment_bytes,
+            memory_alignment_bytes=mode.memory_alignment_bytes,
+            is_checked=options.checksum,
+            is_joining=name is EngineName.AIOFILES,
+        )
+        for bounce in bounces
+    ]
+    moves: list[Move] = [functools.partial(_move, lane, syscalls) for lane in lanes]
+    engine: Engine
+    match name:
+        case EngineName.PLAIN:
+            engine = PlainEngine(moves)
+        case EngineName.IO_URING:
+            ring = _open_ring(options.path, mode, syscalls, entries)
+            engine = RingEngine(lanes[0], ring, entries, reads, writes, pace)
+        case EngineName.AIOFILES:
+            engine = AsyncEngine(lanes, syscalls, segments.path, reads, writes, pace)
+        case EngineName.THREADS | EngineName.AUTO:
+            engine = ThreadEngine(moves, reads, writes, pace)
+        case _:
+            assert_never(name)
+    return Started(engine, name, mode.is_direct, lanes)
+
+
+def _open_ring(folder: Path, mode: IoMode, syscalls: Syscalls, entries: int) -> Ring:
+    fault = ring_fault(folder, mode, syscalls)
+    if fault is not None:
+        raise BackendError(f"engine='io_uring' cannot be used in {folder}: {fault}. Leave engine out")
+    try:
+        return syscalls.open_ring(entries, is_direct=mode.is_direct)
+    except OSError as error:
+        raise BackendError(
+            f"engine='io_uring' cannot have {entries} calls in flight: {error}. Lower aio_queue_depth"
+        ) from error
+
+
+def _move(lane: Lane, syscalls: Syscalls, batch: Sequence[Piece]) -> None:
+    carry_out(lane.steps(batch), syscalls)

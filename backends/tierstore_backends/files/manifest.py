@@ -1,0 +1,436 @@
+"""The manifest: one SQLite file that names what a directory keeps.
+
+Promises: after `commit` returned, a power loss leaves what it wrote; if it raises or never returns,
+that or what was there before, whole.  What is read is what was written, or is said to be damaged.
+
+Rule 1: the file appears under its name only when it is whole; so an empty or shorter one is damage.
+Rule 2: after an error nobody knows what the database holds: it is opened and read again before it is
+written again.
+Rule 3: a manifest with damage is never written: it is put aside, and a sound one takes its place.
+
+The directory has one owner, who holds its lock: nobody else has the file open.  Not thread-safe.
+Knows nothing of slots, and of files no more than the bytes that `rows` makes of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy
+import xxhash
+
+from tierstore.errors import BackendError, IntegrityError, UsageError
+from tierstore_backends.files.owner import MANIFEST_NAME
+from tierstore_backends.files.rows import Damage, RawRow, Row, flips, is_whole, mend
+
+_log = logging.getLogger("tierstore.files")
+
+FORMAT = 1
+_MAGIC = b"SQLite format 3\0"
+_WAL_KEPT_BYTES = 1 << 22  # the write-ahead log shrinks to this once its pages are in the database
+_SCHEMA = """
+CREATE TABLE meta (id INTEGER PRIMARY KEY, body TEXT NOT NULL, sum BLOB NOT NULL);
+CREATE TABLE records (
+    id INTEGER PRIMARY KEY,
+    version INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    note TEXT NOT NULL,
+    nbytes INTEGER NOT NULL,
+    place BLOB NOT NULL
+);
+"""
+_PUT = "INSERT OR REPLACE INTO records VALUES (?, ?, CAST(? AS TEXT), CAST(? AS TEXT), ?, ?)"
+_DAMAGED = (MemoryError, OverflowError, UnicodeError)  # what else damage makes of lengths and of messages
+_FAILURES = (sqlite3.Error, *_DAMAGED)
+_ERRNO = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+    sqlite3.SQLITE_CANTOPEN: errno.ENOENT,
+    sqlite3.SQLITE_BUSY: errno.EBUSY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What a manifest says of its directory, and of itself.
+
+    Attributes:
+        format: the version of all that `docs/reference/store-directory.md` says.
+        directory: a name that no other directory has.
+        created_by: what made it.
+        segment_bytes: how long a full file is.
+        alignment_bytes: what extents are multiples of.
+        bandwidths: bytes per second of each of its drives; none if there is only this directory.
+        commit: the number of the last commit; 0 before the first.
+        records: how many rows there are.
+        digest: the sum of their checks, modulo 2**64.
+        next_id: above the id of every row so far.
+    """
+
+    format: int
+    directory: str
+    created_by: str
+    segment_bytes: int
+    alignment_bytes: int
+    bandwidths: Sequence[int] = ()
+    commit: int = 0
+    records: int = 0
+    digest: int = 0
+    next_id: int = 1
+
+
+class Manifest:
+    """One open manifest.  Made by `create` and `open`."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, meta: Meta) -> None:
+        self.path = path
+        self.meta = meta
+        self._connection: sqlite3.Connection | None = connection
+        self._inode = path.stat().st_ino
+
+    @classmethod
+    def create(cls, folder: Path, meta: Meta, rows: Iterable[Row] = ()) -> Manifest:
+        """Make a manifest in ``folder``, in place of one that may be there.
+
+        Raises:
+            BackendError: it cannot be written; what was there is there still.
+        """
+        path, draft = folder / MANIFEST_NAME, folder / f"{MANIFEST_NAME}.new"
+        with _explained(draft, "made"):
+            _remove(draft)
+            connection = _connect(draft)
+            try:
+                connection.executescript(_SCHEMA)
+                connection.execute("BEGIN")
+                connection.executemany(_PUT, rows)
+                connection.execute("INSERT INTO meta VALUES (1, ?, ?)", _encode_meta(meta))
+                connection.execute("COMMIT")
+            finally:
+                connection.close()  # which moves everything into the database, and syncs it
+            if _wal(draft).exists():
+                raise BackendError(f"{draft} could not be completed: its log could not be emptied")
+            draft.rename(path)
+            _sync_folder(folder)
+        with _explained(path, "opened"):
+            return cls(path, _connect(path), meta)
+
+    @classmethod
+    def open(cls, folder: Path, *, salvage: bool, at_least: int = 0) -> tuple[Manifest, Sequence[Row]]:
+        """Open the manifest of ``folder`` and read its rows, which are whole.
+
+        One in which something is damaged is put aside as ``tierstore.db.damaged`` and replaced, if all
+        names are still known or ``salvage`` says to go on with those that are.
+
+        Args:
+            folder: where it is.
+            salvage: whether to go on although something is lost.
+            at_least: a commit that is known to have come to its end.
+
+        Raises:
+            IntegrityError: it is damaged, or older than that commit; nothing was changed.
+            UsageError: a later version of tierstore wrote it.
+            BackendError: it cannot be read.
+        """
+        path = folder / MANIFEST_NAME
+        _check_magic(path)
+        with _explained(path, "opened"):
+            connection = _connect(path)
+        try:
+            with _explained(path, "read"):
+                reading = _Reading(path, connection)
+                reading.run()
+            reading.judge(salvage=salvage, at_least=at_least)
+        except BaseException:
+            connection.close()
+            raise
+        manifest = cls(path, connection, reading.meta)
+        if reading.is_damaged:
+            manifest = manifest._replace(reading.rows)
+        return manifest, reading.rows
+
+    def reopen(self) -> tuple[Manifest, Sequence[Row]]:
+        """Open and read it again after an error.
+
+        Raises:
+            BackendError: it cannot be read, or is not what it was.
+        """
+        manifest, rows = Manifest.open(self.path.parent, salvage=False, at_least=self.meta.commit)
+        if manifest.meta.directory != self.meta.directory:
+            manifest.close()
+            raise BackendError(f"{self.path} was replaced by another while it was in use")
+        return manifest, rows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be written: ``False`` after an error, until it is opened again."""
+        return self._connection is not None
+
+    def check(self) -> None:
+        """Look whether the file is still under its name.
+
+        Raises:
+            BackendError: it was removed or replaced: what is written goes nowhere.
+        """
+        with _explained(self.path, "found"):
+            if self.path.stat().st_ino != self._inode:
+                raise BackendError(f"the manifest {self.path} was replaced while it was in use")
+
+    def commit(self, meta: Meta, dropped: Iterable[int], rows: Iterable[Row]) -> None:
+        """Remove the rows with the ids ``dropped``, write ``rows``, and ``meta``: all, or nothing.
+
+        Blocks until a power loss would leave it.
+
+        Raises:
+            BackendError: it failed, or perhaps it did not; the manifest is to be opened again.
+        """
+        connection = self._connection
+        assert connection is not None  # who commits looks at ``is_open``
+        try:
+            with _explained(self.path, "written"):
+                connection.execute("BEGIN IMMEDIATE")
+                connection.executemany("DELETE FROM records WHERE id = ?", ((id_,) for id_ in dropped))
+                connection.executemany(_PUT, rows)
+                connection.execute("UPDATE meta SET body = ?, sum = ? WHERE id = 1", _encode_meta(meta))
+                connection.execute("COMMIT")
+        except BaseException:
+            self.close()
+            raise
+        self.meta = meta
+
+    def close(self) -> None:
+        """Close the file.  What was committed stays, in the database or in its log.  Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                connection.rollback()
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()  # empties and removes the log, if the disk lets it
+
+    def disown(self) -> None:
+        """Forget the file in the child of a fork.
+
+        It is not closed, nor when the interpreter ends: closing would tidy up what is the parent's.
+        """
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+    def _replace(self, rows: Sequence[Row]) -> Manifest:
+        """Put the file aside and write one that holds ``rows`` alone."""
+        meta = replace(
+            self.meta,
+            records=len(rows),
+            digest=digest(rows),
+            next_id=max((row[0] for row in rows), default=0) + 1,
+        )
+        self.close()
+        aside = self.path.with_name(f"{MANIFEST_NAME}.damaged")
+        with _explained(self.path, "put aside"):
+            if _wal(self.path).exists():
+                raise BackendError(f"{self.path} is damaged, and its log could not be emptied to replace it")
+            aside.unlink(missing_ok=True)
+            os.link(self.path, aside)
+        _log.error("%s was damaged: a sound one replaces it, and it is kept as %s", self.path, aside.name)
+        return Manifest.create(self.path.parent, meta, rows)
+
+
+class _Reading:
+    """One reading of a database that may be damaged.
+
+    Attributes:
+        meta: what the manifest says of itself.
+        rows: the rows that are whole, or could be mended.
+        is_damaged: whether anything is not as it was written.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self._path = path
+        self._connection = connection
+        self._damage: list[str] = []  # all of it, in words
+        self._is_incomplete = False  # whether a record is missing
+        self.rows: list[Row] = []
+        self.meta: Meta
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self._damage)
+
+    def run(self) -> None:
+        self.meta, is_mended = _read_meta(self._path, self._connection)
+        if is_mended:
+            self._damage.append("a bit of what it says of itself")
+        try:
+            found = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            raw: Sequence[RawRow] = self._connection.execute("SELECT * FROM records").fetchall()
+        except _FAILURES as error:
+            self._damage.append(str(error))
+            raw = list(self._rows_around_damage())
+        else:
+            if found != b"ok":
+                self._damage.append(found.decode("utf-8", "replace"))
+        self.rows = [row for row in raw if is_whole(*row)]  # type: ignore[misc]  # these have the types
+        has_places = len(self.rows) == len(raw) or self._mend([row for row in raw if not is_whole(*row)])
+        if self._damage or len(self.rows) != self.meta.records:
+            # A page that is read twice brings names twice: each counts once.
+            self.rows = list({row[2]: row for row in sorted(self.rows, key=lambda row: row[1])}.values())
+        self._is_incomplete = len(self.rows) != self.meta.records or (
+            has_places and digest(self.rows) != self.meta.digest
+        )
+        if self._is_incomplete:
+            self._damage.append("rows are missing, or are not its own")
+
+    def judge(self, *, salvage: bool, at_least: int) -> None:
+        """Raise if a name is lost and nobody said to go on."""
+        if self.meta.commit < at_least:
+            message = (
+                f"{self._path} is at commit {self.meta.commit}, and commit {at_least} had come to its end: "
+                f"{_wal(self._path).name} is damaged or was not copied, or an older copy was put back"
+            )
+        elif self._is_incomplete:
+            message = (
+                f"{self._path} is damaged ({'; '.join(self._damage)}): "
+                f"of {self.meta.records} records {len(self.rows)} can be read"
+            )
+        else:
+            return
+        if not salvage:
+            raise IntegrityError(f"{message}. Nothing was changed. salvage=True goes on with what is there")
+        _log.error("%s. Going on with what is there", message)
+
+    def _rows_around_damage(self) -> Iterator[RawRow]:
+        """Yield every row that can be reached, going around pages that cannot be read."""
+        after = failures = 0
+        while after < self.meta.next_id:
+            try:
+                rows = self._connection.execute("SELECT * FROM records WHERE id > ? ORDER BY id", (after,))
+                for raw in rows:
+                    after = max(after, raw[0])
+                    yield raw
+            except _FAILURES:
+                failures += 1
+                after += 1 + failures // 256  # a page has some forty rows
+            else:
+                return
+
+    def _mend(self, broken: Sequence[RawRow]) -> bool:
+        """Make the best of rows that are not whole; return whether no place of one is lost."""
+        mended = [mend(raw) for raw in broken]
+        self._damage.append(f"{len(broken)} rows have wrong checksums")
+        self.rows += [row for row, _ in mended if row is not None]
+        return all(damage is Damage.REPAIRED for _, damage in mended)
+
+
+def digest(rows: Iterable[Row]) -> int:
+    """Return what tells one set of rows from another: the sum of their checks."""
+    checks = numpy.frombuffer(b"".join([row[5][:8] for row in rows]), "<u8")
+    return int(checks.sum(dtype=numpy.uint64))
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        connection.text_factory = bytes
+        # Before the first access: so that the log's index is in memory, not in a file that is mapped.
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA journal_size_limit = {_WAL_KEPT_BYTES}")
+        connection.execute("PRAGMA trusted_schema = OFF")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_magic(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            begin = file.read(512)
+    except OSError as error:
+        raise BackendError(f"the manifest {path} cannot be read: {error}") from error
+    if len(begin) < 512 or not begin.startswith(_MAGIC):
+        # Never let SQLite have it: it takes an empty file for a new one, and deletes the log beside it.
+        raise IntegrityError(
+            f"{path} is not a manifest: it is {path.stat().st_size} bytes long and begins with "
+            f"{begin[:16]!r}. Nothing was changed"
+        )
+
+
+def _read_meta(path: Path, connection: sqlite3.Connection) -> tuple[Meta, bool]:
+    """Return what a manifest says of itself, and whether that had to be mended."""
+    row = connection.execute("SELECT body, sum FROM meta").fetchone() or (None, None)
+    for body, total in _candidates(*row):
+        if _meta_sum(body) == total:
+            fields = json.loads(body)
+            if fields["format"] > FORMAT:
+                raise UsageError(
+                    f"{path} has format {fields['format']}, and this version of tierstore knows formats "
+                    f"up to {FORMAT}: upgrade tierstore (it was made by {fields.get('created_by')})"
+                )
+            return Meta(**fields), body != row[0] or total != row[1]
+    raise IntegrityError(
+        f"{path} is damaged: what it says of itself has a wrong checksum. Nothing was changed"
+    )
+
+
+def _candidates(body: object, total: object) -> Iterator[tuple[bytes, bytes]]:
+    """Yield what was read, and everything that is one flipped bit away from it."""
+    if isinstance(body, bytes) and isinstance(total, bytes):
+        yield body, total
+        yield from ((flipped, total) for flipped in flips(body))
+        yield from ((body, flipped) for flipped in flips(total))
+
+
+def _encode_meta(meta: Meta) -> tuple[str, bytes]:
+    body = json.dumps(asdict(meta), sort_keys=True)
+    return body, _meta_sum(body.encode())
+
+
+def _meta_sum(body: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(body)
+
+
+@contextlib.contextmanager
+def _explained(path: Path, done: str) -> Iterator[None]:
+    """Turn what SQLite and the file system raise into errors that name the file."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        primary = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+        code = errno.errorcode.get(_ERRNO.get(primary, 0), "")
+        name = getattr(error, "sqlite_errorname", None) or type(error).__name__
+        kind = IntegrityError if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) else BackendError
+        why = f"{code}, {name}" if code else name
+        raise kind(f"the manifest {path} could not be {done}: {error} ({why})") from error
+    except OSError as error:
+        raise BackendError(f"the manifest {path} could not be {done}: {error}") from error
+    except _DAMAGED as error:
+        raise IntegrityError(f"the manifest {path} could not be {done}: {error!r}") from error
+
+
+def _wal(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+def _remove(draft: Path) -> None:
+    """Remove a manifest that was never completed."""
+    draft.unlink(missing_ok=True)
+    _wal(draft).unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
