@@ -6,6 +6,7 @@ error instead has nothing to give up.
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import logging
 import uuid
@@ -26,6 +27,8 @@ from tierstore_backends.files.space import Space
 from tierstore_backends.files.syscalls import Syscalls
 
 _log = logging.getLogger("tierstore.files")
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def durable_ground(
             try:
                 owner.note_commit(manifest.meta.commit)
                 owner.sweep()
-                mode = _adapted(probe(options.path, direct_for(options), syscalls), manifest.meta, options)
+                mode = _mode(manifest.meta, options, syscalls)
                 ground = _stand(capacity_bytes, owner, mode, manifest, recovered, syscalls, stride_bytes)
             except BaseException:
                 manifest.close()
@@ -139,8 +142,16 @@ def _check_nothing_is_kept(folder: Path) -> None:
             )
 
 
-def _adapted(mode: IoMode, meta: Meta, options: FilesOptions) -> IoMode:
+def _mode(meta: Meta, options: FilesOptions, syscalls: Syscalls) -> IoMode:
     """Return how to do I/O in a directory whose extents have the alignment that they were made with."""
+    buffered = IoMode(is_direct=False, alignment_bytes=meta.alignment_bytes, memory_alignment_bytes=1)
+    try:
+        mode = probe(options.path, direct_for(options), syscalls)
+    except BackendError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _FULL:
+            raise
+        _log.warning("%s is too full to find out whether direct I/O works: I/O is buffered", options.path)
+        return buffered
     if not mode.is_direct or meta.alignment_bytes % mode.alignment_bytes == 0:
         return replace(mode, alignment_bytes=meta.alignment_bytes)
     if options.direct is Direct.ALWAYS:
@@ -154,7 +165,7 @@ def _adapted(mode: IoMode, meta: Meta, options: FilesOptions) -> IoMode:
         meta.alignment_bytes,
         mode.alignment_bytes,
     )
-    return IoMode(is_direct=False, alignment_bytes=meta.alignment_bytes, memory_alignment_bytes=1)
+    return buffered
 
 
 def _stand(
