@@ -305,4 +305,5 @@ def test_openings_leave_no_descriptor_and_no_thread_behind(tmp_path: Path, engin
         files = open_files(tmp_path, engine=engine)
         written(files, 1, PAGE)
         files.close()
-    assert held() == before
+    # Fewer are others' that have ended meanwhile.
+    assert all(now <= then for now, then in zip(held(), before, strict=True))
