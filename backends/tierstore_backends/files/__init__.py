@@ -11,6 +11,8 @@ The rooms, each ignorant of the ones after it:
 - `syscalls`, `probe`: the few calls into the kernel, and what they can do in a directory.
 - `segments`: the address space as a few large files.
 - `space`: layout and segments together, from any thread.
+- `drives`, `stripes`, `bandwidth`, `identity`: several directories as one address space, who gets how many
+  bytes, and which directory is which.
 - `transfer`, `piece_queue`, `lane`, `engine`: how bytes move: cut into pieces, merged where they
   touch, moved by worker threads.
 - `options`, `backend`: what a user writes, and the `tierstore.spi.Backend` itself.
