@@ -1,8 +1,9 @@
-"""Asynchronous disk files as scratch space: the tier below host memory.
+"""Asynchronous disk files: the tier below host memory.
 
 What it promises: at most ``capacity_bytes`` of disk, counted in the file system's own blocks; every
-byte checked on its way back; nothing left behind after ``close``, and after a crash nothing that
-the next owner of the directory does not sweep.  What it does not do: survive a restart.
+byte checked on its way back.  As scratch space: nothing left behind after ``close``, and after a crash
+nothing that the next owner of the directory does not sweep.  With ``durable=True``: what was committed is
+found again, and nothing else; the manifest that says so is beside the files and beside the capacity.
 
 The rooms, each ignorant of the ones after it:
 
@@ -13,7 +14,10 @@ The rooms, each ignorant of the ones after it:
 - `space`: layout and segments together, from any thread.
 - `transfer`, `piece_queue`, `lane`, `engine`: how bytes move: cut into pieces, merged where they
   touch, moved by worker threads.
-- `options`, `backend`: what a user writes, and the `tierstore.spi.Backend` itself.
+- `options`, `ground`, `backend`: what a user writes, what it is built on, and the `tierstore.spi.Backend`.
+- `rows`, `manifest`: what is kept, as bytes and as a database that may be damaged.
+- `recovery`, `commits`, `durable`: from the manifest to slots, back again, and the
+  `tierstore.spi.DurableBackend`.
 """
 
 from __future__ import annotations
