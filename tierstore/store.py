@@ -7,6 +7,8 @@ waits for hardware, never for another caller's lease.
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,101 +24,22 @@ from tierstore.core.eviction import POLICIES
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Plan, Tier
 from tierstore.core.quota import Shelf
+from tierstore.engine.collecting import no_collections
 from tierstore.engine.engine import Engine, Opening
 from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
-from tierstore.errors import KeyNotFound, UsageError
+from tierstore.errors import ConfigError, TierStoreError, UsageError
+from tierstore.leases import Lease, check_key, check_names
 from tierstore.outputs import OutputPool
-from tierstore.spi import AddressableSlot, Backend, Completion, Medium
-from tierstore.stats import StoreStats, TierStats, Traffic
-from tierstore.tensors import TensorSpec, bytes_of, describe, view_bytes
+from tierstore.spi import AddressableSlot, Backend, Completion, DurableBackend, Medium
+from tierstore.stats import StoreStats, TierStats, Traffic, io_of
+from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, to_text, view_bytes
+from tierstore.wrappers import Compressed, with_codec
+
+log = logging.getLogger("tierstore")
 
 FASTEST = "device"
 """The tier name that stands for the fastest tier where no tier bears it."""
-
-
-class Lease:
-    """Tensors that stay ready in one tier while the lease is held.
-
-    A context manager; it is held from the call of `Store.lease` until the block ends or `release`.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        number: int,
-        tensors: Mapping[str, torch.Tensor],
-        places: Mapping[str, m.Place],
-        slots: Sequence[AddressableSlot],
-    ) -> None:
-        self._store = store
-        self._number = number
-        self._tensors = tensors
-        self._places = places
-        self._slots = slots
-        self._is_held = True
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        """Return the tensor of ``key``, without a copy.  Do not use it after the release."""
-        if not self._is_held:
-            raise UsageError("the lease was released; the bytes it showed may be gone.", key=key)
-        try:
-            return self._tensors[key]
-        except KeyError:
-            raise KeyNotFound(f"{key!r} is not in this lease: {tuple(self._tensors)}", key=key) from None
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor of a lease on one key."""
-        if self._is_held and len(self._tensors) != 1:
-            raise UsageError(f"lease.tensor needs a lease on one key, not on {len(self._tensors)}.")
-        return self[next(iter(self._tensors), "")]
-
-    def release(self, *, written: bool = True) -> None:
-        """End the lease.  A second call does nothing.
-
-        Args:
-            written: for a write lease, whether the bytes were changed; if not, the other replicas
-                stay valid.
-        """
-        if not self._is_held:
-            return
-        self._is_held = False
-        self._tensors = {}
-        self._store._end_lease(self._number, self._slots, written)  # noqa: SLF001 - one unit
-
-    def split(self, names: Mapping[str, str]) -> bool:
-        """Make the leased replicas keys of their own, with the same bytes.  For write leases; moves no bytes.
-
-        The lease goes on with the new keys; the former ones keep their other replicas and are free to
-        be used.  So new bytes can be written beside the old ones, until `Store.rename` lets them take
-        their place, all at once, or `Store.drop` forgets them.
-
-        Args:
-            names: the new key for each key of the lease that is to be split.
-
-        Returns:
-            False, and nothing was changed, if a key has no other ready replica.
-
-        Raises:
-            KeyNotFound: a key is not in the lease.
-            UsageError: the lease is for reading, or was released.
-            KeyExists: a new key is there.
-        """
-        for key in names:
-            self[key]
-        places = {self._places[key]: name for key, name in _check_names(names).items()}
-        return self._store._split(self._number, places)  # noqa: SLF001 - one unit
-
-    def __enter__(self) -> Self:
-        """Return the lease itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Release it."""
-        self.release()
 
 
 class Store:
@@ -132,14 +55,28 @@ class Store:
 
     def __init__(self, config: StoreConfig) -> None:
         self.config = config
-        backends = _open_all(config.tiers)
-        tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
-        self.tier_names = tuple(tier.name for tier in tiers)
-        self._engine = Engine(Ledger(tiers, POLICIES[config.eviction]), backends, self.tier_names)
         self._outputs = OutputPool()
         self._lock = threading.Lock()  # guards the next two
         self._gets: dict[str, Traffic] = {}
         self._stall_seconds = 0.0
+        with no_collections():
+            self._open(config)
+
+    def _open(self, config: StoreConfig) -> None:
+        backends = _open_all(config.tiers)
+        tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
+        _check_durable(tiers, backends)
+        self.tier_names = tuple(tier.name for tier in tiers)
+        self.is_durable = any(tier.is_durable for tier in tiers)
+        ledger = Ledger(tiers, POLICIES[config.eviction])
+        self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
+        try:
+            for index, tier in enumerate(tiers):
+                if tier.is_durable:
+                    self._engine.recover(index, from_text)
+        except BaseException:
+            self._engine.close()
+            raise
 
     @property
     def device(self) -> torch.device:
@@ -164,7 +101,7 @@ class Store:
             CapacityError: no room, and none can be made.
             BackendError: a medium failed.  In every case the old bytes are unharmed.
         """
-        _check_key(key)
+        check_key(key)
         spec = describe(tensor)
         target = None if tier is None else self._index(tier)
 
@@ -204,7 +141,7 @@ class Store:
             BackendError: reading failed; ``IntegrityError`` if the bytes came back different.
         """
         number = self._engine.number()
-        request = self._engine.request(m.ReadRequested(number, _check_key(key)), number, (key,))
+        request = self._engine.request(m.ReadRequested(number, check_key(key)), number, (key,))
         (granted,) = self._engine.wait(request, lambda _: self._engine.turn(m.ReadDone(number)))
         try:
             return self._copy_out(granted, device)
@@ -275,7 +212,7 @@ class Store:
         number = self._engine.number()
         access = m.Access.WRITE if write else m.Access.READ
         event = m.LeaseRequested(
-            number, tuple(map(_check_key, keys)), index, access, threading.current_thread().name
+            number, tuple(map(check_key, keys)), index, access, threading.current_thread().name
         )
         granted = self._await(
             self._engine.request(event, number, keys, self.tier_names[index]),
@@ -292,12 +229,14 @@ class Store:
             slot.acquire()
             slots.append(slot)
             tensors[replica.key] = view_bytes(slot.memory, _spec(replica))
-        return Lease(self, number, tensors, {each.key: each.place for each in granted}, slots)
 
-    def _end_lease(self, number: int, slots: Sequence[AddressableSlot], written: bool) -> None:
-        for slot in slots:
-            slot.release()
-        self._engine.turn(m.LeaseReleased(number, written))
+        def end(written: bool) -> None:
+            for slot in slots:
+                slot.release()
+            self._engine.turn(m.LeaseReleased(number, written))
+
+        places = {each.key: each.place for each in granted}
+        return Lease(tensors, places, end, functools.partial(self._split, number))
 
     def _split(self, lease: int, names: Mapping[m.Place, str]) -> bool:
         number = self._engine.number()
@@ -345,7 +284,7 @@ class Store:
     def _bring(self, keys: tuple[str, ...], tier: str, urgency: m.Urgency) -> Transfer[None]:
         index = self._index(tier)
         number = self._engine.number()
-        event = m.FetchRequested(number, tuple(map(_check_key, keys)), index, urgency)
+        event = m.FetchRequested(number, tuple(map(check_key, keys)), index, urgency)
         return self._engine.request(event, number, keys, self.tier_names[index])  # type: ignore[return-value]
 
     def evict(self, *keys: str, to: str | None = None) -> Transfer[None]:
@@ -361,18 +300,30 @@ class Store:
         """
         index = None if to is None else self._index(to)
         number = self._engine.number()
-        event = m.EvictRequested(number, tuple(map(_check_key, keys)), index)
+        event = m.EvictRequested(number, tuple(map(check_key, keys)), index)
         return self._engine.request(event, number, keys, to)  # type: ignore[return-value]
 
-    def flush(self) -> None:
-        """Return when every key is on a durable tier and would survive a power loss.
+    def flush(self, *keys: str) -> None:
+        """Return when every key would survive a power loss.  Blocks.
+
+        Opening the durable tier again finds exactly what the last flush left: its keys with the bytes that
+        they had then, whatever was put, written or dropped since, and nothing else.  Until the next
+        flush, bytes that only the last one counts on stay in the durable tier, and are charged to it.
+
+        Args:
+            keys: only these get the bytes they have now; other keys survive with those of their last
+                flush, if they had one and are still there.  None: every key.
 
         Raises:
-            UsageError: no tier is durable.
-            CapacityError, BackendError: a key could not be brought there; none is lost.
+            UsageError: no tier is durable, or keys are put faster than they can be written.
+            KeyNotFound: nothing was put under a key, or it was dropped.
+            LeaseError: a key that has to be copied is leased for writing.
+            CapacityError, BackendError: a key could not be brought there, or the medium failed.  What
+                the flush before made durable still is, and no bytes are lost.
         """
         number = self._engine.number()
-        self._engine.request(m.FlushRequested(number), number).result()
+        named = tuple(map(check_key, keys)) or None
+        self._engine.request(m.FlushRequested(number, named), number, keys).result()
 
     def drop(self, *keys: str) -> None:
         """Forget ``keys`` in every tier.  Their bytes are freed when no copy touches them any more.
@@ -381,7 +332,7 @@ class Store:
             KeyNotFound: a key is not there; nothing was dropped.
             LeaseError: a key is leased; nothing was dropped.
         """
-        self._engine.turn(m.DropRequested(tuple(map(_check_key, keys))))
+        self._engine.turn(m.DropRequested(tuple(map(check_key, keys))))
 
     def rename(self, names: Mapping[str, str], *, replace: bool = False) -> None:
         """Let what is under some keys be found under others: all of them, or none.  Moves no bytes.
@@ -396,7 +347,7 @@ class Store:
             LeaseError: what would be replaced is leased.
             UsageError: a new key is given twice, or is itself to be renamed.
         """
-        self._engine.turn(m.RenameRequested(_check_names(names), replace))
+        self._engine.turn(m.RenameRequested(check_names(names), replace))
 
     def resize(self, tier: str, capacity: int | str) -> None:
         """Give ``tier`` a new quota at once; evict down to it.  Blocks until it fits.
@@ -426,18 +377,18 @@ class Store:
 
     def where(self, key: str) -> tuple[str, ...]:
         """Return the names of the tiers that hold a READY replica, fastest first."""
-        tiers = self._engine.look(lambda ledger: ledger.where(_check_key(key)))
+        tiers = self._engine.look(lambda ledger: ledger.where(check_key(key)))
         return tuple(self.tier_names[tier] for tier in tiers)
 
     def spec(self, key: str) -> TensorSpec:
         """Return shape, dtype and size of what is stored under ``key``."""
-        spec = self._engine.look(lambda ledger: ledger.spec(_check_key(key)))
+        spec = self._engine.look(lambda ledger: ledger.spec(check_key(key)))
         assert isinstance(spec, TensorSpec)
         return spec
 
     def story(self, key: str) -> list[str]:
         """Return the last events of ``key``, oldest first, as text."""
-        return self._engine.look(lambda ledger: ledger.story(_check_key(key)))
+        return self._engine.look(lambda ledger: ledger.story(check_key(key)))
 
     def check(self) -> None:
         """Verify every rule of the books.  For tests: it walks over all keys.
@@ -474,17 +425,34 @@ class Store:
             traffic.update({(tier, "caller"): moved for tier, moved in self._gets.items()})
             stall_seconds = self._stall_seconds
         by_name = {
-            name: replace(tier, reserved_bytes=_reserved_bytes(backend, tier))
+            name: replace(
+                tier,
+                reserved_bytes=_reserved_bytes(backend, tier),
+                codec=backend.codec_stats if isinstance(backend, Compressed) else None,
+                io=io_of(backend),
+            )
             for name, tier, backend in zip(self.tier_names, tiers, self._engine.backends, strict=True)
         }
         return StoreStats(MappingProxyType(by_name), MappingProxyType(traffic), stall_seconds)
 
     # --- the end ------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Fail what waits, wait for what moves, give every medium back.  Idempotent."""
-        self._engine.close()
-        self._outputs.clear()
+    def close(self, *, flush: bool = True) -> None:
+        """Fail what waits, wait for what moves, give every medium back.  Idempotent.
+
+        Args:
+            flush: whether a store with a durable tier is flushed first.
+
+        Raises:
+            LeaseError, CapacityError, BackendError: as from `flush`.  The store is closed all the same,
+                and what survives is what the flush before left.
+        """
+        try:
+            if flush and self.is_durable and not self._engine.is_closed:
+                self.flush()
+        finally:
+            self._engine.close()
+            self._outputs.clear()
 
     def __enter__(self) -> Self:
         """Return the store itself."""
@@ -493,8 +461,13 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
-        self.close()
+        """Close it; an error of the last flush is only logged if another one is under way."""
+        try:
+            self.close()
+        except TierStoreError:
+            if error is None:
+                raise
+            log.exception("the store could not be flushed when it was closed")
 
     def _index(self, tier: str) -> int:
         if tier in self.tier_names:
@@ -515,11 +488,31 @@ def _open_all(tiers: Sequence[TierConfig]) -> list[Backend]:
                 )
             else:
                 backends.append(cast("Backend", tier.backend))
+            backends[-1] = with_codec(backends[-1], tier.codec, tier.name)
     except BaseException:
         for backend in backends:
             backend.close()
         raise
     return backends
+
+
+def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:
+    """Close everything again if the store could not keep what it promises."""
+    durable = [tier.name for tier in tiers if tier.is_durable]
+    fault = None
+    if len(durable) > 1:
+        fault = (
+            f"one tier of a store can be durable, not {', '.join(durable)}: a flush is one step on one medium"
+        )
+    for tier, backend in zip(tiers, backends, strict=True):
+        if tier.is_durable and not isinstance(backend, DurableBackend):
+            fault = (
+                f"the backend of {tier.name!r} says that it is durable, but has no recovered() and commit()"
+            )
+    if fault is not None:
+        for backend in backends:
+            backend.close()
+        raise ConfigError(f"StoreConfig: {fault}")
 
 
 def _tier(config: TierConfig, backend: Backend) -> Tier:
@@ -556,16 +549,6 @@ def _reserved_bytes(backend: Backend, tier: TierStats) -> int:
 def _spec(granted: m.Granted) -> TensorSpec:
     assert isinstance(granted.spec, TensorSpec)
     return granted.spec
-
-
-def _check_names(names: Mapping[str, str]) -> dict[str, str]:
-    return {_check_key(key): _check_key(name) for key, name in names.items()}
-
-
-def _check_key(key: object) -> str:
-    if not isinstance(key, str):
-        raise UsageError(f"a key is text, not {type(key).__name__}: {key!r}.")
-    return key
 
 
 def _wait(completion: Completion) -> None:

@@ -6,12 +6,14 @@ overlaps) is stored contiguous.  Knows nothing of tiers.
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tierstore.errors import UsageError
+from tierstore.errors import BackendError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,46 @@ def describe(tensor: torch.Tensor) -> TensorSpec:
         dense_stride(tensor),
         tensor.device,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def to_text(spec: TensorSpec) -> str:
+    """Put a spec into text that `from_text` reads back, in any later process."""
+    fields = {
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "shape": list(spec.shape),
+        "stride": list(spec.stride),
+        "device": str(spec.device),
+    }
+    return json.dumps(fields, separators=(",", ":"))
+
+
+@functools.lru_cache(maxsize=1024)
+def from_text(text: str) -> TensorSpec:
+    """Read what `to_text` wrote.  A device that is not there any more becomes the CPU.
+
+    Raises:
+        BackendError: it is not a spec; the message quotes it.
+    """
+    try:
+        fields = json.loads(text)
+        dtype = getattr(torch, fields["dtype"])
+        shape = torch.Size(fields["shape"])
+        stride = tuple(int(each) for each in fields["stride"])
+        nbytes = shape.numel() * dtype.itemsize
+        device = torch.device(fields["device"])
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise BackendError(f"not the description of a tensor: {text[:200]!r} ({error})") from error
+    return TensorSpec(shape, dtype, nbytes, stride, device if _is_there(device) else torch.device("cpu"))
+
+
+@functools.cache
+def _is_there(device: torch.device) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # torch built without it asserts
+        return False
+    return True
 
 
 def _why_not_storable(tensor: torch.Tensor) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -21,11 +22,12 @@ from tierstore.testing.durability import DurableBackendSuite
         {"checksum": False},
         {"direct": False, "enable_aio": False},
         {"aio_block_size": "64KiB", "aio_queue_depth": 2},
+        {"path": ("a", "b"), "aio_block_size": "4KiB"},
     ],
     ids=str,
 )
 class TestDurableFiles(DurableBackendSuite):
-    """With checksums and without, with workers and without."""
+    """With checksums and without, with workers and without, in one directory and in several."""
 
     @pytest.fixture(autouse=True)
     def _with(self, options: dict[str, object], tmp_path: Path) -> None:
@@ -34,7 +36,10 @@ class TestDurableFiles(DurableBackendSuite):
         self.kernel = PowerKernel(self.path)
 
     def open(self, capacity_bytes: int) -> DurableBackend:
-        return open_durable(self.path, capacity_bytes, syscalls=self.kernel, options=self.options)
+        options = dict(self.options)
+        if drives := cast("tuple[str, ...]", options.get("path", ())):
+            options["path"] = [{"path": self.path / name, "bandwidth": 1} for name in drives]
+        return open_durable(self.path, capacity_bytes, syscalls=self.kernel, options=options)
 
     def lose_power(self, backend: DurableBackend) -> None:
         self.path = self.path.with_name(str(int(self.path.name) + 1))

@@ -37,6 +37,7 @@ class Oracle:
         self.values: dict[str, int] = {}
         self.generation_values: dict[int, int] = {}
         self.generations: dict[str, int] = {}
+        self.held: dict[m.Place, int] = {}  # what the medium takes for a slot, where it said so
 
     def value_of(self, place: m.Place) -> int:
         return self.generation_values[self.generation_of[place]]
@@ -65,6 +66,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.reads: dict[int, m.Granted] = {}
         self.splits: dict[int, tuple[str, str]] = {}
         self.settled: dict[int, BaseException | None] = {}
+        self.commits: dict[int, m.Commit] = {}
+        self.survivors: list[dict[str, tuple[m.Place, int]]] = [{}]  # the last, or any of the doubtful ones
+        self.flushes: dict[int, int] = {}  # each began at this moment of the history
+        self.history: list[dict[str, int]] = [{}]
 
     @initialize(
         capacities=st.tuples(st.integers(2, 8), st.integers(2, 10), st.integers(4, 30)),
@@ -109,40 +114,73 @@ class LedgerMachine(RuleBasedStateMachine):
         # A put is visible to those who waited for it as soon as it is settled.
         for command in sorted(commands, key=lambda command: not isinstance(command, m.Settle)):
             self.do(command)
+        self.history.append(dict(self.oracle.values))
         self.ledger.check()
 
     def do(self, command: m.Command) -> None:
         match command:
             case m.StartCopy():
-                assert command.copy not in self.copies
-                place = command.target
-                assert place not in self.oracle.slots, "a slot is reserved twice"
-                self.copies[command.copy] = command
-                if command.source is None:
-                    generation = command.request
-                    self.oracle.generation_values[generation] = self.puts[command.request][1]
-                else:
-                    generation = self.oracle.generation_of[command.source]
-                self.oracle.generation_of[place] = generation
+                self.start_copy(command)
             case m.FreeSlot():
-                place = command.place
-                busy = {place for c in self.copies.values() for place in (c.source, c.target)}
-                assert place not in busy
-                assert not any(g.place == place for gs in self.leases.values() for g in gs)
-                assert not any(g.place == place for g in self.reads.values())
-                self.frees.append(command)
+                self.start_free(command)
             case m.Grant():
                 self.grant(command)
             case m.Settle():
-                assert command.request not in self.settled, "a request is settled twice"
-                self.settled[command.request] = command.error
-                event = self.waiting.pop(command.request)
-                if isinstance(event, m.PutRequested) and command.error is None:
-                    key, value = self.puts[command.request]
-                    self.oracle.values[key] = value
-                    self.oracle.generations[key] = command.request
+                self.settle(command)
+            case m.Commit():
+                self.start_commit(command)
             case m.SetCapacity():
                 pass
+
+    def start_copy(self, command: m.StartCopy) -> None:
+        assert command.copy not in self.copies
+        place = command.target
+        assert place not in self.oracle.slots, "a slot is reserved twice"
+        self.copies[command.copy] = command
+        if command.source is None:
+            generation = command.request
+            self.oracle.generation_values[generation] = self.puts[command.request][1]
+        else:
+            generation = self.oracle.generation_of[command.source]
+        self.oracle.generation_of[place] = generation
+
+    def start_free(self, command: m.FreeSlot) -> None:
+        place = command.place
+        busy = {place for c in self.copies.values() for place in (c.source, c.target)}
+        assert place not in busy
+        assert not any(g.place == place for gs in self.leases.values() for g in gs)
+        assert not any(g.place == place for g in self.reads.values())
+        assert not any(place == p for image in self.survivors for p, _ in image.values())
+        assert not any(g.place == place for c in self.commits.values() for g in c.replicas)
+        self.frees.append(command)
+
+    def start_commit(self, command: m.Commit) -> None:
+        assert not self.commits, "two commits at a time"
+        self.commits[command.commit] = command
+        for granted in command.replicas:
+            assert self.oracle.slots[granted.place] is not None
+
+    def settle(self, command: m.Settle) -> None:
+        assert command.request not in self.settled, "a request is settled twice"
+        self.settled[command.request] = command.error
+        event = self.waiting.pop(command.request)
+        if command.error is not None:
+            return
+        if isinstance(event, m.PutRequested):
+            key, value = self.puts[event.request]
+            self.oracle.values[key] = value
+            self.oracle.generations[key] = event.request
+        elif isinstance(event, m.FlushRequested):
+            self.was_flushed(event)
+
+    def was_flushed(self, event: m.FlushRequested) -> None:
+        """What survives are bytes that each key has had since the flush began."""
+        (image,) = self.survivors
+        since = [*self.history[self.flushes.pop(event.request) :], self.oracle.values]
+        always = set.intersection(*(set(moment) for moment in since))
+        for key in always if event.keys is None else always & set(event.keys):
+            assert key in image, f"{key} was flushed and does not survive"
+            assert image[key][1] in {moment[key] for moment in since}
 
     def grant(self, command: m.Grant) -> None:
         event = self.waiting.pop(command.request)
@@ -221,9 +259,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def evict(self, keys: list[str], to: int | None) -> None:
         self.ask(m.EvictRequested(next(self.numbers), keys, to))
 
-    @rule()
-    def flush(self) -> None:
-        self.ask(m.FlushRequested(next(self.numbers)))
+    @rule(keys=st.none() | key_lists)
+    def flush(self, keys: list[str] | None) -> None:
+        number = next(self.numbers)
+        self.flushes[number] = len(self.history) - 1
+        self.ask(m.FlushRequested(number, keys))
 
     @rule(keys=key_lists)
     def drop(self, keys: list[str]) -> None:
@@ -297,7 +337,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.puts[copy.request][1] if copy.source is None else self.oracle.slots[copy.source]
             )
 
-    def end_copy(self, number: int, error: BaseException | None) -> m.Event:
+    def end_copy(self, number: int, error: BaseException | None, spared: int = 0) -> m.Event:
+        """End a copy; the medium takes ``spared`` units of its alignment less than it was charged."""
         copy = self.copies.pop(number)
         self.start(copy)
         value = self.copy_values.pop(number)
@@ -307,7 +348,12 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ordered.remove(number)
         else:
             self.oracle.slots[copy.target] = value if error is None else None
-        return m.CopyDone(number, error)
+        if not spared or error is not None:
+            return m.CopyDone(number, error)
+        alignment = self.ledger.books.shelves[copy.target.tier].tier.alignment_bytes
+        whole = -(-copy.nbytes // alignment) * alignment
+        self.oracle.held[copy.target] = max(0, whole - spared * alignment)
+        return m.CopyDone(number, None, self.oracle.held[copy.target])
 
     def end_free(self, index: int, error: BaseException | None) -> m.Event:
         command = self.frees.pop(index)
@@ -315,9 +361,9 @@ class LedgerMachine(RuleBasedStateMachine):
         return m.Freed(command.place, error)
 
     @precondition(lambda self: self.copies)
-    @rule(data=st.data())
-    def copy_ends(self, data: st.DataObject) -> None:
-        self.tell(self.end_copy(data.draw(st.sampled_from(sorted(self.copies))), None))
+    @rule(data=st.data(), spared=st.sampled_from([0, 0, 1, 2, 6]))
+    def copy_ends(self, data: st.DataObject, spared: int) -> None:
+        self.tell(self.end_copy(data.draw(st.sampled_from(sorted(self.copies))), None, spared))
 
     @precondition(lambda self: len(self.copies) + len(self.frees) > 1)
     @rule(data=st.data())
@@ -326,8 +372,11 @@ class LedgerMachine(RuleBasedStateMachine):
             data.draw(st.lists(st.sampled_from(sorted(self.copies)), unique=True)) if self.copies else []
         )
         failed = set(data.draw(st.lists(st.sampled_from(numbers), max_size=1))) if numbers else set()
+        spared = data.draw(st.sampled_from([0, 0, 1]))
         events = [
-            self.end_copy(number, BackendError("one of many") if number in failed - self.ordered else None)
+            self.end_copy(
+                number, BackendError("one of many") if number in failed - self.ordered else None, spared
+            )
             for number in numbers
         ]
         events += [self.end_free(0, None) for _ in range(data.draw(st.integers(0, len(self.frees))))]
@@ -369,6 +418,21 @@ class LedgerMachine(RuleBasedStateMachine):
         self.oracle.slots[copy.target] = self.copy_values[copy.copy]
         self.tell(m.CopyOrdered(copy.copy))
 
+    @precondition(lambda self: self.commits)
+    @rule(fails=st.sampled_from([False, False, True]))
+    def commit_ends(self, fails: bool) -> None:
+        self.end_commit(BackendError("the disk is gone") if fails else None)
+
+    def end_commit(self, error: BaseException | None) -> None:
+        ((number, command),) = self.commits.items()
+        self.commits.clear()
+        image = {g.key: (g.place, self.oracle.slots[g.place]) for g in command.replicas}
+        if error is not None:
+            self.survivors.append(image)  # type: ignore[arg-type]  # none of the slots is empty
+        else:
+            self.survivors = [image]  # type: ignore[list-item]
+        self.tell(m.CommitDone(number, error))
+
     @precondition(lambda self: self.frees)
     @rule(data=st.data(), fails=st.sampled_from([False] * 15 + [True]))
     def free_ends(self, data: st.DataObject, fails: bool) -> None:
@@ -391,17 +455,28 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.oracle.slots[replica.place] == self.oracle.values[key]
 
     @invariant()
+    def what_was_committed_stays(self) -> None:
+        for image in self.survivors:
+            for place, value in image.values():
+                assert self.oracle.slots[place] == value
+
+    @invariant()
     def no_tier_holds_more_than_its_capacity(self) -> None:
         if not hasattr(self, "ledger"):
             return
         for shelf in self.ledger.books.shelves:
-            held = sum(
-                shelf.charge(entry.nbytes)
-                for entry in self.ledger.books.entries.values()
-                for place in [r.place for r in entry.replicas.values() if r.tier == shelf.index]
-                if place in self.oracle.slots
-            )
-            assert held <= shelf.tier.capacity_bytes
+            held = {
+                replica.place: self.oracle.held.get(replica.place, shelf.charge(replica.entry.nbytes))
+                for replica in self.ledger.books.replicas.values()
+                if replica.tier == shelf.index and replica.place in self.oracle.slots
+            }
+            assert sum(held.values()) <= shelf.tier.capacity_bytes
+            for place, nbytes in held.items():
+                if self.oracle.slots[place] is not None and place not in self.being_written():
+                    assert self.ledger.books.replicas[place.replica].charge_bytes == nbytes
+
+    def being_written(self) -> set[m.Place]:
+        return {copy.target for copy in self.copies.values()}
 
     def teardown(self) -> None:
         """When the hardware is done and everybody has let go, nobody waits."""
@@ -418,10 +493,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.quiesce()
         assert self.settled[number] is None
         for entry in self.ledger.books.entries.values():
-            assert all(r.state in (State.READY, State.DRAINING) for r in entry.replicas.values())
+            assert not any(r.state is State.FILLING for r in entry.replicas.values())
 
     def quiesce(self) -> None:
-        while self.copies or self.frees or self.reads or self.leases:
+        while self.copies or self.frees or self.reads or self.leases or self.commits:
             for number in list(self.reads):
                 del self.reads[number]
                 self.tell(m.ReadDone(number))
@@ -430,6 +505,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.tell(m.LeaseReleased(number, written=False))
             for number in list(self.copies):
                 self.tell(self.end_copy(number, None))
+            if self.commits:
+                self.end_commit(None)
             while self.frees:
                 self.tell(self.end_free(-1, None))
 

@@ -40,6 +40,7 @@ class Desk:
         )
         self.copies: list[m.StartCopy] = []
         self.frees: list[m.FreeSlot] = []
+        self.commits: list[m.Commit] = []
         self.answers: dict[int, BaseException | str | None] = {}
         self.leased: dict[int, Sequence[m.Granted]] = {}
         self.number = 0
@@ -58,6 +59,8 @@ class Desk:
                     self.answers[command.request] = command.error
                 case m.SetCapacity():
                     self.answers[-command.tier] = f"capacity {command.capacity_bytes}"
+                case m.Commit():
+                    self.commits.append(command)
         self.ledger.check()
 
     def next(self) -> int:
@@ -87,6 +90,9 @@ class Desk:
     def finish(self, index: int = 0, error: BaseException | None = None) -> None:
         self.tell(m.CopyDone(self.copies.pop(index).copy, error))
 
+    def end_commit(self, error: BaseException | None = None) -> None:
+        self.tell(m.CommitDone(self.commits.pop(0).commit, error))
+
     def free(self) -> None:
         while self.frees:
             command = self.frees.pop(0)
@@ -94,9 +100,11 @@ class Desk:
 
     def run(self) -> None:
         """Let the hardware do everything."""
-        while self.copies or self.frees:
+        while self.copies or self.frees or self.commits:
             while self.copies:
                 self.finish()
+            while self.commits:
+                self.end_commit()
             self.free()
 
     def store(self, key: str, nbytes: int, tier: int) -> None:

@@ -38,8 +38,8 @@ class Desk:
                     self.answers[command.request] = "granted"
                 case m.Settle():
                     self.answers[command.request] = command.error
-                case m.SetCapacity():
-                    raise AssertionError("nobody resizes")
+                case m.SetCapacity() | m.Commit():
+                    raise AssertionError("nobody resizes, and nothing is durable")
         self.ledger.check()
 
     def end_copies(self) -> None:

@@ -5,14 +5,17 @@ Slow on purpose: it walks over everything and trusts nothing that was kept on th
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 from tierstore.core.entry import Entry, Life, Phase
 from tierstore.core.quota import Shelf
+from tierstore.core.requests import Flush
 from tierstore.core.residency import Replica, State
 from tierstore.errors import InvariantError
 
 if TYPE_CHECKING:
+    from tierstore.core.commits import Commits
     from tierstore.core.moving import Moving
 
 
@@ -21,7 +24,7 @@ def _fail(message: str, entry: Entry | None = None) -> NoReturn:
     raise InvariantError(f"{message}.{story}", key=None if entry is None else entry.key)
 
 
-def audit(moving: Moving) -> None:
+def audit(moving: Moving, commits: Commits) -> None:
     """Raise `InvariantError` if any rule of the books is broken."""
     books = moving.books
     for shelf in books.shelves:
@@ -36,6 +39,7 @@ def audit(moving: Moving) -> None:
         _audit_entry(entry)
         _audit_copies(moving, entry)
     _audit_lanes(moving)
+    _audit_promises(moving, commits)
 
 
 def _audit_sums(shelf: Shelf, replicas: list[Replica]) -> None:
@@ -47,12 +51,17 @@ def _audit_sums(shelf: Shelf, replicas: list[Replica]) -> None:
         "filling_bytes": by_state[State.FILLING],
         "ready_bytes": by_state[State.READY],
         "draining_bytes": by_state[State.DRAINING] - held,
+        "retained_bytes": by_state[State.RETAINED],
+        "promised_bytes": sum(r.charge_bytes for r in replicas if r.promises),
         "leased_bytes": sum(r.charge_bytes for r in replicas if r.leases),
         "leaving_bytes": sum(r.charge_bytes for r in shelf.leaving.values()),
     }
     for name, value in expected.items():
         if getattr(shelf, name) != value:
             _fail(f"{shelf.tier.name}: {name} is {getattr(shelf, name)}, should be {value}")
+    for replica in replicas:
+        if not 0 <= replica.charge_bytes <= shelf.charge(replica.entry.nbytes):
+            _fail(f"{shelf.tier.name}: a replica is charged {replica.charge_bytes}", replica.entry)
     if by_state[State.ABSENT]:
         _fail(f"{shelf.tier.name}: an ABSENT replica is in the books")
     if shelf.charged_bytes > shelf.tier.capacity_bytes:
@@ -60,8 +69,8 @@ def _audit_sums(shelf: Shelf, replicas: list[Replica]) -> None:
 
 
 def _audit_sets(shelf: Shelf, replicas: list[Replica]) -> None:
-    """A READY replica is leased, evictable, leaving or stuck: exactly one of these."""
-    sets = (shelf.evictable, shelf.leaving, shelf.stuck)
+    """A READY replica is leased, evictable, leaving, stuck or kept: exactly one of these."""
+    sets = (shelf.evictable, shelf.leaving, shelf.stuck, shelf.kept)
     for replica in replicas:
         member_of = sum(group.get(replica.entry.uid) is replica for group in sets)
         is_free = replica.state is State.READY and not replica.leases
@@ -69,6 +78,8 @@ def _audit_sets(shelf: Shelf, replicas: list[Replica]) -> None:
             _fail(f"{shelf.tier.name}: a {replica.state.name} replica is in {member_of} sets", replica.entry)
     if sum(len(group) for group in sets) > len(replicas):
         _fail(f"{shelf.tier.name}: a forgotten replica is still a candidate")
+    if any(not replica.promises for replica in shelf.kept.values()):
+        _fail(f"{shelf.tier.name}: a replica is kept that nobody was promised")
     for replica in shelf.leaving.values():
         if not any(tier > shelf.index for tier in replica.entry.wants):
             _fail(f"{shelf.tier.name}: a replica leaves, but no lower tier wants it", replica.entry)
@@ -133,3 +144,25 @@ def _audit_lanes(moving: Moving) -> None:
             and in_flight > moving.traffic.window_bytes
         ):
             _fail(f"lane {source} -> {target}: {in_flight} B in flight exceed the window")
+
+
+def _audit_promises(moving: Moving, commits: Commits) -> None:
+    """Rule 9: what commits name and flushes have found is there, and nothing else is kept for them."""
+    images = [commits.committed, *commits.doubtful, *([commits.underway] if commits.underway else [])]
+    promised = [replica for image in images for replica in image.values()]
+    flushes = {
+        number: request
+        for entry in moving.books.entries.values()
+        for number, request in entry.watchers.items()
+        if isinstance(request, Flush)
+    } | {flush.number: flush for flush in commits.flushes}
+    promised += [replica for flush in flushes.values() for replica in flush.found.values()]
+    counts = Counter(replica.place.replica for replica in promised)
+    for replica in promised:
+        if moving.books.replicas.get(replica.place.replica) is not replica:
+            _fail(f"the bytes of {replica.key!r} were promised, and are gone", replica.entry)
+    for number, replica in moving.books.replicas.items():
+        if replica.promises != counts[number]:
+            _fail(f"{replica.promises} promises of {replica.key!r}, not {counts[number]}", replica.entry)
+        if replica.state is State.RETAINED and not (replica.promises and replica.is_idle):
+            _fail(f"{replica.key!r} is retained for nobody", replica.entry)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
-from tierstore.core.entry import Entry, Life
+from tierstore.core.entry import STORY_EVENTS, Entry, Life
 from tierstore.core.messages import Command, FreeSlot, Place
 from tierstore.core.model import Tier
 from tierstore.core.quota import Shelf
@@ -40,6 +41,8 @@ class Books:
 
     def note(self, entry: Entry, what: str, tier: int) -> None:
         """Write a line of the entry's story."""
+        if entry.story is None:
+            entry.story = deque(maxlen=3 * STORY_EVENTS)
         entry.story.extend((self.tick, what, tier))
 
     def new_entry(self, key: str, nbytes: int, spec: object) -> Entry:
@@ -73,6 +76,37 @@ class Books:
         self.note(replica.entry, "ready", replica.tier)
         self._stir(replica)
 
+    def shrink(self, replica: Replica, charge_bytes: int) -> None:
+        """A replica that is not ABSENT takes only ``charge_bytes`` of its medium: the rest is free.
+
+        Raises:
+            InvariantError: that is more than what it is charged.
+        """
+        less = replica.charge_bytes - charge_bytes
+        if less < 0:
+            raise InvariantError(
+                f"{replica.key!r} takes {charge_bytes} B in tier {replica.tier}, "
+                f"but was charged {replica.charge_bytes} B: its backend breaks its promise.",
+                key=replica.key,
+            )
+        if not less:
+            return
+        shelf = self.shelves[replica.tier]
+        shelf.charged_bytes -= less
+        if replica.state is State.FILLING:
+            shelf.filling_bytes -= less
+        elif replica.state is State.READY:
+            shelf.ready_bytes -= less
+        elif not replica.leases:
+            shelf.draining_bytes -= less
+        if replica.leases:
+            shelf.leased_bytes -= less
+        if replica.entry.uid in shelf.leaving:
+            shelf.leaving_bytes -= less
+        replica.charge_bytes = charge_bytes
+        self.note(replica.entry, f"takes {charge_bytes} B", replica.tier)
+        self._stir(replica)
+
     def fill_failed(self, replica: Replica, step: Step = Step.FAILED) -> None:
         """A FILLING replica will not get its bytes (``step`` FAILED or DROP): it drains."""
         replica.step(step)
@@ -99,6 +133,7 @@ class Books:
             shelf.draining_bytes += replica.charge_bytes
         shelf.evictable.pop(entry.uid, None)
         shelf.stuck.pop(entry.uid, None)
+        shelf.kept.pop(entry.uid, None)
         if shelf.leaving.pop(entry.uid, None) is not None:
             shelf.leaving_bytes -= replica.charge_bytes
         self.note(entry, "dropped", replica.tier)
@@ -106,8 +141,12 @@ class Books:
         self._stir(replica)
 
     def free_if_idle(self, replica: Replica) -> None:
-        """Give a DRAINING replica back once nobody holds, reads or writes it."""
-        if replica.state is State.DRAINING and replica.is_idle:
+        """Give a DRAINING replica back once nobody holds, reads or writes it, or keep it for a commit."""
+        if replica.state is not State.DRAINING or not replica.is_idle:
+            return
+        if replica.promises:
+            self._retain(replica)
+        else:
             self.out.append(FreeSlot(replica.place))
 
     def freed(self, replica: Replica) -> None:
@@ -148,6 +187,7 @@ class Books:
             shelf.leased_bytes += replica.charge_bytes
             shelf.evictable.pop(uid, None)
             shelf.stuck.pop(uid, None)
+            shelf.kept.pop(uid, None)
             self.stay(replica)
         replica.leases += 1
         replica.last_use = self.tick
@@ -161,7 +201,7 @@ class Books:
             return
         shelf.leased_bytes -= replica.charge_bytes
         if replica.state is State.READY:
-            shelf.evictable[replica.entry.uid] = replica
+            (shelf.kept if replica.promises else shelf.evictable)[replica.entry.uid] = replica
         else:
             shelf.draining_bytes += replica.charge_bytes
         self.free_if_idle(replica)
@@ -180,6 +220,71 @@ class Books:
         del shelf.evictable[replica.entry.uid]
         shelf.leaving[replica.entry.uid] = replica
         shelf.leaving_bytes += replica.charge_bytes
+
+    # --- promises -----------------------------------------------------------------------------
+
+    def recover(self, tier: int, key: str, nbytes: int, charge_bytes: int, spec: object) -> Replica:
+        """Enter a key whose bytes are found READY in ``tier``, as an earlier process left them."""
+        entry = self.new_entry(key, nbytes, spec)
+        entry.life = Life.LIVE
+        self.index[key] = entry
+        shelf = self.shelves[tier]
+        replica = Replica(entry, Place(next(self._replica_numbers), tier), charge_bytes)
+        replica.state = State.READY
+        self.replicas[replica.place.replica] = replica
+        entry.replicas[tier] = replica
+        shelf.charged_bytes += charge_bytes
+        shelf.ready_bytes += charge_bytes
+        shelf.peak_charged_bytes = max(shelf.peak_charged_bytes, shelf.charged_bytes)
+        shelf.evictable[entry.uid] = replica
+        return replica
+
+    def promise(self, replica: Replica) -> None:
+        """Count one more commit or flush that counts on finding a replica's bytes."""
+        replica.promises += 1
+        if replica.promises > 1:
+            return
+        shelf = self.shelves[replica.tier]
+        uid = replica.entry.uid
+        shelf.promised_bytes += replica.charge_bytes
+        self.stay(replica)
+        shelf.evictable.pop(uid, None)
+        shelf.stuck.pop(uid, None)
+        if replica.state is State.READY and not replica.leases:
+            shelf.kept[uid] = replica
+
+    def unpromise(self, replica: Replica) -> None:
+        """Count one less: bytes that are of no other use are given back."""
+        replica.promises -= 1
+        if replica.promises:
+            return
+        shelf = self.shelves[replica.tier]
+        shelf.promised_bytes -= replica.charge_bytes
+        if shelf.kept.pop(replica.entry.uid, None) is not None:
+            shelf.evictable[replica.entry.uid] = replica
+        if replica.state is State.RETAINED:
+            replica.step(Step.RELEASE)
+            shelf.retained_bytes -= replica.charge_bytes
+            shelf.draining_bytes += replica.charge_bytes
+            self.free_if_idle(replica)
+        self._stir(replica)
+
+    def _retain(self, replica: Replica) -> None:
+        """Keep an idle DRAINING replica for the commits that name it, out of its key's way."""
+        replica.step(Step.RETAIN)
+        shelf = self.shelves[replica.tier]
+        shelf.draining_bytes -= replica.charge_bytes
+        shelf.retained_bytes += replica.charge_bytes
+        former = replica.entry
+        self.note(former, "kept for the last flush", replica.tier)
+        self._stir(replica)
+        if former.life is not Life.GONE:
+            entry = self.new_entry(former.key, former.nbytes, former.spec)
+            entry.life = Life.GONE
+            entry.replicas[replica.tier] = former.replicas.pop(replica.tier)
+            replica.entry = entry
+
+    # --- names --------------------------------------------------------------------------------
 
     def split(self, replica: Replica, key: str) -> None:
         """Make a replica that is leased for writing a key of its own; its entry has another one."""

@@ -6,7 +6,8 @@ event and returns commands; nothing else changes it.  The rules it keeps, all ve
 1. *Last copy.*  A live key always has a READY replica.  Dropping the last is refused unless the key
    itself is dropped.
 2. *Charged until freed.*  A tier's charged bytes are the sum over replicas that are not ABSENT and
-   never exceed its quota.
+   never exceed its quota.  A replica is charged its whole size until its copy has ended, and from
+   then on what the medium says that it takes.
 3. *Single flight.*  At most one copy writes a replica; later wants join it.
 4. *Wait for hardware, never for people.*  A want waits for copies and drains only; if only leases
    stand in the way it is refused at once, naming the holders.
@@ -15,6 +16,7 @@ event and returns commands; nothing else changes it.  The rules it keeps, all ve
 7. *Write leases invalidate.*  They are exclusive; when one that wrote is released, the other
    replicas drop.
 8. *A clean replica is dropped, not copied.*
+9. *What a commit named stays* until another, which does not name it, has ended well (`commits`).
 
 Room is taken from the fastest tier down: a want holds its room above while it waits for room below,
 and evictions only go down, so that waits cannot form a circle.
@@ -27,6 +29,7 @@ from typing import Any
 
 from tierstore.core import messages as m
 from tierstore.core.audit import audit
+from tierstore.core.commits import Commits
 from tierstore.core.entry import Entry, Life, Want
 from tierstore.core.eviction import Policy
 from tierstore.core.model import Tier
@@ -72,6 +75,7 @@ class Ledger:
     ) -> None:
         self.moving = Moving(tiers, policy, window_bytes, stride)
         self.books = self.moving.books
+        self.commits = Commits(self.moving)
         self._leases: dict[int, Lease] = {}
         self._reads: dict[int, Replica] = {}
         self._closing: int | None = None
@@ -84,6 +88,7 @@ class Ledger:
             m.FetchRequested: self._fetch,
             m.EvictRequested: self._evict,
             m.FlushRequested: self._flush,
+            m.Recovered: self.commits.recover,
             m.DropRequested: self._drop,
             m.SplitRequested: self._split,
             m.RenameRequested: self._rename,
@@ -94,6 +99,7 @@ class Ledger:
             m.CopyOrdered: self.moving.copy_ordered,
             m.CopyRefused: self.moving.copy_refused,
             m.CopyDone: self.moving.copy_done,
+            m.CommitDone: self.commits.done,
             m.Freed: self._freed,
         }
 
@@ -174,6 +180,13 @@ class Ledger:
         counters.faults += len(entries) - hits
 
     def _lease(self, event: m.LeaseRequested) -> None:
+        tier = self.books.shelves[event.tier].tier
+        if tier.is_durable and event.access is m.Access.WRITE:
+            raise UsageError(
+                f"bytes in {tier.name!r} are never changed in place, as they are to survive a power loss: "
+                "lease for writing in a faster tier.",
+                tier=tier.name,
+            )
         entries = self._entries(event.keys)
         lease = Lease(self, event.request, entries, event.tier, event.access, event.holder)
         for entry in entries:
@@ -244,10 +257,9 @@ class Ledger:
         self.moving.begin(Evict(self, event.request, targets))
 
     def _flush(self, event: m.FlushRequested) -> None:
-        durable = [shelf.index for shelf in self.books.shelves if shelf.tier.is_durable]
-        if not durable:
-            raise UsageError("flush needs a durable tier; every tier of this store is scratch space.")
-        self.moving.begin(Flush(self, event.request, list(self.books.index.values()), durable))
+        is_whole = event.keys is None
+        entries = list(self.books.index.values()) if event.keys is None else self._entries(event.keys)
+        self.moving.begin(Flush(self, event.request, entries, self.commits.durable_tier, is_whole=is_whole))
 
     def _drop(self, event: m.DropRequested) -> None:
         entries = self._entries(event.keys)
@@ -290,7 +302,10 @@ class Ledger:
         if self.books.index.get(entry.key) is entry:
             del self.books.index[entry.key]
         for request in list(entry.watchers.values()):
-            self.moving.abandon(request, error)
+            if isinstance(request, Flush):
+                self.moving.meet(request, entry)
+            else:
+                self.moving.abandon(request, error)
         for replica in entry.ready():
             self.books.drop(replica)
         self.moving.cancel_wants(entry, error)
@@ -348,6 +363,18 @@ class Ledger:
         if entry.life is not Life.GONE:
             self._bury(entry, error)
 
+    def promise(self, replica: Replica) -> None:
+        """Count on finding the replica's bytes."""
+        self.books.promise(replica)
+
+    def unpromise(self, replica: Replica) -> None:
+        """Count on it no more."""
+        self.books.unpromise(replica)
+
+    def commit(self, flush: Flush) -> None:
+        """Make durable what a flush has found."""
+        self.commits.begin(flush)
+
     def emit(self, command: m.Grant | m.Settle) -> None:
         """Answer with a command."""
         self.books.out.append(command)
@@ -372,6 +399,7 @@ class Ledger:
         self.moving.is_closed = True
         closed = StoreClosed("the store was closed while this waited.")
         self.moving.resizes.cancel(closed)
+        self.commits.cancel(closed)
         for entry in list(self.books.entries.values()):
             for request in list(entry.watchers.values()):
                 self.moving.abandon(request, closed)
@@ -379,7 +407,8 @@ class Ledger:
 
     def _finish_closing(self) -> None:
         is_draining = any(shelf.draining_bytes for shelf in self.books.shelves)
-        if self._closing is not None and not (self.moving.traffic.copies or self._reads or is_draining):
+        is_busy = self.moving.traffic.copies or self._reads or self.commits.underway is not None
+        if self._closing is not None and not (is_busy or is_draining):
             self.books.out.append(m.Settle(self._closing))
             self._closing = None
 
@@ -414,4 +443,4 @@ class Ledger:
         Raises:
             InvariantError: one is broken.
         """
-        audit(self.moving)
+        audit(self.moving, self.commits)

@@ -111,9 +111,28 @@ class EvictRequested:
 
 @dataclass(slots=True)
 class FlushRequested:
-    """A caller wants every key on a durable tier."""
+    """A caller wants keys (None: every key) to survive a power loss."""
 
     request: int
+    keys: Sequence[str] | None = None
+
+
+class Found(NamedTuple):
+    """A key that an earlier process made durable."""
+
+    key: str
+    nbytes: int
+    charge_bytes: int
+    spec: object
+
+
+@dataclass(slots=True)
+class Recovered:
+    """The medium of ``tier`` holds what its last commit named.  Granted with one replica for each."""
+
+    request: int
+    tier: int
+    found: Sequence[Found]
 
 
 @dataclass(slots=True)
@@ -195,9 +214,22 @@ class CopyRefused:
 
 @dataclass(slots=True)
 class CopyDone:
-    """A copy ended, with an error or without."""
+    """A copy ended, with an error or without.
+
+    ``charge_bytes`` is what the target takes of its medium, if that is not what it was charged: less,
+    and a multiple of the tier's alignment.
+    """
 
     copy: int
+    error: BaseException | None = None
+    charge_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class CommitDone:
+    """The commit ended: without an error, exactly what it named survives."""
+
+    commit: int
     error: BaseException | None = None
 
 
@@ -218,6 +250,7 @@ Event = (
     | FetchRequested
     | EvictRequested
     | FlushRequested
+    | Recovered
     | DropRequested
     | SplitRequested
     | RenameRequested
@@ -228,6 +261,7 @@ Event = (
     | CopyOrdered
     | CopyRefused
     | CopyDone
+    | CommitDone
     | Freed
 )
 
@@ -286,4 +320,13 @@ class SetCapacity:
     capacity_bytes: int
 
 
-Command = StartCopy | FreeSlot | Grant | Settle | SetCapacity
+@dataclass(slots=True)
+class Commit:
+    """Tell the medium of ``tier`` what survives from now on: exactly these replicas."""
+
+    commit: int
+    tier: int
+    replicas: Sequence[Granted]
+
+
+Command = StartCopy | FreeSlot | Grant | Settle | SetCapacity | Commit

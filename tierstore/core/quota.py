@@ -35,14 +35,18 @@ class Shelf:
         draining_bytes: the part of it that the hardware is giving back, without anybody's leave.
         filling_bytes: the part of it that copies are writing, or are about to.
         leased_bytes: the part of it that leases hold.
+        promised_bytes: the part of it that commits and flushes count on: no eviction frees it.
+        retained_bytes: the part of that which is of no other use.
         leaving: READY replicas whose copy to a lower tier is under way, by uid; they then drop.
         evictable: READY replicas that nobody holds and that are not leaving, oldest use first.
+        kept: READY replicas that nobody holds, but that are promised: to evict them would free nothing.
         lost_bytes: what the backend could not give back: charged for good.
         stuck: evictable ones for which no lower tier had room; they return when that may change.
         trouble: why the last replica got stuck, where a medium is to blame.
         queues: wants that wait for room, by urgency, first come first.
         waiting: how many there are in the queues.
         is_resizing: whether a smaller quota waits for bytes to leave.
+        is_committing: whether a commit is under way, after which promises may be void.
     """
 
     __slots__ = (
@@ -52,15 +56,19 @@ class Shelf:
         "evictable",
         "filling_bytes",
         "index",
+        "is_committing",
         "is_resizing",
+        "kept",
         "leased_bytes",
         "leaving",
         "leaving_bytes",
         "limit_bytes",
         "lost_bytes",
         "peak_charged_bytes",
+        "promised_bytes",
         "queues",
         "ready_bytes",
+        "retained_bytes",
         "stuck",
         "tier",
         "trouble",
@@ -78,15 +86,19 @@ class Shelf:
         self.leased_bytes = 0
         self.leaving_bytes = 0
         self.peak_charged_bytes = 0
+        self.promised_bytes = 0
+        self.retained_bytes = 0
         self.leaving: dict[int, Replica] = {}
         self.evictable: dict[int, Replica] = {}
         self.stuck: dict[int, Replica] = {}
+        self.kept: dict[int, Replica] = {}
         self.lost_bytes = 0
         # Ordered ones know their first in no time; a dict looks for it behind all that were taken before.
         self.queues: dict[Urgency, OrderedDict[Want, None]] = {u: OrderedDict() for u in Urgency}
         self.trouble: BaseException | None = None
         self.waiting = 0
         self.is_resizing = False
+        self.is_committing = False
         self.counters = Counters()
 
     @property
@@ -102,7 +114,13 @@ class Shelf:
     @property
     def is_in_motion(self) -> bool:
         """Whether the hardware is at something here that may change what can be evicted."""
-        return bool(self.draining_bytes or self.leaving or self.filling_bytes)
+        return bool(self.draining_bytes or self.leaving or self.filling_bytes or self.is_committing)
+
+    @property
+    def bound_bytes(self) -> int:
+        """What neither eviction nor the hardware will free: only callers can."""
+        promised = 0 if self.is_committing else self.promised_bytes
+        return self.leased_bytes + self.lost_bytes + promised
 
     @property
     def is_restless(self) -> bool:

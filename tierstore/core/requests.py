@@ -17,6 +17,9 @@ from tierstore.core.messages import Access, Grant, Granted, Settle, Urgency
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, LeaseError
 
+FLUSH_ROUNDS = 64
+"""How often a flush looks for keys that came meanwhile, before it says that they come too fast."""
+
 
 class Desk(Protocol):
     """What requests ask of the ledger."""
@@ -59,6 +62,18 @@ class Desk(Protocol):
 
     def start_read(self, number: int, replica: Replica) -> None:
         """Count a read that is granted."""
+        ...
+
+    def promise(self, replica: Replica) -> None:
+        """Count on finding the replica's bytes: they are not freed meanwhile."""
+        ...
+
+    def unpromise(self, replica: Replica) -> None:
+        """Count on it no more."""
+        ...
+
+    def commit(self, flush: Flush) -> None:
+        """Make durable what a flush has found, or let it look for what has come meanwhile."""
         ...
 
     def emit(self, command: Grant | Settle) -> None:
@@ -286,11 +301,22 @@ class Evict(Request):
 
 
 class Flush(Request):
-    """Every key is to be READY in a durable tier."""
+    """Keys are to be found again if the power fails.
 
-    def __init__(self, desk: Desk, number: int, entries: Sequence[Entry], tiers: Sequence[int]) -> None:
+    Attributes:
+        is_whole: whether it is about every key.
+        found: by the entries' uids, the replicas that a commit is to name unless there are newer ones.
+        rounds: how often it looks for keys that came while it brought others.
+    """
+
+    def __init__(
+        self, desk: Desk, number: int, entries: Sequence[Entry], tier: int, *, is_whole: bool
+    ) -> None:
         super().__init__(desk, number, entries)
-        self.tiers = tuple(tiers)
+        self.tier = tier
+        self.is_whole = is_whole
+        self.found: dict[int, Replica] = {}
+        self.rounds = FLUSH_ROUNDS
 
     def check(self, entry: Entry) -> None:
         """See `Request.check`."""
@@ -299,11 +325,28 @@ class Flush(Request):
     def examine(self, entry: Entry) -> bool:
         """See `Request.examine`."""
         self.check(entry)
-        if any(entry.is_ready(tier) for tier in self.tiers):
+        if entry.is_settled(self.tier):
+            replica = entry.replicas[self.tier]
+            self.found[entry.uid] = replica
+            self.desk.promise(replica)
             return True
-        if entry.ready():
-            self.desk.want(entry, self.tiers[0], Urgency.DEMAND, self)
+        if entry.ready() and not entry.is_ready(self.tier):
+            self.desk.want(entry, self.tier, Urgency.DEMAND, self)
         return False
+
+    def decline(self, entry: Entry) -> bool:
+        """A key that is gone need not survive."""
+        return entry.life is Life.GONE
+
+    def finish(self) -> None:
+        """See `Request.finish`: what was found is still to be committed."""
+        self.desk.commit(self)
+
+    def undo(self) -> None:
+        """See `Request.undo`."""
+        for replica in self.found.values():
+            self.desk.unpromise(replica)
+        self.found = {}
 
 
 class Put(Request):

@@ -26,6 +26,7 @@ class State(enum.Enum):
     FILLING = enum.auto()  # nothing: exactly one copy is writing them, or is about to
     READY = enum.auto()  # read, lease, copy from
     DRAINING = enum.auto()  # finish what was begun; nothing new may start
+    RETAINED = enum.auto()  # nothing: only a commit names them, and they are found if the power fails
 
     __hash__ = object.__hash__  # an enum's own is a call into Python, for every step
 
@@ -37,6 +38,8 @@ class Step(enum.Enum):
     FILLED = enum.auto()  # its copy ended well
     FAILED = enum.auto()  # its copy ended badly, or found no room in the medium
     DROP = enum.auto()  # nobody needs these bytes any more
+    RETAIN = enum.auto()  # nobody is busy with the bytes any more, but a commit names them
+    RELEASE = enum.auto()  # no commit names the bytes any more
     FREED = enum.auto()  # the backend gave the bytes back
 
     __hash__ = object.__hash__  # as above
@@ -48,6 +51,8 @@ TABLE: dict[tuple[State, Step], State] = {
     (State.FILLING, Step.FAILED): State.DRAINING,
     (State.FILLING, Step.DROP): State.DRAINING,
     (State.READY, Step.DROP): State.DRAINING,
+    (State.DRAINING, Step.RETAIN): State.RETAINED,
+    (State.RETAINED, Step.RELEASE): State.DRAINING,
     (State.DRAINING, Step.FREED): State.ABSENT,
 }
 
@@ -59,14 +64,27 @@ class Replica:
         entry: whose bytes.
         place: names them for those who have them, whatever key they are under.
         tier: index of the tier.
-        charge_bytes: what the tier is charged while the replica is not ``ABSENT``.
+        charge_bytes: what the tier is charged while the replica is not ``ABSENT``; once its copy has
+            ended, what the medium really holds for it.
         leases: how many leases hold it; it is not dropped while there are any.
         readers: how many copies and gets read it; it is not freed while there are any.
         copy: the number of the copy that writes it, if one does; it is not freed meanwhile.
+        promises: how many commits and flushes count on finding it; it is not freed while there are any.
         last_use: the ledger's tick of the last use.
     """
 
-    __slots__ = ("charge_bytes", "copy", "entry", "last_use", "leases", "place", "readers", "state", "tier")
+    __slots__ = (
+        "charge_bytes",
+        "copy",
+        "entry",
+        "last_use",
+        "leases",
+        "place",
+        "promises",
+        "readers",
+        "state",
+        "tier",
+    )
 
     def __init__(self, entry: Entry, place: Place, charge_bytes: int) -> None:
         self.entry = entry
@@ -77,6 +95,7 @@ class Replica:
         self.leases = 0
         self.readers = 0
         self.copy: int | None = None
+        self.promises = 0
         self.last_use = 0
 
     @property

@@ -31,8 +31,7 @@ class Resizes:
             CapacityError: leases hold more than the new quota; nothing was changed.
         """
         shelf = self.books.shelves[event.tier]
-        held = shelf.leased_bytes + shelf.lost_bytes
-        if held > event.capacity_bytes:
+        if shelf.bound_bytes > event.capacity_bytes:
             raise self._refusal(shelf, event.capacity_bytes)
         queue = self.waiting.setdefault(event.tier, deque())
         queue.append(event)
@@ -87,6 +86,8 @@ class Resizes:
             for holder in entry.holders.values()
         }
         reason = f"leased by {', '.join(sorted(holders))}" if holders else "no lower tier takes them"
+        if shelf.retained_bytes:
+            reason += f"; {format_bytes(shelf.retained_bytes)} are kept only for the last flush: flush again"
         error = CapacityError(
             f"{shelf.tier.name!r} cannot shrink to {format_bytes(capacity_bytes)}: "
             f"{format_bytes(held)} of {format_bytes(shelf.charged_bytes)} cannot leave ({reason}). "

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import TypeVar, cast
 
 from tierstore.core import messages as m
@@ -20,10 +21,20 @@ from tierstore.engine.batches import batches
 from tierstore.engine.carrier import Carrier
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStoreError
-from tierstore.spi import AddressableSlot, Backend, Medium, Slot
+from tierstore.spi import AddressableSlot, Backend, DurableBackend, Medium, Slot, held_bytes
 
 T = TypeVar("T")
-_AFTER_CLOSE = (m.CopyDone, m.CopyOrdered, m.CopyRefused, m.Freed, m.ReadDone, m.LeaseReleased)
+_AFTER_CLOSE = (
+    m.CopyDone,
+    m.CopyOrdered,
+    m.CopyRefused,
+    m.CommitDone,
+    m.Freed,
+    m.ReadDone,
+    m.LeaseReleased,
+)
+
+_RECORD_FIELDS = attrgetter("name", "note", "slot")
 
 log = logging.getLogger("tierstore")
 
@@ -48,8 +59,13 @@ class Opening:
     """Room that a caller of ``put`` is to fill."""
 
     copy: int
-    tier: int
+    place: m.Place
     slot: Slot
+
+    @property
+    def tier(self) -> int:
+        """Index of the tier that the room is in."""
+        return self.place.tier
 
 
 class Engine:
@@ -59,14 +75,22 @@ class Engine:
         ledger: the books; from now on touched only here.
         backends: one for each tier, fastest first.
         names: the tiers' names, for messages.
+        note_of: puts a caller's description of bytes into text, for those that are to survive.
     """
 
-    def __init__(self, ledger: Ledger, backends: Sequence[Backend], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        backends: Sequence[Backend],
+        names: Sequence[str],
+        note_of: Callable[[object], str] = str,
+    ) -> None:
         self._lock = threading.Lock()  # guards _ledger, and nothing else
         self._resizing = threading.Lock()  # one resize at a time, lest media hear of them out of order
         self._ledger = ledger
         self.backends = tuple(backends)
         self.names = tuple(names)
+        self._note_of = note_of
         self.media = tuple(backend.capabilities.medium for backend in backends)
         self._numbers = count(1)
         self._carrier = Carrier(self.backends, self.names, self._turn, self._report)
@@ -76,6 +100,29 @@ class Engine:
         self._is_broken = False
 
     # --- requests -----------------------------------------------------------------------------
+
+    def recover(self, tier: int, spec_of: Callable[[str], object]) -> None:
+        """Take in what an earlier process made durable in ``tier``.  Once, before anything else.
+
+        Args:
+            tier: whose backend is a `DurableBackend`.
+            spec_of: reads what ``note_of`` wrote.
+
+        Raises:
+            CapacityError: the tier's quota cannot hold it.
+            BackendError: the medium failed, or a note cannot be read.
+        """
+        backend = cast("DurableBackend", self.backends[tier])
+        alignment_bytes = backend.capabilities.alignment_bytes
+        records = backend.recovered()
+        found = [
+            m.Found(name, slot.nbytes, held_bytes(slot, alignment_bytes), spec_of(note))
+            for name, note, slot in map(_RECORD_FIELDS, records)
+        ]
+        number = self.number()
+        granted = self.request(m.Recovered(number, tier, found), number).result()
+        for replica, record in zip(granted, records, strict=True):
+            self._carrier.adopt(replica.place, record.slot)
 
     def number(self) -> int:
         """Return a new request number."""
@@ -120,7 +167,8 @@ class Engine:
             error = failure
             raise
         finally:
-            self.turn(m.CopyDone(room.copy, error))
+            charge_bytes = None if error is not None else self._carrier.charge_bytes(room.place)
+            self.turn(m.CopyDone(room.copy, error, charge_bytes))
         settled.result()
 
     def wait(self, transfer: Transfer[T], undo: Callable[[T], None]) -> T:
@@ -146,6 +194,11 @@ class Engine:
         """Return the slot as one whose bytes can be used in place, if those of its tier can."""
         # By medium: asking the slot itself, a runtime protocol check, takes as long as a whole turn.
         return None if self.media[tier] is Medium.STORAGE else cast("AddressableSlot", slot)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called, or a bug has stopped everything."""
+        return self._is_closed or self._is_broken
 
     def look(self, question: Callable[[Ledger], T]) -> T:
         """Ask the ledger something, under the lock."""
@@ -249,6 +302,8 @@ class Engine:
                 self._carrier.start(command, events)
         elif isinstance(command, m.FreeSlot):
             self._carrier.free(command.place, events)
+        elif isinstance(command, m.Commit):
+            self._carrier.commit(command, self._note_of, events)
         else:
             self.backends[command.tier].resize(command.capacity_bytes)
 
@@ -268,7 +323,7 @@ class Engine:
         if slot is None:
             return
         opening = self._openings.get(command.request)
-        room = Opening(command.copy, command.target.tier, slot)
+        room = Opening(command.copy, command.target, slot)
         if opening is None or not opening.resolve(room):
             # The put has failed meanwhile (its key was dropped): nobody is left to fill the room.
             events.append(m.CopyDone(command.copy, _orphaned(command.key)))

@@ -13,14 +13,14 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from tierstore.errors import BackendError
-from tierstore.spi import Backend, Buffer, Capabilities, Completion, Slot
+from tierstore.spi import Backend, Buffer, Capabilities, Completion, DurableBackend, Record, Slot
 
-Operation = Literal["reserve", "read", "write", "free"]
+Operation = Literal["reserve", "read", "write", "free", "commit"]
 """What a wrapper may fail, hold or delay."""
 
 _RUBBISH = 0xA5  # what a failed read leaves in the buffer: nobody may use it
@@ -94,6 +94,17 @@ class Faulty:
         """Give back, or fail."""
         error = self._draw("free")
         return self._backend.free(slot) if error is None else Completion.done(error)
+
+    def recovered(self) -> Sequence[Record]:
+        """Return what the wrapped backend found."""
+        return cast("DurableBackend", self._backend).recovered()
+
+    def commit(self, records: Sequence[Record]) -> Completion:
+        """Commit, or fail."""
+        error = self._draw("commit")
+        if error is not None:
+            return Completion.done(error)
+        return cast("DurableBackend", self._backend).commit(records)
 
     def fail_next(self, after: int = 1) -> None:
         """Let the operation fail that comes ``after`` (1: next) those counted so far, and no other."""
@@ -192,6 +203,14 @@ class Gate:
             self.frees += 1
         return self._pass("free", lambda: self._backend.free(slot))
 
+    def recovered(self) -> Sequence[Record]:
+        """Return what the wrapped backend found; never held."""
+        return cast("DurableBackend", self._backend).recovered()
+
+    def commit(self, records: Sequence[Record]) -> Completion:
+        """Commit, when let through if commits are held."""
+        return self._pass("commit", lambda: cast("DurableBackend", self._backend).commit(records))
+
     def open(self) -> None:
         """Let everything through, in the order it came, and hold nothing from now on."""
         with self._changed:
@@ -248,7 +267,7 @@ class Gate:
 class Slow:
     """A backend that does everything at once and says so late.  Thread-safe.
 
-    Time is a counter of operations: each ``read``, ``write`` and ``free`` is one tick, and its
+    Time is a counter of operations: each ``read``, ``write``, ``free`` and ``commit`` is one tick, and its
     completion is delivered ``delay`` ticks after it really ended, in the thread that makes the tick.
     Completions so overtake each other.  A test that blocks on one must `advance` in another thread.
 
@@ -263,7 +282,7 @@ class Slow:
         backend: Backend,
         delays: Iterable[int] = (1,),
         *,
-        on: Collection[Operation] = ("read", "write", "free"),
+        on: Collection[Operation] = ("read", "write", "free", "commit"),
     ) -> None:
         self._backend = backend
         self._delays = itertools.cycle(delays)
@@ -297,6 +316,14 @@ class Slow:
     def free(self, slot: Slot) -> Completion:
         """Give back; complete late."""
         return self._delay("free", self._backend.free(slot))
+
+    def recovered(self) -> Sequence[Record]:
+        """Return what the wrapped backend found; never late."""
+        return cast("DurableBackend", self._backend).recovered()
+
+    def commit(self, records: Sequence[Record]) -> Completion:
+        """Commit; complete late."""
+        return self._delay("commit", cast("DurableBackend", self._backend).commit(records))
 
     def advance(self, ticks: int = 1) -> None:
         """Let ``ticks`` pass and deliver what is due."""

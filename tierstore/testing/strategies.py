@@ -23,8 +23,9 @@ from tierstore.errors import (
     TierStoreError,
     UsageError,
 )
+from tierstore.leases import Lease
 from tierstore.spi import Backend
-from tierstore.store import Lease, Store
+from tierstore.store import Store
 from tierstore.testing.faults import Faulty, Gate
 
 DTYPES = (

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from tierstore.errors import TierStoreError
-from tierstore.store import Lease
+from tierstore.leases import Lease
 from tierstore.training import guard
 from tierstore.training.binding import Binding, Bindings, natively
 from tierstore.training.grads import Gradients

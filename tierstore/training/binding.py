@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from tierstore.errors import CapacityError, KeyNotFound, LeaseError
-from tierstore.store import Lease, Store
+from tierstore.leases import Lease
+from tierstore.store import Store
 from tierstore.training.groups import Place
 
 Access = Callable[["Binding"], None]

@@ -12,9 +12,12 @@ The rooms, each ignorant of the ones after it:
 - `syscalls`, `probe`: the few calls into the kernel, and what they can do in a directory.
 - `segments`: the address space as a few large files.
 - `space`: layout and segments together, from any thread.
-- `transfer`, `piece_queue`, `lane`, `engine`: how bytes move: cut into pieces, merged where they
-  touch, moved by worker threads.
-- `options`, `ground`, `backend`: what a user writes, what it is built on, and the `tierstore.spi.Backend`.
+- `transfer`, `piece_queue`, `bounce`, `lane`, `meter`: how bytes move: cut into pieces, merged where they
+  touch, summed, and counted.
+- `ring`, `streams`, `gpu`: other ways to the kernel than its calls: io_uring, aiofiles, kvikio.
+- `engine`, `engines`: who moves them.
+- `options`, `ground`, `backend`, `examination`: what a user writes, what it is built on, and the
+  `tierstore.spi.Backend` itself.
 - `rows`, `manifest`: what is kept, as bytes and as a database that may be damaged.
 - `recovery`, `commits`, `durable`: from the manifest to slots, back again, and the
   `tierstore.spi.DurableBackend`.
@@ -27,9 +30,10 @@ from collections.abc import Mapping
 from tierstore.units import parse_bytes
 from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.durable import DurableFiles
+from tierstore_backends.files.examination import examine
 from tierstore_backends.files.options import parse_options
 
-__all__ = ["DurableFiles", "FilesBackend", "open_backend"]
+__all__ = ["DurableFiles", "FilesBackend", "examine", "open_backend"]
 
 
 def open_backend(*, capacity_bytes: int, options: Mapping[str, object]) -> FilesBackend | DurableFiles:

@@ -30,7 +30,8 @@ from tierstore_backends.files.manifest import Manifest, Meta
 from tierstore_backends.files.owner import DirectoryOwner
 from tierstore_backends.files.recovery import Recovered
 from tierstore_backends.files.rows import Place, Row, Sums, decode_text, encode, encode_text, row_check
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
+from tierstore_backends.files.several import Owners
 from tierstore_backends.files.transfer import FileSlot, SlotState
 
 _log = logging.getLogger("tierstore.files")
@@ -52,9 +53,9 @@ class Commits:
 
     def __init__(
         self,
-        owner: DirectoryOwner,
+        owner: DirectoryOwner | Owners,
         manifest: Manifest,
-        segments: Segments,
+        segments: Files,
         recovered: Recovered,
         files: FilesBackend,
     ) -> None:
@@ -178,7 +179,7 @@ class Commits:
         try:
             segments.sync_names()
         except OSError as error:
-            raise _explain(segments.path(0).parent, error) from error
+            raise _explain(Path(error.filename), error) from error
 
 
 class _Change:

@@ -70,6 +70,7 @@ class Meta:
         created_by: what made it.
         segment_bytes: how long a full file is.
         alignment_bytes: what extents are multiples of.
+        bandwidths: bytes per second of each of its drives; none if there is only this directory.
         commit: the number of the last commit; 0 before the first.
         records: how many rows there are.
         digest: the sum of their checks, modulo 2**64.
@@ -81,6 +82,7 @@ class Meta:
     created_by: str
     segment_bytes: int
     alignment_bytes: int
+    bandwidths: Sequence[int] = ()
     commit: int = 0
     records: int = 0
     digest: int = 0

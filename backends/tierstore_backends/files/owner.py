@@ -31,6 +31,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 PROBE_NAME = "tierstore-scratch-probe.bin"
 MANIFEST_NAME = "tierstore.db"
+DRIVE_NAME = "tierstore-drive.json"
 
 
 class Keeping(enum.Enum):
@@ -258,7 +259,10 @@ def _read_note(lock_fd: int) -> tuple[int, int, int]:
 
 def _refuse_what_is_kept(folder: Path) -> None:
     for entry in folder.iterdir():
-        if entry.name == MANIFEST_NAME or segment_index(entry.name, Keeping.DURABLE) is not None:
+        if (
+            entry.name in (MANIFEST_NAME, DRIVE_NAME)
+            or segment_index(entry.name, Keeping.DURABLE) is not None
+        ):
             raise UsageError(
                 f"{folder} holds a durable store ({entry.name}): open it with durable=True, "
                 f"or give scratch files a directory of their own"

@@ -23,6 +23,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tierstore.units import align_up, format_bytes
 from tierstore_backends.files.layout import Extent
@@ -32,6 +33,75 @@ from tierstore_backends.files.syscalls import Syscalls
 _log = logging.getLogger("tierstore.files")
 
 _CANNOT_PUNCH = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+
+
+class Files(Protocol):
+    """The files of an address space, wherever they are.  See `Segments`, of one directory, for the rest."""
+
+    segment_bytes: int
+    """The length of a full file; no file holds addresses on both sides of a multiple of it."""
+
+    def locate(self, start: int, end: int) -> tuple[int, int]:
+        """Return the open file that holds ``[start, end)``, long enough, and where it begins in it."""
+        ...
+
+    def path(self, address: int) -> Path:
+        """Name the file that holds ``address``."""
+        ...
+
+    def where(self, address: int) -> str:
+        """Say where ``address`` is, for messages."""
+        ...
+
+    def length(self, address: int) -> int:
+        """Return how long the file is that holds ``address``; 0 if there is none."""
+        ...
+
+    def first_missing(self, start: int, end: int) -> int | None:
+        """Return the lowest address in ``[start, end)`` that lies beyond the end of its file."""
+        ...
+
+    def indices(self, extents: Sequence[Extent]) -> set[int]:
+        """Return the numbers of the files that ``extents`` lie in."""
+        ...
+
+    def sync(self, index: int) -> None:
+        """Return when what was written to a file would survive a power loss."""
+        ...
+
+    @property
+    def failed_syncs(self) -> int:
+        """How many syncs have failed."""
+        ...
+
+    def is_in_doubt(self, extents: Sequence[Extent], failed_syncs: int) -> bool:
+        """Whether a sync failed of what was written at ``extents`` after so many failed syncs."""
+        ...
+
+    def check(self) -> None:
+        """Look whether every file is still under a name."""
+        ...
+
+    def sync_names(self) -> None:
+        """Return when the files themselves would survive a power loss."""
+        ...
+
+    def punch(self, start: int, end: int) -> None:
+        """Give the blocks of ``[start, end)`` back to the file system."""
+        ...
+
+    @property
+    def physical_bytes(self) -> int:
+        """What the files take on disk."""
+        ...
+
+    def close(self) -> None:
+        """Close the files."""
+        ...
+
+    def disown(self) -> None:
+        """Close the files in the child of a fork."""
+        ...
 
 
 class Segments:
@@ -144,7 +214,7 @@ class Segments:
         """Return when the files themselves would survive a power loss.
 
         Raises:
-            OSError: one that was opened since the last time might not.
+            OSError: one that was opened since the last time might not.  It names the directory.
         """
         with self._lock:
             has_new_names, self._has_new_names = self._has_new_names, False
@@ -152,14 +222,19 @@ class Segments:
             return
         try:
             self._sync_folder()
-        except OSError:
+        except OSError as error:
             with self._lock:
                 self._has_new_names = True
+            error.filename = str(self._folder)
             raise
 
     def path(self, address: int) -> Path:
         """Name the file that holds ``address``."""
         return self._name(address // self.segment_bytes)
+
+    def where(self, address: int) -> str:
+        """Say where ``address`` is, for messages."""
+        return f"offset {address % self.segment_bytes} of {self.path(address)}"
 
     def locate(self, start: int, end: int) -> tuple[int, int]:
         """Return the open file that holds ``[start, end)``, long enough, and where it begins in it.

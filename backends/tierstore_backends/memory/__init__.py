@@ -5,19 +5,20 @@ done when the call returns, and bytes are given back at once.  For tests, and to
 writing a backend.
 
 Options:
-    durable: whether to claim that bytes survive a power loss (they do not: for tests of ``flush``).
+    durable: whether what a commit names is kept apart, as a power loss would leave it (in
+        `MemoryBackend.image`; it survives the backend, not the process: for tests of ``flush``).
     storage: whether bytes are reached by ``read`` and ``write`` only, as behind I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tierstore.errors import BackendError
-from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
+from tierstore.spi import Buffer, Capabilities, Completion, Medium, Record, Slot
 from tierstore_backends import host
 from tierstore_backends.options import Options
 from tierstore_backends.quota import Quota
@@ -38,15 +39,62 @@ class _Enclosed:
         return self.inside.nbytes
 
 
-class MemoryBackend:
-    """Holds bytes in tensors of their own.  See the module for the options."""
+Image = dict[str, tuple[str, torch.Tensor]]
+"""What a power loss leaves: note and bytes by name."""
 
-    def __init__(self, capacity_bytes: int, *, is_durable: bool = False, is_storage: bool = False) -> None:
+
+class MemoryBackend:
+    """Holds bytes in tensors of their own.  See the module for the options.
+
+    Args:
+        capacity_bytes: the most that slots may take.
+        is_durable: see the module.
+        is_storage: see the module.
+        image: what another one left, which this one finds.
+
+    Attributes:
+        image: what the last commit named.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        is_durable: bool = False,
+        is_storage: bool = False,
+        image: Image | None = None,
+    ) -> None:
         self.capabilities = Capabilities(
             medium=Medium.STORAGE if is_storage else Medium.HOST, is_durable=is_durable
         )
         self._quota = Quota("memory", capacity_bytes)
         self._is_closed = False
+        self.image: Image = image or {}
+
+    def recovered(self) -> Sequence[Record]:
+        """Take room for what the image holds, and return it.
+
+        Raises:
+            CapacityError: it is more than the capacity.
+        """
+        records: list[Record] = []
+        for name, (note, memory) in self.image.items():
+            slot = self.reserve(memory.numel())
+            host.copy(host.own(_inside(slot)).memory, memory)
+            records.append(Record(name, note, slot))
+        return records
+
+    def commit(self, records: Sequence[Record]) -> Completion:
+        """Keep copies of the records' bytes as the image, before returning."""
+        if self._is_closed:
+            return Completion.done(BackendError(_CLOSED))
+        with host.plain_tensors():
+            image = {
+                name: (note, host.own(_inside(slot)).memory.clone())
+                for name, note, slot in ((r.name, r.note, r.slot) for r in records)
+            }
+        self.image = image
+        return Completion.done()
 
     def reserve(self, nbytes: int) -> Slot:
         """Take room for ``nbytes``.

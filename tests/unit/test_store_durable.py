@@ -1,0 +1,238 @@
+"""A store whose lowest tier is durable: what a flush leaves, and what a later store finds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tierstore as ts
+from tests.stores import numbered
+from tierstore.config import StoreConfig, TierConfig
+from tierstore.spi import Backend
+from tierstore.tensors import TensorSpec, describe, from_text, to_text
+from tierstore.testing.faults import Faulty, Gate, Operation
+from tierstore_backends.memory import MemoryBackend
+
+CAPACITY = 10_000
+COMMITS: tuple[Operation] = ("commit",)
+
+
+class Disk:
+    """What outlives stores: the image that the last commit left."""
+
+    def __init__(self) -> None:
+        self.backend = MemoryBackend(CAPACITY, is_durable=True, is_storage=True)
+
+    def open(self, wrap: Callable[[Backend], Backend] = lambda backend: backend) -> ts.Store:
+        self.backend = MemoryBackend(
+            CAPACITY, is_durable=True, is_storage=True, image=dict(self.backend.image)
+        )
+        host = TierConfig("host", MemoryBackend(CAPACITY), CAPACITY)
+        return ts.Store(StoreConfig([host, TierConfig("disk", wrap(self.backend), CAPACITY)]))
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+def crash(store: ts.Store) -> None:
+    """End a store as a power loss would: nothing more is made durable."""
+    store.close(flush=False)
+
+
+def test_flush_leaves_every_key_for_the_next_store(disk: Disk) -> None:
+    store = disk.open()
+    tensors = {
+        "matrix": torch.randn(3, 5).t(),
+        "bf16": torch.randn(7).bfloat16(),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+    }
+    for key, tensor in tensors.items():
+        store.put(key, tensor)
+    store.flush()
+    crash(store)
+    with disk.open() as again:
+        assert set(again) == set(tensors)
+        for key, tensor in tensors.items():
+            found = again.get(key)
+            assert torch.equal(found, tensor)
+            assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+            assert again.where(key) == ("disk",)
+        assert again.stats().tiers["disk"].ready_bytes == sum(t.nbytes for t in tensors.values())
+
+
+def test_what_was_changed_since_the_last_flush_is_as_it_was_then(disk: Disk) -> None:
+    store = disk.open()
+    for key in ("written", "replaced", "dropped", "renamed"):
+        store.put(key, numbered(1))
+    store.flush()
+    with store.lease("written", tier="host", write=True) as lease:
+        lease.tensor.fill_(2)
+    store.put("replaced", numbered(2), replace=True)
+    store.drop("dropped")
+    store.rename({"renamed": "new name"})
+    store.put("new", numbered(2))
+    store.evict("written", "replaced", to="disk").result()
+    crash(store)
+    with disk.open() as again:
+        assert set(again) == {"written", "replaced", "dropped", "renamed"}
+        assert all(torch.equal(again.get(key), numbered(1)) for key in again)
+
+
+def test_close_flushes(disk: Disk) -> None:
+    with disk.open() as store:
+        store.put("k", numbered(1))
+    with disk.open() as again:
+        assert torch.equal(again.get("k"), numbered(1))
+        again.drop("k")
+    with disk.open() as empty:
+        assert not len(empty)
+
+
+def test_a_flush_of_some_keys_leaves_the_others_as_they_were(disk: Disk) -> None:
+    store = disk.open()
+    store.put("a", numbered(1))
+    store.put("b", numbered(1))
+    store.flush("a")
+    store.put("a", numbered(2), replace=True)
+    store.put("b", numbered(2), replace=True)
+    store.flush("b")
+    crash(store)
+    with disk.open() as again:
+        assert torch.equal(again.get("a"), numbered(1))
+        assert torch.equal(again.get("b"), numbered(2))
+        with pytest.raises(ts.KeyNotFound):
+            again.flush("c")
+
+
+def test_a_flush_that_fails_says_so_and_leaves_what_was_durable(disk: Disk) -> None:
+    store = disk.open(lambda backend: Faulty(backend, fail_at=2, on=COMMITS))
+    store.put("k", numbered(1))
+    store.flush()
+    store.put("k", numbered(2), replace=True)
+    with pytest.raises(ts.BackendError, match="making 1 keys durable in 'disk' failed") as caught:
+        store.flush()
+    assert caught.value.tier == "disk"
+    assert torch.equal(store.get("k"), numbered(2))
+    assert torch.equal(disk.backend.image["k"][1], numbered(1))
+    store.flush()
+    assert torch.equal(disk.backend.image["k"][1], numbered(2))
+    store.close()
+
+
+def test_a_store_that_cannot_be_flushed_when_it_is_closed_says_so_and_is_closed(disk: Disk) -> None:
+    store = disk.open(lambda backend: Faulty(backend, fail_at=1, on=COMMITS))
+    store.put("k", numbered(1))
+    with pytest.raises(ts.BackendError, match="making 1 keys durable"):
+        store.close()
+    store.close()
+    with pytest.raises(ts.StoreClosed):
+        store.get("k")
+
+
+def test_an_error_of_the_last_flush_does_not_hide_the_error_of_the_block(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = disk.open(lambda backend: Faulty(backend, fail_at=1, on=COMMITS))
+    store.put("k", numbered(1))
+    with caplog.at_level(logging.ERROR, "tierstore"), pytest.raises(ZeroDivisionError), store:
+        raise ZeroDivisionError
+    assert "could not be flushed" in caplog.text
+
+
+def test_close_after_a_write_lease_that_nobody_ended_says_so(disk: Disk) -> None:
+    store = disk.open()
+    store.put("k", numbered(1))
+    store.lease("k", tier="host", write=True)
+    with pytest.raises(ts.LeaseError, match="cannot flush 'k'"):
+        store.close()
+    with pytest.raises(ts.StoreClosed):
+        store.get("k")
+
+
+def test_a_commit_that_takes_long_holds_up_nobody(disk: Disk) -> None:
+    gates: list[Gate] = []
+
+    def gate(backend: Backend) -> Backend:
+        gates.append(Gate(backend, holds=COMMITS))
+        return gates[0]
+
+    store = disk.open(gate)
+    store.put("k", numbered(1))
+    flusher = threading.Thread(target=store.flush)
+    flusher.start()
+    gates[0].wait_until_held()
+    store.put("k", numbered(2), replace=True)
+    store.evict("k", to="disk").result()
+    assert torch.equal(store.get("k"), numbered(2))
+    store.check()
+    gates[0].open()
+    flusher.join()
+    assert torch.equal(disk.backend.image["k"][1], numbered(1))
+    store.close()
+    assert torch.equal(disk.backend.image["k"][1], numbered(2))
+
+
+def test_a_quota_below_what_is_found_is_refused_with_both_numbers(disk: Disk) -> None:
+    with disk.open() as store:
+        store.put("k", numbered(1, 600))
+    host = TierConfig("host", MemoryBackend(100), 100)
+    small = MemoryBackend(CAPACITY, is_durable=True, is_storage=True, image=disk.backend.image)
+    with pytest.raises(
+        ts.CapacityError, match="1 keys of 600 B were found in 'disk', whose capacity is 500 B"
+    ):
+        ts.Store(StoreConfig([host, TierConfig("disk", small, 500)]))
+
+
+def test_two_durable_tiers_are_refused() -> None:
+    tiers = [TierConfig(name, MemoryBackend(10, is_durable=True), 10) for name in ("fast", "slow")]
+    with pytest.raises(ts.ConfigError, match="one tier of a store can be durable, not fast, slow"):
+        ts.Store(StoreConfig(tiers))
+
+
+def test_a_backend_that_only_says_that_it_is_durable_is_refused() -> None:
+    class Boaster(MemoryBackend):
+        commit = None  # type: ignore[assignment]
+
+    with pytest.raises(ts.ConfigError, match=r"has no recovered\(\) and commit\(\)"):
+        ts.Store(StoreConfig([TierConfig("disk", Boaster(10, is_durable=True), 10)]))
+
+
+def test_a_damaged_note_closes_everything_and_names_it(disk: Disk) -> None:
+    with disk.open() as store:
+        store.put("k", numbered(1))
+    _, memory = disk.backend.image["k"]
+    disk.backend.image["k"] = ("gibberish", memory)
+    with pytest.raises(ts.BackendError, match="not the description of a tensor: 'gibberish'"):
+        disk.open()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(2, 3).t(), torch.zeros(()), torch.zeros(0, 5), torch.zeros(3, dtype=torch.float8_e4m3fn)],
+    ids=str,
+)
+def test_a_spec_comes_back_from_its_text(tensor: torch.Tensor) -> None:
+    spec = describe(tensor)
+    assert from_text(to_text(spec)) == spec
+
+
+def test_a_device_that_is_gone_becomes_the_cpu() -> None:
+    spec = replace(describe(torch.zeros(2)), device=torch.device("cuda:97"))
+    assert from_text(to_text(spec)) == TensorSpec(spec.shape, spec.dtype, spec.nbytes, spec.stride)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"dtype":"nothing","shape":[],"stride":[],"device":"cpu"}', '{"dtype":"float32"}', "7"],
+)
+def test_text_that_is_no_spec_is_refused(text: str) -> None:
+    with pytest.raises(ts.BackendError, match="not the description of a tensor"):
+        from_text(text)

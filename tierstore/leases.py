@@ -1,0 +1,116 @@
+"""A lease as its holder sees it: tensors that stay ready while it is held.
+
+Knows no store: it is told how to end and how to split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from tierstore.core.messages import Place
+from tierstore.errors import KeyNotFound, UsageError
+
+
+class Lease:
+    """Tensors that stay ready in one tier while the lease is held.
+
+    A context manager; it is held from the call of `Store.lease` until the block ends or `release`.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        places: Mapping[str, Place],
+        end: Callable[[bool], None],
+        split: Callable[[Mapping[Place, str]], bool],
+    ) -> None:
+        self._tensors = tensors
+        self._places = places
+        self._end = end
+        self._split = split
+        self._is_held = True
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """Return the tensor of ``key``, without a copy.  Do not use it after the release."""
+        if not self._is_held:
+            raise UsageError("the lease was released; the bytes it showed may be gone.", key=key)
+        try:
+            return self._tensors[key]
+        except KeyError:
+            raise KeyNotFound(f"{key!r} is not in this lease: {tuple(self._tensors)}", key=key) from None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor of a lease on one key."""
+        if self._is_held and len(self._tensors) != 1:
+            raise UsageError(f"lease.tensor needs a lease on one key, not on {len(self._tensors)}.")
+        return self[next(iter(self._tensors), "")]
+
+    def release(self, *, written: bool = True) -> None:
+        """End the lease.  A second call does nothing.
+
+        Args:
+            written: for a write lease, whether the bytes were changed; if not, the other replicas
+                stay valid.
+        """
+        if not self._is_held:
+            return
+        self._is_held = False
+        self._tensors = {}
+        self._end(written)
+
+    def split(self, names: Mapping[str, str]) -> bool:
+        """Make the leased replicas keys of their own, with the same bytes.  For write leases; moves no bytes.
+
+        The lease goes on with the new keys; the former ones keep their other replicas and are free to
+        be used.  So new bytes can be written beside the old ones, until `Store.rename` lets them take
+        their place, all at once, or `Store.drop` forgets them.
+
+        Args:
+            names: the new key for each key of the lease that is to be split.
+
+        Returns:
+            False, and nothing was changed, if a key has no other ready replica.
+
+        Raises:
+            KeyNotFound: a key is not in the lease.
+            UsageError: the lease is for reading, or was released.
+            KeyExists: a new key is there.
+        """
+        for key in names:
+            self[key]
+        return self._split({self._places[key]: name for key, name in check_names(names).items()})
+
+    def __enter__(self) -> Self:
+        """Return the lease itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release it."""
+        self.release()
+
+
+def check_key(key: object) -> str:
+    """Return ``key`` if it can be one.
+
+    Raises:
+        UsageError: it is not text.
+    """
+    if not isinstance(key, str):
+        raise UsageError(f"a key is text, not {type(key).__name__}: {key!r}.")
+    return key
+
+
+def check_names(names: Mapping[str, str]) -> dict[str, str]:
+    """Return ``names`` if both sides of it can be keys.
+
+    Raises:
+        UsageError: one is not text.
+    """
+    return {check_key(key): check_key(name) for key, name in names.items()}
