@@ -78,7 +78,7 @@ def at_every_call(
             segment_bytes=64 * KIB,
             aio_block_size=BLOCK,
             threads=2,
-            **options,
+            **options,  # type: ignore[arg-type]  # those of the backend, which checks them
         )
         twist = Nth(n, what, *kinds)
         kernel.twist = twist

@@ -38,6 +38,8 @@ _DEFAULTS: dict[str, object] = {
     "eviction": "next-use",
     "checksum": True,
     "optimizer_target": "device",
+    "codec": None,
+    "durable": False,
 }
 
 _Pairs = list[tuple[object, object]]  # what is given, and what is kept
@@ -55,7 +57,7 @@ _ACCEPTED: dict[str, _Pairs] = {
     "memory_offload": [("ON", "ON"), ("OFF", "OFF")],
     "max_device_memory": [*_SIZE, (None, None)],
     **dict.fromkeys(["offload_param", "offload_checkpoint", "offload_grad", "offload_optimizer"], _TARGET),
-    **dict.fromkeys(["auto_offload", "enable_aio", "enable_pinned_mem", "checksum"], _FLAG),
+    **dict.fromkeys(["auto_offload", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _FLAG),
     "offload_cpu_size": [*_SIZE, (None, None)],
     "offload_disk_size": [*_SIZE, (None, None), ("0GB", 0)],
     "offload_path": [("a/b", "a/b"), (Path("a/b"), "a/b"), (["a", Path("b")], ["a", "b"]), (("a",), ["a"])],
@@ -73,6 +75,7 @@ _ACCEPTED: dict[str, _Pairs] = {
     "device_options": [({}, {}), ({"late_events": True}, {"late_events": True})],
     "eviction": [(each, each) for each in ("lru", "size-class", "next-use")],
     "optimizer_target": [("device", "device"), ("cpu", "cpu")],
+    "codec": [("lz4", "lz4"), ("none", None), (None, None)],
 }
 
 _REFUSED: dict[str, list[object]] = {
@@ -81,7 +84,7 @@ _REFUSED: dict[str, list[object]] = {
     **dict.fromkeys(
         ["offload_param", "offload_checkpoint", "offload_grad", "offload_optimizer"], _NOT_A_TARGET
     ),
-    **dict.fromkeys(["auto_offload", "enable_aio", "enable_pinned_mem", "checksum"], _NOT_A_FLAG),
+    **dict.fromkeys(["auto_offload", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _NOT_A_FLAG),
     "offload_cpu_size": [*_NOT_A_SIZE, 0, "0GB"],
     "offload_disk_size": _NOT_A_SIZE,
     "offload_path": ["", 1, None, True, b"x", "a\0b", [], ["a", ""], ["a", 1], ["a", "./a"], ["a", "a/b"]],
@@ -93,6 +96,7 @@ _REFUSED: dict[str, list[object]] = {
     "device_options": [None, [], "x", {1: 2}, {"device": "cuda"}],
     "eviction": ["LRU", "fifo", None, 1, ""],
     "optimizer_target": ["Device", "gpu", "disk", None, 1],
+    "codec": ["", "LZ4", "zstd", "None", True, 1],
 }
 
 
@@ -146,9 +150,7 @@ def test_a_near_miss_is_suggested() -> None:
 
 
 def test_a_key_near_to_nothing_is_answered_with_the_known_keys() -> None:
-    with pytest.raises(
-        ConfigError, match=r"zzz=1: unknown key; accepted: memory_offload, .*optimizer_target"
-    ):
+    with pytest.raises(ConfigError, match=r"zzz=1: unknown key; accepted: memory_offload, .*durable"):
         OffloadConfig.from_mapping({"zzz": 1})
 
 
@@ -181,6 +183,11 @@ def test_a_cpu_takes_nothing_that_is_said_of_a_device(key: str) -> None:
     value = {"max_device_memory": 5, "device_options": {"late_events": True}}[key]
     with pytest.raises(ConfigError, match=rf"{key}=.*set device to 'emulated'"):
         OffloadConfig.from_mapping({"device": "cpu", key: value})
+
+
+def test_nothing_is_durable_without_a_disk() -> None:
+    with pytest.raises(ConfigError, match=r"durable=True: needs a disk, and offload_disk_size=0"):
+        OffloadConfig.from_mapping({"durable": True, "offload_disk_size": "0GB"})
 
 
 def test_on_is_on_and_off_is_not() -> None:
@@ -233,7 +240,10 @@ def test_a_quota_that_the_machine_cannot_give_is_refused(monkeypatch: pytest.Mon
 @st.composite
 def _right_mappings(draw: st.DrawFn) -> dict[str, object]:
     keys = draw(st.sets(st.sampled_from(sorted(_ACCEPTED.keys() - {"device"}))))
-    return {key: draw(st.sampled_from(_ACCEPTED[key]))[0] for key in sorted(keys)}
+    mapping: dict[str, object] = {key: draw(st.sampled_from(_ACCEPTED[key]))[0] for key in sorted(keys)}
+    if mapping.get("offload_disk_size") == "0GB":
+        mapping.pop("durable", None)  # see `test_nothing_is_durable_without_a_disk`
+    return mapping
 
 
 @given(_right_mappings())

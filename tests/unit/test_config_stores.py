@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +170,25 @@ def test_the_default_on_a_cpu_has_no_device_tier() -> None:
     assert [tier.name for tier in config.tiers] == ["host", "disk"]
 
 
+def test_a_codec_is_the_disk_tiers_alone() -> None:
+    config = StoreConfig.default("emulated", "1GB", "1GB", "1GB", codec="lz4")
+    assert [tier.codec for tier in config.tiers] == [None, None, "lz4"]
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, None), ("none", None), ("lz4", "lz4")])
+def test_a_tier_has_a_codec_or_none(given: str | None, kept: str | None) -> None:
+    assert _tier(codec=given).codec == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("lz", "did you mean 'lz4'"), ("LZ4", "did you mean 'lz4'"), ("zstd", "accepted: 'none', 'lz4'")],
+)
+def test_an_unknown_codec_is_refused_with_those_there_are(given: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"codec='{given}': .*{hint}"):
+        _tier(codec=given)
+
+
 @pytest.mark.parametrize("nothing", [0, "0GB", "0B"])
 def test_a_disk_of_no_bytes_is_no_tier(nothing: int | str) -> None:
     config = StoreConfig.default("cpu", offload_cpu_size="1GB", offload_disk_size=nothing)
@@ -266,10 +286,33 @@ def test_a_device_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch
         StoreConfig.default("cuda", "1GB", "1GB", 0)
 
 
-@pytest.mark.parametrize("wrong", [True, 1, None, "yes"])
-def test_durable_is_not_available_yet(wrong: object) -> None:
-    with pytest.raises(ConfigError, match=r"durable=.*not available in this version"):
+@pytest.mark.parametrize("wrong", [1, None, "yes"])
+def test_durable_is_true_or_false(wrong: object) -> None:
+    with pytest.raises(ConfigError, match=r"durable=.*accepted: true or false"):
         StoreConfig.default("cpu", durable=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_durable_is_an_option_of_the_disk_alone(durable: bool) -> None:
+    config = StoreConfig.default("cpu", None, "1GB", "1GB", durable=durable)
+    assert [tier.options.get("durable") for tier in config.tiers] == [None, durable or None]
+
+
+def test_the_free_space_of_a_durable_directory_is_beside_what_it_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = tmp_path / "offload" / "deep"
+    inside.mkdir(parents=True)
+    (inside / "kept").write_bytes(bytes(8192))
+    (inside / "link").symlink_to(inside / "kept")
+    monkeypatch.setattr(machine, "free_disk_bytes", lambda _: 1000)
+    kept, scratch = (
+        StoreConfig.default("cpu", None, "1GB", None, tmp_path / "offload", durable=durable).tiers[1]
+        for durable in (True, False)
+    )
+    assert (kept.capacity, scratch.capacity) == (1000 + 8192, 1000)
+    nothing = StoreConfig.default("cpu", offload_path=tmp_path / "none", durable=True).tiers[1]
+    assert nothing.capacity == 1000
 
 
 def test_an_unknown_key_of_the_default_is_refused_with_the_likely_one() -> None:

@@ -129,6 +129,28 @@ def test_bytes_that_only_a_commit_needs_can_neither_be_evicted_nor_waited_for() 
     assert desk.ledger.where("k") == (HOST,)
 
 
+def test_who_gets_no_room_above_is_told_what_a_tier_below_keeps_for_the_last_commit() -> None:
+    desk = Desk()
+    desk.ledger = Ledger(
+        [
+            Tier("host", 100, 100, 100, is_host=True),
+            Tier("disk", 100, 100, 100, is_storage=True, is_durable=True),
+        ],
+        POLICIES["lru"],
+    )
+    desk.store("k", 60, 0)
+    flush(desk)
+    desk.run()
+    write(desk, "k", 0)
+    number = desk.put("new", 60, 0)
+    desk.run()
+    error = desk.answers[number]
+    assert isinstance(error, CapacityError)
+    assert "1 replicas could not be moved to a lower tier (40 B free in 'disk')" in str(error)
+    assert "60 B are kept in 'disk' only for the last flush. Flush" in str(error)
+    assert str(error).endswith("raise the capacity of 'host' or 'disk'.")
+
+
 def test_room_that_a_commit_under_way_may_free_is_waited_for() -> None:
     desk = durable_desk()
     desk.ledger.books.shelves[DISK].limit_bytes = 100

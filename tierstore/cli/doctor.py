@@ -10,6 +10,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from tierstore.cli import measure
 from tierstore.engine.registry import GROUP
 from tierstore.errors import UsageError
+from tierstore.spi import Examiner
 from tierstore.units import GIB, format_bytes
 
 _EMULATED = "emulated"
@@ -67,8 +69,9 @@ class Place:
 class Report:
     """All of it.
 
-    ``backends`` maps a name to what is wrong with it, or to ``None``; ``more_places`` has the directories
-    that were asked about after the first.
+    ``backends`` maps a name to what is wrong with it, or to ``None``; ``findings`` does so for what each
+    backend can do in the directory; ``more_places`` has the directories that were asked about after the
+    first.
     """
 
     versions: dict[str, str]
@@ -76,6 +79,7 @@ class Report:
     devices: list[Device]
     backends: dict[str, str | None]
     place: Place
+    findings: dict[str, dict[str, str | None]]
     missing: list[str]
     more_places: list[Place] = field(default_factory=list)
 
@@ -130,7 +134,8 @@ def examine(path: Path, *more: Path) -> Report:
     }
     missing = list(_missing(host, devices, backends))
     missing += [line for each in (place, *more_places) for line in _missing_disk(each)]
-    return Report(versions, host, devices, backends, place, missing, more_places)
+    findings = _findings(backends, path)
+    return Report(versions, host, devices, backends, place, findings, missing, more_places)
 
 
 def _host() -> Host:
@@ -166,6 +171,18 @@ def _fault_of(entry_point: EntryPoint) -> str | None:
     except (ImportError, AttributeError) as fault:
         return str(fault)
     return None
+
+
+def _findings(backends: dict[str, str | None], path: Path) -> dict[str, dict[str, str | None]]:
+    """Let those backends that can examine a directory do so."""
+    findings: dict[str, dict[str, str | None]] = {}
+    for entry_point in entry_points(group=GROUP):
+        if backends[entry_point.name] is not None:
+            continue
+        examine: Examiner | None = getattr(import_module(entry_point.module), "examine", None)
+        if examine is not None:
+            findings[entry_point.name] = {each.name: each.fault for each in examine(path)}
+    return findings
 
 
 def _place(path: Path) -> Place:
@@ -230,6 +247,9 @@ def _lines(report: Report) -> Iterator[str]:
             f"disk      {place.path}: {place.file_system}, {format_bytes(place.free_bytes)} "
             f"free, {mode}, writes {_rate(disk.write_bytes_per_s)}, reads {_rate(disk.read_bytes_per_s)}"
         )
+    for backend, findings in report.findings.items():
+        for finding, fault in findings.items():
+            yield f"{backend:<9} {finding}: {'works' if fault is None else fault}"
     for line in report.missing or ["nothing"]:
         yield f"missing   {line}"
 

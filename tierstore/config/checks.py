@@ -20,6 +20,7 @@ from tierstore.units import parse_bytes
 Check = Callable[[object], object]
 
 TARGETS = ("cpu", "disk")
+CODECS = ("none", "lz4")
 
 _LARGEST_SIZE = 2**63 - 1  # what the system calls below can express
 _SHOWN_CHARS = 120
@@ -122,6 +123,17 @@ def one_of(*choices: str) -> Check:
 
 eviction = one_of("lru", "size-class", "next-use")
 """Accept the name of an eviction policy."""
+
+
+def codec(value: object) -> str | None:
+    """Accept the name of a codec; ``None`` and ``"none"`` are no codec."""
+    if value is None or value == "none":
+        return None
+    if not isinstance(value, str) or value not in CODECS:
+        near = difflib.get_close_matches(str(value).lower(), CODECS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"{hint}accepted: {', '.join(map(repr, CODECS))}, or None")
+    return value
 
 
 def target(value: object) -> str:

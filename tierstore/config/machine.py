@@ -15,6 +15,8 @@ from tierstore.errors import ConfigError
 EMULATED = "emulated"
 CPU = "cpu"
 
+_BLOCK_BYTES = 512  # of st_blocks, whatever the file system (stat(2))
+
 
 def default_device() -> str:
     """Return the accelerator's name if this machine has one, else ``"cpu"``."""
@@ -67,3 +69,11 @@ def free_disk_bytes(*paths: str) -> int:
     there = [next(place for place in (path, *path.parents) if place.exists()) for path in places]
     by_device = {place.stat().st_dev: place for place in there}
     return sum(shutil.disk_usage(place).free for place in by_device.values())
+
+
+def held_disk_bytes(*paths: str) -> int:
+    """Return how many bytes of their file systems the files under ``paths`` take now."""
+    files = (each for path in paths for each in Path(path).rglob("*"))
+    return sum(
+        each.stat().st_blocks * _BLOCK_BYTES for each in files if each.is_file() and not each.is_symlink()
+    )

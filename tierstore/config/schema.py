@@ -43,6 +43,8 @@ class TierConfig:
         high: the share of the capacity above which eviction begins, 0 < high <= 1 (the int 1 too).
         low: the share down to which it goes on, 0 < low <= high; ``None``: as ``high``.
         options: for the backend's factory, which checks them.
+        codec: ``"lz4"``: bytes that repeat are compressed, and take less of the capacity; only for
+            backends behind I/O, such as ``"files"``.  ``None`` or ``"none"``: they are not.
 
     Raises:
         ConfigError: lists every fault.
@@ -54,6 +56,7 @@ class TierConfig:
     high: float = 1.0
     low: float | None = None
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         faults = Faults(f"TierConfig {self.name!r}")
@@ -64,6 +67,7 @@ class TierConfig:
             "high": checks.ratio,
             "low": checks.optional(checks.ratio),
             "options": checks.options,
+            "codec": checks.codec,
         }
         kept = faults.checked(vars(self), table)
         high, low = kept.get("high"), kept.get("low")
@@ -135,24 +139,21 @@ class StoreConfig:
             offload_disk_size: capacity of ``disk``; ``None``: the free space at ``offload_path``.
             offload_path: the directory that ``disk`` keeps its files in, or a list of directories, each
                 on a drive of its own.
-            durable: only ``False`` in this version: the disk tier is scratch space.
+            durable: whether a store that is opened on the same ``offload_path`` later finds what the last
+                flush left; with ``False`` the disk tier is scratch space.
             more: any other key of `OffloadConfig`; ``eviction`` is ``"lru"`` unless given.  Keys
                 that only a training loop reads are checked, and mean nothing to a store.
 
         Raises:
             ConfigError: lists every fault.
         """
-        if durable is not False:
-            raise ConfigError(
-                f"durable={durable!r}: not available in this version; "
-                "accepted: False (the disk tier is scratch space)"
-            )
         keys = {
             "device": device,
             "max_device_memory": max_device_memory,
             "offload_cpu_size": offload_cpu_size,
             "offload_disk_size": offload_disk_size,
             "offload_path": offload_path,
+            "durable": durable,
         }
         return OffloadConfig.from_mapping({"eviction": "lru"} | more | keys).store_config()
 
@@ -176,8 +177,9 @@ class OffloadConfig:
     """What a training loop offloads, and what it may use for that.
 
     The names and defaults are those of the reference configuration; ``offload_grad``,
-    ``offload_optimizer``, ``device``, ``device_options``, ``eviction``, ``checksum`` and
-    ``optimizer_target`` are ours.  Sizes may be given as text and are kept in bytes.
+    ``offload_optimizer``, ``device``, ``device_options``, ``eviction``, ``checksum``,
+    ``optimizer_target``, ``codec`` and ``durable`` are ours.  Sizes may be given as text and are kept in
+    bytes.
 
     Args:
         memory_offload: ``"ON"`` or ``"OFF"``; with OFF nothing is offloaded.
@@ -206,6 +208,9 @@ class OffloadConfig:
         eviction: ``"lru"``, ``"size-class"`` or ``"next-use"``.
         checksum: whether bytes read from disk are compared with those written.
         optimizer_target: where the optimizer computes: ``"device"`` or ``"cpu"``.
+        codec: how bytes on disk are compressed where that pays: ``"lz4"``; ``None`` or ``"none"``: not.
+        durable: whether the files survive the process: `Offload.checkpoint` makes the state of training
+            durable there, and the next ``offload`` on the same ``offload_path`` resumes from it.
 
     Raises:
         ConfigError: lists every fault.
@@ -233,6 +238,8 @@ class OffloadConfig:
     eviction: str = "next-use"
     checksum: bool = True
     optimizer_target: str = "device"
+    codec: str | None = None
+    durable: bool = False
 
     def __post_init__(self) -> None:
         faults = Faults("OffloadConfig")
@@ -339,18 +346,25 @@ class OffloadConfig:
     def _disk_tiers(self) -> list[TierConfig]:
         given = self.offload_path
         paths = [str(path) for path in ([given] if isinstance(given, str | PurePath) else given)]
-        size = self.offload_disk_size
-        capacity = machine.free_disk_bytes(*paths) if size is None else size
+        capacity = self.offload_disk_size
+        if capacity is None:
+            # What a durable directory keeps is charged to the tier as soon as it is opened.
+            kept_bytes = machine.held_disk_bytes(*paths) if self.durable else 0
+            capacity = machine.free_disk_bytes(*paths) + kept_bytes
         if capacity == 0:
             return []
-        options = {
+        options: dict[str, object] = {
             "path": paths[0] if len(paths) == 1 else paths,
             "aio_block_size": self.aio_block_size,
             "aio_queue_depth": self.aio_queue_depth,
             "enable_aio": self.enable_aio,
             "checksum": self.checksum,
         }
-        return [TierConfig(name="disk", backend="files", capacity=capacity, options=options)]
+        if self.durable:
+            options["durable"] = True
+        return [
+            TierConfig(name="disk", backend="files", capacity=capacity, options=options, codec=self.codec)
+        ]
 
 
 _OFFLOAD: dict[str, Check] = {
@@ -376,6 +390,8 @@ _OFFLOAD: dict[str, Check] = {
     "eviction": checks.eviction,
     "checksum": checks.flag,
     "optimizer_target": checks.one_of("device", "cpu"),
+    "codec": checks.codec,
+    "durable": checks.flag,
 }
 
 
@@ -390,6 +406,9 @@ def _judge(values: Mapping[str, object], faults: Faults) -> dict[str, object]:
     """Check every key of an offload configuration, alone and together; return what passed."""
     kept = faults.checked(values, _OFFLOAD)
     _judge_device(kept, faults)
+    if kept.get("durable") and kept.get("offload_disk_size") == 0:
+        reason = "needs a disk, and offload_disk_size=0 says that there is none; accepted: False"
+        faults.add("durable", kept["durable"], reason)
     return kept
 
 

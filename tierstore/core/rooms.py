@@ -149,15 +149,23 @@ class Rooms:
             message += f"; the free bytes are not in one piece: {want.refusal}"
         if leased:
             message += f"; {len(leased)} replicas ({format_bytes(shelf.leased_bytes)}) are leased there"
+        names = [shelf.tier.name]
+        full = [shelf]
         if shelf.stuck:
-            message += f"; {len(shelf.stuck)} replicas could not be moved to a lower tier"
-        if shelf.retained_bytes:
-            message += f"; {format_bytes(shelf.retained_bytes)} are kept there only for the last flush"
+            below = self.books.shelves[shelf.index + 1 :]
+            free = ", ".join(f"{format_bytes(each.free_bytes)} free in {each.tier.name!r}" for each in below)
+            message += f"; {len(shelf.stuck)} replicas could not be moved to a lower tier ({free})"
+            names += [each.tier.name for each in below]
+            full += below
+        retained = [each for each in full if each.retained_bytes]
+        for each in retained:
+            where = "there" if each is shelf else f"in {each.tier.name!r}"
+            message += f"; {format_bytes(each.retained_bytes)} are kept {where} only for the last flush"
         advice = "Release a lease, or raise" if leased else "Drop keys, or raise"
-        if shelf.retained_bytes:
+        if retained:
             advice = f"Flush, so that newer bytes take their place. {advice}"
         error = CapacityError(
-            f"{message}. {advice} the capacity of {shelf.tier.name!r}.",
+            f"{message}. {advice} the capacity of {' or '.join(map(repr, names))}.",
             key=want.entry.key,
             tier=shelf.tier.name,
             needed_bytes=own,

@@ -1,5 +1,6 @@
 """Training with more than the device holds: `offload(model, optimizer, config)`."""
 
+from tierstore.training.former import Resumed
 from tierstore.training.offload import Offload, RunStats, offload
 
-__all__ = ["Offload", "RunStats", "offload"]
+__all__ = ["Offload", "Resumed", "RunStats", "offload"]

@@ -50,11 +50,13 @@ class WorkingSet:
     Attributes:
         name: of its first parameter.
         bundle_bytes: of its parameters.
-        nbytes: with gradients and optimizer state.
+        state_bytes: of what optimizers keep for them.
+        nbytes: of these, with gradients.
     """
 
     name: str
     bundle_bytes: int
+    state_bytes: int
     nbytes: int
 
 

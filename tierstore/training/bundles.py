@@ -69,21 +69,43 @@ class Adopter:
         origins = [tensor.device for tensor in tensors]
         with self._bindings.apart():
             self._store.put(key, self._gather(places, nbytes, values or tensors), tier=placement.start)
-        for place, tensor in zip(places, tensors, strict=True):
-            if tensor.is_meta:
-                materialise(tensor, poison_for(place, self._store.device))
-        return self.bind(key, places, nbytes, tensors, placement, origins)
+        return self.bind(key, places, tensors, placement, origins)
+
+    def adopt_held(
+        self, key: str, named: Sequence[tuple[str, torch.Tensor]], placement: Placement
+    ) -> Binding:
+        """Let tensors have the bytes that are under ``key`` already, laid out as `adopt` would.
+
+        Args:
+            key: in the store.
+            named: the tensors, with what messages call them.
+            placement: where the bytes go after use.
+        """
+        places, _ = lay_out(named)
+        tensors = [tensor for _, tensor in named]
+        return self.bind(key, places, tensors, placement, [tensor.device for tensor in tensors])
 
     def bind(
         self,
         key: str,
         places: Sequence[Place],
-        nbytes: int,
         tensors: Sequence[torch.Tensor],
         placement: Placement,
         origins: list[torch.device],
     ) -> Binding:
-        """Tie tensors to bytes that are under ``key`` already."""
+        """Tie tensors to bytes that are under ``key`` already, and let a guard watch them.
+
+        Args:
+            key: in the store.
+            places: where each tensor lies in its bytes.
+            tensors: in the same order; their memory is given back.
+            placement: where the bytes go after use.
+            origins: where each tensor goes in the end.
+        """
+        nbytes = self._store.spec(key).nbytes
+        for place, tensor in zip(places, tensors, strict=True):
+            if tensor.is_meta:
+                materialise(tensor, poison_for(place, self._store.device))
         poisons = [poison_for(place, self._store.device) for place in places]
         guards = [guard.guard_of(type(tensor)) for tensor in tensors]
         binding = Binding(key, places, nbytes, tensors, guards, poisons)
@@ -114,6 +136,14 @@ class Adopter:
         is_alone = len(binding.places) == 1 and binding.flat is None
         cpu = torch.device("cpu")
         return [_own(place, flat, cpu, is_alone=is_alone) for place in binding.places]
+
+    def origins(self) -> dict[torch.Tensor, torch.device]:
+        """Return where each tensor goes in the end."""
+        return {
+            tensor: device
+            for binding, devices in self._origins.items()
+            for tensor, device in zip(binding.tensors, devices, strict=True)
+        }
 
     def end_adoption(self) -> None:
         """Give the scratch memory back."""

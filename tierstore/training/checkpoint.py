@@ -19,6 +19,14 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
+from tierstore.training.encoding import (
+    Sources,
+    decode,
+    describe_optimizer,
+    encode,
+    not_in_the_model,
+    parameters_by_group,
+)
 from tierstore.training.groups import first_names
 from tierstore.training.tensorfile import Entry, TensorFile, check_names, write_file
 
@@ -124,42 +132,29 @@ class Checkpoint:
         write_file(path, entries, tensors(), {"format": "pt"})
 
     def _write_state(self, directory: Path) -> None:
-        sources: list[tuple[Entry, torch.Tensor]] = []
+        sources: Sources = {}
         document = {
             "format": _FORMAT,
             "optimizers": [
                 self._describe(i, optimizer, sources) for i, optimizer in enumerate(self._optimizers)
             ],
         }
-        write_file(directory / STATE, [entry for entry, _ in sources], self._read_runs(sources), {})
+        entries = [Entry.of(name, tensor) for name, tensor in sources.items()]
+        write_file(directory / STATE, entries, self._read_runs(sources), {})
         with (directory / SCALARS).open("w", encoding="utf-8") as file:
             json.dump(document, file)
             file.flush()
             os.fsync(file.fileno())
 
-    def _describe(
-        self, index: int, optimizer: torch.optim.Optimizer, sources: list[tuple[Entry, torch.Tensor]]
-    ) -> dict[str, object]:
+    def _describe(self, index: int, optimizer: torch.optim.Optimizer, sources: Sources) -> dict[str, object]:
         """Return an optimizer's state as JSON; its tensors are added to ``sources``."""
-        groups = [
-            {"params": [self._name(p) for p in group["params"]]}
-            | {
-                "options": {
-                    name: _encode(value, f"{index}/group {number}/{name}", sources)
-                    for name, value in group.items()
-                    if name != "params"
-                }
-            }
-            for number, group in enumerate(optimizer.param_groups)
-        ]
-        state: dict[str, object] = {}
-        for parameter in self._in_order(optimizer):
-            name = self._name(parameter)
-            state[name] = {
-                key: _encode(value, f"{index}/{name}/{key}", sources)
-                for key, value in optimizer.state[parameter].items()
-            }
-        return {"groups": groups, "state": state}
+        return describe_optimizer(
+            index,
+            optimizer,
+            self._in_order(optimizer),
+            self._name,
+            lambda value, name: encode(value, name, sources),
+        )
 
     def _in_order(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Return the parameters that have state, part by part."""
@@ -170,14 +165,11 @@ class Checkpoint:
         try:
             return self._names[parameter]  # type: ignore[index]
         except KeyError:
-            raise UsageError(
-                f"an optimizer trains a parameter of shape {list(parameter.shape)} that is not in the model; "
-                "a checkpoint cannot name it."
-            ) from None
+            raise not_in_the_model(parameter) from None
 
-    def _read_runs(self, sources: Sequence[tuple[Entry, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    def _read_runs(self, sources: Sources) -> Iterator[torch.Tensor]:
         """Read tensors; those that lie together are read together."""
-        for _, tensor in sources:
+        for tensor in sources.values():
             yield from self._access.read([tensor])
 
     # --- loading ------------------------------------------------------------------------------
@@ -204,10 +196,7 @@ class Checkpoint:
 
     def _check_optimizers(self, document: dict[str, Any]) -> None:
         saved = [[group["params"] for group in each["groups"]] for each in document["optimizers"]]
-        mine = [
-            [[self._name(p) for p in group["params"]] for group in optimizer.param_groups]
-            for optimizer in self._optimizers
-        ]
+        mine = [parameters_by_group(optimizer, self._name) for optimizer in self._optimizers]
         if saved != mine:
             raise UsageError(
                 "the checkpoint's optimizers do not train the same parameters in the same groups: "
@@ -227,39 +216,18 @@ class Checkpoint:
     ) -> None:
         for group, entry in zip(optimizer.param_groups, saved["groups"], strict=True):
             for name, value in entry["options"].items():
-                group[name] = _decode(value, file)
+                group[name] = decode(value, file.read)
         for part in self._access.parts:
             for parameter in part:
                 name = self._names[parameter]  # type: ignore[index]
                 if name in saved["state"]:
                     entries = saved["state"][name]
-                    optimizer.state[parameter] = {key: _decode(value, file) for key, value in entries.items()}
+                    optimizer.state[parameter] = {
+                        key: decode(value, file.read) for key, value in entries.items()
+                    }
                 else:
                     optimizer.state.pop(parameter, None)
             self._access.settle(index, part)
-
-
-def _encode(value: object, name: str, sources: list[tuple[Entry, torch.Tensor]]) -> object:
-    """Return a value as JSON; a tensor goes to ``sources`` and is referred to by its name."""
-    if isinstance(value, torch.Tensor):
-        sources.append((Entry.of(name, value), value))
-        return {"tensor": name, "device": "cpu" if value.dim() else str(value.device)}
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_encode(each, f"{name}/{number}", sources) for number, each in enumerate(value)]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise UsageError(f"the optimizer's {name!r} is a {type(value).__name__}, which a checkpoint cannot hold.")
-
-
-def _decode(value: object, file: TensorFile) -> object:
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return file.read(value["tensor"]).to(value["device"])
-    if "tuple" in value:
-        return tuple(_decode(each, file) for each in value["tuple"])
-    return [_decode(each, file) for each in value["list"]]
 
 
 def _read_document(path: Path) -> dict[str, Any]:

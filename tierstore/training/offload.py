@@ -22,7 +22,8 @@ from tierstore.errors import UsageError
 from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.store import Store
 from tierstore.training.checkpoint import Checkpoint, ordinary_access
-from tierstore.training.opening import check_model, open_session
+from tierstore.training.former import Resumed
+from tierstore.training.opening import check_model, find_former, open_session
 from tierstore.training.session import Session
 from tierstore.training.weights import Weights
 
@@ -40,6 +41,8 @@ class RunStats:
         backward_s: seconds from there to the last gradient.
         optimizer_s: seconds in the optimizers' steps, with those made during backward.
         stall_s: how long all of these waited for bytes.
+        checkpoints: how many `Offload.checkpoint` has made, with those of the runs before.
+        checkpoint_s: seconds that those of this run took.
     """
 
     store: StoreStats | None
@@ -47,6 +50,8 @@ class RunStats:
     backward_s: float
     optimizer_s: float
     stall_s: float
+    checkpoints: int = 0
+    checkpoint_s: float = 0.0
 
     @property
     def tiers(self) -> Mapping[str, TierStats]:
@@ -63,11 +68,20 @@ class Offload:
     """An offloaded model.  A context manager; `close` does the same.
 
     Made by `offload`.
+
+    Attributes:
+        resumed: the checkpoint that training goes on from, with what `checkpoint` was given;
+            ``None``: it begins.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], session: Session | None
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        session: Session | None,
+        resumed: Resumed | None = None,
     ) -> None:
+        self.resumed = resumed
         self._model = model
         self._optimizers = tuple(optimizers)
         self._session = session
@@ -92,7 +106,16 @@ class Offload:
         store = session.store.stats()
         optimizer_s = sum(steps.seconds for steps in session.steps)
         clock = session.clock
-        return RunStats(store, clock.forward_s, clock.backward_s, optimizer_s, store.stall_seconds)
+        durable = session.durable
+        return RunStats(
+            store,
+            clock.forward_s,
+            clock.backward_s,
+            optimizer_s,
+            store.stall_seconds,
+            0 if durable is None else durable.checkpoints,
+            0.0 if durable is None else durable.seconds,
+        )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return what it was.
@@ -125,10 +148,47 @@ class Offload:
         access = ordinary_access(self._model) if session is None else session.access()
         return Checkpoint(self._model, self._optimizers, access)
 
+    def checkpoint(self, extra: Mapping[str, object] | None = None) -> None:
+        """Make the state of training durable where it lies.  Blocks until it would survive a power loss.
+
+        What survives is parameters, persistent buffers, the optimizers' state and options as the last
+        step left them, PyTorch's random number generators (the CPU's and the device's), and ``extra``.
+        Gradients do not.  Bytes that are on disk already are not written again.  A crash at any moment
+        leaves this checkpoint or the former one, whole.
+
+        Call it between steps.  Between a backward pass and its step, or in the midst of accumulation, the
+        gradients so far are lost to whoever resumes.
+
+        Args:
+            extra: what else is needed to go on, such as the number of the step and a scheduler's state
+                dict: a mapping of text to numbers, text, tensors, and lists, tuples and dicts of these.
+
+        Raises:
+            UsageError: ``durable`` is not set; the model or a step is under way, a step failed in its
+                midst, or something refers to the bytes of a parameter; or a value cannot be kept.
+            CapacityError: the disk tier has no room for it beside the former one, which is unharmed.
+            BackendError: the disk failed; the former checkpoint is unharmed.
+        """
+        session = self._session
+        if session is None:
+            raise UsageError(
+                "memory_offload is OFF: there is no store that could keep a checkpoint. Set it to ON and "
+                "durable to true, or use run.save(path)."
+            )
+        if self._is_closed:
+            raise UsageError("the run is closed: make a checkpoint before it ends.")
+        if session.durable is None:
+            raise UsageError(
+                "the disk tier is scratch space: a checkpoint would not survive. Set durable=True in the "
+                "configuration, or use run.save(path)."
+            )
+        session.durable.commit(extra or {})
+
     def close(self) -> None:
         """Make parameters, gradients and state ordinary tensors again, and close the store.  Idempotent.
 
-        They lie in host memory then, or on the accelerator if they did before.
+        They lie in host memory then, or on the accelerator if they did before.  Nothing is made durable:
+        what survives is the last `checkpoint`.
         """
         if self._is_closed or self._session is None:
             return
@@ -138,7 +198,7 @@ class Offload:
             session.restore()
         finally:
             session.remove_hooks()
-            session.store.close()
+            session.store.close(flush=False)
 
     def __enter__(self) -> Self:
         """Return the run itself."""
@@ -157,20 +217,28 @@ def offload(
     config: Config = None,
     *,
     weights: str | Path | None = None,
+    resume: bool = True,
 ) -> Offload:
     """Train ``model`` with its parameters, gradients and optimizer state in a tiered store.
+
+    With ``durable`` set in the configuration, training goes on from the checkpoint that is in
+    ``offload_path``, if there is one: parameters, buffers, optimizer state and options, and random number
+    generators are those of `Offload.checkpoint`.
 
     Args:
         model: any module.
         optimizer: the optimizers that train it: one, several, or none for inference.
         config: an `OffloadConfig`, a mapping of its keys, or the path of a YAML file.
         weights: a safetensors file that parameters and buffers get their values from; needed where the
-            model was built under ``torch.device("meta")``.
+            model was built under ``torch.device("meta")``.  Not read if training is resumed.
+        resume: whether it is.  If not, training begins anew, and the checkpoint that is there stays
+            until the first one of this run.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit this machine.
         UsageError: a parameter or an optimizer cannot be offloaded, or the weights do not fit; the
-            message names it.
+            message names it.  Or the checkpoint is of another model or other optimizers: the message
+            lists every difference, and nothing was changed.
         CapacityError: the tiers together cannot hold it, or one module does not fit on the device.
     """
     settings = read_config(config)
@@ -182,14 +250,16 @@ def offload(
                 source.load_buffers()
                 source.load_ordinary()
             return Offload(model, optimizers, None)
-        check_model(model, optimizers, has_weights=source is not None)
+        check_model(model, optimizers, has_weights=source is not None or settings.durable)
         store = Store(settings.store_config())
         try:
-            session = open_session(model, optimizers, settings, store, source)
+            former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
+            check_model(model, optimizers, has_weights=source is not None or former is not None)
+            session = open_session(model, optimizers, settings, store, former or source)
         except BaseException:
-            store.close()
+            store.close(flush=False)
             raise
-    return Offload(model, optimizers, session)
+    return Offload(model, optimizers, session, None if former is None else former.resumed)
 
 
 def read_config(config: Config) -> OffloadConfig:

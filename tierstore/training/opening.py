@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -14,13 +15,17 @@ from tierstore.errors import UsageError
 from tierstore.store import Store
 from tierstore.training import guard
 from tierstore.training.budget import DeviceBudget, WorkingSet
+from tierstore.training.encoding import not_in_the_model
 from tierstore.training.follow import Follower, Window
 from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, Meter
+from tierstore.training.former import Former, forget, is_held
 from tierstore.training.groups import SMALL_BYTES, ParameterGroup, group_parameters
 from tierstore.training.session import Session
 from tierstore.training.tiers import HOST, Placements
 from tierstore.training.weights import Weights
-from tierstore.units import MIB, align_up
+from tierstore.units import MIB, align_up, format_bytes
+
+log = logging.getLogger("tierstore")
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _DEVICE_ALIGNMENT_BYTES = 512
@@ -66,6 +71,32 @@ def _why_not(parameter: nn.Parameter, *, has_weights: bool) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
+# ---------------------------------------------------------------------- what there is already
+
+
+def find_former(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], store: Store, *, is_wanted: bool
+) -> Former | None:
+    """Return the checkpoint that a durable store holds, if it is wanted and there is one.
+
+    Raises:
+        UsageError: there is something else, or it does not fit; or an optimizer trains what a checkpoint
+            could not name.
+    """
+    known = set(model.parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in known:
+                    raise not_in_the_model(parameter)
+    if not is_held(store):
+        return None
+    if is_wanted:
+        return Former(store, model, optimizers)
+    forget(store)
+    return None
+
+
 # ---------------------------------------------------------------------- opening
 
 
@@ -74,13 +105,22 @@ def open_session(
     optimizers: Sequence[torch.optim.Optimizer],
     config: OffloadConfig,
     store: Store,
-    weights: Weights | None,
+    source: Weights | Former | None,
 ) -> Session:
-    """Adopt the model and the optimizers' state, and register the hooks; undo all if that fails."""
+    """Adopt the model and the optimizers' state, and register the hooks; undo all if that fails.
+
+    Args:
+        model: that is offloaded.
+        optimizers: that train it.
+        config: how.
+        store: where to.
+        source: where values come from; ``None``: they are there.
+    """
     fastest = store.tier_names[0]
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes
     groups = group_parameters(model, optimizers, min(SMALL_BYTES, fastest_bytes // _SMALL_SHARE))
-    sets = [_working_set(group, optimizers) for group in groups]
+    former = source if isinstance(source, Former) else None
+    sets = [_working_set(group, optimizers, former) for group in groups]
     fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
     has_device = fastest != HOST
     meter = _meter(store) if has_device else None
@@ -103,11 +143,18 @@ def open_session(
                 lambda quota_bytes: follower.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
             )
             session.bindings.ask_for_more = session.budget.grow
-        if weights is not None:
-            weights.load_buffers()
+        if source is not None:
+            source.load_buffers()
         session.move_buffers()
-        session.adopt(groups, weights)
+        if former is not None:
+            former.prepare(groups)
+        session.adopt(groups, source)
         session.watch(groups)
+        if store.is_durable:
+            session.make_durable(0 if former is None else former.checkpoints)
+            _say_if_small(store, sets)
+        if former is not None:
+            former.end()
     except BaseException:
         session.remove_hooks()
         session.restore()
@@ -140,16 +187,37 @@ def _windows(store: Store) -> list[Window]:
     return [Window(name, tiers[name].capacity_bytes // _PREFETCH_SHARE) for name in names]
 
 
-def _working_set(group: ParameterGroup, optimizers: Sequence[torch.optim.Optimizer]) -> WorkingSet:
+def _working_set(
+    group: ParameterGroup, optimizers: Sequence[torch.optim.Optimizer], former: Former | None
+) -> WorkingSet:
     """Return what is needed together to train one bundle."""
     bundle_bytes = align_up(group.nbytes, _DEVICE_ALIGNMENT_BYTES)
     if group.optimizer is None:
-        return WorkingSet(group.names[0], bundle_bytes, bundle_bytes)
+        return WorkingSet(group.names[0], bundle_bytes, 0, bundle_bytes)
     trained = [p for p in group.parameters if p.requires_grad]
     gradient_bytes = sum(align_up(p.numel() * p.element_size(), _DEVICE_ALIGNMENT_BYTES) for p in trained)
     optimizer = optimizers[group.optimizer]
-    state_bytes = align_up(sum(_state_bytes(optimizer, p) for p in trained), _DEVICE_ALIGNMENT_BYTES)
-    return WorkingSet(group.names[0], bundle_bytes, bundle_bytes + gradient_bytes + state_bytes)
+    known_bytes = 0 if former is None else former.state_bytes(group.optimizer, group.names)
+    state_bytes = align_up(
+        known_bytes or sum(_state_bytes(optimizer, p) for p in trained), _DEVICE_ALIGNMENT_BYTES
+    )
+    return WorkingSet(group.names[0], bundle_bytes, state_bytes, bundle_bytes + gradient_bytes + state_bytes)
+
+
+def _say_if_small(store: Store, sets: Sequence[WorkingSet]) -> None:
+    """Log what checkpoints need if the durable tier is smaller."""
+    kept_bytes = sum(each.bundle_bytes + each.state_bytes for each in sets)
+    name = store.tier_names[-1]
+    capacity_bytes = store.stats().tiers[name].capacity_bytes
+    if capacity_bytes < 2 * kept_bytes:
+        log.warning(
+            "a checkpoint keeps %s in %r, and beside it there has to be room for the next one; its "
+            "capacity is %s. A step may find no room: raise it to %s.",
+            format_bytes(kept_bytes),
+            name,
+            format_bytes(capacity_bytes),
+            format_bytes(2 * kept_bytes),
+        )
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:

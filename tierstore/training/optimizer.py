@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 
+from tierstore.errors import UsageError
 from tierstore.training import guard
 from tierstore.training.ahead import StepsAhead
 from tierstore.training.binding import Binding, Bindings
 from tierstore.training.bundles import Adopter
 from tierstore.training.grads import Gradients, native_gradient, set_native_gradient
+from tierstore.training.groups import Place
 from tierstore.training.tiers import Placement
 from tierstore.training.turns import Group, Parameters, Turn, only, own_step, placed
 
@@ -63,6 +65,7 @@ class OptimizerSteps:
         self._placement = placement
         self._prefetch = prefetch
         self._withheld: list[tuple[Group, Parameters]] = []
+        self._is_partial = False
         self.states: dict[Binding, Binding] = {}
         self.own_seconds = 0.0
         self.ahead = StepsAhead(optimizer, bindings, gradients, self._turn_of, self.states.get)
@@ -111,18 +114,39 @@ class OptimizerSteps:
         self._withheld.clear()
         return True
 
+    def require_whole(self) -> None:
+        """Make sure that parameters and state are those of whole steps.
+
+        Raises:
+            UsageError: a step is under way, or the last one failed in its midst.
+        """
+        if self._withheld and not _runs_of_step(self.optimizer):
+            self.after()  # of a step that an exception has ended
+        if self._withheld or self._is_partial:
+            raise UsageError(
+                f"a step of {type(self.optimizer).__name__} is under way, or failed in its midst: some of "
+                "its parameters are stepped and others are not. Make a checkpoint between steps; after a "
+                "failed step resume from the former checkpoint, or make a whole step first."
+            )
+
     # --- the step -----------------------------------------------------------------------------
 
     def _step_all(self, kwargs: dict[str, Any]) -> None:
         self.ahead.learn()
         try:
-            turns = [turn for turn in self._turns() if not self.ahead.take(turn)]
+            turns = [turn for turn in self._turns() if not self._take_ahead(turn)]
             for number, turn in enumerate(turns):
                 if number + 1 < len(turns):
                     self._prefetch(self._keys(turns[number + 1]))
                 self._step(turn, kwargs)
+            self._is_partial = False
         finally:
             self.ahead.end_step()
+
+    def _take_ahead(self, turn: Turn) -> bool:
+        is_taken = self.ahead.take(turn)
+        self._is_partial |= is_taken
+        return is_taken
 
     def _turn_of(self, bundle: Binding) -> Turn | None:
         """Return what the step of one bundle is about."""
@@ -160,6 +184,7 @@ class OptimizerSteps:
             for parameter, binding in stashed:
                 binding.is_dirty |= is_unscaling  # fused steps do that in place, unseen
                 set_native_gradient(parameter, binding.tensors[0])
+            self._is_partial = True
             try:
                 with only(self.optimizer, turn):
                     own_step(self.optimizer)(self.optimizer, **kwargs)
@@ -176,7 +201,7 @@ class OptimizerSteps:
         for bundle in self.bundles:
             self.take_in_state(bundle)
 
-    def _state_of(self, parameters: Sequence[torch.Tensor]) -> dict[tuple[torch.Tensor, str], torch.Tensor]:
+    def state_of(self, parameters: Sequence[torch.Tensor]) -> dict[tuple[torch.Tensor, str], torch.Tensor]:
         """Return the state tensors of ``parameters`` that have a size."""
         return {
             (parameter, name): value
@@ -188,7 +213,7 @@ class OptimizerSteps:
     def take_in_state(self, bundle: Binding) -> None:
         """Adopt state of a bundle that was created or replaced since it was last looked at."""
         state = self.states.get(bundle)
-        found = self._state_of(bundle.tensors)
+        found = self.state_of(bundle.tensors)
         known = () if state is None else state.tensors
         if len(found) == len(known) and all(a is b for a, b in zip(found.values(), known, strict=True)):
             return
@@ -200,11 +225,24 @@ class OptimizerSteps:
     def _adopt(self, bundle: Binding, fresh: dict[tuple[torch.Tensor, str], torch.Tensor]) -> None:
         if not fresh:
             return
-        key = f"state/{self.index}/{bundle.key.removeprefix('param/')}"
         named = [(f"the optimizer's {name!r} of {_name(p)}", value) for (p, name), value in fresh.items()]
-        binding = self._adopter.adopt(key, named, self._placement)
-        binding.is_saved_by_reference = False
-        self.states[bundle] = binding
+        self._own(bundle, self._adopter.adopt(state_key(self.index, bundle.key), named, self._placement))
+
+    def bind_state(self, bundle: Binding, places: Sequence[Place], origins: list[torch.device]) -> None:
+        """Tie the state of a bundle to bytes that are in the store already.
+
+        Args:
+            bundle: whose state the optimizer has by now, without bytes.
+            places: of its tensors, in the same order.
+            origins: where each of them goes in the end.
+        """
+        key = state_key(self.index, bundle.key)
+        tensors = list(self.state_of(bundle.tensors).values())
+        self._own(bundle, self._adopter.bind(key, places, tensors, self._placement, origins))
+
+    def _own(self, bundle: Binding, state: Binding) -> None:
+        state.is_saved_by_reference = False
+        self.states[bundle] = state
 
     def forget_states(self) -> None:
         """Drop all state keys; the optimizer's own dict is the caller's business."""
@@ -242,12 +280,22 @@ def _split_closure(
     return closure, others
 
 
+def state_key(index: int, bundle_key: str) -> str:
+    """Return the key of the state that an optimizer keeps for a bundle."""
+    return f"state/{index}/{bundle_key.removeprefix('param/')}"
+
+
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hooked step of the optimizer runs inside another one."""
+    return _runs_of_step(optimizer) > 1
+
+
+def _runs_of_step(optimizer: torch.optim.Optimizer) -> int:
+    """Count the hooked steps of the optimizer that run now, one inside another; 2 stands for more."""
     code = getattr(type(optimizer).step, "__code__", None)
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - PyTorch has no mark for it
     found = 0
     while frame is not None and found < 2:
         found += frame.f_code is code and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
-    return found > 1
+    return found

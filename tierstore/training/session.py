@@ -23,8 +23,10 @@ from tierstore.training.binding import Binding, Bindings, ordinary_mode
 from tierstore.training.budget import DeviceBudget, Phase
 from tierstore.training.bundles import Adopter
 from tierstore.training.checkpoint import Access
+from tierstore.training.durable import DurableState
 from tierstore.training.follow import Follower
 from tierstore.training.footprint import Meter
+from tierstore.training.former import Former
 from tierstore.training.grads import Gradients
 from tierstore.training.groups import ParameterGroup
 from tierstore.training.optimizer import OptimizerSteps
@@ -73,6 +75,7 @@ class Session:
         self.clock = Clock()
         self.bundles: list[Binding] = []
         self.steps: list[OptimizerSteps] = []
+        self.durable: DurableState | None = None
         self._handles: list[RemovableHandle] = []
         self._step_hooks: list[tuple[OrderedDict[int, Any], int]] = []
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
@@ -80,24 +83,38 @@ class Session:
 
     # --- the beginning ------------------------------------------------------------------------
 
-    def adopt(self, groups: Sequence[ParameterGroup], weights: Weights | None) -> None:
+    def adopt(self, groups: Sequence[ParameterGroup], source: Weights | Former | None) -> None:
         """Take the parameters, gradients and optimizer state into the store.
 
         Args:
             groups: of parameters.
-            weights: where their values come from; ``None``: they have them.
+            source: where values come from, with a former checkpoint those of the optimizers too;
+                ``None``: they are there.
         """
         for group in groups:
-            named = list(zip(group.names, group.parameters, strict=True))
-            values = None if weights is None else [weights.read(name).to(p.dtype) for name, p in named]
-            binding = self.adopter.adopt(group.key, named, self.placements.parameters, values)
-            self.bundles.append(binding)
-            for name, parameter in named:
+            self.bundles.append(self._adopt_group(group, source))
+            for name, parameter in zip(group.names, group.parameters, strict=True):
                 self.gradients.add(name, parameter)
         self._add_steps()
         for steps in self.steps:
+            if isinstance(source, Former):
+                source.give_optimizer(steps, self.adopter.origins())
             steps.adopt_existing()
         self.adopter.end_adoption()
+
+    def _adopt_group(self, group: ParameterGroup, source: Weights | Former | None) -> Binding:
+        named = list(zip(group.names, group.parameters, strict=True))
+        placement = self.placements.parameters
+        if isinstance(source, Former) and source.has_bundle(group.key):
+            return self.adopter.adopt_held(group.key, named, placement)
+        values = None if source is None else [source.read(name).to(p.dtype) for name, p in named]
+        return self.adopter.adopt(group.key, named, placement, values)
+
+    def make_durable(self, checkpoints: int) -> None:
+        """Let checkpoints be made, after so many in earlier runs."""
+        self.durable = DurableState(
+            self.model, self.store, self.bindings, self.windows, self.bundles, self.steps, checkpoints
+        )
 
     def move_buffers(self) -> None:
         """Bring buffers to where the model computes; `restore` brings them back."""

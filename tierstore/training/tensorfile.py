@@ -38,6 +38,7 @@ _DTYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
+_DTYPE_OF = {text: dtype for dtype, text in _DTYPES.items()}
 _ALIGNMENT_BYTES = 8
 
 
@@ -80,6 +81,44 @@ def write_file(
             file.write(_bytes_of(tensor))
         file.flush()
         os.fsync(file.fileno())
+
+
+def pack(
+    entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
+) -> torch.Tensor:
+    """Return what `write_file` would write, as bytes in host memory.
+
+    Raises:
+        UsageError: a dtype that the format does not know.
+    """
+    header = _header(entries, metadata)
+    content = bytearray(struct.pack("<Q", len(header)) + header)
+    for tensor in tensors:
+        content += _bytes_of(tensor)
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def unpack(flat: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors and the metadata that were packed.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        array: Any = flat.numpy()
+        content = memoryview(array)
+        (header_bytes,) = struct.unpack_from("<Q", content)
+        begin = 8 + header_bytes
+        table: dict[str, Any] = json.loads(bytes(content[8:begin]))
+        metadata = table.pop("__metadata__", {})
+        return {name: _cut(flat[begin:], **what) for name, what in table.items()}, metadata
+    except (ValueError, struct.error, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        raise UsageError(f"these {flat.numel()} bytes are not packed tensors: {error}") from error
+
+
+def _cut(flat: torch.Tensor, dtype: str, shape: Sequence[int], data_offsets: Sequence[int]) -> torch.Tensor:
+    begin, end = data_offsets
+    return flat[begin:end].clone().view(_DTYPE_OF[dtype]).reshape(shape)
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -19,7 +19,6 @@ import torch
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
-from tierstore_backends.files.engine import Engine
 from tierstore_backends.files.engines.choice import Started, start
 from tierstore_backends.files.engines.drives import StartedDrives, start_all
 from tierstore_backends.files.ground import Ground, scratch_ground
@@ -89,7 +88,7 @@ class FilesBackend:
             depth=1 if self._started.name is EngineName.PLAIN else options.aio_queue_depth,
         )
         # Also when it is forgotten, and when the interpreter ends: nothing may stay behind.
-        self._finalizer = weakref.finalize(self, _shut, self._engine, self._segments, owner)
+        self._finalizer = weakref.finalize(self, _shut, self._started, self._segments, owner)
         self._closing = threading.Lock()  # held while the first to close waits for the disk
         self._owner = owner
         _open_backends.add(self)
@@ -155,14 +154,14 @@ class FilesBackend:
         for slot, buffer in zip(own, into, strict=True):
             if slot.state is not SlotState.WRITTEN and slot.nbytes:
                 raise UsageError(f"{slot} holds no bytes: nothing was written there, or writing failed")
-            _check_buffer(slot, buffer)
+            self._check_buffer(slot, buffer)
         return self._move(Direction.READ, own, into)
 
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """Write each buffer; see `write` and `tierstore.spi.BatchBackend`."""
         own = [self._own(slot) for slot in slots]
         for slot, buffer in zip(own, sources, strict=True):
-            _check_buffer(slot, buffer)
+            self._check_buffer(slot, buffer)
         for slot in own:
             # From here to the end of the write the old bytes are gone and the new ones not there.
             slot.state = SlotState.RESERVED
@@ -182,6 +181,13 @@ class FilesBackend:
             wait_for(self._move(Direction.READ, [part], [buffer]))
             wait_for(self._move(Direction.WRITE, [part], [buffer]))
         slot.failed_syncs = failed_syncs
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        """Say whether ``memory`` of a GPU may be read into and written from; see `DirectBackend`.
+
+        That is so with the engine ``threads``, without checksums, and where kvikio moves a page straight.
+        """
+        return self._started.accepts(memory)
 
     def free(self, slot: Slot) -> Completion:
         """Give the slot's addresses to others.  Done at once: their blocks are used again.
@@ -236,8 +242,23 @@ class FilesBackend:
         pieces = cut(transfer, segment_bytes=self._segments.segment_bytes)
         if not pieces:  # there are no bytes
             return Completion.done()
+        if not buffers[0].is_cpu:
+            transfer.ready = _after_current_work(buffers[0])
         self._engine.submit(pieces)
         return transfer.completion
+
+    def _check_buffer(self, slot: FileSlot, buffer: Buffer) -> None:
+        if (
+            buffer.dtype is not torch.uint8
+            or buffer.dim() != 1
+            or buffer.numel() != slot.nbytes
+            or not buffer.is_contiguous()
+            or not (buffer.is_cpu or self.accepts(buffer))
+        ):
+            raise UsageError(
+                f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
+                f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
+            )
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -252,18 +273,11 @@ class FilesBackend:
         return slot
 
 
-def _check_buffer(slot: FileSlot, buffer: Buffer) -> None:
-    if (
-        buffer.dtype is not torch.uint8
-        or buffer.dim() != 1
-        or buffer.numel() != slot.nbytes
-        or not buffer.is_cpu
-        or not buffer.is_contiguous()
-    ):
-        raise UsageError(
-            f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
-            f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
-        )
+def _after_current_work(memory: torch.Tensor) -> Callable[[], None]:
+    """Return what waits until the calling thread's current stream has come as far as it is now."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(memory.device))
+    return event.synchronize
 
 
 def wait_for(completion: Completion) -> None:
@@ -283,10 +297,10 @@ def _start(
     return start_all(options, ground.drives, ground.segments, ground.space, syscalls, block_bytes, quiet_s)
 
 
-def _shut(engine: Engine, segments: Files, owner: DirectoryOwner | Owners) -> None:
+def _shut(started: Started | StartedDrives, segments: Files, owner: DirectoryOwner | Owners) -> None:
     """End everything: the engine first, so that nothing moves when files go."""
     try:
-        engine.close()
+        started.close()
     finally:
         segments.close()
         owner.release()

@@ -19,12 +19,13 @@ import errno
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStoreError, UsageError
 from tierstore.spi import Completion, Record, Slot
+from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.manifest import Manifest, Meta
 from tierstore_backends.files.owner import DirectoryOwner
 from tierstore_backends.files.recovery import Recovered
@@ -47,7 +48,7 @@ class Commits:
         manifest: open, and as the last commit left it.
         segments: the files.
         recovered: what the manifest has.
-        write_again: reads a slot, compares its checksums, and writes it.
+        files: what the slots belong to.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class Commits:
         manifest: Manifest,
         segments: Files,
         recovered: Recovered,
-        write_again: Callable[[FileSlot], None],
+        files: FilesBackend,
     ) -> None:
-        self._write_again = write_again
+        self._files = files
         self._owner = owner
         self._manifest = manifest
         self._segments = segments
@@ -121,7 +122,7 @@ class Commits:
             self._entries, self._found = None, (rows, None)
         if self._entries is None:
             self._entries, self._found = _entries(*self._found), ((), None)
-        change = _Change(self._entries, self._manifest.meta, self._lost)
+        change = _Change(self._entries, self._manifest.meta, self._files, self._lost)
         for record in records:
             change.keep(record)
         change.drop_others()
@@ -159,7 +160,7 @@ class Commits:
                     key=name,
                 )
             try:
-                self._write_again(slot)
+                self._files.write_again(slot)
             except BackendError as error:
                 raise BackendError(
                     f"{name!r} was in {path} when that could not be synced, "
@@ -191,8 +192,11 @@ class _Change:
         slots: those of the rows that come, by name.
     """
 
-    def __init__(self, old: Mapping[str, _Entry], meta: Meta, lost: Container[FileSlot]) -> None:
+    def __init__(
+        self, old: Mapping[str, _Entry], meta: Meta, home: FilesBackend, lost: Container[FileSlot]
+    ) -> None:
         self._old = old
+        self._home = home
         self._lost = lost
         self._meta = meta
         self._version = meta.commit + 1
@@ -268,7 +272,7 @@ class _Change:
         self.entries[name] = (slot, note, id_, self._version, check)
 
     def _place(self, name: str, slot: Slot) -> Place:
-        if not isinstance(slot, FileSlot):
+        if not isinstance(slot, FileSlot) or slot.home is not self._home:
             raise UsageError(f"{slot!r} of {name!r} is no slot of these files")
         if slot in self._lost:
             return Place(tuple(slot.extents), slot.sums, Sums.LOST, slot.block_bytes)

@@ -62,7 +62,7 @@ class DurableFiles:
         self._files = files
         self._capabilities = replace(files.capabilities, is_durable=True)
         self._lost = recovered.lost
-        self._commits = Commits(ground.owner, manifest, ground.segments, recovered, files.write_again)
+        self._commits = Commits(ground.owner, manifest, ground.segments, recovered, files)
         self._recovered: Recovered | None = recovered
         self._finalizer = weakref.finalize(self, _shut, self._commits, files)
         self._closing = threading.Lock()  # held while the first to close waits for the disk

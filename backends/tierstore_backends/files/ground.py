@@ -6,6 +6,7 @@ error instead has nothing to give up.
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import logging
 import uuid
@@ -39,6 +40,8 @@ from tierstore_backends.files.stripes import Stripes
 from tierstore_backends.files.syscalls import Syscalls
 
 _log = logging.getLogger("tierstore.files")
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,9 @@ def durable_ground(
         IntegrityError: the manifest is damaged; nothing was changed.
         BackendError: the directory cannot be made or used.
     """
+    home = options.folders[0]
+    if not options.create and not (home / MANIFEST_NAME).is_file():
+        raise UsageError(f"{home} is not a durable store: it has no {MANIFEST_NAME}")
     store_of(options.folders)
     owner = claim(options.folders, Keeping.DURABLE)
     try:
@@ -212,19 +218,23 @@ def _check_nothing_is_kept(folders: Sequence[Path], store: str | None) -> None:
 
 
 def _modes(options: FilesOptions, meta: Meta, syscalls: Syscalls) -> list[IoMode]:
-    """Return how to do I/O in each directory."""
-    modes = [probe(folder, direct_for(options), syscalls) for folder in options.folders]
-    return [
-        _adapted(folder, mode, meta, options.direct)
-        for folder, mode in zip(options.folders, modes, strict=True)
-    ]
+    """Return how to do I/O in each directory, whose extents have the alignment that they were made with."""
+    return [_mode(folder, meta, options, syscalls) for folder in options.folders]
 
 
-def _adapted(folder: Path, mode: IoMode, meta: Meta, direct: Direct) -> IoMode:
+def _mode(folder: Path, meta: Meta, options: FilesOptions, syscalls: Syscalls) -> IoMode:
     """Return how to do I/O in a directory whose extents have the alignment that they were made with."""
+    buffered = IoMode(is_direct=False, alignment_bytes=meta.alignment_bytes, memory_alignment_bytes=1)
+    try:
+        mode = probe(folder, direct_for(options), syscalls)
+    except BackendError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _FULL:
+            raise
+        _log.warning("%s is too full to find out whether direct I/O works: I/O is buffered", folder)
+        return buffered
     if not mode.is_direct or meta.alignment_bytes % mode.alignment_bytes == 0:
         return replace(mode, alignment_bytes=meta.alignment_bytes)
-    if direct is Direct.ALWAYS:
+    if options.direct is Direct.ALWAYS:
         raise BackendError(
             f"{folder} was made with an alignment of {meta.alignment_bytes} bytes and direct I/O needs "
             f"{mode.alignment_bytes} there now: use direct='auto', or export to a new directory"
@@ -235,7 +245,7 @@ def _adapted(folder: Path, mode: IoMode, meta: Meta, direct: Direct) -> IoMode:
         meta.alignment_bytes,
         mode.alignment_bytes,
     )
-    return IoMode(is_direct=False, alignment_bytes=meta.alignment_bytes, memory_alignment_bytes=1)
+    return buffered
 
 
 def _stand(

@@ -27,6 +27,7 @@ import xxhash
 from tierstore.errors import BackendError, IntegrityError
 from tierstore.units import KIB
 from tierstore_backends.files.bounce import Bounce
+from tierstore_backends.files.gpu import GpuFiles
 from tierstore_backends.files.layout import Extent
 from tierstore_backends.files.meter import Counts
 from tierstore_backends.files.segments import Files
@@ -68,6 +69,7 @@ class Lane:
         is_checked: whether bytes are summed and compared.
         is_joining: whether what moves together is joined in bounce memory, for an engine to which every
             part of a vector is a call.
+        gpu: moves what is a GPU's, in the calling thread; only where no checksums are kept.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Lane:
         memory_alignment_bytes: int,
         is_checked: bool,
         is_joining: bool = False,
+        gpu: GpuFiles | None = None,
     ) -> None:
         self._segments = segments
         self._give_back = give_back
@@ -88,12 +91,16 @@ class Lane:
         self._memory_alignment_bytes = memory_alignment_bytes
         self._is_checked = is_checked
         self._is_joining = is_joining
+        self._gpu = gpu
         self.counts = Counts()
 
     def steps(self, batch: Sequence[Piece]) -> Steps:
         """Move pieces that are neighbours in a file, all in one direction; note errors at them."""
         counts = self.counts
         counts.pieces += len(batch)
+        if self._gpu is not None and any(piece.transfer.ready for piece in batch):
+            yield from self._move_mixed(batch, self._gpu)
+            return
         views = [piece.view() for piece in batch]
         is_write = batch[0].transfer.direction is Direction.WRITE
         if is_write and self._is_checked:
@@ -108,6 +115,15 @@ class Lane:
                 yield from self._move_alone(piece, view)
         if not is_write and self._is_checked:
             self._verify(batch, views)
+
+    def _move_mixed(self, batch: Sequence[Piece], gpu: GpuFiles) -> Steps:
+        """Move pieces of which some are a GPU's: each alone, without checksums."""
+        for piece in batch:
+            if piece.transfer.ready is None:
+                yield from self._move_alone(piece, piece.view())
+            else:
+                piece.transfer.ready()
+                gpu.move(piece)
 
     def _move_alone(self, piece: Piece, view: memoryview) -> Steps:
         error = yield from self._attempt([piece], [view], is_bounced=False)

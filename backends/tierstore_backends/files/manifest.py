@@ -150,6 +150,8 @@ class Manifest:
                 reading = _Reading(path, connection)
                 reading.run()
             reading.judge(salvage=salvage, at_least=at_least)
+            with _explained(path, "opened"):
+                _remove(path.with_name(f"{MANIFEST_NAME}.new"))
         except BaseException:
             connection.close()
             raise
@@ -370,7 +372,7 @@ def _read_meta(path: Path, connection: sqlite3.Connection) -> tuple[Meta, bool]:
     """Return what a manifest says of itself, and whether that had to be mended."""
     row = connection.execute("SELECT body, sum FROM meta").fetchone() or (None, None)
     for body, total in _candidates(*row):
-        if _meta_sum(body) == total:
+        if meta_sum(body) == total:
             fields = json.loads(body)
             if fields["format"] > FORMAT:
                 raise UsageError(
@@ -393,10 +395,11 @@ def _candidates(body: object, total: object) -> Iterator[tuple[bytes, bytes]]:
 
 def _encode_meta(meta: Meta) -> tuple[str, bytes]:
     body = json.dumps(asdict(meta), sort_keys=True)
-    return body, _meta_sum(body.encode())
+    return body, meta_sum(body.encode())
 
 
-def _meta_sum(body: bytes) -> bytes:
+def meta_sum(body: bytes) -> bytes:
+    """Return the checksum of what a manifest says of itself."""
     return xxhash.xxh3_64_digest(body)
 
 

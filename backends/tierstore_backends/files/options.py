@@ -75,6 +75,7 @@ class FilesOptions:
         threads: how many workers move bytes, on each drive; how many callers do with the engine ``plain``.
         direct: ``"auto"``, ``True`` or ``False`` in the mapping.
         durable: whether what was committed is found again when the directory is opened later.
+        create: whether a directory that nothing is kept in becomes a durable one; ``False`` refuses it.
         salvage: open a durable directory also if its manifest is damaged and names are lost: with what
             can be read, for good.
         drives: the directories if ``path`` is a list of several, in its order; not in the mapping.
@@ -89,6 +90,7 @@ class FilesOptions:
     direct: Direct = Direct.AUTO
     engine: EngineName = EngineName.AUTO
     durable: bool = False
+    create: bool = True
     salvage: bool = False
     drives: tuple[DriveOption, ...] = ()
 
@@ -243,5 +245,6 @@ _READERS: Mapping[str, Callable[[object], object]] = {
     "direct": _direct,
     "engine": _engine,
     "durable": _switch,
+    "create": _switch,
     "salvage": _switch,
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import os
 import re
@@ -26,6 +27,7 @@ from tierstore.errors import BackendError, UsageError
 
 _LOCK_NAME = "tierstore.lock"  # one for both, so that they keep each other out
 _CLAIM_ATTEMPTS = 100
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 PROBE_NAME = "tierstore-scratch-probe.bin"
 MANIFEST_NAME = "tierstore.db"
@@ -96,8 +98,9 @@ class DirectoryOwner:
             if keeping is Keeping.SCRATCH:
                 _sweep(folder)
         except BaseException:
-            with contextlib.suppress(OSError):  # the error under way says more
-                (folder / _LOCK_NAME).unlink(missing_ok=True)
+            if keeping is Keeping.SCRATCH:
+                with contextlib.suppress(OSError):  # the error under way says more
+                    (folder / _LOCK_NAME).unlink(missing_ok=True)
             os.close(lock_fd)
             raise
         return owner
@@ -173,15 +176,21 @@ class DirectoryOwner:
         assert self._lock_fd is not None
         _, made, self.noted_commit = _read_note(self._lock_fd)
         self._made = max(self._made, made)
-        os.ftruncate(self._lock_fd, 0)
-        self._write_note()
+        try:
+            self._write_note()
+        except OSError as error:
+            # Scratch space on a full disk is of no use; what is kept there has to be read all the same.
+            if self._keeping is Keeping.SCRATCH or error.errno not in _FULL:
+                raise
 
     def _write_note(self) -> None:
         assert self._lock_fd is not None
         lines = [os.getpid(), self._made]
         if self._keeping is Keeping.DURABLE:
             lines.append(self.noted_commit)
-        os.pwrite(self._lock_fd, "".join(f"{line}\n" for line in lines).encode(), 0)
+        note = "".join(f"{line}\n" for line in lines).encode()
+        os.pwrite(self._lock_fd, note, 0)  # in place: the old note may not be lost if there is no room
+        os.ftruncate(self._lock_fd, len(note))
 
 
 def _make(folder: Path) -> int:

@@ -8,7 +8,7 @@ read are those of the write, and each has its own checksum: pieces need no order
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from tierstore.spi import Buffer, Completion, PartialError
@@ -64,6 +64,7 @@ class Moving(Protocol):
     direction: Direction
     slots: Sequence[FileSlot]
     buffers: Sequence[Buffer]
+    ready: Callable[[], None] | None
     remaining: int
 
     def note(self) -> bool:
@@ -87,7 +88,7 @@ class Transfer:
         buffers: the caller's bytes, one for each slot.
     """
 
-    __slots__ = ("buffers", "completion", "direction", "pieces", "remaining", "slots")
+    __slots__ = ("buffers", "completion", "direction", "pieces", "ready", "remaining", "slots")
 
     def __init__(self, direction: Direction, slots: Sequence[FileSlot], buffers: Sequence[Buffer]) -> None:
         self.direction = direction
@@ -95,6 +96,7 @@ class Transfer:
         self.buffers = buffers  # until it has ended
         self.completion = Completion()
         self.pieces: Sequence[Piece] = ()  # until it has ended
+        self.ready: Callable[[], None] | None = None  # buffers on a device: waits until they may be used
         self.remaining = 0  # pieces not yet moved; guarded by the engine
 
     def note(self) -> bool:
@@ -120,7 +122,8 @@ class Transfer:
 
     def _keep(self, pieces: Sequence[Piece], errors: Mapping[int, BaseException]) -> None:
         """Note at the slots what was written there."""
-        if len(pieces) == len(self.slots) and not errors:
+        # As many as slots, and each its slot's first: one piece a slot, and none without.
+        if len(pieces) == len(self.slots) and not errors and not any(piece.index for piece in pieces):
             for slot, piece in zip(self.slots, pieces, strict=True):
                 slot.sums = () if piece.sum is None else (piece.sum,)
                 slot.state = SlotState.WRITTEN

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
+import torch
+
 from tierstore.errors import BackendError
 from tierstore_backends.files.bounce import Bounce
 from tierstore_backends.files.engine import Engine, Move, Pace
@@ -20,6 +22,7 @@ from tierstore_backends.files.engines.plain import PlainEngine
 from tierstore_backends.files.engines.ring import RingEngine
 from tierstore_backends.files.engines.threads import ThreadEngine
 from tierstore_backends.files.engines.trial import ring_fault
+from tierstore_backends.files.gpu import GpuFiles
 from tierstore_backends.files.lane import Lane, carry_out
 from tierstore_backends.files.meter import IoStats, total
 from tierstore_backends.files.options import Direct, EngineName, FilesOptions
@@ -39,6 +42,17 @@ class Started:
     name: EngineName
     is_direct: bool
     lanes: Sequence[Lane]
+    gpu: GpuFiles | None  # moves what is a GPU's, where that can be
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        """Say whether ``memory`` of a GPU is moved straight."""
+        return self.gpu is not None and self.gpu.accepts(memory)
+
+    def close(self) -> None:
+        """Let what is under way come to its end, and stop."""
+        self.engine.close()
+        if self.gpu is not None:
+            self.gpu.close()
 
     def stats(self) -> IoStats:
         """Return what it has done so far."""
@@ -95,6 +109,8 @@ def start(
         bounces = [Bounce(2 * block_bytes + entries * mode.alignment_bytes)]
     else:
         bounces = [Bounce(block_bytes) for _ in range(options.threads)]
+    # Only workers may wait for a GPU, and checksums are made in host memory.
+    gpu = GpuFiles(options.path, segments) if name is EngineName.THREADS and not options.checksum else None
     lanes = [
         Lane(
             segments,
@@ -104,6 +120,7 @@ def start(
             memory_alignment_bytes=mode.memory_alignment_bytes,
             is_checked=options.checksum,
             is_joining=name is EngineName.AIOFILES,
+            gpu=gpu,
         )
         for bounce in bounces
     ]
@@ -121,7 +138,7 @@ def start(
             engine = ThreadEngine(moves, reads, writes, pace)
         case _:
             assert_never(name)
-    return Started(engine, name, mode.is_direct, lanes)
+    return Started(engine, name, mode.is_direct, lanes, gpu)
 
 
 def _open_ring(folder: Path, mode: IoMode, syscalls: Syscalls, entries: int) -> Ring:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from tierstore.spi import Buffer
 from tierstore_backends.files.drives import SPAN_BYTES, Drive
 from tierstore_backends.files.engine import Engine
@@ -38,6 +40,16 @@ class StartedDrives:
     name: EngineName
     drives: Sequence[Drive]
     parts: Sequence[Started]
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        """Say whether every drive moves ``memory`` of a GPU straight."""
+        return all(part.accepts(memory) for part in self.parts)
+
+    def close(self) -> None:
+        """Let what is under way come to its end, and stop."""
+        self.engine.close()
+        for part in self.parts:
+            part.close()
 
     def stats(self) -> IoStats:
         """Return what they have done so far."""
@@ -182,7 +194,7 @@ class DriveEngine:
 class _Leg:
     """The pieces of one transfer on one drive.  See `tierstore_backends.files.transfer.Moving`."""
 
-    __slots__ = ("_journey", "buffers", "direction", "drive", "pieces", "remaining", "slots")
+    __slots__ = ("_journey", "buffers", "direction", "drive", "pieces", "ready", "remaining", "slots")
 
     def __init__(self, journey: _Journey, transfer: Transfer, drive: int, pieces: Sequence[Piece]) -> None:
         self._journey = journey
@@ -190,6 +202,7 @@ class _Leg:
         self.direction = transfer.direction
         self.slots = transfer.slots
         self.buffers: Sequence[Buffer] = transfer.buffers
+        self.ready = transfer.ready
         self.pieces = pieces
         self.remaining = len(pieces)  # guarded by the drive's engine
         for piece in pieces:

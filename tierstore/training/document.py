@@ -1,0 +1,121 @@
+"""What a checkpoint's document says, and how two things to train differ.
+
+The document is one key of a durable store: small tensors and JSON, packed as a safetensors file is.  The
+JSON names every bundle with what lies where in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tierstore.training.groups import Place
+
+DOCUMENT = "training/checkpoint"
+"""The key of the document."""
+
+METADATA = "tierstore"
+FORMAT = 1
+
+
+class Held(NamedTuple):
+    """One tensor of a bundle.
+
+    Attributes:
+        parameter: its name, or that of the parameter whose state it is.
+        entry: the name of the state; "": it is the parameter itself.
+        place: where it lies in the bundle.
+    """
+
+    parameter: str
+    entry: str
+    place: Place
+
+    def to_json(self) -> list[object]:
+        """Return it as a document holds it."""
+        place = self.place
+        dtype = str(place.dtype).removeprefix("torch.")
+        return [self.parameter, self.entry, dtype, list(place.shape), list(place.stride), place.offset]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Held:
+        """Return what `to_json` was called on."""
+        parameter, entry, dtype_name, sizes, stride, offset = value
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        shape = torch.Size(sizes)
+        name = f"the optimizer's {entry!r} of {parameter!r}" if entry else parameter
+        place = Place(name, shape, dtype, tuple(stride), offset, shape.numel() * dtype.itemsize)
+        return cls(parameter, entry, place)
+
+
+Bundles = dict[str, list[Held]]
+
+
+def unfinished() -> torch.Tensor:
+    """Return the document of state that changes: nobody can go on from it."""
+    return torch.frombuffer(bytearray(b"between checkpoints"), dtype=torch.uint8)
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return what an optimizer is."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def buffer_name(name: str) -> str:
+    """Return what the document calls a buffer's values."""
+    return f"buffer/{name}"
+
+
+def owner_of(key: str) -> int | None:
+    """Return whose bundle a key is of: the index of an optimizer, or ``None`` for parameters."""
+    kind, _, rest = key.partition("/")
+    return int(rest.partition("/")[0]) if kind == "state" else None
+
+
+def look_of(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Return what a tensor looks like, as text."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def looks(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return what each tensor looks like."""
+    return {name: look_of(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def differences(what: str, saved: Mapping[str, str], mine: Mapping[str, str]) -> Iterator[str]:
+    """Say what tensors are only here or there, or look different.
+
+    Args:
+        what: they are.
+        saved: what each looks like in the checkpoint, by name.
+        mine: what each looks like now.
+    """
+    for name, look in saved.items():
+        if name not in mine:
+            yield f"there is no {what} {name} ({look})"
+        elif mine[name] != look:
+            yield f"the {what} {name} is {mine[name]}, saved was {look}"
+    for name, look in mine.items():
+        if name not in saved:
+            yield f"the {what} {name} ({look}) was not saved"
+
+
+def group_differences(index: int, saved: Sequence[list[str]], mine: Sequence[list[str]]) -> Iterator[str]:
+    """Say how the parameter groups of one optimizer differ.
+
+    Args:
+        index: of the optimizer.
+        saved: the names in each group in the checkpoint.
+        mine: the names in each group now.
+    """
+    if len(saved) != len(mine):
+        yield f"optimizer {index} has {len(mine)} parameter groups, saved were {len(saved)}"
+        return
+    for number, (former, now) in enumerate(zip(saved, mine, strict=True)):
+        if former == now:
+            continue
+        gone, new = ([n for n in a if n not in b] for a, b in ((former, now), (now, former)))
+        what = [f"{sign} {', '.join(names)}" for sign, names in (("without", gone), ("with", new)) if names]
+        yield f"group {number} of optimizer {index} is {' and '.join(what) or 'in another order'}"

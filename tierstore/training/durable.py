@@ -1,0 +1,183 @@
+"""``run.checkpoint()``: the state of training becomes durable where it lies.
+
+1. Parameters and optimizer state are keys of the store: those bytes that the durable tier has already are
+   not written again.  Everything else (options, scalars, buffers, random number generators, what the
+   caller adds) is one document under a key of its own.
+2. All of it is one flush of exactly these keys: a crash leaves this checkpoint or the former one.
+   Gradients, and steps that are made ahead, are no part of it.
+3. Between checkpoints the document's key holds a mark in its place.  So a flush of the whole store, which
+   would make parameters durable without what belongs to them, leaves nothing that could be taken for a
+   checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from tierstore.errors import UsageError
+from tierstore.store import Store
+from tierstore.training import guard, rng
+from tierstore.training.binding import Binding, Bindings
+from tierstore.training.checkpoint import persistent_buffers
+from tierstore.training.document import (
+    DOCUMENT,
+    FORMAT,
+    METADATA,
+    Bundles,
+    Held,
+    buffer_name,
+    kind_of,
+    unfinished,
+)
+from tierstore.training.encoding import Sources, describe_optimizer, encode, not_in_the_model
+from tierstore.training.hooks import ModuleWindows
+from tierstore.training.optimizer import OptimizerSteps
+from tierstore.training.tensorfile import Entry, pack
+
+
+class DurableState:
+    """Makes the state of one model's training durable.
+
+    Args:
+        model: that is trained.
+        store: durable.
+        bindings: of the model.
+        windows: of its modules.
+        bundles: of its parameters.
+        steps: of its optimizers.
+        checkpoints: how many were made so far, in earlier runs.
+
+    Attributes:
+        checkpoints: how many were made so far, in all runs.
+        seconds: how long those of this run took.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store,
+        bindings: Bindings,
+        windows: ModuleWindows,
+        bundles: Sequence[Binding],
+        steps: Sequence[OptimizerSteps],
+        checkpoints: int,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._bindings = bindings
+        self._windows = windows
+        self._bundles = bundles
+        self._steps = steps
+        self.checkpoints = checkpoints
+        self.seconds = 0.0
+        self.mark()
+
+    def mark(self) -> None:
+        """Let the document's key say that the state changes."""
+        with self._bindings.apart():
+            self._store.put(DOCUMENT, unfinished(), replace=True)
+
+    def commit(self, extra: Mapping[str, object]) -> None:
+        """Make everything as it is now durable.  Blocks until it would survive a power loss.
+
+        Raises:
+            UsageError: a step or the model is under way, something refers to the bytes of a parameter, or
+                a value cannot be kept.
+            CapacityError, BackendError: as from `Store.flush`; the former checkpoint is unharmed.
+        """
+        begin = time.perf_counter()
+        self._windows.discard_interrupted()
+        if not self._windows.is_outermost:
+            raise UsageError("the model runs: make a checkpoint between steps.")
+        for steps in self._steps:
+            steps.require_whole()
+        with self._bindings.alone():
+            self._require_idle()
+            for steps in self._steps:
+                steps.adopt_existing()
+            bundles = self._held()
+            document = self._document(bundles, extra)
+            try:
+                self._store.put(DOCUMENT, document, tier=self._store.tier_names[-1], replace=True)
+                self._store.flush(DOCUMENT, *bundles)
+            finally:
+                self.mark()
+        self.checkpoints += 1
+        self.seconds += time.perf_counter() - begin
+
+    def _all(self) -> Iterator[Binding]:
+        yield from self._bundles
+        for steps in self._steps:
+            yield from steps.states.values()
+
+    def _require_idle(self) -> None:
+        """Raise if anything but the store has a hand on the bytes: it may write, unseen, at any moment."""
+        self._bindings.sweep()
+        if self._busy():
+            gc.collect()  # what only a cycle refers to
+        if busy := self._busy():
+            names = ", ".join(repr(binding.places[0].name) for binding in busy[:3])
+            raise UsageError(
+                f"the bytes of {len(busy)} bundles are in use ({names}{', ...' if len(busy) > 3 else ''}): "
+                "something refers to them, such as p.data, p.detach() or a pass of the model in another "
+                "thread. Make a checkpoint between steps, and let go of such references first.",
+                key=busy[0].key,
+            )
+
+    def _busy(self) -> list[Binding]:
+        return [binding for binding in self._all() if not self._bindings.release_idle(binding)]
+
+    # --- what there is ------------------------------------------------------------------------
+
+    def _held(self) -> Bundles:
+        """Return what is in which key."""
+        held: Bundles = {b.key: [Held(place.name, "", place) for place in b.places] for b in self._bundles}
+        for steps in self._steps:
+            for bundle, state in steps.states.items():
+                entries = steps.state_of(bundle.tensors)
+                held[state.key] = [
+                    Held(_name(parameter), entry, place)
+                    for (parameter, entry), place in zip(entries, state.places, strict=True)
+                ]
+        return held
+
+    def _document(self, bundles: Bundles, extra: Mapping[str, object]) -> torch.Tensor:
+        for name, parameter in self._model.named_parameters():
+            if guard.tenant_of(parameter) is None:
+                raise UsageError(f"the parameter {name!r} is new since offload(...): it is not in the store.")
+        buffers = persistent_buffers(self._model)
+        sources: Sources = {buffer_name(name): buffer for name, buffer in buffers.items()}
+        document = {
+            "format": FORMAT,
+            "checkpoints": self.checkpoints + 1,
+            "bundles": {key: [each.to_json() for each in held] for key, held in bundles.items()},
+            "buffers": list(buffers),
+            "optimizers": [self._describe(steps, sources) for steps in self._steps],
+            "rng": rng.save(self._store.device, sources),
+            "extra": encode(dict(extra), "extra", sources),
+        }
+        entries = [Entry.of(name, tensor) for name, tensor in sources.items()]
+        return pack(entries, sources.values(), {METADATA: json.dumps(document)})
+
+    def _describe(self, steps: OptimizerSteps, sources: Sources) -> dict[str, object]:
+        optimizer = steps.optimizer
+
+        def encode_one(value: object, name: str) -> object:
+            tenant = guard.tenant_of(value)
+            return encode(value, name, sources) if tenant is None else {"bundle": tenant.binding.key}
+
+        described = describe_optimizer(steps.index, optimizer, optimizer.state, _name, encode_one)
+        return {"kind": kind_of(optimizer), **described}
+
+
+def _name(parameter: torch.Tensor) -> str:
+    tenant = guard.tenant_of(parameter)
+    if tenant is None:
+        raise not_in_the_model(parameter)
+    return tenant.place.name
