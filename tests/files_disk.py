@@ -147,11 +147,12 @@ class ScriptedKernel:
 
 
 class OnDrive:
-    """A scripted kernel for the files in one folder, and the real one for all others."""
+    """A scripted kernel for the files in one folder, and another, the real one, for all others."""
 
-    def __init__(self, folder: Path, kernel: ScriptedKernel) -> None:
+    def __init__(self, folder: Path, kernel: ScriptedKernel, others: Syscalls = KERNEL) -> None:
         self._folder = folder
         self._kernel = kernel
+        self._others = others
 
     def read(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
         """See `Syscalls`."""
@@ -191,7 +192,7 @@ class OnDrive:
 
     def _of(self, fd: int) -> Syscalls:
         path = Path(f"/proc/self/fd/{fd}").readlink()
-        return self._kernel if self._folder in (path, path.parent) else KERNEL
+        return self._kernel if self._folder in (path, path.parent) else self._others
 
 
 class ScriptedRing:

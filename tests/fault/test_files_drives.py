@@ -252,7 +252,7 @@ def test_a_drive_that_cannot_be_synced_is_named_and_the_commit_fails(tmp_path: P
     with contextlib.closing(files):
         slot = files.reserve(MIB)
         finish(files.write(slot, buffer(MIB)))
-        for kind, name in (("sync", f"{found[1]}/tierstore-0000.bin"), ("sync folder", f"{found[1]} ")):
+        for kind, name in (("sync folder", f"{found[1]} "), ("sync", f"{found[1]}/tierstore-0000.bin")):
             fail = failing(errno.EIO)
             kernel.twist = lambda k, _, nbytes, kind=kind, fail=fail: fail(nbytes) if k == kind else None
             error = outcome(files.commit([Record("k", "", slot)]))
@@ -260,4 +260,39 @@ def test_a_drive_that_cannot_be_synced_is_named_and_the_commit_fails(tmp_path: P
             assert name in str(error)
             assert "EIO" in str(error)
         kernel.twist = None
+        kernel.forget()
         finish(files.commit([Record("k", "", slot)]))
+        assert sum(nbytes for _, nbytes in kernel.of_kind("write")) == MIB // 2  # what was in doubt, again
+
+
+def test_what_is_only_written_again_stays_where_it_is_on_a_full_drive(tmp_path: Path) -> None:
+    found = [tmp_path / "first", tmp_path / "second"]
+    kernel = ScriptedKernel()
+    options = {"path": [{"path": path, "bandwidth": 1} for path in found], "aio_block_size": BLOCK}
+    with contextlib.closing(
+        open_durable(found[0], syscalls=OnDrive(found[1], kernel), options=options)
+    ) as files:
+        slot = files.reserve(MIB)
+        finish(files.write(slot, buffer(MIB)))
+        extents = slot.extents
+        for kind, code in (("sync", errno.EIO), ("write", errno.ENOSPC)):
+            fail = failing(code)
+            kernel.twist = lambda k, _, nbytes, kind=kind, fail=fail: fail(nbytes) if k == kind else None
+            assert isinstance(outcome(files.commit([Record("k", "", slot)])), BackendError)
+        assert slot.extents == extents
+        kernel.twist = None
+        finish(files.commit([Record("k", "", slot)]))
+        into = blank(MIB)
+        finish(files.read(slot, into))
+        assert into.equal(buffer(MIB))
+
+
+def test_a_file_that_is_removed_from_one_drive_fails_the_commit(folders: list[Path]) -> None:
+    with contextlib.closing(open_store(folders)) as files:
+        slot = files.reserve(MIB)
+        finish(files.write(slot, buffer(MIB)))
+        (segment,) = folders[1].glob("tierstore-0*.bin")
+        segment.unlink()
+        error = outcome(files.commit([Record("k", "", slot)]))
+        assert isinstance(error, BackendError)
+        assert str(segment) in str(error)

@@ -83,13 +83,19 @@ class StripesMachine(RuleBasedStateMachine):
 
     @rule(capacity_bytes=st.integers(0, MOST))
     def resize(self, capacity_bytes: int) -> None:
+        before = [drive.space.capacity_bytes for drive in self.drives]
         try:
             self.stripes.resize(capacity_bytes)
         except CapacityError:
             assert capacity_bytes < self.live_bytes
         else:
             assert capacity_bytes >= self.live_bytes
+            is_growing = capacity_bytes >= self.capacity_bytes
             self.capacity_bytes = capacity_bytes - capacity_bytes % PAGE
+            # So that whoever reserves meanwhile is not refused what there is before and after.
+            for drive, share in zip(self.drives, before, strict=True):
+                now = drive.space.capacity_bytes
+                assert now >= share if is_growing else now <= share
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())

@@ -78,7 +78,7 @@ def test_a_fast_disk_is_measured_for_no_longer_than_a_moment(folders: list[Path]
     disk = clock.disk(write_s=0.0005, read_s=0.0005)
     measure_all(modes(folders)[:1], OnDrive(folders[0], disk), clock)
     assert clock.now_s <= 0.05
-    assert len(disk.of_kind("write")) <= 32
+    assert len(disk.of_kind("write")) <= 64
 
 
 def test_nothing_stays_behind(folders: list[Path]) -> None:
@@ -101,6 +101,22 @@ def test_one_block_that_waited_for_somebody_else_does_not_count(folders: list[Pa
     (rate,) = measure_all(modes(folders)[:1], OnDrive(folders[0], disk), clock)
     if probe(folders[0], Direct.AUTO, KERNEL).is_direct:
         assert rate == pytest.approx(1000 * MIB, rel=0.01)
+
+
+def test_the_faster_of_two_passes_counts(folders: list[Path]) -> None:
+    clock = Clock()
+    disk = clock.disk(write_s=0.001, read_s=0.001)
+    undisturbed = disk.twist
+    assert undisturbed is not None
+
+    def beside_somebody_else(kind: str, offset: int, nbytes: int) -> int | None:
+        if clock.now_s < 0.02:
+            clock.now_s += 0.003
+        return undisturbed(kind, offset, nbytes)
+
+    disk.twist = beside_somebody_else
+    (rate,) = measure_all(modes(folders)[:1], OnDrive(folders[0], disk), clock)
+    assert rate == pytest.approx(1000 * MIB, rel=0.01)
 
 
 def test_a_full_drive_counts_as_the_slowest_other(folders: list[Path]) -> None:

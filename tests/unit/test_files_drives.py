@@ -13,6 +13,7 @@ import pytest
 from tests.files_disk import (
     PAGE,
     Gate,
+    Nth,
     OnDrive,
     ScriptedKernel,
     blank,
@@ -27,9 +28,13 @@ from tierstore.errors import BackendError, CapacityError, ConfigError, StoreClos
 from tierstore.units import GIB, KIB, MIB
 from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.drives import SPAN_BYTES, DriveFiles, reach, split_by_drive
+from tierstore_backends.files.engines.drives import DriveEngine
+from tierstore_backends.files.engines.plain import PlainEngine
 from tierstore_backends.files.options import DriveOption, parse_options
 from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.stripes import Stripes
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
+from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transfer, cut
 
 BLOCK = 64 * KIB
 
@@ -45,6 +50,7 @@ def open_drives(
     *,
     rates: Sequence[int] = (3, 1),
     syscalls: Syscalls = KERNEL,
+    stride_bytes: int = 64 * KIB,
     **options: object,
 ) -> FilesBackend:
     paths = [{"path": folder, "bandwidth": rate} for folder, rate in zip(folders, rates, strict=False)]
@@ -53,7 +59,7 @@ def open_drives(
         parse_options({"path": paths, "aio_block_size": BLOCK, **options}),
         syscalls=syscalls,
         segment_bytes=MIB,
-        stride_bytes=64 * KIB,
+        stride_bytes=stride_bytes,
     )
 
 
@@ -282,6 +288,22 @@ def test_what_a_full_drive_refuses_goes_to_the_others(
     files.close()
 
 
+def test_a_full_drive_keeps_no_blocks_of_what_the_others_took_over(folders: list[Path]) -> None:
+    kernel = ScriptedKernel()
+    files = open_drives(
+        folders, 4 * MIB, rates=(1, 1), syscalls=OnDrive(folders[1], kernel), stride_bytes=MIB
+    )
+    kept = files.reserve(2 * BLOCK)
+    finish(files.write(kept, buffer(2 * BLOCK)))
+    assert disk_taken(folders[1]) > 8 * BLOCK  # a stride
+    full(kernel)
+    rest = files.reserve(4 * MIB - 2 * BLOCK)
+    finish(files.write(rest, buffer(rest.nbytes)))
+    assert disk_taken(folders[1]) <= 2 * BLOCK
+    assert taken(folders) <= 4 * MIB
+    files.close()
+
+
 def test_a_full_drive_gets_nothing_new_until_something_on_it_is_freed(folders: list[Path]) -> None:
     kernel = ScriptedKernel()
     files = open_drives(folders, 4 * MIB, rates=(1, 1), syscalls=OnDrive(folders[1], kernel))
@@ -293,6 +315,37 @@ def test_a_full_drive_gets_nothing_new_until_something_on_it_is_freed(folders: l
     finish(files.free(kept))
     kernel.twist = None
     assert any(start >= SPAN_BYTES for start, _ in files.reserve(8 * BLOCK).extents)
+    files.close()
+
+
+def test_slots_of_a_batch_that_met_a_full_drive_go_elsewhere_and_the_others_stay(folders: list[Path]) -> None:
+    kernel = ScriptedKernel()
+    files = open_drives(folders, rates=(1, 1), syscalls=OnDrive(folders[1], kernel))
+    full(kernel)
+    sizes = [BLOCK, BLOCK, 6 * BLOCK, 100, BLOCK, 3 * BLOCK + 1]
+    slots = [files.reserve(nbytes) for nbytes in sizes]
+    before = [slot.extents for slot in slots]
+    finish(files.write_many(slots, [buffer(nbytes, i) for i, nbytes in enumerate(sizes)]))
+    for slot, extents in zip(slots, before, strict=True):
+        was_there = any(start >= SPAN_BYTES for start, _ in extents)
+        assert (slot.extents != extents) == was_there
+    into = [blank(nbytes) for nbytes in sizes]
+    finish(files.read_many(slots, into))
+    assert all(got.equal(buffer(len(got), i)) for i, got in enumerate(into))
+    files.close()
+
+
+def test_a_write_that_meets_a_full_drive_and_a_failing_one_fails(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    crowded, faulty = ScriptedKernel(), ScriptedKernel()
+    syscalls = OnDrive(folders[1], crowded, OnDrive(folders[2], faulty))
+    files = open_drives(folders, rates=(1, 1, 1), syscalls=syscalls)
+    full(crowded)
+    faulty.twist = Nth(1, failing(errno.EIO), "write")  # only once: a second attempt would not see it
+    slot = files.reserve(3 * BLOCK)
+    error = outcome(files.write(slot, buffer(3 * BLOCK)))
+    assert isinstance(error, BackendError)
+    assert "failed: E" in str(error)
     files.close()
 
 
@@ -326,6 +379,30 @@ def test_a_directory_that_cannot_be_used_is_named(folders: list[Path]) -> None:
     with pytest.raises(BackendError, match=str(folders[1])):
         open_drives(folders)
     assert not folders[0].exists()
+
+
+def two_engines(tmp_path: Path) -> tuple[DriveEngine, list[PlainEngine], list[Piece]]:
+    """Return engines of two drives, and the pieces of a transfer over both."""
+    engines = [PlainEngine([lambda batch: None]) for _ in range(2)]
+    whole = DriveEngine(engines, Stripes([], PAGE, PAGE), folders=[tmp_path] * 2, segment_bytes=MIB)
+    slot = FileSlot(2 * PAGE, [(0, PAGE), (SPAN_BYTES, SPAN_BYTES + PAGE)], None, PAGE)
+    return whole, engines, cut(Transfer(Direction.READ, [slot], [buffer(2 * PAGE)]), segment_bytes=MIB)
+
+
+def test_a_drive_whose_engine_has_ended_fails_what_other_drives_have_begun(tmp_path: Path) -> None:
+    whole, engines, pieces = two_engines(tmp_path)
+    engines[1].close()
+    transfer = pieces[0].transfer
+    whole.submit(pieces)
+    assert isinstance(transfer, Transfer)
+    assert isinstance(outcome(transfer.completion), StoreClosed)
+
+
+def test_where_nothing_has_begun_it_is_said_at_once(tmp_path: Path) -> None:
+    whole, _, pieces = two_engines(tmp_path)
+    whole.close()
+    with pytest.raises(StoreClosed):
+        whole.submit(pieces)
 
 
 def test_after_close_nothing_moves(folders: list[Path]) -> None:

@@ -18,7 +18,9 @@ def loads(*weights: int) -> list[Load]:
     return [Load(weight, 0, PLENTY) for weight in weights]
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (3, 1), (2_000_000_000, 550_000_000), (5, 3, 1), (1, 1, 1, 97)])
+@pytest.mark.parametrize(
+    "weights", [(1, 1), (3, 1), (2_000_000_000, 550_000_000), (5, 3, 1), (1, 1, 1, 97), (2, 1, 1)]
+)
 @pytest.mark.parametrize("nbytes", [64 * MIB, 64 * MIB - 4 * KIB, 7 * MIB, 2 * MIB, 100 * MIB + 8 * KIB])
 def test_each_part_is_less_than_a_block_away_from_its_share_of_the_blocks(
     weights: tuple[int, ...], nbytes: int

@@ -9,7 +9,7 @@ Rule 1: the outcome of every call is looked at.  A short transfer is continued f
 ``EINTR`` is tried again, ``EAGAIN`` a few times; the end of a file inside a slot is an error.
 Rule 2: a batch that fails is tried again piece by piece, so that only the guilty piece fails.
 Rule 3: where the disk is full, what is free in the files is given back before the write is tried again;
-one that fails for good leaves no blocks behind.
+one that fails for good leaves no blocks behind, unless it was to write again what is there already.
 Rule 4: an error's cause keeps no frame alive, since frames refer to the caller's buffer.
 Rule 5: who waits for bounce memory holds none.
 """
@@ -32,7 +32,7 @@ from tierstore_backends.files.layout import Extent
 from tierstore_backends.files.meter import Counts
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.syscalls import Call, Syscalls
-from tierstore_backends.files.transfer import Direction, Piece
+from tierstore_backends.files.transfer import Direction, Piece, SlotState
 
 _TRANSIENT = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT})
 _AGAIN = frozenset({errno.EAGAIN, errno.EINTR})
@@ -140,7 +140,8 @@ class Lane:
         try:
             self._give_back()
             failure = yield from self._attempt([piece], [view], is_bounced=False)
-            if failure is not None:
+            slot = piece.transfer.slots[piece.part]
+            if failure is not None and slot.state is SlotState.RESERVED:  # not one that is only written again
                 self._segments.punch(piece.address, piece.end)  # what was written of it
         except OSError:
             return full

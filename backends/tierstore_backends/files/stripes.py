@@ -190,19 +190,20 @@ class Stripes:
             with self._lock:
                 self.free(extents)
                 limits = self._give_up(full, others)
-                moved = self._reserve(sum(end - start for start, end in extents))
+                # There is room elsewhere: as much as was free on the full drives, and these extents with it.
+                moved = self._reserve(sum(end - start for start, end in extents), without=full)
             try:
                 self._settle(limits)
             except BackendError:
                 _log.warning("unused scratch space could not be given back", exc_info=True)
         return moved
 
-    def _reserve(self, nbytes: int) -> tuple[Extent, ...]:
-        """Take extents.  Called with the lock."""
+    def _reserve(self, nbytes: int, *, without: Collection[int] = ()) -> tuple[Extent, ...]:
+        """Take extents, none of them on drives ``without``.  Called with the lock."""
         needed_bytes = align_up(nbytes, self._alignment_bytes)
         loads = [
-            Load(weight, space.live_bytes, space.free_bytes)
-            for weight, space in zip(self._weights, self._spaces, strict=True)
+            Load(weight, space.live_bytes, 0 if drive in without else space.free_bytes)
+            for drive, (weight, space) in enumerate(zip(self._weights, self._spaces, strict=True))
         ]
         free_bytes = sum(load.free_bytes for load in loads)
         if needed_bytes > free_bytes:

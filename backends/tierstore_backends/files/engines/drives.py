@@ -269,10 +269,8 @@ class _Journey:
             return []
         refused = {piece.part for piece in failed if _is_full(piece)}
         refused -= {piece.part for piece in failed if not _is_full(piece)}
-        newly_full = {piece.address // SPAN_BYTES for piece in failed if piece.part in refused}
-        if newly_full <= self._full:  # it was tried
-            return []
-        self._full |= newly_full
+        # Each time another drive: what was moved lies on none of those that are known to be full.
+        self._full |= {piece.address // SPAN_BYTES for piece in failed if piece.part in refused}
         moved = [part for part in sorted(refused) if self._engine.move(transfer.slots[part], self._full)]
         again = self._engine.cut_again(transfer, moved)
         kept = [piece for piece in transfer.pieces if piece.part not in moved]
