@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,12 @@ from tests.training.twins import (
     Trial,
     assert_equal_lists,
     assert_equal_models,
+    build_blocks,
     config_of,
 )
 from tierstore.errors import CapacityError
 from tierstore.training import offload
+from tierstore.training.session import Session
 
 # ---------------------------------------------------------------------- going on
 
@@ -229,6 +232,51 @@ def test_a_model_without_values_gets_them_from_the_checkpoint(tmp_path: Path) ->
     with offload(model, second.optimizers, config_of("three", tmp_path, DURABLE)) as run:
         some_steps(second, 2)
         assert_ends_alike(uninterrupted(4), second, run)
+
+
+class Heavy(torch.optim.SGD):
+    """Keeps five tensors a parameter, more than anybody would think."""
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - PyTorch's own signature
+        """Step, and make state."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                for number in range(5):
+                    self.state[parameter].setdefault(f"{number}", torch.zeros_like(parameter))
+        return super().step(closure)
+
+
+def test_a_device_that_cannot_hold_the_state_that_there_is_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    more = {**DURABLE, "offload_cpu_size": "64MB"}
+    for device, is_enough in (("1MB", True), ("112KB", False)):
+        model, _ = build_blocks()
+        optimizer = Heavy(model.parameters(), lr=0.1)
+        config = config_of("three", tmp_path, {**more, "max_device_memory": device})
+        if is_enough:
+            with offload(model, optimizer, config) as run:
+                some_steps(Trial(model, [optimizer]), 1)
+                run.checkpoint()
+        else:
+            with pytest.raises(CapacityError, match="cannot be trained on the device"):
+                offload(model, optimizer, config)
+
+
+def test_an_opening_that_fails_leaves_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, run = begin("disk", tmp_path)
+    some_steps(first, 1)
+    run.checkpoint({"step": 1})
+    run.close()
+    for resume in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "watch", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                begin("disk", tmp_path, resume=resume)
+        _, run = begin("disk", tmp_path)
+        assert run.resumed is not None
+        assert run.resumed.extra == {"step": 1}
+        run.close()
 
 
 def test_starting_over_leaves_the_checkpoint_until_the_next_one(tmp_path: Path) -> None:

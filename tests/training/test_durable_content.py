@@ -137,6 +137,21 @@ def test_the_state_of_any_optimizer_comes_back(kind: str, tmp_path: Path) -> Non
         assert_ends_alike(plain, second, run)
 
 
+def test_state_that_somebody_made_since_the_last_step_is_kept(tmp_path: Path) -> None:
+    trial, run = begin("disk", tmp_path)
+    some_steps(trial, 1)
+    own = trial.model.get_parameter("0.up.weight")
+    trial.optimizers[0].state[own]["mine"] = torch.full((3, 2), 7.0)
+    trial.optimizers[0].state[own]["exp_avg"] = torch.full_like(own, 2.0)
+    run.checkpoint()
+    run.close()
+    trial, run = begin("disk", tmp_path, seed=3)
+    state = trial.optimizers[0].state[trial.model.get_parameter("0.up.weight")]
+    assert torch.equal(state["mine"].clone(), torch.full((3, 2), 7.0))
+    assert bool((state["exp_avg"] == 2.0).all())
+    run.close()
+
+
 def test_state_that_was_loaded_into_the_run_is_what_the_next_checkpoint_keeps(tmp_path: Path) -> None:
     plain = uninterrupted(2)
     trial, run = begin("disk", tmp_path, seed=4)

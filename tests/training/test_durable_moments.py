@@ -25,6 +25,8 @@ from tests.training.twins import (
 )
 from tierstore.errors import UsageError
 from tierstore.training import offload
+from tierstore.training.ahead import StepsAhead
+from tierstore.training.turns import Turn
 
 __all__ = ["count_taken"]
 
@@ -156,6 +158,32 @@ def test_after_a_step_that_failed_in_its_midst_it_is_refused_until_a_whole_one(t
             run.checkpoint()
         some_steps(trial, 1)
         run.checkpoint({"step": 2})
+
+
+def test_after_a_step_that_failed_when_some_were_taken_over_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = StepsAhead.take
+    taken: list[bool] = []
+
+    def take_once(ahead: StepsAhead, turn: Turn) -> bool:
+        if any(taken):
+            raise ArithmeticError("torn")
+        taken.append(take(ahead, turn))
+        return taken[-1]
+
+    torch.manual_seed(0)
+    trial = Trial(*build_blocks())
+    config = config_of("three", tmp_path, {**DURABLE, "max_device_memory": "192KB"})
+    with offload(trial.model, trial.optimizers, config) as run:
+        for _ in range(5):
+            quiet_step(trial)
+        run.checkpoint()
+        monkeypatch.setattr(StepsAhead, "take", take_once)
+        with pytest.raises(ArithmeticError):
+            quiet_step(trial)
+        with pytest.raises(UsageError, match="a step of Adam is under way, or failed in its midst"):
+            run.checkpoint()
 
 
 def test_inside_a_step_that_is_not_over_it_is_refused(tmp_path: Path) -> None:
