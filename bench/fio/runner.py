@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import tierstore as ts
@@ -42,7 +42,7 @@ class Finished:
         elapsed_s: how long all took, by the wall.
         counted: what process and store counted meanwhile; see `Meter`.
         error: 0, or an errno.
-        stats: each tier at the end: its capacity, and the most that was ever charged.
+        stats: each tier at the end: its capacity, the most that was ever charged, and what its codec did.
         optimum: for a trace.
     """
 
@@ -56,7 +56,7 @@ class Finished:
     error: int = 0
     message: str = ""
     verified_bytes: int = 0
-    stats: dict[str, dict[str, int]] = field(default_factory=dict)
+    stats: dict[str, dict[str, object]] = field(default_factory=dict)
     optimum: Optimum | None = None
 
 
@@ -191,9 +191,13 @@ class JobThread:
             yield from self._cut(order.loop(), tensors.sizes)
 
     def _cut(self, ios: Iterable[Io], sizes: Sequence[int]) -> Iterator[list[Io]]:
-        """Cut a loop where a tensor would have to be made ready twice, or there is no room for more."""
+        """Cut a loop where a tensor would have to be made ready twice, or there is no room for more.
+
+        And where the store is flushed: that brings down everything that is ready to be written.
+        """
         steps = {True: self._job.steps.read, False: self._job.steps.write}
         room_bytes = left_bytes = self._write_room_bytes()
+        flushed_after = 1 if steps[False].op == "flush" else self._job.fsync
         batch: list[Io] = []
         seen: set[int] = set()
         for io in ios:
@@ -205,6 +209,9 @@ class JobThread:
             batch.append(io)
             seen.add(io.tensor)
             left_bytes -= needed_bytes
+            if not io.is_read and flushed_after and sum(not each.is_read for each in batch) == flushed_after:
+                yield batch
+                batch, seen, left_bytes = [], set(), room_bytes
         if batch:
             yield batch
 
@@ -253,11 +260,13 @@ def _number(error: BaseException) -> int:
     return errno.EIO
 
 
-def _tiers(store: ts.Store) -> dict[str, dict[str, int]]:
-    return {
-        name: {"capacity_bytes": tier.capacity_bytes, "peak_charged_bytes": tier.peak_charged_bytes}
-        for name, tier in store.stats().tiers.items()
-    }
+def _tiers(store: ts.Store) -> dict[str, dict[str, object]]:
+    tiers: dict[str, dict[str, object]] = {}
+    for name, tier in store.stats().tiers.items():
+        tiers[name] = {"capacity_bytes": tier.capacity_bytes, "peak_charged_bytes": tier.peak_charged_bytes}
+        if tier.codec is not None:
+            tiers[name]["codec"] = asdict(tier.codec)
+    return tiers
 
 
 @dataclass

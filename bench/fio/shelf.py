@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 
@@ -103,9 +102,4 @@ def _config(keys: StoreKeys, directory: Path) -> ts.StoreConfig:
 
 def _disk(keys: StoreKeys, directory: Path) -> ts.TierConfig:
     options = {"path": str(directory), **dict(keys.options)}
-    disk = {"name": "disk", "backend": "files", "capacity": keys.disk_bytes, "options": options}
-    if keys.codec:
-        if "codec" not in {field.name for field in fields(ts.TierConfig)}:
-            raise ts.ConfigError(f"codec={keys.codec}: this version of tierstore has no codecs")
-        disk["codec"] = keys.codec
-    return ts.TierConfig(**disk)  # type: ignore[arg-type]  # TierConfig checks each
+    return ts.TierConfig("disk", "files", keys.disk_bytes, options=options, codec=keys.codec or None)

@@ -180,6 +180,12 @@ def _ours(entry: Mapping[str, Any]) -> list[str]:
     for name, tier in entry["tiers"].items():
         counts = ", ".join(f"{key}={tier[key]}" for key in ("hits", "faults", "evictions", "refusals"))
         lines.append(f"     {name:<10}: {counts}, peak={_binary(tier['peak_charged_bytes'], 'B')}")
+        if codec := tier.get("codec"):
+            raw, held = (_binary(codec[key], "B") for key in ("raw_bytes", "held_bytes"))
+            lines.append(
+                f"     codec     : {codec['packed_tensors']} tensors of {raw} packed into {held}, "
+                f"{codec['skipped_tensors']} as they were"
+            )
     moved = ", ".join(
         f"{way}={_binary(t['bytes'], 'B')}" for way, t in entry["traffic"].items() if t["bytes"]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from tests.unit.test_bench_fio_jobfile import needs_fio
 from tierstore.spi import Buffer, Completion, Slot
 from tierstore_backends.memory import MemoryBackend
 
+CLOSE = ts.Store.close
 HEAD = "[global]\nioengine=tierstore\nsize=1m\nbs=64k\nhost_quota=4m\ndisk_quota=8m\n"
 
 
@@ -116,6 +118,51 @@ def test_unlink_drops_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Shelf, "give", look)
     entries("[a]\n[b]\nstonewall\nunlink=1\nfilename=b\n", tmp_path)
     assert left == [16, 16]  # those of a; b's are gone again
+
+
+def test_a_write_is_flushed_after_so_many_and_each_one_moves(tmp_path: Path) -> None:
+    (entry,) = entries("[x]\nrw=write\ndurable=1\nfsync=4\nend_fsync=1\nverify=md5\n", tmp_path)
+    assert entry["error"] == 0
+    assert entry["sync"]["total_ios"] == 5
+    # A flush brings down all that could be written: what is ready is no more than comes before the next.
+    assert entry["tierstore"]["tiers"]["host"]["evictions"] == 16
+    assert entry["write"]["clat_ns"]["percentile"]["1.000000"] > 20_000
+
+
+def test_a_flush_is_timed_with_one_tensor_to_bring_down(tmp_path: Path) -> None:
+    (entry,) = entries("[x]\nrw=write\nop=flush\ndurable=1\nverify=md5\n", tmp_path)
+    assert entry["error"] == 0
+    assert entry["tierstore"]["traffic"]["host->disk"]["copies"] == 16
+
+
+def test_a_durable_store_is_opened_again_with_every_key(tmp_path: Path) -> None:
+    (entry,) = entries("[x]\nop=open\ndurable=1\nnumber_ios=3\n", tmp_path)
+    assert (entry["error"], entry["read"]["total_ios"], entry["read"]["io_bytes"]) == (0, 3, 0)
+
+
+def test_a_store_that_does_not_find_its_keys_again_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ts.Store, "flush", lambda _: None)
+
+    def forget(store: ts.Store) -> None:
+        with contextlib.suppress(ts.StoreClosed):
+            store.drop(*store.keys())
+        CLOSE(store)
+
+    monkeypatch.setattr(ts.Store, "close", forget)
+    (entry,) = entries("[x]\nop=open\ndurable=1\nnumber_ios=3\n", tmp_path)
+    assert entry["error"] == 84
+    assert "found 0 keys again of 16" in entry["tierstore"]["errors"][0]
+
+
+def test_what_a_codec_packed_is_reported(tmp_path: Path) -> None:
+    text = "[x]\nrw=write\ncodec=lz4\nbuffer_compress_percentage=75\nverify=md5\n"
+    (entry,) = entries(text, tmp_path)
+    assert entry["error"] == 0
+    codec = entry["tierstore"]["tiers"]["disk"]["codec"]
+    assert codec["packed_tensors"] == 16
+    assert codec["held_bytes"] < codec["raw_bytes"] / 2
 
 
 # ---------------------------------------------------------------------- when it ends
