@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,6 +95,32 @@ def test_what_a_peer_raises_is_its_last_answer() -> None:
 def test_a_peer_that_is_not_installed_says_what_would_help() -> None:
     with pytest.raises(Absent, match=r"no_such_library.*make peers"):
         workers.required("no_such_library")
+
+
+_NOISY = """
+import os, sys, types
+from bench.peers import workers
+noisy = types.ModuleType("noisy")
+noisy.open_subject = lambda name: lambda ask, arguments: os.write(1, b"a library says hello\\n") and {"n": 1}
+sys.modules["noisy"] = noisy
+workers._KINDS["noisy"] = "noisy"
+sys.argv = ["workers", "noisy", "it"]
+workers._main()
+"""
+
+
+def test_what_a_library_prints_does_not_come_between_answers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NOISY],
+        input=json.dumps({"ask": "turn", "with": {}}) + "\n",
+        cwd=Path(__file__).parents[2],
+        env=workers.surroundings(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [{"ready": "it"}, {"n": 1}]
+    assert "a library says hello" in done.stderr
 
 
 def test_a_peer_that_raises_in_its_process_fails_with_its_words(tmp_path: Path) -> None:
