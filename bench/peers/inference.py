@@ -20,7 +20,7 @@ from bench.workload import Workload
 
 MIB = 1024**2
 FULL_HOST_BYTES = 50 * MIB
-"""The host quota at full scale, three of its 24 weights: the process takes no more than Accelerate's."""
+"""The host quota at full scale, three of its 24 weights: the process takes about what Accelerate's does."""
 
 
 @dataclass(frozen=True)
