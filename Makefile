@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
 # Progress is shown by the job itself; extra words for it: make run ARGS="--text my.txt"
 ARGS ?=
 
@@ -14,7 +16,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export THP_MEM_ALLOC_ENABLE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long check bench docs coverage clean
+.PHONY: help install run test test-long check bench figures peers docs coverage clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,8 +44,22 @@ test-long: $(STAMP)  ## everything, with Hypothesis' long profile
 check: $(STAMP)  ## format, lint, types, layers, docs, architecture: what CI checks beside the tests
 	scripts/check
 
-bench: $(STAMP)  ## the figures of docs/benchmarks
+bench: $(STAMP)  ## the job files of bench/jobs, or ARGS="my.fio --plots out"
+	$(BIN)/python -m bench $(or $(ARGS),$(wildcard bench/jobs/*.fio))
+
+figures: $(STAMP)  ## the figures of docs/benchmarks
 	$(BIN)/python -m bench $(ARGS)
+
+peers: $(PEERS_STAMP)  ## .venv-peers with DeepSpeed and others beside tierstore, for python -m bench.peers
+
+$(PEERS_STAMP): pyproject.toml constraints.txt bench/peers/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tierstore needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(PEERS)
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+	  $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[io-uring]' \
+	  --requirement bench/peers/requirements.txt
+	$(PEERS)/bin/python -m bench.peers.ops
+	@touch $@
 
 docs: $(STAMP)  ## the documentation as HTML, in docs/_build/html
 	$(BIN)/python -m sphinx -n -W --keep-going -q -b html docs docs/_build/html
@@ -55,6 +71,6 @@ coverage: $(STAMP)  ## branch coverage: 100 % of the core, at least 95 % overall
 	  $(BIN)/python -m coverage report --include='*/tierstore/core/*' --fail-under=100 && exit $$overall
 
 clean:  ## away with .venv and everything that was built
-	rm -rf $(VENV) build dist docs/_build .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) $(PEERS) build dist docs/_build .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 	  .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
+from tierstore.errors import BackendError
 from tierstore.spi import Buffer, Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.durable import DurableFiles
 from tierstore_backends.files.options import parse_options
-from tierstore_backends.files.syscalls import KERNEL, Syscalls
+from tierstore_backends.files.syscalls import KERNEL, Call, Ring, Streams, Syscalls
 
 _RANDOM = torch.randint(
     0, 256, (8 * MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
 )  # different seeds of ``buffer`` are different windows
+
+
+def _ring_fault() -> str | None:
+    try:
+        KERNEL.open_ring(1, is_direct=False).close()
+    except (OSError, BackendError) as error:
+        return f"no io_uring here: {error}"
+    return None
+
+
+_fault = _ring_fault()
+needs_ring = pytest.mark.skipif(_fault is not None, reason=_fault or "")
+IN_BACKGROUND = ["threads", pytest.param("io_uring", marks=needs_ring), "aiofiles"]
+EVERY_ENGINE = [*IN_BACKGROUND, "plain"]
 
 TIMEOUT_S = 30.0
 PAGE = 4096
@@ -44,29 +65,37 @@ class ScriptedKernel:
         """See `Syscalls`."""
         return self._move(KERNEL.write, "write", fd, vector, offset)
 
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+        """See `Syscalls`."""
+        return ScriptedStreams(self, KERNEL.open_streams(path_of, executor))
+
+    def open_ring(self, entries: int, *, is_direct: bool) -> Ring:
+        """See `Syscalls`."""
+        return ScriptedRing(self, KERNEL.open_ring(entries, is_direct=is_direct))
+
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         """See `Syscalls`."""
-        self._note("allocate", offset, nbytes)
+        self.note("allocate", offset, nbytes)
         KERNEL.allocate(fd, offset, nbytes)
 
     def punch(self, fd: int, offset: int, nbytes: int) -> None:
         """See `Syscalls`."""
-        self._note("punch", offset, nbytes)
+        self.note("punch", offset, nbytes)
         KERNEL.punch(fd, offset, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """See `Syscalls`."""
-        self._note("truncate", 0, nbytes)
+        self.note("truncate", 0, nbytes)
         KERNEL.truncate(fd, nbytes)
 
     def sync(self, fd: int) -> None:
         """See `Syscalls`."""
-        self._note("sync", 0, 0)
+        self.note("sync", 0, 0)
         KERNEL.sync(fd)
 
     def sync_folder(self, fd: int) -> None:
         """See `Syscalls`."""
-        self._note("sync folder", 0, 0)
+        self.note("sync folder", 0, 0)
         KERNEL.sync_folder(fd)
 
     def of_kind(self, kind: str) -> list[tuple[int, int]]:
@@ -89,28 +118,161 @@ class ScriptedKernel:
         offset: int,
     ) -> int:
         nbytes = sum(len(view) for view in vector)
+        with self.counted():
+            most = self.note(kind, offset, nbytes)
+            if most is None or most >= nbytes:
+                return call(fd, vector, offset)
+            if whole := first(vector, most - most % PAGE):
+                call(fd, whole, offset)  # a disk moves aligned bytes; the rest did not get there
+            return most
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a call as active."""
         with self._lock:
             self.active += 1
             self.most_active = max(self.most_active, self.active)
         try:
-            most = self._note(kind, offset, nbytes)
-            if most is None or most >= nbytes:
-                return call(fd, vector, offset)
-            if whole := _first(vector, most - most % PAGE):
-                call(fd, whole, offset)  # a disk moves aligned bytes; the rest did not get there
-            return most
+            yield
         finally:
             with self._lock:
                 self.active -= 1
 
-    def _note(self, kind: str, offset: int, nbytes: int) -> int | None:
+    def note(self, kind: str, offset: int, nbytes: int) -> int | None:
+        """Remember a call; do what the script says; return how many bytes may move at most."""
         with self._lock:
             self.calls.append((kind, offset, nbytes))
             twist = self.twist
         return twist(kind, offset, nbytes) if twist is not None else None
 
 
-def _first(vector: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+class OnDrive:
+    """A scripted kernel for the files in one folder, and the real one for all others."""
+
+    def __init__(self, folder: Path, kernel: ScriptedKernel) -> None:
+        self._folder = folder
+        self._kernel = kernel
+
+    def read(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
+        """See `Syscalls`."""
+        return self._of(fd).read(fd, vector, offset)
+
+    def write(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
+        """See `Syscalls`."""
+        return self._of(fd).write(fd, vector, offset)
+
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+        """See `Syscalls`."""
+        return KERNEL.open_streams(path_of, executor)
+
+    def open_ring(self, entries: int, *, is_direct: bool) -> Ring:
+        """See `Syscalls`."""
+        return KERNEL.open_ring(entries, is_direct=is_direct)
+
+    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
+        """See `Syscalls`."""
+        self._of(fd).allocate(fd, offset, nbytes)
+
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        """See `Syscalls`."""
+        self._of(fd).punch(fd, offset, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """See `Syscalls`."""
+        self._of(fd).truncate(fd, nbytes)
+
+    def sync(self, fd: int) -> None:
+        """See `Syscalls`."""
+        self._of(fd).sync(fd)
+
+    def sync_folder(self, fd: int) -> None:
+        """See `Syscalls`."""
+        self._of(fd).sync_folder(fd)
+
+    def _of(self, fd: int) -> Syscalls:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        return self._kernel if self._folder in (path, path.parent) else KERNEL
+
+
+class ScriptedRing:
+    """A real ring; the kernel's script decides what goes wrong.
+
+    A call that is to fail moves nothing, and one that is to fall short moves its first pages only: what
+    the engine does not ask for again is not there.
+    """
+
+    def __init__(self, kernel: ScriptedKernel, ring: Ring) -> None:
+        self._kernel = kernel
+        self._ring = ring
+        self._known: list[tuple[int, int]] = []  # ended without the kernel
+        self._short: dict[int, int] = {}  # what is told, by token
+
+    def put(self, token: int, call: Call) -> None:
+        """See `Ring`."""
+        nbytes = sum(len(view) for view in call.vector)
+        try:
+            most = self._kernel.note(call.direction.name.lower(), call.offset, nbytes)
+        except OSError as error:
+            self._end(token, -(error.errno or 0))
+            return
+        if most is None or most >= nbytes:
+            self._ring.put(token, call)
+        elif whole := first(call.vector, most - most % PAGE):
+            self._short[token] = most
+            self._ring.put(token, replace(call, vector=whole))
+        else:
+            self._end(token, most)
+
+    def submit(self) -> None:
+        """See `Ring`."""
+        self._ring.submit()
+
+    def reap(self) -> list[tuple[int, int]]:
+        """See `Ring`."""
+        known, self._known = self._known, []
+        return known + [(token, self._short.pop(token, result)) for token, result in self._ring.reap()]
+
+    def wait(self, timeout_s: float | None) -> None:
+        """See `Ring`."""
+        self._ring.wait(timeout_s)
+
+    def wake(self) -> None:
+        """See `Ring`."""
+        self._ring.wake()
+
+    def close(self) -> None:
+        """See `Ring`."""
+        self._ring.close()
+
+    def _end(self, token: int, result: int) -> None:
+        self._known.append((token, result))
+        self._ring.wake()
+
+
+class ScriptedStreams:
+    """Real files behind aiofiles; the kernel's script decides what goes wrong."""
+
+    def __init__(self, kernel: ScriptedKernel, streams: Streams) -> None:
+        self._kernel = kernel
+        self._streams = streams
+
+    async def move(self, call: Call) -> int:
+        """See `Streams`."""
+        nbytes = sum(len(view) for view in call.vector)
+        with self._kernel.counted():
+            most = self._kernel.note(call.direction.name.lower(), call.offset, nbytes)
+            if most is None or most >= nbytes:
+                return await self._streams.move(call)
+            if whole := first(call.vector, most - most % PAGE):
+                await self._streams.move(replace(call, vector=whole))
+            return most
+
+    async def close(self) -> None:
+        """See `Streams`."""
+        await self._streams.close()
+
+
+def first(vector: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     """Return the first ``nbytes`` of ``vector``."""
     first: list[memoryview] = []
     for view in vector:
@@ -118,6 +280,51 @@ def _first(vector: Sequence[memoryview], nbytes: int) -> list[memoryview]:
             first.append(view[:nbytes])
         nbytes -= len(view)
     return first
+
+
+class PowerKernel(ScriptedKernel):
+    """The real kernel, over disks that forget at a power loss what was not synced.
+
+    ``folder`` is the directory, or has those of a store with several in it.
+
+    Of a file what its last sync found there stays; of a directory the names that its last sync found.
+    (SQLite's files are copied as they are: whether SQLite syncs them is SQLite's affair.)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self._synced = {self._name(path): path.read_bytes() for path in folder.rglob("tierstore-*.bin")}
+        self._names = set(self._synced)
+
+    def sync(self, fd: int) -> None:
+        """See `Syscalls`."""
+        super().sync(fd)
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        self._synced[self._name(path)] = path.read_bytes()
+
+    def sync_folder(self, fd: int) -> None:
+        """See `Syscalls`."""
+        super().sync_folder(fd)
+        synced = Path(f"/proc/self/fd/{fd}").readlink()
+        elsewhere = {name for name in self._names if (self.folder / name).parent != synced}
+        self._names = elsewhere | {self._name(path) for path in synced.iterdir()}
+
+    def lose_power(self, into: Path) -> PowerKernel:
+        """Make ``into`` what the folder would be after a power loss; return the kernel for it."""
+        into.mkdir()
+        for path in sorted(self.folder.rglob("*")):
+            name = self._name(path)
+            if path.is_dir():
+                (into / name).mkdir()
+            elif path.suffix != ".bin":
+                shutil.copy(path, into / name)
+            elif name in self._names:
+                (into / name).write_bytes(self._synced.get(name, b""))
+        return PowerKernel(into)
+
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self.folder))
 
 
 class Nth:
@@ -179,7 +386,7 @@ def failing(code: int) -> Callable[[int], int | None]:
 
 
 def open_files(
-    path: Path,
+    path: object,
     capacity_bytes: int = 8 * MIB,
     *,
     syscalls: Syscalls = KERNEL,
@@ -218,6 +425,17 @@ def open_durable(
         stride_bytes=stride_bytes,
         quiet_s=quiet_s,
     )
+
+
+@contextlib.contextmanager
+def no_file_grows(most_bytes: int = 0) -> Iterator[None]:
+    """Let the kernel refuse every write beyond ``most_bytes`` of any file, in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def disk_taken(path: Path) -> int:

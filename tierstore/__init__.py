@@ -1,8 +1,8 @@
 """tierstore: a tiered key-value store for tensors, over device memory, host memory and disk.
 
 `Store` keeps tensors under keys within quotas; `tierstore.training.offload` trains models larger than
-the device with it.  This module holds the public names and nothing else; `tierstore.testing` and
-`tierstore.training` are imported when they are first used.
+the device with it.  This module holds the public names and nothing else; `tierstore.planning`,
+`tierstore.testing` and `tierstore.training` are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     """Import a subpackage at its first use."""
-    if name in {"testing", "training"}:
+    if name in {"planning", "testing", "training"}:
         return importlib.import_module(f"tierstore.{name}")
     raise AttributeError(f"module 'tierstore' has no attribute {name!r}")

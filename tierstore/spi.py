@@ -45,6 +45,9 @@ and the backend owes:
 15. ``close`` keeps what the last commit named, as it would be found after a power loss.
 
 A slot may take less of the medium than was asked for, once it is written: see `held_bytes`.
+
+A backend that counts what it does shows it as ``io_stats``, a frozen dataclass of ints, floats and texts; it
+appears in `tierstore.stats.TierStats.io`.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -272,6 +276,42 @@ class BatchBackend(Backend, Protocol):
 
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """Copy each buffer into the slot at its position."""
+        ...
+
+
+@runtime_checkable
+class DirectBackend(Backend, Protocol):
+    """A ``STORAGE`` backend that reaches memory of a device without a buffer between.  Optional.
+
+    Whatever memory it accepts, the engine may give to ``read`` and ``write`` in a buffer's place: the
+    ``memory`` of a slot of a ``DEVICE`` backend, of as many bytes.  The engine has then made the calling
+    thread's current stream wait for everything that uses that slot; the backend moves no byte before
+    that stream has come as far as it was when it was called, and the completion is not stream-ordered.
+    """
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        """Say whether ``memory`` can be moved straight, now and here.  Blocks at most once, to find out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a backend can do in a place, or why not.
+
+    Attributes:
+        name: what: a noun, such as ``"engine io_uring"``.
+        fault: why it does not work there, and what to do about it; ``None``: it works.
+    """
+
+    name: str
+    fault: str | None
+
+
+class Examiner(Protocol):
+    """What a backend's module may offer as ``examine``, for ``tierstore doctor``."""
+
+    def __call__(self, folder: Path) -> Sequence[Finding]:
+        """Find out, by doing it, what works in ``folder``; leave nothing there."""
         ...
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+
+from tierstore.wrappers import CodecStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,9 @@ class TierStats:
         faults: those that did not.
         evictions: replicas that were let go to make room or because they were told to.
         refusals: requests that could get no room.
+        codec: what the tier's codec has packed, and what it came to; None: it has none.
+        io: what the medium counts of its own, by name, such as calls, their mean size and how many were
+            in flight; empty where it counts nothing.
     """
 
     capacity_bytes: int
@@ -33,6 +39,8 @@ class TierStats:
     faults: int
     evictions: int
     refusals: int
+    codec: CodecStats | None = None
+    io: Mapping[str, int | float | str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +94,9 @@ class StoreStats:
     def copied_bytes(self) -> int:
         """Over all directions."""
         return sum(traffic.nbytes for traffic in self.traffic.values())
+
+
+def io_of(backend: object) -> Mapping[str, int | float | str]:
+    """Return what a backend counts: its ``io_stats``, a frozen dataclass, where it has that."""
+    counted = getattr(backend, "io_stats", None)
+    return MappingProxyType({} if counted is None else asdict(counted))

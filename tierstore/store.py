@@ -24,6 +24,7 @@ from tierstore.core.eviction import POLICIES
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Plan, Tier
 from tierstore.core.quota import Shelf
+from tierstore.engine.collecting import no_collections
 from tierstore.engine.engine import Engine, Opening
 from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
@@ -31,8 +32,9 @@ from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Backend, Completion, DurableBackend, Medium
-from tierstore.stats import StoreStats, TierStats, Traffic
+from tierstore.stats import StoreStats, TierStats, Traffic, io_of
 from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, to_text, view_bytes
+from tierstore.wrappers import Compressed, with_codec
 
 log = logging.getLogger("tierstore")
 
@@ -53,24 +55,25 @@ class Store:
 
     def __init__(self, config: StoreConfig) -> None:
         self.config = config
-        backends = _open_all(config.tiers)
-        tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
-        _check_durable(tiers, backends)
-        self.tier_names = tuple(tier.name for tier in tiers)
-        ledger = Ledger(tiers, POLICIES[config.eviction])
-        self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
         self._outputs = OutputPool()
         self._lock = threading.Lock()  # guards the next two
         self._gets: dict[str, Traffic] = {}
         self._stall_seconds = 0.0
-        self.is_durable = any(tier.is_durable for tier in tiers)
-        for index, tier in enumerate(tiers):
-            if tier.is_durable:
-                self._recover(index)
+        with no_collections():
+            self._open(config)
 
-    def _recover(self, tier: int) -> None:
+    def _open(self, config: StoreConfig) -> None:
+        backends = _open_all(config.tiers)
+        tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
+        _check_durable(tiers, backends)
+        self.tier_names = tuple(tier.name for tier in tiers)
+        self.is_durable = any(tier.is_durable for tier in tiers)
+        ledger = Ledger(tiers, POLICIES[config.eviction])
+        self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
         try:
-            self._engine.recover(tier, from_text)
+            for index, tier in enumerate(tiers):
+                if tier.is_durable:
+                    self._engine.recover(index, from_text)
         except BaseException:
             self._engine.close()
             raise
@@ -422,7 +425,12 @@ class Store:
             traffic.update({(tier, "caller"): moved for tier, moved in self._gets.items()})
             stall_seconds = self._stall_seconds
         by_name = {
-            name: replace(tier, reserved_bytes=_reserved_bytes(backend, tier))
+            name: replace(
+                tier,
+                reserved_bytes=_reserved_bytes(backend, tier),
+                codec=backend.codec_stats if isinstance(backend, Compressed) else None,
+                io=io_of(backend),
+            )
             for name, tier, backend in zip(self.tier_names, tiers, self._engine.backends, strict=True)
         }
         return StoreStats(MappingProxyType(by_name), MappingProxyType(traffic), stall_seconds)
@@ -480,6 +488,7 @@ def _open_all(tiers: Sequence[TierConfig]) -> list[Backend]:
                 )
             else:
                 backends.append(cast("Backend", tier.backend))
+            backends[-1] = with_codec(backends[-1], tier.codec, tier.name)
     except BaseException:
         for backend in backends:
             backend.close()

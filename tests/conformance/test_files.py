@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -21,11 +22,13 @@ from tierstore_backends.files import open_backend
         {"aio_block_size": "64KiB", "aio_queue_depth": 2},
         {"durable": True},
         {"durable": True, "checksum": False, "direct": False, "enable_aio": False},
+        {"drives": (3, 1), "aio_block_size": "4KiB"},
+        {"drives": (1, 1, 1), "direct": False, "enable_aio": False},
     ],
     ids=str,
 )
 class TestFiles(BackendConformance):
-    """With checksums and without, with workers and without."""
+    """With checksums and without, with workers and without, in one directory and in several."""
 
     @pytest.fixture(autouse=True)
     def _with(self, options: dict[str, object], tmp_path: Path) -> None:
@@ -36,4 +39,7 @@ class TestFiles(BackendConformance):
     def make(self, capacity_bytes: int) -> Backend:
         self.opened_stores += 1
         path = self.path / str(self.opened_stores)
-        return open_backend(capacity_bytes=capacity_bytes, options={"path": str(path), **self.options})
+        options = {"path": str(path), **self.options}
+        if rates := cast("tuple[int, ...]", options.pop("drives", ())):
+            options["path"] = [{"path": f"{path}-{i}", "bandwidth": rate} for i, rate in enumerate(rates)]
+        return open_backend(capacity_bytes=capacity_bytes, options=options)

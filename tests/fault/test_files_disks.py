@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.files_disk import PAGE, blank, buffer, finish, open_files, outcome
+from tests.files_disk import PAGE, blank, buffer, finish, open_durable, open_files, outcome
 from tierstore.errors import BackendError
+from tierstore.spi import Record
 from tierstore.units import KIB, MIB
 
 DISK = 8 * MIB
@@ -158,4 +159,70 @@ def test_shrinking_gives_room_to_others(disk: Path) -> None:
     into = blank(MIB)
     finish(files.read(slots[4], into))
     assert into.equal(buffer(MIB, 4))
+    files.close()
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte of the disk; return the file that took them."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(PAGE))
+    return filler
+
+
+def test_a_manifest_on_a_full_disk_fails_the_commit_and_the_next_one_works(disk: Path) -> None:
+    files = open_durable(disk / "store", 4 * MIB)
+    old, new = files.reserve(100 * KIB), files.reserve(200 * KIB)
+    finish(files.write(old, buffer(100 * KIB, 1)), files.write(new, buffer(200 * KIB, 2)))
+    finish(files.commit([Record("old", "", old)]))
+    filler = fill(disk)
+    many = [Record("new", "", new), *(Record(f"{n:0100}", "", files.reserve(0)) for n in range(2000))]
+    for _ in range(2):
+        error = outcome(files.commit(many))
+        assert isinstance(error, BackendError)
+        assert str(disk / "store" / "tierstore.db") in str(error)
+        assert "ENOSPC" in str(error) or "EIO" in str(error)
+    into = blank(100 * KIB)
+    finish(files.read(old, into))
+    assert into.equal(buffer(100 * KIB, 1))
+    filler.unlink()
+    finish(files.commit(many))
+    files.close()
+    files = open_durable(disk / "store", 4 * MIB)
+    assert {record.name for record in files.recovered()} == {record.name for record in many}
+    files.close()
+
+
+def test_a_durable_directory_on_a_full_disk_opens_and_reads(disk: Path) -> None:
+    """Also after a crash: what is in the log is read there."""
+    files = open_durable(disk / "store", 4 * MIB)
+    slot = files.reserve(100 * KIB)
+    finish(files.write(slot, buffer(100 * KIB, 1)))
+    finish(files.commit([Record("a", "", slot)]))
+    shutil.copytree(disk / "store", disk / "crashed")
+    files.close()
+    for name in ("store", "crashed"):
+        filler = fill(disk)
+        files = open_durable(disk / name, 4 * MIB)
+        (record,) = files.recovered()
+        into = blank(100 * KIB)
+        finish(files.read(record.slot, into))
+        assert into.equal(buffer(100 * KIB, 1))
+        files.close()
+        filler.unlink()
+
+
+def test_a_durable_directory_that_cannot_be_written_is_refused_with_its_name(disk: Path) -> None:
+    files = open_durable(disk / "store", MIB)
+    finish(files.commit([Record("a", "", files.reserve(0))]))
+    files.close()
+    before = {entry.name: entry.read_bytes() for entry in (disk / "store").iterdir()}
+    mount("-o", "remount,ro", str(disk))
+    with pytest.raises(BackendError, match=r"cannot be kept in .*store.*Read-only file system"):
+        open_durable(disk / "store", MIB)
+    mount("-o", "remount,rw", str(disk))
+    assert before == {entry.name: entry.read_bytes() for entry in (disk / "store").iterdir()}
+    files = open_durable(disk / "store", MIB)
+    assert [record.name for record in files.recovered()] == ["a"]
     files.close()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.files_disk import (
+    EVERY_ENGINE,
     PAGE,
     Gate,
     Nth,
@@ -27,8 +26,8 @@ from tests.files_disk import (
     open_files,
     outcome,
 )
+from tests.files_story import Story, at_every_call, no_error
 from tierstore.errors import BackendError, IntegrityError, InvariantError, UsageError
-from tierstore.spi import Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files import FilesBackend
 from tierstore_backends.files.owner import segment_name
@@ -36,97 +35,14 @@ from tierstore_backends.files.syscalls import KERNEL
 from tierstore_backends.files.transfer import FileSlot
 
 BLOCK = 16 * KIB
-SIZES = (1, PAGE + 1, 3 * BLOCK + 7, BLOCK, 300)
-MISALIGNMENTS = (0, 64, 0, 1, 0)
-
-
-class Story:
-    """Slots of many kinds, written, read, freed and written again; every error is kept."""
-
-    def __init__(self, files: FilesBackend) -> None:
-        self._files = files
-        self.errors: list[BaseException] = []
-        self.slots: dict[FileSlot, int] = {}  # the seed of the bytes that were written
-        self._seeds = itertools.count(1)
-
-    def run(self) -> None:
-        for _ in range(2):
-            slots = [self._files.reserve(nbytes) for nbytes in SIZES]
-            self.write(slots)
-            self.read()
-            for slot in slots[::2]:
-                self.slots.pop(slot, None)
-                finish(self._files.free(slot))
-
-    def write(self, slots: list[FileSlot]) -> None:
-        seeds = [next(self._seeds) for _ in slots]
-        under_way = [
-            self._files.write(slot, buffer(slot.nbytes, seed, misalignment=misalignment))
-            for slot, seed, misalignment in zip(slots, seeds, MISALIGNMENTS, strict=False)
-        ]
-        for slot, seed, completion in zip(slots, seeds, under_way, strict=True):
-            if self._went_well(completion):
-                self.slots[slot] = seed
-            else:
-                self.slots.pop(slot, None)
-
-    def read(self) -> None:
-        rooms = {slot: blank(slot.nbytes) for slot in self.slots}
-        under_way = {slot: self._files.read(slot, into) for slot, into in rooms.items()}
-        for slot, completion in under_way.items():
-            if self._went_well(completion):
-                assert rooms[slot].equal(buffer(slot.nbytes, self.slots[slot]))
-
-    def _went_well(self, completion: Completion) -> bool:
-        error = outcome(completion)
-        if error is not None:
-            self.errors.append(error)
-        return error is None
-
-
-def at_every_call(
-    tmp_path: Path,
-    what: Callable[[int], int | None],
-    *kinds: str,
-    check: Callable[[Story], None],
-    direct: object = "auto",
-) -> int:
-    """Run the story with ``what`` at the n-th call for every n; return how many calls there are."""
-    for n in itertools.count(1):
-        kernel = ScriptedKernel()
-        files = open_files(
-            tmp_path,
-            MIB,
-            syscalls=kernel,
-            segment_bytes=64 * KIB,
-            aio_block_size=BLOCK,
-            threads=2,
-            direct=direct,
-        )
-        twist = Nth(n, what, *kinds)
-        kernel.twist = twist
-        story = Story(files)
-        story.run()
-        kernel.twist = None
-        check(story)
-        story.errors.clear()
-        story.read()
-        story.write(list(story.slots))
-        story.read()
-        assert story.errors == []  # whatever happened is over
-        files.close()
-        assert list(tmp_path.iterdir()) == []
-        if not twist.has_struck:
-            return n - 1
-    raise AssertionError
-
-
-def no_error(story: Story) -> None:
-    assert story.errors == []
+every_engine = pytest.mark.parametrize("engine", EVERY_ENGINE)
 
 
 @pytest.mark.parametrize("direct", ["auto", False])
-def test_an_io_error_at_any_call_harms_only_the_transfer_that_met_it(tmp_path: Path, direct: object) -> None:
+@every_engine
+def test_an_io_error_at_any_call_harms_only_the_transfer_that_met_it(
+    tmp_path: Path, engine: str, direct: object
+) -> None:
     def one_named_error_at_most(story: Story) -> None:
         assert len(story.errors) <= 1
         for error in story.errors:
@@ -134,19 +50,30 @@ def test_an_io_error_at_any_call_harms_only_the_transfer_that_met_it(tmp_path: P
             assert not error.transient
             assert re.search(r"(reading|writing) \d+ bytes at offset \d+ of .*\.bin failed: EIO", str(error))
 
-    calls = at_every_call(tmp_path, failing(errno.EIO), check=one_named_error_at_most, direct=direct)
+    calls = at_every_call(
+        tmp_path, failing(errno.EIO), check=one_named_error_at_most, engine=engine, direct=direct
+    )
     assert calls > 20
 
 
+@every_engine
 @pytest.mark.parametrize("most", [0, PAGE + 511, 3 * PAGE])
-def test_a_short_transfer_at_any_call_is_continued(tmp_path: Path, most: int) -> None:
-    calls = at_every_call(tmp_path, lambda _: most, "read", "write", check=no_error)
+def test_a_short_transfer_at_any_call_is_continued(tmp_path: Path, most: int, engine: str) -> None:
+    calls = at_every_call(tmp_path, lambda _: most, "read", "write", check=no_error, engine=engine)
     assert calls > 20
 
 
 @pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN, errno.EINVAL])
-def test_what_another_try_can_mend_is_mended_at_any_call(tmp_path: Path, code: int) -> None:
-    at_every_call(tmp_path, failing(code), "read", "write", check=no_error)
+@every_engine
+def test_what_another_try_can_mend_is_mended_at_any_call(tmp_path: Path, code: int, engine: str) -> None:
+    at_every_call(tmp_path, failing(code), "read", "write", check=no_error, engine=engine)
+
+
+@every_engine
+def test_a_write_that_finds_the_disk_full_at_any_call_is_tried_again_with_more_room(
+    tmp_path: Path, engine: str
+) -> None:
+    at_every_call(tmp_path, failing(errno.ENOSPC), "write", check=no_error, engine=engine)
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EIO])
@@ -315,13 +242,13 @@ def test_without_checksums_a_flipped_bit_comes_through(tmp_path: Path) -> None:
     files.close()
 
 
-@pytest.mark.parametrize("enable_aio", [True, False])
-def test_an_unforeseen_failure_still_ends_the_transfer(tmp_path: Path, *, enable_aio: bool) -> None:
+@every_engine
+def test_an_unforeseen_failure_still_ends_the_transfer(tmp_path: Path, engine: str) -> None:
     def break_down(kind: str, offset: int, nbytes: int) -> None:
         raise RuntimeError(f"a bug at {kind} of {nbytes} at {offset}")
 
     kernel = ScriptedKernel()
-    files = open_files(tmp_path, syscalls=kernel, enable_aio=enable_aio, threads=1)
+    files = open_files(tmp_path, syscalls=kernel, threads=1, engine=engine)
     slot = files.reserve(PAGE)
     kernel.twist = break_down
     error = outcome(files.write(slot, buffer(PAGE)))

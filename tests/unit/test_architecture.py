@@ -41,7 +41,7 @@ _PUBLIC = {
     "InvariantError",
 }
 
-_CLIENTS_MAY_IMPORT = _PUBLIC | {"testing", "training"}
+_CLIENTS_MAY_IMPORT = _PUBLIC | {"planning", "testing", "training"}
 _BACKENDS_MAY_IMPORT = ("tierstore.spi", "tierstore.errors", "tierstore.units")
 
 

@@ -131,6 +131,7 @@ def test_the_report_for_people_has_a_line_for_everything(tmp_path: Path, capsys:
         "device",
         "backend",
         "disk",
+        "files",
         "missing",
     }
     assert any("emulated" in line for line in lines)
@@ -140,7 +141,16 @@ def test_the_report_for_people_has_a_line_for_everything(tmp_path: Path, capsys:
 def test_the_report_for_machines_is_json_of_plain_numbers(tmp_path: Path, capsys: _Output) -> None:
     assert main(["doctor", "--json", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report.keys() == {"versions", "host", "devices", "backends", "place", "missing"}
+    assert report.keys() == {
+        "versions",
+        "host",
+        "devices",
+        "backends",
+        "place",
+        "findings",
+        "missing",
+        "more_places",
+    }
     assert report["host"]["copy_bytes_per_s"] > 0
     assert report["place"]["disk"]["write_bytes_per_s"] > 0
     assert report["place"]["disk"]["read_bytes_per_s"] > 0
@@ -148,9 +158,35 @@ def test_the_report_for_machines_is_json_of_plain_numbers(tmp_path: Path, capsys
     assert report["devices"][-1]["name"] == "emulated"
 
 
+def test_several_directories_have_a_line_each(tmp_path: Path, capsys: _Output) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    assert main(["doctor", *map(str, folders)]) == 0
+    disks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("disk ")]
+    assert [str(folder) in line for folder, line in zip(folders, disks, strict=True)] == [True, True]
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert main(["doctor", str(tmp_path)]) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_engine_of_the_files_is_tried_in_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: _Output
+) -> None:
+    monkeypatch.setitem(sys.modules, "liburing", None)
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    findings = doctor.examine(tmp_path).findings["files"]
+    assert {name for name, fault in findings.items() if fault is None} == {
+        "engine threads",
+        "engine aiofiles",
+        "engine plain",
+    }
+    assert "pip install 'tierstore[io-uring]'" in str(findings["engine io_uring"])
+    assert "pip install 'tierstore[gds]'" in str(findings["straight from a GPU"])
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "files     engine threads: works" in capsys.readouterr().out
 
 
 def test_a_file_is_no_place(tmp_path: Path, capsys: _Output) -> None:
@@ -259,10 +295,10 @@ def test_a_directory_that_refuses_direct_io_is_measured_through_the_page_cache(
 ) -> None:
     real_open = os.open
 
-    def refuse_direct(path: str, flags: int, mode: int = 0o777) -> int:
+    def refuse_direct(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real_open(path, flags, mode)
+        return real_open(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", refuse_direct)
     report = doctor.examine(tmp_path)

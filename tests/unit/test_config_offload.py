@@ -38,6 +38,7 @@ _DEFAULTS: dict[str, object] = {
     "eviction": "next-use",
     "checksum": True,
     "optimizer_target": "device",
+    "codec": None,
     "durable": False,
 }
 
@@ -59,7 +60,7 @@ _ACCEPTED: dict[str, _Pairs] = {
     **dict.fromkeys(["auto_offload", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _FLAG),
     "offload_cpu_size": [*_SIZE, (None, None)],
     "offload_disk_size": [*_SIZE, (None, None), ("0GB", 0)],
-    "offload_path": [("a/b", "a/b"), (Path("a/b"), "a/b")],
+    "offload_path": [("a/b", "a/b"), (Path("a/b"), "a/b"), (["a", Path("b")], ["a", "b"]), (("a",), ["a"])],
     **dict.fromkeys(["host_mem_block_size", "aio_block_size"], _SIZE),
     "aio_queue_depth": [(1, 1), (4096, 4096)],
     **dict.fromkeys(["hbm_ratio", "cpu_ratio"], _RATIO),
@@ -74,6 +75,7 @@ _ACCEPTED: dict[str, _Pairs] = {
     "device_options": [({}, {}), ({"late_events": True}, {"late_events": True})],
     "eviction": [(each, each) for each in ("lru", "size-class", "next-use")],
     "optimizer_target": [("device", "device"), ("cpu", "cpu")],
+    "codec": [("lz4", "lz4"), ("none", None), (None, None)],
 }
 
 _REFUSED: dict[str, list[object]] = {
@@ -85,7 +87,7 @@ _REFUSED: dict[str, list[object]] = {
     **dict.fromkeys(["auto_offload", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _NOT_A_FLAG),
     "offload_cpu_size": [*_NOT_A_SIZE, 0, "0GB"],
     "offload_disk_size": _NOT_A_SIZE,
-    "offload_path": ["", 1, None, True, b"x", "a\0b"],
+    "offload_path": ["", 1, None, True, b"x", "a\0b", [], ["a", ""], ["a", 1], ["a", "./a"], ["a", "a/b"]],
     "host_mem_block_size": [*_NOT_A_SIZE, 0, None],
     "aio_block_size": [*_NOT_A_SIZE, 0, None],
     "aio_queue_depth": [0, -1, True, 1.0, "8", None],
@@ -94,6 +96,7 @@ _REFUSED: dict[str, list[object]] = {
     "device_options": [None, [], "x", {1: 2}, {"device": "cuda"}],
     "eviction": ["LRU", "fifo", None, 1, ""],
     "optimizer_target": ["Device", "gpu", "disk", None, 1],
+    "codec": ["", "LZ4", "zstd", "None", True, 1],
 }
 
 

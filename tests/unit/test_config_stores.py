@@ -170,6 +170,25 @@ def test_the_default_on_a_cpu_has_no_device_tier() -> None:
     assert [tier.name for tier in config.tiers] == ["host", "disk"]
 
 
+def test_a_codec_is_the_disk_tiers_alone() -> None:
+    config = StoreConfig.default("emulated", "1GB", "1GB", "1GB", codec="lz4")
+    assert [tier.codec for tier in config.tiers] == [None, None, "lz4"]
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, None), ("none", None), ("lz4", "lz4")])
+def test_a_tier_has_a_codec_or_none(given: str | None, kept: str | None) -> None:
+    assert _tier(codec=given).codec == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("lz", "did you mean 'lz4'"), ("LZ4", "did you mean 'lz4'"), ("zstd", "accepted: 'none', 'lz4'")],
+)
+def test_an_unknown_codec_is_refused_with_those_there_are(given: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"codec='{given}': .*{hint}"):
+        _tier(codec=given)
+
+
 @pytest.mark.parametrize("nothing", [0, "0GB", "0B"])
 def test_a_disk_of_no_bytes_is_no_tier(nothing: int | str) -> None:
     config = StoreConfig.default("cpu", offload_cpu_size="1GB", offload_disk_size=nothing)
@@ -205,6 +224,14 @@ def test_what_is_not_given_is_asked_of_the_machine(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine, "free_disk_bytes", {"somewhere": 5678}.__getitem__)
     config = StoreConfig.default("cpu", offload_path="somewhere")
     assert [tier.capacity for tier in config.tiers] == [1234, 5678]
+
+
+def test_several_directories_are_one_disk_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_disk_bytes", lambda *paths: {("a", "b"): 5678}[paths])
+    disk = StoreConfig.default("cpu", offload_cpu_size=1, offload_path=["a", "b"]).tiers[-1]
+    assert (disk.capacity, disk.options["path"]) == (5678, ["a", "b"])
+    disk = StoreConfig.default("cpu", offload_cpu_size=1, offload_disk_size=1, offload_path=["a"]).tiers[-1]
+    assert disk.options["path"] == "a"
 
 
 def test_a_device_s_free_memory_is_its_default_quota(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +330,11 @@ def test_the_eviction_of_the_default_can_be_chosen() -> None:
 
 def test_free_disk_is_asked_of_the_nearest_directory_that_exists(tmp_path: object) -> None:
     assert machine.free_disk_bytes(f"{tmp_path}/not/yet/there") > 0
+
+
+def test_directories_on_one_disk_have_its_free_space_once(tmp_path: object) -> None:
+    alone = machine.free_disk_bytes(f"{tmp_path}/a")
+    assert machine.free_disk_bytes(f"{tmp_path}/a", f"{tmp_path}/b") < 1.5 * alone
 
 
 def test_a_machine_has_some_memory_available() -> None:

@@ -119,6 +119,12 @@ def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None
 
 
 def test_a_configuration_written_as_yaml_is_read_back(tmp_path: Path) -> None:
-    config = OffloadConfig(offload_param="cpu", offload_cpu_size="3GB", cpu_ratio=0.5, memory_offload="OFF")
+    config = OffloadConfig(
+        offload_param="cpu",
+        offload_cpu_size="3GB",
+        cpu_ratio=0.5,
+        memory_offload="OFF",
+        offload_path=["/mnt/a", "/mnt/b"],
+    )
     assert _read(tmp_path, yaml.safe_dump(config.to_mapping())) == config
     assert _read(tmp_path, yaml.safe_dump({"offload_config": config.to_mapping()})) == config

@@ -574,3 +574,11 @@ def test_many_threads_may_use_it_at_once(files: FilesBackend) -> None:
     for thread in threads:
         thread.join(TIMEOUT_S)
     assert wrong == []
+
+
+def test_a_batch_of_an_empty_slot_and_one_of_two_pieces_keeps_each_ones_sums(files: FilesBackend) -> None:
+    slots, sources = [files.reserve(96 * KIB), files.reserve(0)], [buffer(96 * KIB), buffer(0)]
+    finish(files.write_many(slots, sources))
+    into = [blank(96 * KIB), blank(0)]
+    finish(files.read_many(slots, into))
+    assert into[0].equal(sources[0])

@@ -10,7 +10,7 @@ import torch
 
 from tests.files_disk import PAGE, TIMEOUT_S, finish
 from tierstore.errors import StoreClosed
-from tierstore_backends.files.engine import Engine
+from tierstore_backends.files.engine import Engine, Pace
 from tierstore_backends.files.engines.plain import PlainEngine
 from tierstore_backends.files.engines.threads import ThreadEngine
 from tierstore_backends.files.piece_queue import PieceQueue
@@ -30,7 +30,7 @@ def threads(
     def queue() -> PieceQueue:
         return PieceQueue(PAGE, 1 << 40)
 
-    return ThreadEngine(moves, queue(), queue(), depth=depth, tidy=tidy, quiet_s=0.0)
+    return ThreadEngine(moves, queue(), queue(), Pace(depth=depth, tidy=tidy, quiet_s=0.0))
 
 
 def do_nothing(batch: Sequence[Piece]) -> None:

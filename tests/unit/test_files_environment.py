@@ -25,6 +25,7 @@ from tests.files_disk import (
 )
 from tierstore.errors import BackendError, UsageError
 from tierstore_backends.files import owner as ownership
+from tierstore_backends.files.engine import Pace
 from tierstore_backends.files.engines.threads import ThreadEngine
 from tierstore_backends.files.options import Direct
 from tierstore_backends.files.owner import DirectoryOwner, segment_name
@@ -53,9 +54,9 @@ def test_a_system_without_threads_left_ends_those_that_began(monkeypatch: pytest
         del batch
 
     monkeypatch.setattr(threading.Thread, "start", start_two)
-    queues = [PieceQueue(PAGE, 1 << 40) for _ in range(2)]
+    reads, writes = (PieceQueue(PAGE, 1 << 40) for _ in range(2))
     with pytest.raises(RuntimeError, match="can't start"):
-        ThreadEngine([do_nothing] * 4, *queues, depth=1, tidy=lambda: None, quiet_s=0.0)
+        ThreadEngine([do_nothing] * 4, reads, writes, Pace(depth=1, tidy=lambda: None, quiet_s=0.0))
     for thread in began:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()

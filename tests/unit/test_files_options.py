@@ -26,6 +26,8 @@ def test_every_option_is_read(tmp_path: Path) -> None:
             "checksum": False,
             "threads": 2,
             "direct": True,
+            "durable": True,
+            "salvage": True,
         }
     )
     assert options == FilesOptions(
@@ -36,6 +38,8 @@ def test_every_option_is_read(tmp_path: Path) -> None:
         checksum=False,
         threads=2,
         direct=Direct.ALWAYS,
+        durable=True,
+        salvage=True,
     )
 
 
@@ -77,6 +81,8 @@ def test_a_relative_path_is_fixed_when_it_is_read(monkeypatch: pytest.MonkeyPatc
         ("direct", "always"),
         ("direct", 1),
         ("direct", 0),
+        ("durable", 1),
+        ("salvage", "yes"),
     ],
 )
 def test_a_bad_value_is_refused_with_what_is_accepted(name: str, given: object) -> None:

@@ -59,6 +59,12 @@ def test_more_is_never_charged_than_the_tier_has() -> None:
     expect(desk, "10 charged of 9")
 
 
+def test_a_replica_is_never_charged_more_than_its_size() -> None:
+    desk, shelf, entry = resident()
+    entry.replicas[DEVICE].charge_bytes = shelf.charged_bytes = shelf.ready_bytes = 11
+    expect(desk, "a replica is charged 11")
+
+
 def test_a_free_replica_is_a_candidate_for_eviction() -> None:
     desk, shelf, _ = resident()
     shelf.evictable.clear()

@@ -99,3 +99,21 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     assert ts.__getattr__("testing").__name__ == "tierstore.testing"
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = ts.nonsense
+
+
+def test_a_tier_on_disk_shows_what_became_of_block_size_and_depth(tmp_path: Path) -> None:
+    def io_with(**options: object) -> dict[str, int | float | str]:
+        tiers = [
+            ts.TierConfig("host", "memory", "1MB"),
+            ts.TierConfig("disk", "files", "1MB", options={"path": str(tmp_path), "threads": 4, **options}),
+        ]
+        with ts.Store(ts.StoreConfig(tiers)) as store:
+            store.put("k", torch.zeros(256 * 1024, dtype=torch.uint8))
+            store.evict("k").result(10)
+            assert store.stats().tiers["host"].io == {}
+            return dict(store.stats().tiers["disk"].io)
+
+    large, small = io_with(), io_with(aio_block_size="64KB", aio_queue_depth=1, engine="plain")
+    assert (large["engine"], large["write_calls"], large["mean_transfer_bytes"]) == ("threads", 1, 256 * 1024)
+    assert (small["engine"], small["write_calls"], small["mean_transfer_bytes"]) == ("plain", 4, 64 * 1024)
+    assert small["most_in_flight"] == 1

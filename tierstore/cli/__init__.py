@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from tierstore.cli import doctor
+from tierstore.cli import doctor, du, exchange, ls, verify
 from tierstore.errors import TierStoreError, UsageError
 
 _FAILED = 1
@@ -58,7 +58,15 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--debug", action="store_true", help="show where an error came from")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    doctor.add_to(verbs, shared)
+    for add_to in (
+        doctor.add_to,
+        ls.add_to,
+        du.add_to,
+        verify.add_to,
+        exchange.add_export,
+        exchange.add_import,
+    ):
+        add_to(verbs, shared)
     return parser
 
 

@@ -9,7 +9,8 @@ import platform
 import resource
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from tierstore.cli import measure
 from tierstore.engine.registry import GROUP
 from tierstore.errors import UsageError
+from tierstore.spi import Examiner
 from tierstore.units import GIB, format_bytes
 
 _EMULATED = "emulated"
@@ -65,14 +67,21 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of it.  ``backends`` maps a name to what is wrong with it, or to ``None``."""
+    """All of it.
+
+    ``backends`` maps a name to what is wrong with it, or to ``None``; ``findings`` does so for what each
+    backend can do in the directory; ``more_places`` has the directories that were asked about after the
+    first.
+    """
 
     versions: dict[str, str]
     host: Host
     devices: list[Device]
     backends: dict[str, str | None]
     place: Place
+    findings: dict[str, dict[str, str | None]]
     missing: list[str]
+    more_places: list[Place] = field(default_factory=list)
 
 
 def add_to(
@@ -83,11 +92,11 @@ def add_to(
         "doctor",
         parents=[shared],
         help="what this machine offers a store, and what is missing for more",
-        description="Look at devices, memory and the disk at PATH, and measure each for about a second. "
-        "Writes one temporary file of at most 256 MiB to PATH.",
+        description="Look at devices, memory and the disk at each PATH, and measure each for about a second. "
+        "Writes one temporary file of at most 256 MiB to each PATH.",
     )
     parser.add_argument(
-        "path", metavar="PATH", nargs="?", default=".", help="a directory (default: this one)"
+        "path", metavar="PATH", nargs="*", default=["."], help="a directory (default: this one)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
@@ -100,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         UsageError: PATH is not a directory.
         BackendError: PATH cannot be written or read.
     """
-    report = examine(Path(options.path))
+    report = examine(*(Path(path) for path in options.path))
     if options.json:
         print(json.dumps(asdict(report), indent=2))
     else:
@@ -109,11 +118,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def examine(path: Path) -> Report:
-    """Look at the machine and at the directory ``path``; takes about two seconds."""
-    if not path.is_dir():
-        raise UsageError(f"{path} is not a directory; give one that exists, on the disk to be measured")
-    place = _place(path)
+def examine(path: Path, *more: Path) -> Report:
+    """Look at the machine and at the directory ``path``, and others; about two seconds, and one for each."""
+    for each in (path, *more):
+        if not each.is_dir():
+            raise UsageError(f"{each} is not a directory; give one that exists, on the disk to be measured")
+    place, *more_places = (_place(each) for each in (path, *more))
     host = _host()
     devices = [*_accelerators(), Device(_EMULATED, "CPU tensors behind a quota and a link of their own")]
     backends = {entry_point.name: _fault_of(entry_point) for entry_point in entry_points(group=GROUP)}
@@ -122,8 +132,10 @@ def examine(path: Path) -> Report:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    missing = list(_missing(host, devices, backends, place))
-    return Report(versions, host, devices, backends, place, missing)
+    missing = list(_missing(host, devices, backends))
+    missing += [line for each in (place, *more_places) for line in _missing_disk(each)]
+    findings = _findings(backends, path)
+    return Report(versions, host, devices, backends, place, findings, missing, more_places)
 
 
 def _host() -> Host:
@@ -161,6 +173,18 @@ def _fault_of(entry_point: EntryPoint) -> str | None:
     return None
 
 
+def _findings(backends: dict[str, str | None], path: Path) -> dict[str, dict[str, str | None]]:
+    """Let those backends that can examine a directory do so."""
+    findings: dict[str, dict[str, str | None]] = {}
+    for entry_point in entry_points(group=GROUP):
+        if backends[entry_point.name] is not None:
+            continue
+        examine: Examiner | None = getattr(import_module(entry_point.module), "examine", None)
+        if examine is not None:
+            findings[entry_point.name] = {each.name: each.fault for each in examine(path)}
+    return findings
+
+
 def _place(path: Path) -> Place:
     free_bytes = shutil.disk_usage(path).free
     return Place(str(path), _file_system(path), free_bytes, measure.disk(path, room_bytes=free_bytes // 2))
@@ -172,9 +196,7 @@ def _file_system(path: Path) -> str:
     return next((mounted[each] for each in parents if each in mounted), "unknown")
 
 
-def _missing(
-    host: Host, devices: list[Device], backends: dict[str, str | None], place: Place
-) -> Iterator[str]:
+def _missing(host: Host, devices: list[Device], backends: dict[str, str | None]) -> Iterator[str]:
     if [device.name for device in devices] == [_EMULATED]:
         yield "no accelerator that torch can use: compute in host memory ('cpu') or on the emulated device"
     if _HUGE_PAGES.exists() and "[madvise]" in _HUGE_PAGES.read_text() and not os.environ.get(_ASK_FOR_THEM):
@@ -184,7 +206,6 @@ def _missing(
     for name, fault in backends.items():
         if fault is not None:
             yield f"backend {name!r} cannot be loaded: {fault}"
-    yield from _missing_disk(place)
 
 
 def _missing_pinning(device: Device, host: Host) -> Iterator[str]:
@@ -219,12 +240,16 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"device    {_device_line(device)}"
     for name, fault in report.backends.items():
         yield f"backend   {name}: {'ready' if fault is None else fault}"
-    disk = report.place.disk
-    mode = f"direct, alignment {disk.alignment_bytes}" if disk.is_direct else "through the page cache"
-    yield (
-        f"disk      {report.place.path}: {report.place.file_system}, {format_bytes(report.place.free_bytes)} "
-        f"free, {mode}, writes {_rate(disk.write_bytes_per_s)}, reads {_rate(disk.read_bytes_per_s)}"
-    )
+    for place in (report.place, *report.more_places):
+        disk = place.disk
+        mode = f"direct, alignment {disk.alignment_bytes}" if disk.is_direct else "through the page cache"
+        yield (
+            f"disk      {place.path}: {place.file_system}, {format_bytes(place.free_bytes)} "
+            f"free, {mode}, writes {_rate(disk.write_bytes_per_s)}, reads {_rate(disk.read_bytes_per_s)}"
+        )
+    for backend, findings in report.findings.items():
+        for finding, fault in findings.items():
+            yield f"{backend:<9} {finding}: {'works' if fault is None else fault}"
     for line in report.missing or ["nothing"]:
         yield f"missing   {line}"
 

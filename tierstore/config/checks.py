@@ -7,10 +7,12 @@ saying what is accepted.  It knows neither the key nor the other values.
 from __future__ import annotations
 
 import difflib
+import itertools
 import numbers
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from tierstore.errors import ConfigError
 from tierstore.units import parse_bytes
@@ -18,6 +20,7 @@ from tierstore.units import parse_bytes
 Check = Callable[[object], object]
 
 TARGETS = ("cpu", "disk")
+CODECS = ("none", "lz4")
 
 _LARGEST_SIZE = 2**63 - 1  # what the system calls below can express
 _SHOWN_CHARS = 120
@@ -122,6 +125,17 @@ eviction = one_of("lru", "size-class", "next-use")
 """Accept the name of an eviction policy."""
 
 
+def codec(value: object) -> str | None:
+    """Accept the name of a codec; ``None`` and ``"none"`` are no codec."""
+    if value is None or value == "none":
+        return None
+    if not isinstance(value, str) or value not in CODECS:
+        near = difflib.get_close_matches(str(value).lower(), CODECS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"{hint}accepted: {', '.join(map(repr, CODECS))}, or None")
+    return value
+
+
 def target(value: object) -> str:
     """Accept ``"cpu"`` or ``"disk"`` in any case, and return it in lower case."""
     if not isinstance(value, str) or value.lower() not in TARGETS:
@@ -134,6 +148,21 @@ def directory(value: object) -> str:
     if not isinstance(value, str | PurePath) or not str(value) or "\0" in str(value):
         raise ConfigError("accepted: the path of a directory, which need not exist")
     return str(value)
+
+
+def directories(value: object) -> str | tuple[str, ...]:
+    """Accept the path of a directory, or a list of different ones, none inside another."""
+    if not isinstance(value, list | tuple):
+        return directory(value)
+    paths = tuple(directory(each) for each in value)
+    if not paths:
+        raise ConfigError("accepted: the path of a directory, or a list of at least one")
+    for one, other in itertools.permutations(paths, 2):
+        where, there = (PurePath(os.path.normpath(Path(path).absolute())) for path in (one, other))
+        if there.is_relative_to(where):
+            what = "the same directory as" if there == where else "inside"
+            raise ConfigError(f"accepted: directories on different drives; {other!r} is {what} {one!r}")
+    return paths
 
 
 def name(value: object) -> str:

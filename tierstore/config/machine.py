@@ -63,15 +63,17 @@ def available_host_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def free_disk_bytes(path: str) -> int:
-    """Return the free bytes of the file system that ``path`` is, or would be, on."""
-    place = Path(path).absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+def free_disk_bytes(*paths: str) -> int:
+    """Return the free bytes of the file systems that ``paths`` are, or would be, on."""
+    places = [Path(path).absolute() for path in paths]
+    there = [next(place for place in (path, *path.parents) if place.exists()) for path in places]
+    by_device = {place.stat().st_dev: place for place in there}
+    return sum(shutil.disk_usage(place).free for place in by_device.values())
 
 
-def held_disk_bytes(path: str) -> int:
-    """Return how many bytes of its file system the files under ``path`` take now."""
-    files = (each for each in Path(path).rglob("*") if each.is_file() and not each.is_symlink())
-    return sum(each.stat().st_blocks * _BLOCK_BYTES for each in files)
+def held_disk_bytes(*paths: str) -> int:
+    """Return how many bytes of their file systems the files under ``paths`` take now."""
+    files = (each for path in paths for each in Path(path).rglob("*"))
+    return sum(
+        each.stat().st_blocks * _BLOCK_BYTES for each in files if each.is_file() and not each.is_symlink()
+    )

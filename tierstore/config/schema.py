@@ -18,6 +18,9 @@ from tierstore.config.checks import Check, Faults
 from tierstore.errors import ConfigError
 from tierstore.units import parse_bytes
 
+Paths = str | PurePath | Sequence[str | PurePath]
+"""A directory, or several; kept as text, or as a tuple of texts."""
+
 Size = int | str
 """Bytes, or text such as ``"512GB"``; see `tierstore.units.parse_bytes`."""
 
@@ -40,6 +43,8 @@ class TierConfig:
         high: the share of the capacity above which eviction begins, 0 < high <= 1 (the int 1 too).
         low: the share down to which it goes on, 0 < low <= high; ``None``: as ``high``.
         options: for the backend's factory, which checks them.
+        codec: ``"lz4"``: bytes that repeat are compressed, and take less of the capacity; only for
+            backends behind I/O, such as ``"files"``.  ``None`` or ``"none"``: they are not.
 
     Raises:
         ConfigError: lists every fault.
@@ -51,6 +56,7 @@ class TierConfig:
     high: float = 1.0
     low: float | None = None
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         faults = Faults(f"TierConfig {self.name!r}")
@@ -61,6 +67,7 @@ class TierConfig:
             "high": checks.ratio,
             "low": checks.optional(checks.ratio),
             "options": checks.options,
+            "codec": checks.codec,
         }
         kept = faults.checked(vars(self), table)
         high, low = kept.get("high"), kept.get("low")
@@ -113,7 +120,7 @@ class StoreConfig:
         max_device_memory: Size | None = None,
         offload_cpu_size: Size | None = None,
         offload_disk_size: Size | None = None,
-        offload_path: str | PurePath = "./offload/",
+        offload_path: Paths = "./offload/",
         *,
         durable: bool = False,
         **more: object,
@@ -130,7 +137,8 @@ class StoreConfig:
                 for ``"emulated"``, and must not be for ``"cpu"``).
             offload_cpu_size: capacity of ``host``; ``None``: the available host memory.
             offload_disk_size: capacity of ``disk``; ``None``: the free space at ``offload_path``.
-            offload_path: the directory that ``disk`` keeps its files in.
+            offload_path: the directory that ``disk`` keeps its files in, or a list of directories, each
+                on a drive of its own.
             durable: whether a store that is opened on the same ``offload_path`` later finds what the last
                 flush left; with ``False`` the disk tier is scratch space.
             more: any other key of `OffloadConfig`; ``eviction`` is ``"lru"`` unless given.  Keys
@@ -170,7 +178,8 @@ class OffloadConfig:
 
     The names and defaults are those of the reference configuration; ``offload_grad``,
     ``offload_optimizer``, ``device``, ``device_options``, ``eviction``, ``checksum``,
-    ``optimizer_target`` and ``durable`` are ours.  Sizes may be given as text and are kept in bytes.
+    ``optimizer_target``, ``codec`` and ``durable`` are ours.  Sizes may be given as text and are kept in
+    bytes.
 
     Args:
         memory_offload: ``"ON"`` or ``"OFF"``; with OFF nothing is offloaded.
@@ -184,7 +193,8 @@ class OffloadConfig:
             plan decide from then on; with ``False`` they are obeyed after every use.
         offload_cpu_size: quota of host memory; ``None``: what is available.
         offload_disk_size: quota of disk; 0: no disk; ``None``: what is free.
-        offload_path: the directory for files.
+        offload_path: the directory for files; or a list of directories, each on a drive of its own, over
+            which files are spread by bandwidth.
         host_mem_block_size: the host pool grows by blocks of this size.
         aio_block_size: files are read and written in pieces of this size.
         aio_queue_depth: how many of those pieces may be under way.
@@ -198,6 +208,7 @@ class OffloadConfig:
         eviction: ``"lru"``, ``"size-class"`` or ``"next-use"``.
         checksum: whether bytes read from disk are compared with those written.
         optimizer_target: where the optimizer computes: ``"device"`` or ``"cpu"``.
+        codec: how bytes on disk are compressed where that pays: ``"lz4"``; ``None`` or ``"none"``: not.
         durable: whether the files survive the process: `Offload.checkpoint` makes the state of training
             durable there, and the next ``offload`` on the same ``offload_path`` resumes from it.
 
@@ -214,7 +225,7 @@ class OffloadConfig:
     auto_offload: bool = True
     offload_cpu_size: Size | None = None
     offload_disk_size: Size | None = None
-    offload_path: str | PurePath = "./offload/"
+    offload_path: Paths = "./offload/"
     host_mem_block_size: Size = "1GB"
     aio_block_size: Size = "1MB"
     aio_queue_depth: int = 1024
@@ -227,6 +238,7 @@ class OffloadConfig:
     eviction: str = "next-use"
     checksum: bool = True
     optimizer_target: str = "device"
+    codec: str | None = None
     durable: bool = False
 
     def __post_init__(self) -> None:
@@ -282,9 +294,7 @@ class OffloadConfig:
 
     def to_mapping(self) -> dict[str, object]:
         """Return every key with its value, sizes in bytes: `from_mapping` reads it back."""
-        return {
-            key: dict(value) if isinstance(value, Mapping) else value for key, value in vars(self).items()
-        }
+        return {key: _plain(value) for key, value in vars(self).items()}
 
     def store_config(self) -> StoreConfig:
         """Return the tiers that this configuration means on this machine.
@@ -334,16 +344,17 @@ class OffloadConfig:
         )
 
     def _disk_tiers(self) -> list[TierConfig]:
-        path = str(self.offload_path)
+        given = self.offload_path
+        paths = [str(path) for path in ([given] if isinstance(given, str | PurePath) else given)]
         capacity = self.offload_disk_size
         if capacity is None:
             # What a durable directory keeps is charged to the tier as soon as it is opened.
-            kept_bytes = machine.held_disk_bytes(path) if self.durable else 0
-            capacity = machine.free_disk_bytes(path) + kept_bytes
+            kept_bytes = machine.held_disk_bytes(*paths) if self.durable else 0
+            capacity = machine.free_disk_bytes(*paths) + kept_bytes
         if capacity == 0:
             return []
         options: dict[str, object] = {
-            "path": path,
+            "path": paths[0] if len(paths) == 1 else paths,
             "aio_block_size": self.aio_block_size,
             "aio_queue_depth": self.aio_queue_depth,
             "enable_aio": self.enable_aio,
@@ -351,7 +362,9 @@ class OffloadConfig:
         }
         if self.durable:
             options["durable"] = True
-        return [TierConfig(name="disk", backend="files", capacity=capacity, options=options)]
+        return [
+            TierConfig(name="disk", backend="files", capacity=capacity, options=options, codec=self.codec)
+        ]
 
 
 _OFFLOAD: dict[str, Check] = {
@@ -364,7 +377,7 @@ _OFFLOAD: dict[str, Check] = {
     "auto_offload": checks.flag,
     "offload_cpu_size": checks.optional(checks.positive_size),
     "offload_disk_size": checks.optional(checks.size),
-    "offload_path": checks.directory,
+    "offload_path": checks.directories,
     "host_mem_block_size": checks.positive_size,
     "aio_block_size": checks.positive_size,
     "aio_queue_depth": checks.positive_int,
@@ -377,8 +390,16 @@ _OFFLOAD: dict[str, Check] = {
     "eviction": checks.eviction,
     "checksum": checks.flag,
     "optimizer_target": checks.one_of("device", "cpu"),
+    "codec": checks.codec,
     "durable": checks.flag,
 }
+
+
+def _plain(value: object) -> object:
+    """Return a value as a mapping that is written to a file would have it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _judge(values: Mapping[str, object], faults: Faults) -> dict[str, object]:

@@ -59,6 +59,9 @@ def _audit_sums(shelf: Shelf, replicas: list[Replica]) -> None:
     for name, value in expected.items():
         if getattr(shelf, name) != value:
             _fail(f"{shelf.tier.name}: {name} is {getattr(shelf, name)}, should be {value}")
+    for replica in replicas:
+        if not 0 <= replica.charge_bytes <= shelf.charge(replica.entry.nbytes):
+            _fail(f"{shelf.tier.name}: a replica is charged {replica.charge_bytes}", replica.entry)
     if by_state[State.ABSENT]:
         _fail(f"{shelf.tier.name}: an ABSENT replica is in the books")
     if shelf.charged_bytes > shelf.tier.capacity_bytes:

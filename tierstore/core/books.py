@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
-from tierstore.core.entry import Entry, Life
+from tierstore.core.entry import STORY_EVENTS, Entry, Life
 from tierstore.core.messages import Command, FreeSlot, Place
 from tierstore.core.model import Tier
 from tierstore.core.quota import Shelf
@@ -40,6 +41,8 @@ class Books:
 
     def note(self, entry: Entry, what: str, tier: int) -> None:
         """Write a line of the entry's story."""
+        if entry.story is None:
+            entry.story = deque(maxlen=3 * STORY_EVENTS)
         entry.story.extend((self.tick, what, tier))
 
     def new_entry(self, key: str, nbytes: int, spec: object) -> Entry:
@@ -71,6 +74,37 @@ class Books:
         shelf.evictable[replica.entry.uid] = replica
         replica.last_use = self.tick
         self.note(replica.entry, "ready", replica.tier)
+        self._stir(replica)
+
+    def shrink(self, replica: Replica, charge_bytes: int) -> None:
+        """A replica that is not ABSENT takes only ``charge_bytes`` of its medium: the rest is free.
+
+        Raises:
+            InvariantError: that is more than what it is charged.
+        """
+        less = replica.charge_bytes - charge_bytes
+        if less < 0:
+            raise InvariantError(
+                f"{replica.key!r} takes {charge_bytes} B in tier {replica.tier}, "
+                f"but was charged {replica.charge_bytes} B: its backend breaks its promise.",
+                key=replica.key,
+            )
+        if not less:
+            return
+        shelf = self.shelves[replica.tier]
+        shelf.charged_bytes -= less
+        if replica.state is State.FILLING:
+            shelf.filling_bytes -= less
+        elif replica.state is State.READY:
+            shelf.ready_bytes -= less
+        elif not replica.leases:
+            shelf.draining_bytes -= less
+        if replica.leases:
+            shelf.leased_bytes -= less
+        if replica.entry.uid in shelf.leaving:
+            shelf.leaving_bytes -= less
+        replica.charge_bytes = charge_bytes
+        self.note(replica.entry, f"takes {charge_bytes} B", replica.tier)
         self._stir(replica)
 
     def fill_failed(self, replica: Replica, step: Step = Step.FAILED) -> None:
@@ -203,7 +237,6 @@ class Books:
         shelf.ready_bytes += charge_bytes
         shelf.peak_charged_bytes = max(shelf.peak_charged_bytes, shelf.charged_bytes)
         shelf.evictable[entry.uid] = replica
-        self.note(entry, "recovered", tier)
         return replica
 
     def promise(self, replica: Replica) -> None:

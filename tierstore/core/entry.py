@@ -88,7 +88,7 @@ class Entry:
         holders: who leases it, by request number.
         writer: the request number of the write lease, if one is held.
         story: of the last events tick, what and tier, one after the other: ten thousand keys that write
-            five tuples each would call the garbage collector a hundred times.
+            five tuples each would call the garbage collector a hundred times.  None: nothing has happened.
     """
 
     __slots__ = (
@@ -116,11 +116,11 @@ class Entry:
         self.watchers: dict[int, Request] = {}
         self.holders: dict[int, str] = {}
         self.writer: int | None = None
-        self.story: deque[int | str] = deque(maxlen=3 * STORY_EVENTS)
+        self.story: deque[int | str] | None = None
 
     def events(self) -> list[tuple[int, str, int]]:
         """Return the last events: tick, what happened, and in which tier."""
-        flat = iter(self.story)
+        flat = iter(self.story or ())
         return list(zip(flat, flat, flat, strict=True))  # type: ignore[arg-type]  # as `Books.note` adds them
 
     def ready(self) -> list[Replica]:

@@ -6,7 +6,8 @@ event and returns commands; nothing else changes it.  The rules it keeps, all ve
 1. *Last copy.*  A live key always has a READY replica.  Dropping the last is refused unless the key
    itself is dropped.
 2. *Charged until freed.*  A tier's charged bytes are the sum over replicas that are not ABSENT and
-   never exceed its quota.
+   never exceed its quota.  A replica is charged its whole size until its copy has ended, and from
+   then on what the medium says that it takes.
 3. *Single flight.*  At most one copy writes a replica; later wants join it.
 4. *Wait for hardware, never for people.*  A want waits for copies and drains only; if only leases
    stand in the way it is refused at once, naming the holders.

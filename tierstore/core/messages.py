@@ -214,10 +214,15 @@ class CopyRefused:
 
 @dataclass(slots=True)
 class CopyDone:
-    """A copy ended, with an error or without."""
+    """A copy ended, with an error or without.
+
+    ``charge_bytes`` is what the target takes of its medium, if that is not what it was charged: less,
+    and a multiple of the tier's alignment.
+    """
 
     copy: int
     error: BaseException | None = None
+    charge_bytes: int | None = None
 
 
 @dataclass(slots=True)

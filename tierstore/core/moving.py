@@ -201,6 +201,8 @@ class Moving:
         """A copy ended."""
         copy = self.traffic.copies[event.copy]
         want, replica = copy.want, copy.want.entry.replicas[copy.target]
+        if event.charge_bytes is not None:
+            self.books.shrink(replica, event.charge_bytes)
         self._end(copy, is_moved=event.error is None)
         if replica.state is not State.FILLING:
             self._settle_late(replica, event.error)

@@ -64,7 +64,8 @@ class Replica:
         entry: whose bytes.
         place: names them for those who have them, whatever key they are under.
         tier: index of the tier.
-        charge_bytes: what the tier is charged while the replica is not ``ABSENT``.
+        charge_bytes: what the tier is charged while the replica is not ``ABSENT``; once its copy has
+            ended, what the medium really holds for it.
         leases: how many leases hold it; it is not dropped while there are any.
         readers: how many copies and gets read it; it is not freed while there are any.
         copy: the number of the copy that writes it, if one does; it is not freed meanwhile.

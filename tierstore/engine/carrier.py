@@ -22,11 +22,13 @@ from tierstore.spi import (
     BatchBackend,
     Buffer,
     Completion,
+    DirectBackend,
     DurableBackend,
     Medium,
     PartialError,
     Record,
     Slot,
+    held_bytes,
 )
 
 Tell = Callable[[list[m.Event]], None]
@@ -48,7 +50,11 @@ class Carrier:
         self._tell = tell
         self._report = report
         self._media = [backend.capabilities.medium for backend in backends]
+        self._alignments = [backend.capabilities.alignment_bytes for backend in backends]
+        # Which tiers have slots that may take less than was asked for; known from their first slot on.
+        self._shrinking: dict[int, bool] = {}
         self._batching = {i: b for i, b in enumerate(backends) if isinstance(b, BatchBackend)}
+        self._direct = {i: b for i, b in enumerate(backends) if isinstance(b, DirectBackend)}
         # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
         # its FreeSlot, which the ledger never has under way at the same time.
         self._slots: dict[m.Place, Slot] = {}
@@ -60,6 +66,12 @@ class Carrier:
     def adopt(self, place: m.Place, slot: Slot) -> None:
         """Take a recovered replica's slot."""
         self._slots[place] = slot
+
+    def charge_bytes(self, place: m.Place) -> int | None:
+        """Return what a replica that was just written takes of its medium, where that may be less."""
+        if not self._shrinking.get(place.tier):
+            return None
+        return held_bytes(self._slots[place], self._alignments[place.tier])
 
     def clear(self) -> None:
         """Forget every slot: nothing moves any more."""
@@ -78,6 +90,8 @@ class Carrier:
             events.append(m.CopyDone(command.copy, self._explain(error, command)))
             return None
         self._slots[place] = slot
+        if place.tier not in self._shrinking:
+            self._shrinking[place.tier] = hasattr(slot, "held_bytes")
         return slot
 
     def start(self, command: m.StartCopy, events: list[m.Event]) -> None:
@@ -97,14 +111,18 @@ class Carrier:
 
     def _follow(self, command: m.StartCopy, completion: Completion, events: list[m.Event]) -> None:
         if completion.is_done:
-            events.append(m.CopyDone(command.copy, self._explain(completion.error, command)))
+            events.append(self._outcome(command, completion.error))
             return
         if completion.is_stream_ordered:
             # Told at once: the end of the copy, in another thread, must not overtake it.
             self._tell([m.CopyOrdered(command.copy)])
-        completion.add_done_callback(
-            lambda error: self._report([m.CopyDone(command.copy, self._explain(error, command))])
-        )
+        completion.add_done_callback(lambda error: self._report([self._outcome(command, error)]))
+
+    def _outcome(self, command: m.StartCopy, error: BaseException | None) -> m.CopyDone:
+        """Return the event that a copy between two tiers ended with."""
+        if error is None:
+            return m.CopyDone(command.copy, charge_bytes=self.charge_bytes(command.target))
+        return m.CopyDone(command.copy, self._explain(error, command))
 
     def is_batched(self, command: m.StartCopy) -> bool:
         """Whether a copy is to travel with others: a small one between host memory and a medium that can."""
@@ -141,16 +159,9 @@ class Carrier:
 
     def _outcomes(self, copies: Sequence[m.StartCopy], error: BaseException | None) -> list[m.Event]:
         """Tell apart which copies of a batch failed."""
-        if error is None:
-            return [m.CopyDone(copy.copy) for copy in copies]
         if isinstance(error, PartialError):
-            errors = [error.errors.get(position) for position in range(len(copies))]
-        else:
-            errors = [error] * len(copies)
-        return [
-            m.CopyDone(copy.copy, self._explain(failure, copy))
-            for copy, failure in zip(copies, errors, strict=True)
-        ]
+            return [self._outcome(copy, error.errors.get(position)) for position, copy in enumerate(copies)]
+        return [self._outcome(copy, error) for copy in copies]
 
     def _move(self, source: int, source_slot: Slot, target: int, target_slot: Slot) -> Completion:
         """Begin the copy: straight between host memory and the other medium, or through a buffer."""
@@ -158,7 +169,21 @@ class Carrier:
             return self._backends[target].write(target_slot, cast("AddressableSlot", source_slot).memory)
         if self._media[target] is Medium.HOST:
             return self._backends[source].read(source_slot, cast("AddressableSlot", target_slot).memory)
+        if target in self._direct and (memory := self._reachable(source, source_slot, target)) is not None:
+            return self._backends[target].write(target_slot, memory)
+        if source in self._direct and (memory := self._reachable(target, target_slot, source)) is not None:
+            return self._backends[source].read(source_slot, memory)
         return self._move_through_buffer(source, source_slot, target, target_slot)
+
+    def _reachable(self, device: int, slot: Slot, storage: int) -> torch.Tensor | None:
+        """Return the memory of a device's slot, ordered for use, if a medium reaches it without a buffer."""
+        if self._media[device] is not Medium.DEVICE:
+            return None
+        addressable = cast("AddressableSlot", slot)
+        if not self._direct[storage].accepts(addressable.memory):
+            return None
+        addressable.acquire()
+        return addressable.memory
 
     def _move_through_buffer(
         self, source: int, source_slot: Slot, target: int, target_slot: Slot

@@ -59,8 +59,13 @@ class Opening:
     """Room that a caller of ``put`` is to fill."""
 
     copy: int
-    tier: int
+    place: m.Place
     slot: Slot
+
+    @property
+    def tier(self) -> int:
+        """Index of the tier that the room is in."""
+        return self.place.tier
 
 
 class Engine:
@@ -162,7 +167,8 @@ class Engine:
             error = failure
             raise
         finally:
-            self.turn(m.CopyDone(room.copy, error))
+            charge_bytes = None if error is not None else self._carrier.charge_bytes(room.place)
+            self.turn(m.CopyDone(room.copy, error, charge_bytes))
         settled.result()
 
     def wait(self, transfer: Transfer[T], undo: Callable[[T], None]) -> T:
@@ -317,7 +323,7 @@ class Engine:
         if slot is None:
             return
         opening = self._openings.get(command.request)
-        room = Opening(command.copy, command.target.tier, slot)
+        room = Opening(command.copy, command.target, slot)
         if opening is None or not opening.resolve(room):
             # The put has failed meanwhile (its key was dropped): nobody is left to fill the room.
             events.append(m.CopyDone(command.copy, _orphaned(command.key)))

@@ -30,6 +30,7 @@ from tierstore.spi import (
     Medium,
     PartialError,
     Slot,
+    held_bytes,
 )
 from tierstore.units import MIB, align_up
 
@@ -248,10 +249,22 @@ class BackendConformance:
         """With an error that leaves the backend as it was."""
         source = pattern(CAPACITY_BYTES // 2, seed=1)
         slot = stored(backend, source)
+        free_bytes = CAPACITY_BYTES - held_bytes(slot, backend.capabilities.alignment_bytes)
         with pytest.raises(CapacityError):
-            backend.reserve(CAPACITY_BYTES // 2 + 1)
+            backend.reserve(free_bytes + 1)
         assert torch.equal(contents(backend, slot), source)
-        backend.reserve(CAPACITY_BYTES // 2)
+        backend.reserve(free_bytes)
+
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_a_slot_takes_what_was_charged_or_less(self, backend: Backend, nbytes: int) -> None:
+        """See `tierstore.spi.held_bytes`: all of it until it is written."""
+        alignment_bytes = backend.capabilities.alignment_bytes
+        slot = backend.reserve(nbytes)
+        assert held_bytes(slot, alignment_bytes) == charge(backend.capabilities, nbytes)
+        succeed(backend.write(slot, pattern(nbytes, seed=1)))
+        held = held_bytes(slot, alignment_bytes)
+        assert 0 <= held <= charge(backend.capabilities, nbytes)
+        assert held % alignment_bytes == 0
 
     def test_a_refusal_holds_nothing(self, backend: Backend) -> None:
         """However often it is tried."""

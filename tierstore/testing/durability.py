@@ -183,12 +183,15 @@ class DurableBackendSuite:
     ) -> None:
         """With both numbers."""
         backend = opened()
-        commit(backend, named(backend, {"a": MIB, "b": MIB}))
+        records = named(backend, {"a": MIB, "b": MIB})
+        commit(backend, records)
+        alignment_bytes = backend.capabilities.alignment_bytes
+        kept_bytes = sum(held_bytes(record.slot, alignment_bytes) for record in records.values())
         backend.close()
         with pytest.raises(CapacityError) as caught:
-            self.open(MIB)
-        assert caught.value.needed_bytes == 2 * MIB
-        assert caught.value.free_bytes == MIB
+            self.open(kept_bytes // 2)
+        assert caught.value.needed_bytes == kept_bytes
+        assert caught.value.free_bytes == kept_bytes // 2 // alignment_bytes * alignment_bytes
         backend = opened()
         for record in found(backend).values():
             assert torch.equal(contents(backend, record.slot), pattern(MIB, 0))

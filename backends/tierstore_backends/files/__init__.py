@@ -1,8 +1,9 @@
-"""Asynchronous disk files as scratch space: the tier below host memory.
+"""Asynchronous disk files: the tier below host memory.
 
 What it promises: at most ``capacity_bytes`` of disk, counted in the file system's own blocks; every
-byte checked on its way back; nothing left behind after ``close``, and after a crash nothing that
-the next owner of the directory does not sweep.  What it does not do: survive a restart.
+byte checked on its way back.  As scratch space: nothing left behind after ``close``, and after a crash
+nothing that the next owner of the directory does not sweep.  With ``durable=True``: what was committed is
+found again, and nothing else; the manifest that says so is beside the files and beside the capacity.
 
 The rooms, each ignorant of the ones after it:
 
@@ -11,9 +12,15 @@ The rooms, each ignorant of the ones after it:
 - `syscalls`, `probe`: the few calls into the kernel, and what they can do in a directory.
 - `segments`: the address space as a few large files.
 - `space`: layout and segments together, from any thread.
-- `transfer`, `piece_queue`, `lane`, `engine`: how bytes move: cut into pieces, merged where they
-  touch, moved by worker threads.
-- `options`, `backend`: what a user writes, and the `tierstore.spi.Backend` itself.
+- `transfer`, `piece_queue`, `bounce`, `lane`, `meter`: how bytes move: cut into pieces, merged where they
+  touch, summed, and counted.
+- `ring`, `streams`, `gpu`: other ways to the kernel than its calls: io_uring, aiofiles, kvikio.
+- `engine`, `engines`: who moves them.
+- `options`, `ground`, `backend`, `examination`: what a user writes, what it is built on, and the
+  `tierstore.spi.Backend` itself.
+- `rows`, `manifest`: what is kept, as bytes and as a database that may be damaged.
+- `recovery`, `commits`, `durable`: from the manifest to slots, back again, and the
+  `tierstore.spi.DurableBackend`.
 """
 
 from __future__ import annotations
@@ -23,9 +30,10 @@ from collections.abc import Mapping
 from tierstore.units import parse_bytes
 from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.durable import DurableFiles
+from tierstore_backends.files.examination import examine
 from tierstore_backends.files.options import parse_options
 
-__all__ = ["DurableFiles", "FilesBackend", "open_backend"]
+__all__ = ["DurableFiles", "FilesBackend", "examine", "open_backend"]
 
 
 def open_backend(*, capacity_bytes: int, options: Mapping[str, object]) -> FilesBackend | DurableFiles:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -19,15 +19,17 @@ import torch
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
-from tierstore_backends.files.engine import Engine
-from tierstore_backends.files.engines.choice import start
+from tierstore_backends.files.engines.choice import Started, start
+from tierstore_backends.files.engines.drives import StartedDrives, start_all
 from tierstore_backends.files.ground import Ground, scratch_ground
 from tierstore_backends.files.meter import IoStats
 from tierstore_backends.files.options import EngineName, FilesOptions
 from tierstore_backends.files.owner import DirectoryOwner
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
+from tierstore_backends.files.several import Owners
+from tierstore_backends.files.space import Space
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
-from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, cut
+from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, by_piece, cut
 
 SEGMENT_BYTES: Final = 64 * GIB
 STRIDE_BYTES: Final = 64 * MIB
@@ -42,9 +44,10 @@ class FilesBackend:
 
     Args:
         capacity_bytes: the most that the files may take on disk.
-        options: see `FilesOptions`.
+        options: see `FilesOptions`; several directories are one address space.
         syscalls: the way to the kernel; tests pass their own.
-        segment_bytes: the length of a full file; a multiple of 64 KiB.
+        segment_bytes: the length of a full file; a multiple of 64 KiB, and with several directories a
+            power of two.
         stride_bytes: how far files grow at a time; a multiple of 64 KiB.
         quiet_s: after so long without a transfer, the free end of the files is cut off.
         ground: what it stands on, instead of scratch files; it is given up by ``close``.
@@ -72,7 +75,7 @@ class FilesBackend:
         self._block_bytes = align_up(options.aio_block_size, mode.alignment_bytes)
         try:
             most_bytes = max(self._block_bytes, ground.block_bytes)
-            self._started = start(options, mode, self._segments, self._space, syscalls, most_bytes, quiet_s)
+            self._started = _start(options, ground, syscalls, most_bytes, quiet_s)
         except BaseException:
             self._segments.close()
             owner.release()
@@ -85,7 +88,7 @@ class FilesBackend:
             depth=1 if self._started.name is EngineName.PLAIN else options.aio_queue_depth,
         )
         # Also when it is forgotten, and when the interpreter ends: nothing may stay behind.
-        self._finalizer = weakref.finalize(self, _shut, self._engine, self._segments, owner)
+        self._finalizer = weakref.finalize(self, _shut, self._started, self._segments, owner)
         self._closing = threading.Lock()  # held while the first to close waits for the disk
         self._owner = owner
         _open_backends.add(self)
@@ -151,19 +154,40 @@ class FilesBackend:
         for slot, buffer in zip(own, into, strict=True):
             if slot.state is not SlotState.WRITTEN and slot.nbytes:
                 raise UsageError(f"{slot} holds no bytes: nothing was written there, or writing failed")
-            _check_buffer(slot, buffer)
+            self._check_buffer(slot, buffer)
         return self._move(Direction.READ, own, into)
 
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """Write each buffer; see `write` and `tierstore.spi.BatchBackend`."""
         own = [self._own(slot) for slot in slots]
         for slot, buffer in zip(own, sources, strict=True):
-            _check_buffer(slot, buffer)
+            self._check_buffer(slot, buffer)
         for slot in own:
             # From here to the end of the write the old bytes are gone and the new ones not there.
             slot.state = SlotState.RESERVED
             slot.block_bytes = self._block_bytes
+            slot.failed_syncs = self._segments.failed_syncs
         return self._move(Direction.WRITE, own, sources)
+
+    def write_again(self, slot: FileSlot) -> None:
+        """Write what a slot holds once more, piece by piece; it can be read meanwhile.  Blocks.
+
+        Raises:
+            BackendError: it cannot be read or written.
+        """
+        failed_syncs = self._segments.failed_syncs
+        for part in by_piece(slot, self._segments.segment_bytes):
+            buffer = torch.empty(part.nbytes, dtype=torch.uint8)
+            wait_for(self._move(Direction.READ, [part], [buffer]))
+            wait_for(self._move(Direction.WRITE, [part], [buffer]))
+        slot.failed_syncs = failed_syncs
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        """Say whether ``memory`` of a GPU may be read into and written from; see `DirectBackend`.
+
+        That is so with the engine ``threads``, without checksums, and where kvikio moves a page straight.
+        """
+        return self._started.accepts(memory)
 
     def free(self, slot: Slot) -> Completion:
         """Give the slot's addresses to others.  Done at once: their blocks are used again.
@@ -218,8 +242,23 @@ class FilesBackend:
         pieces = cut(transfer, segment_bytes=self._segments.segment_bytes)
         if not pieces:  # there are no bytes
             return Completion.done()
+        if not buffers[0].is_cpu:
+            transfer.ready = _after_current_work(buffers[0])
         self._engine.submit(pieces)
         return transfer.completion
+
+    def _check_buffer(self, slot: FileSlot, buffer: Buffer) -> None:
+        if (
+            buffer.dtype is not torch.uint8
+            or buffer.dim() != 1
+            or buffer.numel() != slot.nbytes
+            or not buffer.is_contiguous()
+            or not (buffer.is_cpu or self.accepts(buffer))
+        ):
+            raise UsageError(
+                f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
+                f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
+            )
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -234,24 +273,34 @@ class FilesBackend:
         return slot
 
 
-def _check_buffer(slot: FileSlot, buffer: Buffer) -> None:
-    if (
-        buffer.dtype is not torch.uint8
-        or buffer.dim() != 1
-        or buffer.numel() != slot.nbytes
-        or not buffer.is_cpu
-        or not buffer.is_contiguous()
-    ):
-        raise UsageError(
-            f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
-            f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
-        )
+def _after_current_work(memory: torch.Tensor) -> Callable[[], None]:
+    """Return what waits until the calling thread's current stream has come as far as it is now."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(memory.device))
+    return event.synchronize
 
 
-def _shut(engine: Engine, segments: Segments, owner: DirectoryOwner) -> None:
+def wait_for(completion: Completion) -> None:
+    """Wait for the end of an operation; raise what it failed with."""
+    ended = threading.Event()
+    completion.add_done_callback(lambda _: ended.set())
+    ended.wait()
+    if completion.error is not None:
+        raise completion.error
+
+
+def _start(
+    options: FilesOptions, ground: Ground, syscalls: Syscalls, block_bytes: int, quiet_s: float
+) -> Started | StartedDrives:
+    if isinstance(ground.space, Space):
+        return start(options, ground.mode, ground.segments, ground.space, syscalls, block_bytes, quiet_s)
+    return start_all(options, ground.drives, ground.segments, ground.space, syscalls, block_bytes, quiet_s)
+
+
+def _shut(started: Started | StartedDrives, segments: Files, owner: DirectoryOwner | Owners) -> None:
     """End everything: the engine first, so that nothing moves when files go."""
     try:
-        engine.close()
+        started.close()
     finally:
         segments.close()
         owner.release()

@@ -5,8 +5,10 @@ only then the manifest names the slot, in one transaction.
 Rule 2: a commit writes what differs from the one before: by slot, for a slot that a commit named is
 never written again (rule 11 of `tierstore.spi`).
 Rule 3: after an error the next commit begins with what the manifest really holds, read again.
-Rule 4: data that a failed sync covered counts as never written, until it is written again: the kernel
-drops what it could not write and says so only once.
+Rule 4: what a failed sync covered is in doubt: the kernel drops what it could not write, and says so only
+once.  So it is read back, compared with its checksums and written again before it is named; without
+checksums nobody can tell what is there, and commits that name it fail.
+Rule 5: a commit counts only while the directory is still the one that is owned.
 
 Works in a thread of its own.  Knows where slots are and nothing of how their bytes got there.
 """
@@ -23,9 +25,13 @@ from pathlib import Path
 
 from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStoreError, UsageError
 from tierstore.spi import Completion, Record, Slot
+from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.manifest import Manifest, Meta
+from tierstore_backends.files.owner import DirectoryOwner
+from tierstore_backends.files.recovery import Recovered
 from tierstore_backends.files.rows import Place, Row, Sums, decode_text, encode, encode_text, row_check
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
+from tierstore_backends.files.several import Owners
 from tierstore_backends.files.transfer import FileSlot, SlotState
 
 _log = logging.getLogger("tierstore.files")
@@ -38,27 +44,31 @@ class Commits:
     """The commits of one directory.
 
     Args:
+        owner: the right to the directory.
         manifest: open, and as the last commit left it.
         segments: the files.
-        rows: what the manifest has.
-        slots: those of the rows.
-        lost: slots whose bytes are not there, which are named all the same.
+        recovered: what the manifest has.
+        files: what the slots belong to.
     """
 
     def __init__(
         self,
+        owner: DirectoryOwner | Owners,
         manifest: Manifest,
-        segments: Segments,
-        rows: Sequence[Row],
-        slots: Sequence[FileSlot],
-        lost: Mapping[FileSlot, BaseException],
+        segments: Files,
+        recovered: Recovered,
+        files: FilesBackend,
     ) -> None:
+        self._files = files
+        self._owner = owner
         self._manifest = manifest
         self._segments = segments
-        self._lost = lost
+        self._lost = recovered.lost
         self._committing = threading.Lock()  # held while a commit is under way; guards all below
         self._is_closed = False
-        self._entries = _entries(rows, slots)
+        # What the manifest has, by name; and until it is first wanted, what that is made of.
+        self._entries: dict[str, _Entry] | None = None
+        self._found: tuple[Sequence[Row], Sequence[FileSlot] | None] = (recovered.rows, recovered.slots)
         self._thread: threading.Thread | None = None
 
     def begin(self, records: Sequence[Record]) -> Completion:
@@ -109,21 +119,59 @@ class Commits:
             raise StoreClosed("the files were closed")
         if not self._manifest.is_open:
             self._manifest, rows = self._manifest.reopen()
-            self._entries = _entries(rows)
-        change = _Change(self._entries, self._manifest.meta, self._lost)
+            self._entries, self._found = None, (rows, None)
+        if self._entries is None:
+            self._entries, self._found = _entries(*self._found), ((), None)
+        change = _Change(self._entries, self._manifest.meta, self._files, self._lost)
         for record in records:
             change.keep(record)
         change.drop_others()
         if change.is_nothing:
             return
+        self._check_names()
+        self._remove_doubts(change.slots)
         self._sync(change.slots)
         self._manifest.commit(change.meta(), change.dropped, change.rows)
         self._entries = change.entries
+        self._check_names()
+        self._owner.note_commit(self._manifest.meta.commit)
 
-    def _sync(self, slots: Iterable[FileSlot]) -> None:
+    def _check_names(self) -> None:
+        """Look whether the directory and the files in it are still the ones that are owned."""
+        self._owner.check()
+        self._manifest.check()
+        try:
+            self._segments.check()
+        except OSError as error:
+            raise BackendError(f"a file of {self._owner.folder} is not there any more: {error}") from error
+
+    def _remove_doubts(self, slots: Mapping[str, FileSlot]) -> None:
+        """Write again what a sync that failed may have lost."""
+        if not self._segments.failed_syncs:
+            return
+        for name, slot in slots.items():
+            if not self._segments.is_in_doubt(slot.extents, slot.failed_syncs):
+                continue
+            path = self._segments.path(slot.extents[0][0])
+            if not slot.sums:
+                raise BackendError(
+                    f"{name!r} was in {path} when that could not be synced, and without checksums nobody "
+                    f"can tell whether its bytes are still there: put it again",
+                    key=name,
+                )
+            try:
+                self._files.write_again(slot)
+            except BackendError as error:
+                raise BackendError(
+                    f"{name!r} was in {path} when that could not be synced, "
+                    f"and cannot be written again: {error}",
+                    key=name,
+                ) from error
+
+    def _sync(self, slots: Mapping[str, FileSlot]) -> None:
         """Return when the bytes of ``slots`` would survive a power loss."""
         segments = self._segments
-        for index in sorted({index for slot in slots for index in segments.indices(slot.extents)}):
+        for index in sorted({index for slot in slots.values() for index in segments.indices(slot.extents)}):
             try:
                 segments.sync(index)
             except OSError as error:
@@ -131,7 +179,7 @@ class Commits:
         try:
             segments.sync_names()
         except OSError as error:
-            raise _explain(segments.path(0).parent, error) from error
+            raise _explain(Path(error.filename), error) from error
 
 
 class _Change:
@@ -141,11 +189,14 @@ class _Change:
         entries: what the manifest has afterwards.
         dropped: the ids of rows that go.
         rows: those that come, in place of others with their ids or beside them.
-        slots: those of the rows that come.
+        slots: those of the rows that come, by name.
     """
 
-    def __init__(self, old: Mapping[str, _Entry], meta: Meta, lost: Container[FileSlot]) -> None:
+    def __init__(
+        self, old: Mapping[str, _Entry], meta: Meta, home: FilesBackend, lost: Container[FileSlot]
+    ) -> None:
         self._old = old
+        self._home = home
         self._lost = lost
         self._meta = meta
         self._version = meta.commit + 1
@@ -155,7 +206,7 @@ class _Change:
         self.entries: dict[str, _Entry] = {}
         self.dropped: list[int] = []
         self.rows: list[Row] = []
-        self.slots: list[FileSlot] = []
+        self.slots: dict[str, FileSlot] = {}
 
     @property
     def is_nothing(self) -> bool:
@@ -216,11 +267,12 @@ class _Change:
         check = row_check(row[5])
         self._digest += check
         self.rows.append(row)
-        self.slots.append(slot)
+        if place.kind is not Sums.LOST:
+            self.slots[name] = slot
         self.entries[name] = (slot, note, id_, self._version, check)
 
     def _place(self, name: str, slot: Slot) -> Place:
-        if not isinstance(slot, FileSlot):
+        if not isinstance(slot, FileSlot) or slot.home is not self._home:
             raise UsageError(f"{slot!r} of {name!r} is no slot of these files")
         if slot in self._lost:
             return Place(tuple(slot.extents), slot.sums, Sums.LOST, slot.block_bytes)

@@ -12,9 +12,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, PartialError, Record, Slot
 from tierstore_backends.files.backend import QUIET_S, SEGMENT_BYTES, STRIDE_BYTES, FilesBackend
+from tierstore_backends.files.collecting import paused_collector
 from tierstore_backends.files.commits import Commits
 from tierstore_backends.files.ground import durable_ground
 from tierstore_backends.files.meter import IoStats
@@ -61,7 +64,7 @@ class DurableFiles:
         self._files = files
         self._capabilities = replace(files.capabilities, is_durable=True)
         self._lost = recovered.lost
-        self._commits = Commits(manifest, ground.segments, recovered.rows, recovered.slots, recovered.lost)
+        self._commits = Commits(ground.owner, manifest, ground.segments, recovered, files)
         self._recovered: Recovered | None = recovered
         self._finalizer = weakref.finalize(self, _shut, self._commits, files)
         self._closing = threading.Lock()  # held while the first to close waits for the disk
@@ -95,10 +98,11 @@ class DurableFiles:
         recovered, self._recovered = self._recovered, None
         if recovered is None:
             raise UsageError("what was recovered was asked for before")
-        return [
-            Record(decode_text(row[2]), decode_text(row[3]), slot)
-            for row, slot in zip(recovered.rows, recovered.slots, strict=True)
-        ]
+        with paused_collector():
+            return [
+                Record(decode_text(name), decode_text(note), slot)
+                for (_, _, name, note, _, _), slot in zip(recovered.rows, recovered.slots, strict=True)
+            ]
 
     def commit(self, records: Sequence[Record]) -> Completion:
         """Keep ``records`` and nothing else.
@@ -140,6 +144,10 @@ class DurableFiles:
             if slot in self._lost:
                 raise UsageError(f"{slot!r} was lost: free it, and write to another")
         return self._files.write_many(slots, sources)
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        """Say whether ``memory`` can be moved straight.  See `FilesBackend.accepts`."""
+        return self._files.accepts(memory)
 
     def free(self, slot: Slot) -> Completion:
         """Give the slot's addresses to others.  See `FilesBackend.free`."""

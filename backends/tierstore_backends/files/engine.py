@@ -16,15 +16,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.errors import InvariantError
-from tierstore_backends.files.transfer import Piece, Transfer
+from tierstore_backends.files.transfer import Moving, Piece
 
 log = logging.getLogger("tierstore.files")
 
 Move = Callable[[Sequence[Piece]], None]
 """Moves a batch, in one thread at a time; notes errors at the pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much an engine moves at a time, and when it tidies.
+
+    Attributes:
+        depth: the most pieces in flight.
+        tidy: gives unused disk back; what is reserved while it runs is not yet written (rule 4).
+        quiet_s: how long nothing has moved before that.
+    """
+
+    depth: int
+    tidy: Callable[[], None]
+    quiet_s: float
 
 
 class Engine(Protocol):
@@ -74,7 +90,7 @@ def note_unforeseen(batch: Sequence[Piece], error: Exception) -> None:
         piece.error = InvariantError(f"moving scratch bytes failed in an unforeseen way: {error!r}")
 
 
-def count_off(batch: Sequence[Piece]) -> list[Transfer]:
+def count_off(batch: Sequence[Piece]) -> list[Moving]:
     """Count pieces as moved; return the transfers that they were the last of, still to be finished."""
     return [piece.transfer for piece in batch if piece.transfer.note()]
 

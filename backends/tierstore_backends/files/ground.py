@@ -6,44 +6,63 @@ error instead has nothing to give up.
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import logging
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tierstore.errors import BackendError, IntegrityError
+from tierstore.errors import BackendError, IntegrityError, UsageError
+from tierstore_backends.files.collecting import paused_collector
+from tierstore_backends.files.drives import Drive, DriveFiles, split_by_drive
 from tierstore_backends.files.engines.choice import direct_for
+from tierstore_backends.files.identity import store_of, written
 from tierstore_backends.files.manifest import FORMAT, Manifest, Meta, digest
 from tierstore_backends.files.options import Direct, FilesOptions
-from tierstore_backends.files.owner import MANIFEST_NAME, DirectoryOwner, Keeping, segment_index
+from tierstore_backends.files.owner import DRIVE_NAME, MANIFEST_NAME, DirectoryOwner, Keeping, segment_index
 from tierstore_backends.files.probe import IoMode, probe
 from tierstore_backends.files.recovery import Recovered, find_missing, recover
 from tierstore_backends.files.rows import Sums, decode_place, encode
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files, Segments
+from tierstore_backends.files.several import (
+    Owners,
+    bandwidths,
+    claim,
+    given_bandwidths,
+    in_common,
+    share_out,
+    with_common_alignment,
+)
 from tierstore_backends.files.space import Space
+from tierstore_backends.files.stripes import Stripes
 from tierstore_backends.files.syscalls import Syscalls
 
 _log = logging.getLogger("tierstore.files")
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """A directory made ready.
+    """A directory made ready, or several.
 
     Attributes:
         owner: the right to it.
-        mode: how I/O is done there.
+        mode: how I/O is done there; of several directories, what holds in all.
         segments: its files.
         space: the room in them.
         block_bytes: the most bytes of a piece of any slot that is there already.
+        drives: the directories, if there are several.
     """
 
-    owner: DirectoryOwner
+    owner: DirectoryOwner | Owners
     mode: IoMode
-    segments: Segments
-    space: Space
+    segments: Files
+    space: Space | Stripes
     block_bytes: int = 0
+    drives: Sequence[Drive] = ()
 
 
 def scratch_ground(
@@ -54,12 +73,14 @@ def scratch_ground(
     segment_bytes: int,
     stride_bytes: int,
 ) -> Ground:
-    """Own a directory as scratch space.
+    """Own a directory as scratch space, or several.
 
     Raises:
         UsageError: another live backend owns the directory, or it holds a durable store.
         BackendError: the directory cannot be made or used.
     """
+    if options.drives:
+        return _scratch_drives(capacity_bytes, options, syscalls, segment_bytes, stride_bytes)
     owner = DirectoryOwner.claim(options.path)
     try:
         mode = probe(options.path, direct_for(options), syscalls)
@@ -67,6 +88,25 @@ def scratch_ground(
             options.path, mode.flags, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
         )
         return Ground(owner, mode, segments, Space(capacity_bytes, mode.alignment_bytes, segments))
+    except BaseException:
+        owner.release()
+        raise
+
+
+def _scratch_drives(
+    capacity_bytes: int, options: FilesOptions, syscalls: Syscalls, segment_bytes: int, stride_bytes: int
+) -> Ground:
+    owner = Owners.claim(options.folders, Keeping.SCRATCH)
+    try:
+        modes = [probe(folder, direct_for(options), syscalls) for folder in options.folders]
+        modes = with_common_alignment(modes)
+        rates = bandwidths(options, modes, syscalls)
+        segments = [
+            Segments(folder, mode.flags, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes)
+            for folder, mode in zip(options.folders, modes, strict=True)
+        ]
+        drives, stripes = share_out(capacity_bytes, options, modes, rates, segments)
+        return Ground(owner, in_common(modes), DriveFiles(segments), stripes, drives=drives)
     except BaseException:
         owner.release()
         raise
@@ -80,107 +120,189 @@ def durable_ground(
     segment_bytes: int,
     stride_bytes: int,
 ) -> tuple[Ground, Manifest, Recovered]:
-    """Own a directory to keep files in, and find what is kept there.
+    """Own a directory to keep files in, or several, and find what is kept there.
 
     Raises:
-        UsageError: another live backend owns the directory, or a later version of tierstore wrote it.
+        UsageError: another live backend owns the directory, or a later version of tierstore wrote it.  Or
+            directories are not the ones that the store has, or not in their order; nothing was changed.
         CapacityError: what is kept there is more than the capacity.
         IntegrityError: the manifest is damaged; nothing was changed.
         BackendError: the directory cannot be made or used.
     """
-    owner = DirectoryOwner.claim(options.path, Keeping.DURABLE)
+    home = options.folders[0]
+    if not options.create and not (home / MANIFEST_NAME).is_file():
+        raise UsageError(f"{home} is not a durable store: it has no {MANIFEST_NAME}")
+    store_of(options.folders)
+    owner = claim(options.folders, Keeping.DURABLE)
     try:
-        manifest, recovered = _open_manifest(options, syscalls, segment_bytes)
-        try:
-            owner.sweep()
-            mode = _adapted(probe(options.path, direct_for(options), syscalls), manifest.meta, options)
-            ground = _stand(capacity_bytes, owner, mode, manifest, recovered, syscalls, stride_bytes)
-        except BaseException:
-            manifest.close()
-            raise
+        with paused_collector():
+            manifest, recovered = _open_manifest(owner, options, syscalls, segment_bytes)
+            try:
+                owner.note_commit(manifest.meta.commit)
+                owner.sweep()
+                modes = _modes(options, manifest.meta, syscalls)
+                ground = _stand(
+                    capacity_bytes, options, owner, modes, manifest, recovered, syscalls, stride_bytes
+                )
+            except BaseException:
+                manifest.close()
+                raise
     except BaseException:
-        owner.release()
+        if (options.path / MANIFEST_NAME).exists():
+            owner.leave()
+        else:
+            owner.release()
         raise
     return ground, manifest, recovered
 
 
 def _open_manifest(
-    options: FilesOptions, syscalls: Syscalls, segment_bytes: int
+    owner: DirectoryOwner | Owners, options: FilesOptions, syscalls: Syscalls, segment_bytes: int
 ) -> tuple[Manifest, Recovered]:
-    folder = options.path
-    path = folder / MANIFEST_NAME
+    path = options.path / MANIFEST_NAME
+    store = store_of(options.folders)  # again, now that nobody else changes it
     if path.exists() or path.is_symlink():
-        manifest, rows = Manifest.open(folder, salvage=options.salvage)
-        return manifest, recover(rows, manifest.meta.alignment_bytes, str(path))
-    _check_nothing_is_kept(folder)
+        manifest, rows = Manifest.open(options.path, salvage=options.salvage, at_least=owner.noted_commit)
+        try:
+            _check_drives(options.folders, store, manifest)
+            recovered = recover(rows, manifest.meta.alignment_bytes, len(options.folders), str(path))
+        except BaseException:
+            manifest.close()
+            raise
+        return manifest, recovered
+    _check_nothing_is_kept(options.folders, store)
+    modes = [probe(folder, direct_for(options), syscalls) for folder in options.folders]
     meta = Meta(
         format=FORMAT,
         directory=str(uuid.uuid4()),
         created_by=f"tierstore {importlib.metadata.version('tierstore')}",
         segment_bytes=segment_bytes,
-        alignment_bytes=probe(folder, direct_for(options), syscalls).alignment_bytes,
+        alignment_bytes=in_common(modes).alignment_bytes,
+        bandwidths=bandwidths(options, modes, syscalls),
     )
-    return Manifest.create(folder, meta), Recovered(())
+    if not options.drives:
+        return Manifest.create(options.path, meta), Recovered(())
+    with written(options.folders, meta.directory):
+        return Manifest.create(options.path, meta), Recovered(())
 
 
-def _check_nothing_is_kept(folder: Path) -> None:
+def _check_drives(folders: Sequence[Path], store: str | None, manifest: Manifest) -> None:
+    """Refuse directories that are not those of the manifest."""
+    meta = manifest.meta
+    count = max(1, len(meta.bandwidths))
+    if count != len(folders) or (store is None) != (count == 1) or store not in (None, meta.directory):
+        raise UsageError(
+            f"{manifest.path} is that of the store {meta.directory} with {count} directories, and given are "
+            f"{len(folders)}, which say that they belong to {store or 'none that has several'}: "
+            f"{', '.join(map(str, folders))}. Give those of one store, in their order. Nothing was touched"
+        )
+
+
+def _check_nothing_is_kept(folders: Sequence[Path], store: str | None) -> None:
     """Refuse files whose manifest is gone: what they hold would be written over."""
-    for entry in folder.iterdir():
-        if segment_index(entry.name, Keeping.DURABLE) is not None:
-            raise IntegrityError(
-                f"{folder} holds {entry.name} but not {MANIFEST_NAME}, which says what is in it: "
-                f"put that back, or remove the files. Nothing was changed"
-            )
+    if store is not None:
+        raise IntegrityError(
+            f"{folders[0]} is the first drive of the store {store}, and has no {MANIFEST_NAME}, which says "
+            f"what is in it: put that back. If the store was never completed, remove the {DRIVE_NAME} of "
+            f"each of its directories. Nothing was changed"
+        )
+    for folder in folders:
+        for entry in folder.iterdir():
+            if entry.name == MANIFEST_NAME:
+                raise UsageError(f"{folder} holds a store of its own ({entry.name}): give another directory")
+            if segment_index(entry.name, Keeping.DURABLE) is not None:
+                raise IntegrityError(
+                    f"{folder} holds {entry.name} but not {MANIFEST_NAME}, which says what is in it: "
+                    f"put that back, or remove the files. Nothing was changed"
+                )
 
 
-def _adapted(mode: IoMode, meta: Meta, options: FilesOptions) -> IoMode:
+def _modes(options: FilesOptions, meta: Meta, syscalls: Syscalls) -> list[IoMode]:
+    """Return how to do I/O in each directory, whose extents have the alignment that they were made with."""
+    return [_mode(folder, meta, options, syscalls) for folder in options.folders]
+
+
+def _mode(folder: Path, meta: Meta, options: FilesOptions, syscalls: Syscalls) -> IoMode:
     """Return how to do I/O in a directory whose extents have the alignment that they were made with."""
+    buffered = IoMode(is_direct=False, alignment_bytes=meta.alignment_bytes, memory_alignment_bytes=1)
+    try:
+        mode = probe(folder, direct_for(options), syscalls)
+    except BackendError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _FULL:
+            raise
+        _log.warning("%s is too full to find out whether direct I/O works: I/O is buffered", folder)
+        return buffered
     if not mode.is_direct or meta.alignment_bytes % mode.alignment_bytes == 0:
         return replace(mode, alignment_bytes=meta.alignment_bytes)
     if options.direct is Direct.ALWAYS:
         raise BackendError(
-            f"{options.path} was made with an alignment of {meta.alignment_bytes} bytes and direct I/O needs "
+            f"{folder} was made with an alignment of {meta.alignment_bytes} bytes and direct I/O needs "
             f"{mode.alignment_bytes} there now: use direct='auto', or export to a new directory"
         )
     _log.warning(
         "%s was made with an alignment of %d bytes and direct I/O needs %d there now: I/O is buffered",
-        options.path,
+        folder,
         meta.alignment_bytes,
         mode.alignment_bytes,
     )
-    return IoMode(is_direct=False, alignment_bytes=meta.alignment_bytes, memory_alignment_bytes=1)
+    return buffered
 
 
 def _stand(
     capacity_bytes: int,
-    owner: DirectoryOwner,
-    mode: IoMode,
+    options: FilesOptions,
+    owner: DirectoryOwner | Owners,
+    modes: Sequence[IoMode],
     manifest: Manifest,
     recovered: Recovered,
     syscalls: Syscalls,
     stride_bytes: int,
 ) -> Ground:
-    segments = Segments(
-        owner.folder,
-        mode.flags,
-        syscalls,
-        segment_bytes=manifest.meta.segment_bytes,
-        stride_bytes=stride_bytes,
-        keeping=Keeping.DURABLE,
-    )
+    segments = [
+        Segments(
+            folder,
+            mode.flags,
+            syscalls,
+            segment_bytes=manifest.meta.segment_bytes,
+            stride_bytes=stride_bytes,
+            keeping=Keeping.DURABLE,
+        )
+        for folder, mode in zip(options.folders, modes, strict=True)
+    ]
     try:
-        segments.reopen(recovered.end)
-        silent = find_missing(recovered, segments)
-        space = Space(capacity_bytes, mode.alignment_bytes, segments, recovered.live)
-        space.trim()
+        for files, live in zip(segments, split_by_drive(recovered.live, len(segments)), strict=True):
+            files.reopen(live[-1][1] if live else 0)
+        silent = find_missing(recovered, DriveFiles(segments) if options.drives else segments[0])
+        ground = _settled(capacity_bytes, options, owner, modes, segments, manifest.meta, recovered)
         _note_losses(manifest, recovered, silent)
-    except OSError as error:
-        segments.close()
-        raise BackendError(f"the files in {owner.folder} cannot be opened again: {error}") from error
-    except BaseException:
-        segments.close()
+    except BaseException as error:
+        for files in segments:
+            files.close()
+        if isinstance(error, OSError):
+            raise BackendError(f"the files in {owner.folder} cannot be opened again: {error}") from error
         raise
-    return Ground(owner, mode, segments, space, recovered.block_bytes)
+    return ground
+
+
+def _settled(
+    capacity_bytes: int,
+    options: FilesOptions,
+    owner: DirectoryOwner | Owners,
+    modes: Sequence[IoMode],
+    segments: Sequence[Segments],
+    meta: Meta,
+    recovered: Recovered,
+) -> Ground:
+    """Let the files hold what was recovered, and nothing above it."""
+    if not options.drives:
+        space = Space(capacity_bytes, modes[0].alignment_bytes, segments[0], recovered.live)
+        space.trim()
+        return Ground(owner, modes[0], segments[0], space, recovered.block_bytes)
+    rates = given_bandwidths(options) or meta.bandwidths
+    drives, stripes = share_out(capacity_bytes, options, modes, rates, segments, recovered.live)
+    for drive in drives:
+        drive.space.trim()
+    return Ground(owner, in_common(modes), DriveFiles(segments), stripes, recovered.block_bytes, drives)
 
 
 def _note_losses(manifest: Manifest, recovered: Recovered, positions: list[int]) -> None:
@@ -190,7 +312,7 @@ def _note_losses(manifest: Manifest, recovered: Recovered, positions: list[int])
     rows = list(recovered.rows)
     for position in positions:
         id_, version, name, note, nbytes, encoded = rows[position]
-        place = replace(decode_place(encoded), kind=Sums.LOST)
+        place = decode_place(encoded)._replace(kind=Sums.LOST)
         rows[position] = encode(id_, version, name, note, nbytes, place)
     manifest.commit(
         replace(manifest.meta, digest=digest(rows)), (), [rows[position] for position in positions]

@@ -25,11 +25,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy
 import xxhash
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
 from tierstore_backends.files.owner import MANIFEST_NAME
-from tierstore_backends.files.rows import Damage, RawRow, Row, flips, is_whole, mend, row_check
+from tierstore_backends.files.rows import Damage, RawRow, Row, flips, is_whole, mend
 
 _log = logging.getLogger("tierstore.files")
 
@@ -48,7 +49,8 @@ CREATE TABLE records (
 );
 """
 _PUT = "INSERT OR REPLACE INTO records VALUES (?, ?, CAST(? AS TEXT), CAST(? AS TEXT), ?, ?)"
-_FAILURES = (sqlite3.Error, MemoryError, OverflowError)
+_DAMAGED = (MemoryError, OverflowError, UnicodeError)  # what else damage makes of lengths and of messages
+_FAILURES = (sqlite3.Error, *_DAMAGED)
 _ERRNO = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -68,6 +70,7 @@ class Meta:
         created_by: what made it.
         segment_bytes: how long a full file is.
         alignment_bytes: what extents are multiples of.
+        bandwidths: bytes per second of each of its drives; none if there is only this directory.
         commit: the number of the last commit; 0 before the first.
         records: how many rows there are.
         digest: the sum of their checks, modulo 2**64.
@@ -79,6 +82,7 @@ class Meta:
     created_by: str
     segment_bytes: int
     alignment_bytes: int
+    bandwidths: Sequence[int] = ()
     commit: int = 0
     records: int = 0
     digest: int = 0
@@ -92,6 +96,7 @@ class Manifest:
         self.path = path
         self.meta = meta
         self._connection: sqlite3.Connection | None = connection
+        self._inode = path.stat().st_ino
 
     @classmethod
     def create(cls, folder: Path, meta: Meta, rows: Iterable[Row] = ()) -> Manifest:
@@ -120,14 +125,19 @@ class Manifest:
             return cls(path, _connect(path), meta)
 
     @classmethod
-    def open(cls, folder: Path, *, salvage: bool) -> tuple[Manifest, Sequence[Row]]:
+    def open(cls, folder: Path, *, salvage: bool, at_least: int = 0) -> tuple[Manifest, Sequence[Row]]:
         """Open the manifest of ``folder`` and read its rows, which are whole.
 
         One in which something is damaged is put aside as ``tierstore.db.damaged`` and replaced, if all
         names are still known or ``salvage`` says to go on with those that are.
 
+        Args:
+            folder: where it is.
+            salvage: whether to go on although something is lost.
+            at_least: a commit that is known to have come to its end.
+
         Raises:
-            IntegrityError: it is damaged; nothing was changed.
+            IntegrityError: it is damaged, or older than that commit; nothing was changed.
             UsageError: a later version of tierstore wrote it.
             BackendError: it cannot be read.
         """
@@ -139,7 +149,9 @@ class Manifest:
             with _explained(path, "read"):
                 reading = _Reading(path, connection)
                 reading.run()
-            reading.judge(salvage=salvage)
+            reading.judge(salvage=salvage, at_least=at_least)
+            with _explained(path, "opened"):
+                _remove(path.with_name(f"{MANIFEST_NAME}.new"))
         except BaseException:
             connection.close()
             raise
@@ -154,7 +166,7 @@ class Manifest:
         Raises:
             BackendError: it cannot be read, or is not what it was.
         """
-        manifest, rows = Manifest.open(self.path.parent, salvage=False)
+        manifest, rows = Manifest.open(self.path.parent, salvage=False, at_least=self.meta.commit)
         if manifest.meta.directory != self.meta.directory:
             manifest.close()
             raise BackendError(f"{self.path} was replaced by another while it was in use")
@@ -164,6 +176,16 @@ class Manifest:
     def is_open(self) -> bool:
         """Whether it may be written: ``False`` after an error, until it is opened again."""
         return self._connection is not None
+
+    def check(self) -> None:
+        """Look whether the file is still under its name.
+
+        Raises:
+            BackendError: it was removed or replaced: what is written goes nowhere.
+        """
+        with _explained(self.path, "found"):
+            if self.path.stat().st_ino != self._inode:
+                raise BackendError(f"the manifest {self.path} was replaced while it was in use")
 
     def commit(self, meta: Meta, dropped: Iterable[int], rows: Iterable[Row]) -> None:
         """Remove the rows with the ids ``dropped``, write ``rows``, and ``meta``: all, or nothing.
@@ -225,95 +247,95 @@ class Manifest:
 
 
 class _Reading:
-    """One reading of a database that may be damaged."""
+    """One reading of a database that may be damaged.
+
+    Attributes:
+        meta: what the manifest says of itself.
+        rows: the rows that are whole, or could be mended.
+        is_damaged: whether anything is not as it was written.
+    """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self._path = path
         self._connection = connection
+        self._damage: list[str] = []  # all of it, in words
+        self._is_incomplete = False  # whether a record is missing
         self.rows: list[Row] = []
-        self._unreadable: str | None = None  # what SQLite says of pages that it cannot read
-        self._mended = 0  # rows, and what the manifest says of itself, of which one bit was wrong
-        self._placeless = 0  # rows of which the head is left
-        self._lost = 0  # rows of which nothing is left
         self.meta: Meta
 
     @property
     def is_damaged(self) -> bool:
-        """Whether anything is not as it was written."""
-        return bool(self._mended or self._placeless or self._unreadable or self._is_incomplete)
-
-    @property
-    def _is_incomplete(self) -> bool:
-        """Whether a record is missing."""
-        if self._lost or len(self.rows) != self.meta.records:
-            return True
-        # Without its place a row has another check than it had.
-        return not self._placeless and digest(self.rows) != self.meta.digest
+        return bool(self._damage)
 
     def run(self) -> None:
         self.meta, is_mended = _read_meta(self._path, self._connection)
-        self._mended += is_mended
+        if is_mended:
+            self._damage.append("a bit of what it says of itself")
         try:
             found = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            self._unreadable = None if found == b"ok" else found.decode("utf-8", "replace")
+            raw: Sequence[RawRow] = self._connection.execute("SELECT * FROM records").fetchall()
         except _FAILURES as error:
-            self._unreadable = str(error)
-        seen: set[object] = set()
-        for raw in self._raw_rows():
-            if raw[0] in seen:
-                self._lost += 1  # one of them is not where it belongs
-                continue
-            seen.add(raw[0])
-            if is_whole(*raw):
-                self.rows.append(raw)  # type: ignore[arg-type]  # a whole row has these types
-            else:
-                self._mend(raw)
-
-    def judge(self, *, salvage: bool) -> None:
-        """Raise if a name is lost and nobody said to go on."""
-        if not self._is_incomplete:
-            return
-        message = (
-            f"{self._path} is damaged: of {self.meta.records} records {len(self.rows)} can be read "
-            f"({self._unreadable or 'rows are missing'})"
+            self._damage.append(str(error))
+            raw = list(self._rows_around_damage())
+        else:
+            if found != b"ok":
+                self._damage.append(found.decode("utf-8", "replace"))
+        self.rows = [row for row in raw if is_whole(*row)]  # type: ignore[misc]  # these have the types
+        has_places = len(self.rows) == len(raw) or self._mend([row for row in raw if not is_whole(*row)])
+        if self._damage or len(self.rows) != self.meta.records:
+            # A page that is read twice brings names twice: each counts once.
+            self.rows = list({row[2]: row for row in sorted(self.rows, key=lambda row: row[1])}.values())
+        self._is_incomplete = len(self.rows) != self.meta.records or (
+            has_places and digest(self.rows) != self.meta.digest
         )
-        if not salvage:
-            raise IntegrityError(
-                f"{message}. Nothing was changed. salvage=True goes on with what can be read"
-            )
-        _log.error("%s; the others are lost", message)
+        if self._is_incomplete:
+            self._damage.append("rows are missing, or are not its own")
 
-    def _raw_rows(self) -> Iterator[RawRow]:
+    def judge(self, *, salvage: bool, at_least: int) -> None:
+        """Raise if a name is lost and nobody said to go on."""
+        if self.meta.commit < at_least:
+            message = (
+                f"{self._path} is at commit {self.meta.commit}, and commit {at_least} had come to its end: "
+                f"{_wal(self._path).name} is damaged or was not copied, or an older copy was put back"
+            )
+        elif self._is_incomplete:
+            message = (
+                f"{self._path} is damaged ({'; '.join(self._damage)}): "
+                f"of {self.meta.records} records {len(self.rows)} can be read"
+            )
+        else:
+            return
+        if not salvage:
+            raise IntegrityError(f"{message}. Nothing was changed. salvage=True goes on with what is there")
+        _log.error("%s. Going on with what is there", message)
+
+    def _rows_around_damage(self) -> Iterator[RawRow]:
         """Yield every row that can be reached, going around pages that cannot be read."""
         after = failures = 0
-        while True:
+        while after < self.meta.next_id:
             try:
                 rows = self._connection.execute("SELECT * FROM records WHERE id > ? ORDER BY id", (after,))
                 for raw in rows:
                     after = max(after, raw[0])
                     yield raw
-            except _FAILURES as error:
-                self._unreadable = self._unreadable or str(error)
+            except _FAILURES:
                 failures += 1
                 after += 1 + failures // 256  # a page has some forty rows
-                if after >= self.meta.next_id:
-                    return
             else:
                 return
 
-    def _mend(self, raw: RawRow) -> None:
-        row, damage = mend(raw)
-        if row is None:
-            self._lost += 1
-            return
-        self.rows.append(row)
-        self._mended += damage is Damage.REPAIRED
-        self._placeless += damage is Damage.PLACE
+    def _mend(self, broken: Sequence[RawRow]) -> bool:
+        """Make the best of rows that are not whole; return whether no place of one is lost."""
+        mended = [mend(raw) for raw in broken]
+        self._damage.append(f"{len(broken)} rows have wrong checksums")
+        self.rows += [row for row, _ in mended if row is not None]
+        return all(damage is Damage.REPAIRED for _, damage in mended)
 
 
 def digest(rows: Iterable[Row]) -> int:
-    """Return what tells one set of rows from another."""
-    return sum(row_check(row[5]) for row in rows) % 2**64
+    """Return what tells one set of rows from another: the sum of their checks."""
+    checks = numpy.frombuffer(b"".join([row[5][:8] for row in rows]), "<u8")
+    return int(checks.sum(dtype=numpy.uint64))
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -350,7 +372,7 @@ def _read_meta(path: Path, connection: sqlite3.Connection) -> tuple[Meta, bool]:
     """Return what a manifest says of itself, and whether that had to be mended."""
     row = connection.execute("SELECT body, sum FROM meta").fetchone() or (None, None)
     for body, total in _candidates(*row):
-        if _meta_sum(body) == total:
+        if meta_sum(body) == total:
             fields = json.loads(body)
             if fields["format"] > FORMAT:
                 raise UsageError(
@@ -373,10 +395,11 @@ def _candidates(body: object, total: object) -> Iterator[tuple[bytes, bytes]]:
 
 def _encode_meta(meta: Meta) -> tuple[str, bytes]:
     body = json.dumps(asdict(meta), sort_keys=True)
-    return body, _meta_sum(body.encode())
+    return body, meta_sum(body.encode())
 
 
-def _meta_sum(body: bytes) -> bytes:
+def meta_sum(body: bytes) -> bytes:
+    """Return the checksum of what a manifest says of itself."""
     return xxhash.xxh3_64_digest(body)
 
 
@@ -394,8 +417,8 @@ def _explained(path: Path, done: str) -> Iterator[None]:
         raise kind(f"the manifest {path} could not be {done}: {error} ({why})") from error
     except OSError as error:
         raise BackendError(f"the manifest {path} could not be {done}: {error}") from error
-    except (MemoryError, OverflowError) as error:
-        raise BackendError(f"the manifest {path} could not be {done}: {error!r}") from error
+    except _DAMAGED as error:
+        raise IntegrityError(f"the manifest {path} could not be {done}: {error!r}") from error
 
 
 def _wal(path: Path) -> Path:

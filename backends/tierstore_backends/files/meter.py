@@ -28,6 +28,24 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class DriveStats:
+    """One drive of several.
+
+    Attributes:
+        path: its directory.
+        bandwidth_bytes_per_s: what its share of the bytes follows: measured when the backend was opened,
+            given, or kept from an earlier opening.
+        live_bytes: what is reserved there now.
+        io: what its engine has done.
+    """
+
+    path: str
+    bandwidth_bytes_per_s: int
+    live_bytes: int
+    io: IoStats
+
+
+@dataclass(frozen=True, slots=True)
 class IoStats:
     """What one backend's engine has done since it was opened.
 
@@ -40,13 +58,15 @@ class IoStats:
         written_bytes: what they have written.
         pieces: parts of at most ``aio_block_size`` that transfers were cut into.
         merged_batches: how many times pieces that touch in a file were moved in one call.
-        most_in_flight: the most pieces that were in flight at a time; at most ``aio_queue_depth``.
+        most_in_flight: the most pieces that were in flight at a time; at most ``aio_queue_depth``.  Of
+            several drives, on the one that had most.
         mean_transfer_bytes: bytes moved per call.
         call_seconds: how long calls took, summed over calls, which overlap.
         checksum_seconds: how long bytes were summed, over all threads.
         short_transfers: calls that moved less than they were asked to.
         retries: calls made again after an error.
         bounced_bytes: bytes that were copied through memory of the engine's own.
+        drives: each drive by itself, where there are several.
     """
 
     engine: str
@@ -64,6 +84,7 @@ class IoStats:
     short_transfers: int
     retries: int
     bounced_bytes: int
+    drives: tuple[DriveStats, ...] = ()
 
 
 def total(lanes: Iterable[Counts], *, engine: str, is_direct: bool, most_in_flight: int) -> IoStats:

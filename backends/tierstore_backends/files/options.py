@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import enum
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +19,7 @@ from tierstore.errors import ConfigError
 from tierstore.units import GIB, MIB, parse_bytes
 
 _MOST_THREADS = 1024
+_MOST_DRIVES = 256
 _LARGEST_BLOCK_BYTES = GIB  # Linux moves less than 2 GiB at a time
 
 
@@ -40,25 +42,43 @@ class EngineName(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class FilesOptions:
-    """How to use a directory.
+class DriveOption:
+    """One directory of several.
 
     Attributes:
-        path: the directory; made with its parents where it is missing.
+        path: the directory.
+        bandwidth_bytes_per_s: what its share of the bytes follows; ``None``: what is measured.
+    """
+
+    path: Path
+    bandwidth_bytes_per_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FilesOptions:
+    """How to use a directory, or several.
+
+    Attributes:
+        path: the directory; made with its parents where it is missing.  In the mapping also a list of
+            directories, each on a drive of its own, over which bytes are spread by bandwidth: texts, or
+            mappings such as ``{"path": "/mnt/a", "bandwidth": "2GB"}``, which say the bytes per second
+            and must then do so for each.  Here the first of them.
         aio_block_size: the most bytes that one system call moves: larger transfers are cut, and
             neighbours are merged up to it.  Rounded up to the alignment.  4 MiB is what measured
             best: with 1 MiB, threads meet at the interpreter's lock four times as often, which
             cost 10 to 20 % of a disk of 4 GB/s.
-        aio_queue_depth: at most this many pieces are in flight at a time.
+        aio_queue_depth: at most this many pieces are in flight at a time, on each drive.
         enable_aio: ``False`` moves every transfer in the calling thread, before the call returns.
         engine: who moves the bytes: ``"auto"``, ``"threads"``, ``"io_uring"``, ``"aiofiles"`` or
             ``"plain"`` in the mapping.
         checksum: whether bytes are summed when written and compared when read.
-        threads: how many workers move bytes; how many callers do with the engine ``plain``.
+        threads: how many workers move bytes, on each drive; how many callers do with the engine ``plain``.
         direct: ``"auto"``, ``True`` or ``False`` in the mapping.
         durable: whether what was committed is found again when the directory is opened later.
+        create: whether a directory that nothing is kept in becomes a durable one; ``False`` refuses it.
         salvage: open a durable directory also if its manifest is damaged and names are lost: with what
             can be read, for good.
+        drives: the directories if ``path`` is a list of several, in its order; not in the mapping.
     """
 
     path: Path
@@ -70,7 +90,14 @@ class FilesOptions:
     direct: Direct = Direct.AUTO
     engine: EngineName = EngineName.AUTO
     durable: bool = False
+    create: bool = True
     salvage: bool = False
+    drives: tuple[DriveOption, ...] = ()
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """All directories."""
+        return tuple(drive.path for drive in self.drives) or (self.path,)
 
 
 def parse_options(options: Mapping[str, object]) -> FilesOptions:
@@ -95,6 +122,8 @@ def parse_options(options: Mapping[str, object]) -> FilesOptions:
     faults += _contradictions(values)
     if faults:
         raise ConfigError("options of the 'files' backend: " + "; ".join(faults))
+    drives = cast("tuple[DriveOption, ...]", values.pop("path"))
+    values |= {"path": drives[0].path, "drives": drives if len(drives) > 1 else ()}
     return FilesOptions(**values)  # type: ignore[arg-type]  # each reader returns its field's type
 
 
@@ -111,10 +140,46 @@ def _contradictions(values: Mapping[str, object]) -> Iterator[str]:
 
 
 def _unknown(name: str) -> str:
-    known = [field.name for field in fields(FilesOptions)]
+    known = list(_READERS)
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return f"unknown option {name!r}{hint}; accepted: {', '.join(known)}"
+
+
+def _drives(given: object) -> tuple[DriveOption, ...]:
+    """Read one directory, or a list of them."""
+    if not isinstance(given, list | tuple):
+        return (DriveOption(_path(given)),)
+    drives = tuple(_drive(each) for each in given)
+    if not 0 < len(drives) <= _MOST_DRIVES:
+        raise ConfigError(f"accepted: 1 to {_MOST_DRIVES} directories")
+    places = [(drive.path, Path(os.path.realpath(drive.path))) for drive in drives]
+    for (one, where), (other, there) in itertools.permutations(places, 2):
+        if there.is_relative_to(where):
+            what = "the same directory as" if there == where else "inside"
+            raise ConfigError(f"{other} is {what} {one}; accepted: directories on different drives")
+    if len({drive.bandwidth_bytes_per_s is None for drive in drives}) > 1:
+        raise ConfigError("bandwidth is given for some directories; accepted: for all, or for none")
+    return drives
+
+
+def _drive(given: object) -> DriveOption:
+    if not isinstance(given, Mapping):
+        return DriveOption(_path(given))
+    unknown = [str(name) for name in given if name not in ("path", "bandwidth")]
+    if unknown:
+        raise ConfigError(f"unknown key {unknown[0]!r} of a drive; accepted: 'path' and 'bandwidth'")
+    return DriveOption(_path(given.get("path")), _bandwidth(given.get("bandwidth")))
+
+
+def _bandwidth(given: object) -> int | None:
+    """Read bytes per second, as a size with or without ``/s``."""
+    if given is None:
+        return None
+    text = given.strip().removesuffix("/s") if isinstance(given, str) else given
+    if isinstance(text, int | str) and not isinstance(text, bool) and (rate := parse_bytes(text)):
+        return rate
+    raise ConfigError("accepted as bandwidth: bytes per second above 0, as an int or as text such as '2GB/s'")
 
 
 def _path(given: object) -> Path:
@@ -171,7 +236,7 @@ def _engine(given: object) -> EngineName:
 
 
 _READERS: Mapping[str, Callable[[object], object]] = {
-    "path": _path,
+    "path": _drives,
     "aio_block_size": _block_size,
     "aio_queue_depth": _positive_int,
     "enable_aio": _switch,
@@ -180,5 +245,6 @@ _READERS: Mapping[str, Callable[[object], object]] = {
     "direct": _direct,
     "engine": _engine,
     "durable": _switch,
+    "create": _switch,
     "salvage": _switch,
 }

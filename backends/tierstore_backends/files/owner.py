@@ -1,11 +1,13 @@
 """Who may use a directory: one live owner, held by a lock that dies with its process.
 
-Rule 1: the owner is whoever holds ``flock`` on the lock file; the number inside is for messages.
+Rule 1: the owner is whoever holds ``flock`` on the lock file; the process inside is for messages.
 Rule 2: only files whose names are ours are ever touched.
 Rule 3: what a dead owner left is swept by the next one; what a live one holds is refused.
 Rule 4: on release nothing of ours is left: neither files, nor the lock, nor a directory that was
 made for them, by this owner or by a dead one before it, unless something foreign is in it.
-Rule 5: what is kept is no scratch: who wants scratch space is refused where a manifest or kept files
+Rule 5: an owner of kept files notes each commit that came to its end in the lock file.  Nothing waits for
+that to reach the disk, but if it is there the commit was: who finds an older one knows that it is older.
+Rule 6: what is kept is no scratch: who wants scratch space is refused where a manifest or kept files
 are, and an owner of kept files leaves them where they are.
 
 Knows nothing of what the files contain.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import os
 import re
@@ -24,9 +27,11 @@ from tierstore.errors import BackendError, UsageError
 
 _LOCK_NAME = "tierstore.lock"  # one for both, so that they keep each other out
 _CLAIM_ATTEMPTS = 100
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 PROBE_NAME = "tierstore-scratch-probe.bin"
 MANIFEST_NAME = "tierstore.db"
+DRIVE_NAME = "tierstore-drive.json"
 
 
 class Keeping(enum.Enum):
@@ -56,6 +61,7 @@ class DirectoryOwner:
     def __init__(self, folder: Path, lock_fd: int, made: int, keeping: Keeping) -> None:
         self.folder = folder
         self._keeping = keeping
+        self.noted_commit = 0  # the last one that an owner noted who died
         self._lock_fd: int | None = lock_fd
         self._made = made  # this many directories, from ``folder`` upwards, exist only for us
 
@@ -87,18 +93,40 @@ class DirectoryOwner:
         try:
             if keeping is Keeping.SCRATCH:
                 _refuse_what_is_kept(folder)
-            made = max(made, _read_note(lock_fd)[1])
-            note = f"{os.getpid()}\n{made}\n".encode()
-            os.ftruncate(lock_fd, 0)
-            os.pwrite(lock_fd, note, 0)
+            owner = cls(folder, lock_fd, made, keeping)
+            owner._take_over()
             if keeping is Keeping.SCRATCH:
                 _sweep(folder)
         except BaseException:
-            with contextlib.suppress(OSError):  # the error under way says more
-                (folder / _LOCK_NAME).unlink(missing_ok=True)
+            if keeping is Keeping.SCRATCH:
+                with contextlib.suppress(OSError):  # the error under way says more
+                    (folder / _LOCK_NAME).unlink(missing_ok=True)
             os.close(lock_fd)
             raise
-        return cls(folder, lock_fd, made, keeping)
+        return owner
+
+    def note_commit(self, commit: int) -> None:
+        """Note that a commit came to its end."""
+        self.noted_commit = commit
+        with contextlib.suppress(OSError):  # it is a witness, no promise
+            self._write_note()
+
+    def check(self) -> None:
+        """Look whether the directory is still the one that was claimed.
+
+        Raises:
+            BackendError: it, or its lock, was removed or replaced.
+        """
+        assert self._lock_fd is not None  # nobody commits after release
+        path = self.folder / _LOCK_NAME
+        try:
+            is_ours = path.stat().st_ino == os.fstat(self._lock_fd).st_ino
+        except OSError as error:
+            raise BackendError(f"{self.folder} was removed while it was in use: {error}") from error
+        if not is_ours:
+            raise BackendError(
+                f"{path} was replaced while it was in use: somebody else may own {self.folder}"
+            )
 
     def sweep(self) -> None:
         """Remove scratch files that a dead owner left.
@@ -110,6 +138,12 @@ class DirectoryOwner:
             _sweep(self.folder)
         except OSError as error:
             raise BackendError(f"scratch files cannot be removed from {self.folder}: {error}") from error
+
+    def leave(self) -> None:
+        """Let the next one in and change nothing, as a dead owner would.  Idempotent."""
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is not None:
+            os.close(lock_fd)
 
     def release(self) -> None:
         """Remove what is ours, but for files that are kept, and let the next one in.  Idempotent.
@@ -135,9 +169,28 @@ class DirectoryOwner:
 
         The lock stays with the parent, because it belongs to the open file that both share.
         """
-        lock_fd, self._lock_fd = self._lock_fd, None
-        if lock_fd is not None:
-            os.close(lock_fd)
+        self.leave()
+
+    def _take_over(self) -> None:
+        """Keep what a dead owner noted, and say who owns the directory now."""
+        assert self._lock_fd is not None
+        _, made, self.noted_commit = _read_note(self._lock_fd)
+        self._made = max(self._made, made)
+        try:
+            self._write_note()
+        except OSError as error:
+            # Scratch space on a full disk is of no use; what is kept there has to be read all the same.
+            if self._keeping is Keeping.SCRATCH or error.errno not in _FULL:
+                raise
+
+    def _write_note(self) -> None:
+        assert self._lock_fd is not None
+        lines = [os.getpid(), self._made]
+        if self._keeping is Keeping.DURABLE:
+            lines.append(self.noted_commit)
+        note = "".join(f"{line}\n" for line in lines).encode()
+        os.pwrite(self._lock_fd, note, 0)  # in place: the old note may not be lost if there is no room
+        os.ftruncate(self._lock_fd, len(note))
 
 
 def _make(folder: Path) -> int:
@@ -195,16 +248,21 @@ def _lock(folder: Path) -> int | None:
     return None
 
 
-def _read_note(lock_fd: int) -> tuple[int, int]:
-    """Return the owner's process and how many directories were made for it; 0 where unknown."""
+def _read_note(lock_fd: int) -> tuple[int, int, int]:
+    """Return the owner's process, how many directories were made for it, and its last commit; 0: unknown."""
     lines = os.pread(lock_fd, 64, 0).decode("ascii", errors="replace").split("\n")
-    pid, made = (int(line) if line.isascii() and line.isdigit() else 0 for line in (*lines, "", "")[:2])
-    return pid, made
+    pid, made, commit = (
+        int(line) if line.isascii() and line.isdigit() else 0 for line in (*lines, "", "", "")[:3]
+    )
+    return pid, made, commit
 
 
 def _refuse_what_is_kept(folder: Path) -> None:
     for entry in folder.iterdir():
-        if entry.name == MANIFEST_NAME or segment_index(entry.name, Keeping.DURABLE) is not None:
+        if (
+            entry.name in (MANIFEST_NAME, DRIVE_NAME)
+            or segment_index(entry.name, Keeping.DURABLE) is not None
+        ):
             raise UsageError(
                 f"{folder} holds a durable store ({entry.name}): open it with durable=True, "
                 f"or give scratch files a directory of their own"

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from tierstore.errors import IntegrityError
 from tierstore.units import GIB, align_up
+from tierstore_backends.files.drives import SPAN_BYTES, reach
 from tierstore_backends.files.layout import Extent
-from tierstore_backends.files.rows import Place, Row, Sums, decode_place, decode_text
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.rows import Row, Sums, decode_place, decode_text
+from tierstore_backends.files.segments import Files
 from tierstore_backends.files.transfer import FileSlot, SlotState
 
-_HIGHEST = 1 << 60
 _LARGEST_BLOCK_BYTES = 2 * GIB
 
 
@@ -41,50 +41,46 @@ class Recovered:
     live: list[Extent] = field(default_factory=list)
     block_bytes: int = 0
 
-    @property
-    def end(self) -> int:
-        """One past the highest live address."""
-        return self.live[-1][1] if self.live else 0
-
     def lose(self, slot: FileSlot, why: str) -> None:
         """Say that the bytes of ``slot`` are not there."""
         slot.state = SlotState.RESERVED
         self.lost[slot] = IntegrityError(why)
 
 
-def recover(rows: Sequence[Row], alignment_bytes: int, manifest: str) -> Recovered:
+def recover(rows: Sequence[Row], alignment_bytes: int, drives: int, manifest: str) -> Recovered:
     """Make the slots of ``rows``, which are whole.
 
     Args:
         rows: of a manifest.
         alignment_bytes: what every extent is a multiple of.
+        drives: how many there are.
         manifest: its name, for messages.
     """
     recovered = Recovered(rows)
     for _, _, name, _, nbytes, encoded in rows:
-        place = decode_place(encoded)
-        slot = FileSlot(nbytes, place.extents, None, place.block_bytes)
-        slot.sums = place.sums
+        extents, sums, kind, block_bytes = decode_place(encoded)
+        slot = FileSlot(nbytes, extents, None, block_bytes)
+        slot.sums = sums
         slot.state = SlotState.WRITTEN
         recovered.slots.append(slot)
-        if place.kind is Sums.LOST:
+        if kind is Sums.LOST:
             recovered.lose(slot, f"the bytes of {decode_text(name)!r} were lost: {manifest} says so")
-        elif not _is_sound(place, nbytes, alignment_bytes):
+        elif not _is_sound(extents, block_bytes, nbytes, alignment_bytes, drives * SPAN_BYTES):
             slot.extents = ()
-            recovered.lose(slot, f"{manifest} says of {decode_text(name)!r} what cannot be: {place}")
-        elif place.block_bytes > recovered.block_bytes:
-            recovered.block_bytes = place.block_bytes
+            recovered.lose(slot, f"{manifest} says of {decode_text(name)!r} what cannot be: {extents}")
+        elif block_bytes > recovered.block_bytes:
+            recovered.block_bytes = block_bytes
     _settle(recovered, manifest)
     return recovered
 
 
-def find_missing(recovered: Recovered, segments: Segments) -> list[int]:
+def find_missing(recovered: Recovered, segments: Files) -> list[int]:
     """Find slots that lie beyond the end of their file: their bytes are lost.
 
     Returns:
         The positions of those whose loss no checksum would show once the file is longer again.
     """
-    if segments.first_missing(0, recovered.end) is None:
+    if all(segments.first_missing(start, end) is None for start, end in reach(recovered.live)):
         return []
     silent: list[int] = []
     for position, slot in enumerate(recovered.slots):
@@ -94,7 +90,7 @@ def find_missing(recovered: Recovered, segments: Segments) -> list[int]:
         name = decode_text(recovered.rows[position][2])
         recovered.lose(
             slot,
-            f"the bytes of {name!r} at offset {missing % segments.segment_bytes} of {segments.path(missing)} "
+            f"the bytes of {name!r} at {segments.where(missing)} "
             f"are not there: the file is {segments.length(missing)} bytes long. Was it copied in part?",
         )
         if not slot.sums:
@@ -102,7 +98,7 @@ def find_missing(recovered: Recovered, segments: Segments) -> list[int]:
     return silent
 
 
-def _first_missing(slot: FileSlot, segments: Segments) -> int | None:
+def _first_missing(slot: FileSlot, segments: Files) -> int | None:
     for start, end in slot.extents:
         missing = segments.first_missing(start, end)
         if missing is not None:
@@ -110,15 +106,19 @@ def _first_missing(slot: FileSlot, segments: Segments) -> int | None:
     return None
 
 
-def _is_sound(place: Place, nbytes: int, alignment_bytes: int) -> bool:
+def _is_sound(
+    extents: Sequence[Extent], block_bytes: int, nbytes: int, alignment_bytes: int, highest: int
+) -> bool:
     """Whether such a place can hold ``nbytes``."""
-    room_bytes = sum(end - start for start, end in place.extents)
-    return (
-        room_bytes == align_up(nbytes, alignment_bytes)
-        and (not nbytes or 0 < place.block_bytes <= _LARGEST_BLOCK_BYTES)
-        and all(0 <= start < end <= _HIGHEST for start, end in place.extents)
-        and all(not (start | end) % alignment_bytes for start, end in place.extents)
-    )
+    room_bytes = 0
+    for start, end in extents:
+        if not start < end <= highest or start % alignment_bytes or end % alignment_bytes:
+            return False
+        if start ^ (end - 1) >= SPAN_BYTES:  # not on one drive
+            return False
+        room_bytes += end - start
+    is_block = 0 < block_bytes <= _LARGEST_BLOCK_BYTES
+    return room_bytes == align_up(nbytes, alignment_bytes) and (is_block or not nbytes)
 
 
 def _settle(recovered: Recovered, manifest: str) -> None:

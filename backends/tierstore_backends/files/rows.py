@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -52,8 +52,7 @@ class Sums(enum.Enum):
     LOST = 2  # an earlier opening found that they are not there
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a record's bytes are, and what tells that they are right."""
 
     extents: tuple[Extent, ...]
@@ -62,6 +61,7 @@ class Place:
     block_bytes: int
 
 
+_KINDS = tuple(Sums)
 NOWHERE = Place((), (), Sums.LOST, 0)
 
 
@@ -111,11 +111,11 @@ def decode_place(place: bytes) -> Place:
     """Return what `encode` was given.  Of a row that is not damaged."""
     if len(place) == _SIMPLE.size and place[24] == 1:
         _, _, block_bytes, kind, _, _, start, end, total = _SIMPLE.unpack(place)
-        return Place(((start, end),), (total,), Sums(kind), block_bytes)
+        return Place(((start, end),), (total,), _KINDS[kind], block_bytes)
     _, _, block_bytes, kind, _, count = _PLACE.unpack_from(place)
     numbers = struct.unpack_from(f"<{(len(place) - _PLACE.size) // 8}Q", place, _PLACE.size)
     extents = tuple(zip(numbers[: 2 * count : 2], numbers[1 : 2 * count : 2], strict=True))
-    return Place(extents, numbers[2 * count :], Sums(kind), block_bytes)
+    return Place(extents, numbers[2 * count :], _KINDS[kind], block_bytes)
 
 
 def is_whole(id_: object, version: object, name: object, note: object, nbytes: object, place: object) -> bool:

@@ -23,6 +23,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tierstore.units import align_up, format_bytes
 from tierstore_backends.files.layout import Extent
@@ -32,6 +33,75 @@ from tierstore_backends.files.syscalls import Syscalls
 _log = logging.getLogger("tierstore.files")
 
 _CANNOT_PUNCH = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+
+
+class Files(Protocol):
+    """The files of an address space, wherever they are.  See `Segments`, of one directory, for the rest."""
+
+    segment_bytes: int
+    """The length of a full file; no file holds addresses on both sides of a multiple of it."""
+
+    def locate(self, start: int, end: int) -> tuple[int, int]:
+        """Return the open file that holds ``[start, end)``, long enough, and where it begins in it."""
+        ...
+
+    def path(self, address: int) -> Path:
+        """Name the file that holds ``address``."""
+        ...
+
+    def where(self, address: int) -> str:
+        """Say where ``address`` is, for messages."""
+        ...
+
+    def length(self, address: int) -> int:
+        """Return how long the file is that holds ``address``; 0 if there is none."""
+        ...
+
+    def first_missing(self, start: int, end: int) -> int | None:
+        """Return the lowest address in ``[start, end)`` that lies beyond the end of its file."""
+        ...
+
+    def indices(self, extents: Sequence[Extent]) -> set[int]:
+        """Return the numbers of the files that ``extents`` lie in."""
+        ...
+
+    def sync(self, index: int) -> None:
+        """Return when what was written to a file would survive a power loss."""
+        ...
+
+    @property
+    def failed_syncs(self) -> int:
+        """How many syncs have failed."""
+        ...
+
+    def is_in_doubt(self, extents: Sequence[Extent], failed_syncs: int) -> bool:
+        """Whether a sync failed of what was written at ``extents`` after so many failed syncs."""
+        ...
+
+    def check(self) -> None:
+        """Look whether every file is still under a name."""
+        ...
+
+    def sync_names(self) -> None:
+        """Return when the files themselves would survive a power loss."""
+        ...
+
+    def punch(self, start: int, end: int) -> None:
+        """Give the blocks of ``[start, end)`` back to the file system."""
+        ...
+
+    @property
+    def physical_bytes(self) -> int:
+        """What the files take on disk."""
+        ...
+
+    def close(self) -> None:
+        """Close the files."""
+        ...
+
+    def disown(self) -> None:
+        """Close the files in the child of a fork."""
+        ...
 
 
 class Segments:
@@ -68,6 +138,8 @@ class Segments:
         self._limit = 0
         self._is_dense = True
         self._has_new_names = False
+        self._doubts: dict[int, int] = {}  # when a sync of a file failed, by its number
+        self.failed_syncs = 0
 
     def reopen(self, end: int) -> None:
         """Open the files of addresses below ``end``, empty ones where they are missing; remove those above.
@@ -112,15 +184,37 @@ class Segments:
         """Return when what was written to a file would survive a power loss.
 
         Raises:
-            OSError: it might not, and nobody can tell which part of it.
+            OSError: it might not; and what was written there so far is in doubt from now on.
         """
-        self._syscalls.sync(self._fds[index])
+        try:
+            self._syscalls.sync(self._fds[index])
+        except OSError:
+            # The kernel drops what it could not write, and tells so only once: syncing again proves nothing.
+            self.failed_syncs += 1
+            self._doubts[index] = self.failed_syncs
+            raise
+
+    def is_in_doubt(self, extents: Sequence[Extent], failed_syncs: int) -> bool:
+        """Whether a sync failed of what was written at ``extents`` after so many failed syncs."""
+        return any(self._doubts.get(index, 0) > failed_syncs for index in self.indices(extents))
+
+    def check(self) -> None:
+        """Look whether every file is still under a name.
+
+        Raises:
+            OSError: one was removed.
+        """
+        for index, fd in enumerate(self._fds):
+            if not os.fstat(fd).st_nlink:
+                raise FileNotFoundError(
+                    errno.ENOENT, "it was removed while it was in use", str(self._name(index))
+                )
 
     def sync_names(self) -> None:
         """Return when the files themselves would survive a power loss.
 
         Raises:
-            OSError: one that was opened since the last time might not.
+            OSError: one that was opened since the last time might not.  It names the directory.
         """
         with self._lock:
             has_new_names, self._has_new_names = self._has_new_names, False
@@ -128,14 +222,19 @@ class Segments:
             return
         try:
             self._sync_folder()
-        except OSError:
+        except OSError as error:
             with self._lock:
                 self._has_new_names = True
+            error.filename = str(self._folder)
             raise
 
     def path(self, address: int) -> Path:
         """Name the file that holds ``address``."""
         return self._name(address // self.segment_bytes)
+
+    def where(self, address: int) -> str:
+        """Say where ``address`` is, for messages."""
+        return f"offset {address % self.segment_bytes} of {self.path(address)}"
 
     def locate(self, start: int, end: int) -> tuple[int, int]:
         """Return the open file that holds ``[start, end)``, long enough, and where it begins in it.

@@ -9,10 +9,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from tierstore.errors import BackendError
 from tierstore_backends.files.layout import Extent, Layout
 from tierstore_backends.files.segments import Segments
+
+
+class Room(Protocol):
+    """Room in files, wherever they are.  See `Space`, in one directory, for the rest."""
+
+    def reserve(self, nbytes: int) -> tuple[Extent, ...]:
+        """Take extents for ``nbytes``."""
+        ...
+
+    def free(self, extents: Sequence[Extent]) -> bool:
+        """Take extents back; return whether the files hold more than is in use above them all."""
+        ...
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Hold at most ``capacity_bytes`` from now on."""
+        ...
+
+
+class Limits(NamedTuple):
+    """What files may hold: nothing from ``end`` on, and nothing in the ``retired`` ranges below it."""
+
+    end: int
+    retired: Sequence[Extent]
+    is_dense: bool
 
 
 class Space:
@@ -36,7 +61,17 @@ class Space:
         self._resizing = threading.Lock()  # one resize at a time; held while files are cut
         self._lock = threading.Lock()  # guards the layout
         self._layout = Layout(capacity_bytes, alignment_bytes, live)
-        self._settle(self._layout.end, self._layout.retired_ranges, is_dense=self._layout.is_dense)
+        self.settle(Limits(self._layout.end, self._layout.retired_ranges, self._layout.is_dense))
+
+    @property
+    def live_bytes(self) -> int:
+        """What is reserved."""
+        return self._layout.live_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What can still be reserved."""
+        return self._layout.free_bytes
 
     def reserve(self, nbytes: int) -> tuple[Extent, ...]:
         """Take extents for ``nbytes``.
@@ -62,10 +97,27 @@ class Space:
             BackendError: the files could not be cut; the new capacity holds for what is reserved.
         """
         with self._resizing:
-            with self._lock:
-                retired = self._layout.resize(capacity_bytes)
-                end, is_dense = self._layout.end, self._layout.is_dense
-            self._settle(end, retired, is_dense=is_dense)
+            self.settle(self.allot(capacity_bytes))
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What is reserved or can be."""
+        with self._lock:
+            return self._layout.live_bytes + self._layout.free_bytes
+
+    def allot(self, capacity_bytes: int) -> Limits:
+        """Change the capacity, and nothing on the disk; return what to `settle`.  By one thread at a time.
+
+        Raises:
+            CapacityError: more is reserved.
+        """
+        with self._lock:
+            return self._limits(self._layout.resize(capacity_bytes))
+
+    def retire_free(self) -> Limits:
+        """Give up everything that is free; return what to `settle`.  By one thread at a time."""
+        with self._lock:
+            return self._limits(self._layout.resize(self._layout.live_bytes))
 
     def give_back(self) -> None:
         """Give the blocks of everything that is free back to the file system, which has none left.
@@ -90,11 +142,18 @@ class Space:
         # What is reserved from here on may lie there too, but nobody writes it before this returns.
         self._segments.trim(tail_start)
 
-    def _settle(self, end: int, retired: Sequence[Extent], *, is_dense: bool) -> None:
-        """Let the files hold what is in use and nothing else."""
+    def settle(self, limits: Limits) -> None:
+        """Let the files hold what is in use and nothing else.
+
+        Raises:
+            BackendError: the files could not be cut.
+        """
         try:
-            self._segments.limit(end, is_dense=is_dense)
-            for start, stop in retired:
+            self._segments.limit(limits.end, is_dense=limits.is_dense)
+            for start, stop in limits.retired:
                 self._segments.punch(start, stop)
         except OSError as error:
             raise BackendError(f"files could not be made smaller: {error}") from error
+
+    def _limits(self, retired: Sequence[Extent]) -> Limits:
+        return Limits(self._layout.end, retired, self._layout.is_dense)

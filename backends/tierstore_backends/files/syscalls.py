@@ -9,14 +9,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from tierstore_backends.files.transfer import Direction
 
 _KEEP_SIZE = 0x01  # <linux/falloc.h>
 _PUNCH_HOLE = 0x02
+
+
+MOST_ENTRIES = 4096
+"""The most calls in one ring; the kernel takes eight times as many, but each costs it memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,57 @@ class Call:
     offset: int
 
 
+class Streams(Protocol):
+    """Files that are opened by name and moved through by one task at a time."""
+
+    async def move(self, call: Call) -> int:
+        """Carry ``call`` out, or a first part of it; return how many bytes moved.
+
+        Raises:
+            OSError: as the kernel does.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the files."""
+        ...
+
+
+class Ring(Protocol):
+    """Calls that are under way in the kernel, all at a time.  One thread has it, but for `wake`."""
+
+    def put(self, token: int, call: Call) -> None:
+        """Have ``call`` carried out from the next `submit` on.
+
+        There are at most as many calls between this and `reap` as the ring was opened for.
+
+        Args:
+            token: tells it from all others that are under way.
+            call: its memory has to stay where it is until `reap` has returned the token.
+        """
+        ...
+
+    def submit(self) -> None:
+        """Begin what was put.  Does not wait for any of it."""
+        ...
+
+    def reap(self) -> list[tuple[int, int]]:
+        """Return (token, result) of each call that has ended: bytes moved, or a negative errno."""
+        ...
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleep until a call has ended, `wake` was called, or, perhaps, for no reason."""
+        ...
+
+    def wake(self) -> None:
+        """End the present `wait`, or else the next.  From any thread."""
+        ...
+
+    def close(self) -> None:
+        """Give the ring back.  Nothing is under way, and nobody wakes it any more."""
+        ...
+
+
 class Syscalls(Protocol):
     """What the engine asks of the kernel.  Every member raises ``OSError`` as the kernel does."""
 
@@ -47,6 +104,28 @@ class Syscalls(Protocol):
 
     def write(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
         """Write ``vector`` at ``offset``; return how many bytes went."""
+        ...
+
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+        """Return files that are opened when they are first used, in the threads of ``executor``.
+
+        Args:
+            path_of: names the file that holds an address.
+            executor: blocks on the disk in the tasks' stead.
+        """
+        ...
+
+    def open_ring(self, entries: int, *, is_direct: bool) -> Ring:
+        """Open a ring for at most ``entries`` calls at a time.
+
+        Args:
+            entries: at most `MOST_ENTRIES`.
+            is_direct: whether the calls go past the page cache.
+
+        Raises:
+            OSError: the kernel refuses it.
+            BackendError: the package that speaks to it is not there, or is another one.
+        """
         ...
 
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
@@ -85,6 +164,16 @@ class _Kernel:
 
     def write(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, vector, offset)
+
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+        from tierstore_backends.files.streams import AioStreams  # asyncio is only for who asks for it
+
+        return AioStreams(path_of, executor)
+
+    def open_ring(self, entries: int, *, is_direct: bool) -> Ring:
+        from tierstore_backends.files.ring import UringRing  # an extra
+
+        return UringRing(entries, is_direct=is_direct)
 
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         # Not os.posix_fallocate: where a file system cannot, that writes zeros byte by byte.

@@ -8,7 +8,8 @@ read are those of the write, and each has its own checksum: pieces need no order
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from tierstore.spi import Buffer, Completion, PartialError
 from tierstore.units import align_up
@@ -33,13 +34,14 @@ class FileSlot:
         block_bytes: the most bytes of a piece.
     """
 
-    __slots__ = ("block_bytes", "extents", "home", "nbytes", "state", "sums")
+    __slots__ = ("block_bytes", "extents", "failed_syncs", "home", "nbytes", "state", "sums")
 
     def __init__(self, nbytes: int, extents: Sequence[Extent], home: object, block_bytes: int) -> None:
         self.nbytes = nbytes
         self.extents = extents
         self.home = home
         self.block_bytes = block_bytes
+        self.failed_syncs = 0  # how many there had been when it was written
         self.state = SlotState.RESERVED
         self.sums: tuple[int, ...] = ()  # of each piece, once written; none if none are kept
 
@@ -56,6 +58,24 @@ class Direction(enum.Enum):
     WRITE = enum.auto()
 
 
+class Moving(Protocol):
+    """What a piece belongs to, and who is to be told when the last of its pieces has ended."""
+
+    direction: Direction
+    slots: Sequence[FileSlot]
+    buffers: Sequence[Buffer]
+    ready: Callable[[], None] | None
+    remaining: int
+
+    def note(self) -> bool:
+        """Count a piece that has moved or failed; return whether it was the last.  Under a lock."""
+        ...
+
+    def finish(self) -> None:
+        """Let go of everything and tell whoever waits.  Once, when no piece remains; outside every lock."""
+        ...
+
+
 class Transfer:
     """One ``read`` or ``write``, of one slot or of a batch of them, under way.
 
@@ -68,7 +88,7 @@ class Transfer:
         buffers: the caller's bytes, one for each slot.
     """
 
-    __slots__ = ("buffers", "completion", "direction", "pieces", "remaining", "slots")
+    __slots__ = ("buffers", "completion", "direction", "pieces", "ready", "remaining", "slots")
 
     def __init__(self, direction: Direction, slots: Sequence[FileSlot], buffers: Sequence[Buffer]) -> None:
         self.direction = direction
@@ -76,6 +96,7 @@ class Transfer:
         self.buffers = buffers  # until it has ended
         self.completion = Completion()
         self.pieces: Sequence[Piece] = ()  # until it has ended
+        self.ready: Callable[[], None] | None = None  # buffers on a device: waits until they may be used
         self.remaining = 0  # pieces not yet moved; guarded by the engine
 
     def note(self) -> bool:
@@ -101,7 +122,8 @@ class Transfer:
 
     def _keep(self, pieces: Sequence[Piece], errors: Mapping[int, BaseException]) -> None:
         """Note at the slots what was written there."""
-        if len(pieces) == len(self.slots) and not errors:
+        # As many as slots, and each its slot's first: one piece a slot, and none without.
+        if len(pieces) == len(self.slots) and not errors and not any(piece.index for piece in pieces):
             for slot, piece in zip(self.slots, pieces, strict=True):
                 slot.sums = () if piece.sum is None else (piece.sum,)
                 slot.state = SlotState.WRITTEN
@@ -127,7 +149,7 @@ class Piece:
     __slots__ = ("address", "end", "error", "index", "is_queued", "part", "start", "stop", "sum", "transfer")
 
     def __init__(
-        self, transfer: Transfer, part: int, index: int, start: int, stop: int, extent: Extent
+        self, transfer: Moving, part: int, index: int, start: int, stop: int, extent: Extent
     ) -> None:
         self.transfer = transfer
         self.part = part
@@ -148,6 +170,18 @@ class Piece:
         """Return the caller's bytes.  To be let go before the transfer ends."""
         whole = memoryview(self.buffer.numpy())  # type: ignore[arg-type]  # 3.11's stubs know no Buffer
         return whole if len(whole) == self.stop - self.start else whole[self.start : self.stop]
+
+
+def by_piece(slot: FileSlot, segment_bytes: int) -> Iterator[FileSlot]:
+    """Yield the pieces of a slot that has sums as slots of their own."""
+    left_bytes = slot.nbytes
+    parts = _parts(slot.extents, slot.block_bytes, segment_bytes)
+    for extent, total in zip(parts, slot.sums, strict=True):
+        part = FileSlot(min(left_bytes, extent[1] - extent[0]), (extent,), slot.home, slot.block_bytes)
+        part.sums = (total,)
+        part.state = SlotState.WRITTEN
+        left_bytes -= part.nbytes
+        yield part
 
 
 def cut(transfer: Transfer, *, segment_bytes: int) -> list[Piece]:

@@ -9,19 +9,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
 
+import torch
+
+from tierstore.errors import BackendError
 from tierstore_backends.files.bounce import Bounce
-from tierstore_backends.files.engine import Engine, Move
+from tierstore_backends.files.engine import Engine, Move, Pace
+from tierstore_backends.files.engines.aio import AsyncEngine
 from tierstore_backends.files.engines.plain import PlainEngine
+from tierstore_backends.files.engines.ring import RingEngine
 from tierstore_backends.files.engines.threads import ThreadEngine
+from tierstore_backends.files.engines.trial import ring_fault
+from tierstore_backends.files.gpu import GpuFiles
 from tierstore_backends.files.lane import Lane, carry_out
 from tierstore_backends.files.meter import IoStats, total
 from tierstore_backends.files.options import Direct, EngineName, FilesOptions
 from tierstore_backends.files.piece_queue import PieceQueue
 from tierstore_backends.files.probe import IoMode
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Files
 from tierstore_backends.files.space import Space
-from tierstore_backends.files.syscalls import Syscalls
+from tierstore_backends.files.syscalls import MOST_ENTRIES, Ring, Syscalls
 from tierstore_backends.files.transfer import Piece
 
 
@@ -33,6 +42,17 @@ class Started:
     name: EngineName
     is_direct: bool
     lanes: Sequence[Lane]
+    gpu: GpuFiles | None  # moves what is a GPU's, where that can be
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        """Say whether ``memory`` of a GPU is moved straight."""
+        return self.gpu is not None and self.gpu.accepts(memory)
+
+    def close(self) -> None:
+        """Let what is under way come to its end, and stop."""
+        self.engine.close()
+        if self.gpu is not None:
+            self.gpu.close()
 
     def stats(self) -> IoStats:
         """Return what it has done so far."""
@@ -59,7 +79,7 @@ def direct_for(options: FilesOptions) -> Direct:
 def start(
     options: FilesOptions,
     mode: IoMode,
-    segments: Segments,
+    segments: Files,
     space: Space,
     syscalls: Syscalls,
     block_bytes: int,
@@ -79,27 +99,58 @@ def start(
     Raises:
         BackendError: the engine was asked for by name and cannot run here; the message says why.
     """
+    name = chosen(options)
 
-    def lane(bounce_bytes: int) -> Lane:
-        return Lane(
+    reads, writes = (PieceQueue(block_bytes, segments.segment_bytes) for _ in range(2))
+    pace = Pace(depth=options.aio_queue_depth, tidy=space.trim, quiet_s=quiet_s)
+    entries = min(options.aio_queue_depth, MOST_ENTRIES)
+    if name is EngineName.IO_URING:
+        # One lane for all that is in flight: every batch may have a tail that bounces, some bounce whole.
+        bounces = [Bounce(2 * block_bytes + entries * mode.alignment_bytes)]
+    else:
+        bounces = [Bounce(block_bytes) for _ in range(options.threads)]
+    # Only workers may wait for a GPU, and checksums are made in host memory.
+    gpu = GpuFiles(options.path, segments) if name is EngineName.THREADS and not options.checksum else None
+    lanes = [
+        Lane(
             segments,
             space.give_back,
-            Bounce(bounce_bytes),
+            bounce,
             alignment_bytes=mode.alignment_bytes,
             memory_alignment_bytes=mode.memory_alignment_bytes,
             is_checked=options.checksum,
+            is_joining=name is EngineName.AIOFILES,
+            gpu=gpu,
         )
-
-    name = chosen(options)
-    queues = [PieceQueue(block_bytes, segments.segment_bytes) for _ in range(2)]
-    lanes = [lane(block_bytes) for _ in range(options.threads)]
-    moves: list[Move] = [functools.partial(_move, each, syscalls) for each in lanes]
+        for bounce in bounces
+    ]
+    moves: list[Move] = [functools.partial(_move, lane, syscalls) for lane in lanes]
     engine: Engine
-    if name is EngineName.PLAIN:
-        engine = PlainEngine(moves)
-    else:
-        engine = ThreadEngine(moves, *queues, depth=options.aio_queue_depth, tidy=space.trim, quiet_s=quiet_s)
-    return Started(engine, name, mode.is_direct, lanes)
+    match name:
+        case EngineName.PLAIN:
+            engine = PlainEngine(moves)
+        case EngineName.IO_URING:
+            ring = _open_ring(options.path, mode, syscalls, entries)
+            engine = RingEngine(lanes[0], ring, entries, reads, writes, pace)
+        case EngineName.AIOFILES:
+            engine = AsyncEngine(lanes, syscalls, segments.path, reads, writes, pace)
+        case EngineName.THREADS | EngineName.AUTO:
+            engine = ThreadEngine(moves, reads, writes, pace)
+        case _:
+            assert_never(name)
+    return Started(engine, name, mode.is_direct, lanes, gpu)
+
+
+def _open_ring(folder: Path, mode: IoMode, syscalls: Syscalls, entries: int) -> Ring:
+    fault = ring_fault(folder, mode, syscalls)
+    if fault is not None:
+        raise BackendError(f"engine='io_uring' cannot be used in {folder}: {fault}. Leave engine out")
+    try:
+        return syscalls.open_ring(entries, is_direct=mode.is_direct)
+    except OSError as error:
+        raise BackendError(
+            f"engine='io_uring' cannot have {entries} calls in flight: {error}. Lower aio_queue_depth"
+        ) from error
 
 
 def _move(lane: Lane, syscalls: Syscalls, batch: Sequence[Piece]) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tierstore.errors import StoreClosed
-from tierstore_backends.files.engine import Move, count_off, move_or_note, tidy_or_log
+from tierstore_backends.files.engine import Move, Pace, count_off, move_or_note, tidy_or_log
 from tierstore_backends.files.piece_queue import PieceQueue
 from tierstore_backends.files.transfer import Direction, Piece
 
@@ -31,9 +31,7 @@ class ThreadEngine:
         moves: one for each worker.
         reads: the empty queue of reads.
         writes: the empty queue of writes.
-        depth: the most pieces in the workers' hands.
-        tidy: gives unused disk back; what is reserved while it runs is not yet written (rule 4).
-        quiet_s: how long nothing has moved before that.
+        pace: how much at a time, and what comes after.
     """
 
     def __init__(
@@ -41,14 +39,9 @@ class ThreadEngine:
         moves: Sequence[Move],
         reads: PieceQueue,
         writes: PieceQueue,
-        *,
-        depth: int,
-        tidy: Callable[[], None],
-        quiet_s: float,
+        pace: Pace,
     ) -> None:
-        self._depth = depth
-        self._tidy = tidy
-        self._quiet_s = quiet_s
+        self._pace = pace
         self._lock = threading.Lock()  # guards all below
         self._changed = threading.Condition(self._lock)
         self._reads = reads
@@ -121,7 +114,7 @@ class ThreadEngine:
     def _next(self) -> list[Piece] | _Order:
         with self._lock:
             while True:
-                room = self._depth - self._handed_out
+                room = self._pace.depth - self._handed_out
                 if room > 0 and not self._is_tidying:
                     batch = self._reads.take(room) or self._writes.take(room)
                     if batch:
@@ -139,7 +132,7 @@ class ThreadEngine:
                     return _Order.TIDY
                 self._waiting_workers += 1
                 may_tidy = self._is_tidy_due and not self._is_tidying
-                self._changed.wait(self._quiet_s if may_tidy else None)
+                self._changed.wait(self._pace.quiet_s if may_tidy else None)
                 self._waiting_workers -= 1
                 self._is_waking = False
 
@@ -154,7 +147,7 @@ class ThreadEngine:
         return (
             self._is_tidy_due
             and not self._is_tidying
-            and time.monotonic() - self._last_moved_s >= self._quiet_s
+            and time.monotonic() - self._last_moved_s >= self._pace.quiet_s
         )
 
     def _carry_out(self, move: Move, batch: Sequence[Piece]) -> None:
@@ -167,6 +160,6 @@ class ThreadEngine:
             transfer.finish()
 
     def _tidy_now(self) -> None:
-        tidy_or_log(self._tidy)
+        tidy_or_log(self._pace.tidy)
         with self._lock:
             self._is_tidying = False  # what came meanwhile is taken next, by this worker first

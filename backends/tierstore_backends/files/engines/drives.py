@@ -1,0 +1,292 @@
+"""An engine for each drive, so that a slow one, or one that hangs, holds nobody else up.
+
+To its drive's engine a *leg*, the pieces of one transfer on that drive, is as good as a transfer; the
+transfer ends when its last leg does.  What a full drive refuses is written to the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tierstore.spi import Buffer
+from tierstore_backends.files.drives import SPAN_BYTES, Drive
+from tierstore_backends.files.engine import Engine
+from tierstore_backends.files.engines.choice import Started, start
+from tierstore_backends.files.meter import DriveStats, IoStats, total
+from tierstore_backends.files.options import EngineName, FilesOptions
+from tierstore_backends.files.segments import Files
+from tierstore_backends.files.stripes import Stripes
+from tierstore_backends.files.syscalls import Syscalls
+from tierstore_backends.files.transfer import Direction, FileSlot, Piece, SlotState, Transfer, cut
+
+_log = logging.getLogger("tierstore.files")
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True, slots=True)
+class StartedDrives:
+    """Engines that run, one for each drive."""
+
+    engine: DriveEngine
+    name: EngineName
+    drives: Sequence[Drive]
+    parts: Sequence[Started]
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        """Say whether every drive moves ``memory`` of a GPU straight."""
+        return all(part.accepts(memory) for part in self.parts)
+
+    def close(self) -> None:
+        """Let what is under way come to its end, and stop."""
+        self.engine.close()
+        for part in self.parts:
+            part.close()
+
+    def stats(self) -> IoStats:
+        """Return what they have done so far."""
+        whole = total(
+            [lane.counts for part in self.parts for lane in part.lanes],
+            engine=self.name.value,
+            is_direct=all(part.is_direct for part in self.parts),
+            most_in_flight=self.engine.most_in_flight,
+        )
+        drives = tuple(
+            DriveStats(str(drive.folder), drive.bandwidth_bytes_per_s, drive.space.live_bytes, part.stats())
+            for drive, part in zip(self.drives, self.parts, strict=True)
+        )
+        return replace(whole, drives=drives)
+
+
+def start_all(
+    options: FilesOptions,
+    drives: Sequence[Drive],
+    files: Files,
+    stripes: Stripes,
+    syscalls: Syscalls,
+    block_bytes: int,
+    quiet_s: float,
+) -> StartedDrives:
+    """Start the engine that ``options`` mean, once for each drive.
+
+    Args:
+        options: what the user wrote; depth and threads are meant for each drive.
+        drives: each with its files and its room.
+        files: those of all drives.
+        stripes: finds room elsewhere for what a full drive refuses.
+        syscalls: the way to the kernel.
+        block_bytes: the most bytes of a batch.
+        quiet_s: how long nothing has moved on a drive before unused disk is given back.
+
+    Raises:
+        BackendError: the engine was asked for by name and cannot run on a drive; the message says why.
+    """
+    parts: list[Started] = []
+    try:
+        for drive in drives:
+            own = replace(options, path=drive.folder)
+            parts.append(start(own, drive.mode, files, drive.space, syscalls, block_bytes, quiet_s))
+    except BaseException:
+        for part in parts:
+            part.engine.close()
+        raise
+    engine = DriveEngine(
+        [part.engine for part in parts],
+        stripes,
+        folders=[drive.folder for drive in drives],
+        segment_bytes=files.segment_bytes,
+    )
+    return StartedDrives(engine, parts[0].name, drives, parts)
+
+
+class DriveEngine:
+    """One engine of all drives'.  See `tierstore_backends.files.engine.Engine`.
+
+    Args:
+        engines: of each drive.
+        stripes: finds room elsewhere.
+        folders: what messages call the drives.
+        segment_bytes: the length of a full file.
+    """
+
+    def __init__(
+        self, engines: Sequence[Engine], stripes: Stripes, *, folders: Sequence[Path], segment_bytes: int
+    ) -> None:
+        self._engines = engines
+        self._stripes = stripes
+        self._folders = folders
+        self._segment_bytes = segment_bytes
+        self._told: set[int] = set()  # drives of which it was said that they are full
+
+    @property
+    def most_in_flight(self) -> int:
+        """The most pieces that were in flight at a time on one drive."""
+        return max(engine.most_in_flight for engine in self._engines)
+
+    def submit(self, pieces: Sequence[Piece]) -> None:
+        """See `Engine`."""
+        transfer = pieces[0].transfer
+        assert isinstance(transfer, Transfer)  # nobody has cut it into legs yet
+        by_drive = _by_drive(pieces)
+        if transfer.direction is Direction.READ and len(by_drive) == 1:
+            (drive,) = by_drive
+            self._engines[drive].submit(pieces)
+        else:
+            _Journey(self, transfer).begin(by_drive)
+
+    def submit_leg(self, leg: _Leg) -> None:
+        """Move the pieces of one leg.
+
+        Raises:
+            StoreClosed: the engine of its drive was closed.
+        """
+        self._engines[leg.drive].submit(leg.pieces)
+
+    def move(self, slot: FileSlot, full: set[int]) -> bool:
+        """Give a slot addresses on drives that are not ``full``; return whether it has some now.
+
+        Not one that has bytes, which are only written again: its addresses are no part of this write.
+        """
+        if slot.state is not SlotState.RESERVED:
+            return False
+        moved = self._stripes.move(slot.extents, full)
+        if moved is None:
+            return False
+        slot.extents = moved
+        for drive in full - self._told:
+            self._told.add(drive)
+            _log.warning("%s is full: other drives take what was meant for it", self._folders[drive])
+        return True
+
+    def cut_again(self, transfer: Transfer, parts: Sequence[int]) -> list[Piece]:
+        """Cut the slots ``parts`` of a transfer into pieces anew, at the addresses that they have now."""
+        slots = [transfer.slots[part] for part in parts]
+        buffers = [transfer.buffers[part] for part in parts]
+        pieces = cut(Transfer(transfer.direction, slots, buffers), segment_bytes=self._segment_bytes)
+        for piece in pieces:
+            piece.part = parts[piece.part]
+        return pieces
+
+    def tidy_when_quiet(self) -> None:
+        """See `Engine`."""
+        for engine in self._engines:
+            engine.tidy_when_quiet()
+
+    def close(self) -> None:
+        """See `Engine`."""
+        with contextlib.ExitStack() as all_of_them:
+            for engine in reversed(self._engines):
+                all_of_them.callback(engine.close)
+
+    def is_worker(self) -> bool:
+        """See `Engine`."""
+        return any(engine.is_worker() for engine in self._engines)
+
+
+class _Leg:
+    """The pieces of one transfer on one drive.  See `tierstore_backends.files.transfer.Moving`."""
+
+    __slots__ = ("_journey", "buffers", "direction", "drive", "pieces", "ready", "remaining", "slots")
+
+    def __init__(self, journey: _Journey, transfer: Transfer, drive: int, pieces: Sequence[Piece]) -> None:
+        self._journey = journey
+        self.drive = drive
+        self.direction = transfer.direction
+        self.slots = transfer.slots
+        self.buffers: Sequence[Buffer] = transfer.buffers
+        self.ready = transfer.ready
+        self.pieces = pieces
+        self.remaining = len(pieces)  # guarded by the drive's engine
+        for piece in pieces:
+            piece.transfer = self
+
+    def note(self) -> bool:
+        """See `Moving`."""
+        self.remaining -= 1
+        return not self.remaining
+
+    def finish(self) -> None:
+        """See `Moving`."""
+        self.buffers = self.pieces = ()
+        self._journey.note_end()
+
+
+class _Journey:
+    """One transfer over several drives, under way."""
+
+    def __init__(self, engine: DriveEngine, transfer: Transfer) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._lock = threading.Lock()  # guards the next
+        self._legs = 0  # not yet at their end
+        self._full: set[int] = set()
+
+    def begin(self, by_drive: Mapping[int, Sequence[Piece]], *, is_again: bool = False) -> None:
+        """Move pieces on each drive.
+
+        Raises:
+            StoreClosed: nothing moves, for the first engine was closed; not raised ``is_again``.
+        """
+        legs = [_Leg(self, self._transfer, drive, pieces) for drive, pieces in by_drive.items()]
+        self._legs = len(legs)
+        for i, leg in enumerate(legs):
+            try:
+                self._engine.submit_leg(leg)
+            except Exception as error:
+                if i == 0 and not is_again:
+                    raise
+                for piece in leg.pieces:
+                    piece.error = error.with_traceback(None)  # frames refer to the caller's buffer
+                leg.finish()
+
+    def note_end(self) -> None:
+        """Count a leg that has ended; after the last write elsewhere what is to be, or end the transfer."""
+        with self._lock:
+            self._legs -= 1
+            if self._legs:
+                return
+        transfer = self._transfer
+        if transfer.direction is Direction.WRITE:
+            again = self._move_elsewhere()
+            if again:
+                self.begin(_by_drive(again), is_again=True)
+                return
+        transfer.finish()
+
+    def _move_elsewhere(self) -> list[Piece]:
+        """Give slots that met a full drive, and nothing worse, other addresses; return their new pieces."""
+        transfer = self._transfer
+        failed = [piece for piece in transfer.pieces if piece.error is not None]
+        if not failed:
+            return []
+        refused = {piece.part for piece in failed if _is_full(piece)}
+        refused -= {piece.part for piece in failed if not _is_full(piece)}
+        newly_full = {piece.address // SPAN_BYTES for piece in failed if piece.part in refused}
+        if newly_full <= self._full:  # it was tried
+            return []
+        self._full |= newly_full
+        moved = [part for part in sorted(refused) if self._engine.move(transfer.slots[part], self._full)]
+        again = self._engine.cut_again(transfer, moved)
+        kept = [piece for piece in transfer.pieces if piece.part not in moved]
+        transfer.pieces = sorted([*kept, *again], key=lambda piece: (piece.part, piece.index))
+        return again
+
+
+def _is_full(piece: Piece) -> bool:
+    cause = piece.error.__cause__ if piece.error is not None else None
+    return isinstance(cause, OSError) and cause.errno in _FULL
+
+
+def _by_drive(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
+    by_drive: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_drive.setdefault(piece.address // SPAN_BYTES, []).append(piece)
+    return by_drive

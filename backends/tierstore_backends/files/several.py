@@ -1,0 +1,167 @@
+"""Several directories made ready as one: owned together, and the capacity shared out among them.
+
+Promises: who gets an error has nothing to give up, and every error names its directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tierstore.errors import CapacityError
+from tierstore.units import align_up, format_bytes
+from tierstore_backends.files.bandwidth import measure_all
+from tierstore_backends.files.drives import Drive, disk_bytes, split_by_drive
+from tierstore_backends.files.layout import Extent
+from tierstore_backends.files.options import FilesOptions
+from tierstore_backends.files.owner import DirectoryOwner, Keeping
+from tierstore_backends.files.probe import IoMode
+from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.space import Space
+from tierstore_backends.files.stripes import Stripes, allot
+from tierstore_backends.files.syscalls import Syscalls
+
+
+class Owners:
+    """The right to several directories.  See `tierstore_backends.files.owner.DirectoryOwner`."""
+
+    def __init__(self, owners: Sequence[DirectoryOwner]) -> None:
+        self.folder = owners[0].folder
+        self._owners = owners
+
+    @classmethod
+    def claim(cls, folders: Sequence[Path], keeping: Keeping) -> Owners:
+        """Own all of ``folders``, or none of them.
+
+        Raises:
+            UsageError: a live backend owns one; or it holds what is kept, and is wanted as scratch space.
+            BackendError: one cannot be made, locked or swept.
+        """
+        with contextlib.ExitStack() as given_up:
+            owners = []
+            for folder in folders:
+                owners.append(DirectoryOwner.claim(folder, keeping))
+                given_up.callback(owners[-1].release)
+            given_up.pop_all()
+        return cls(owners)
+
+    @property
+    def noted_commit(self) -> int:
+        """What a dead owner noted in the first directory, where the manifest is."""
+        return self._owners[0].noted_commit
+
+    def note_commit(self, commit: int) -> None:
+        """Note that a commit came to its end."""
+        self._owners[0].note_commit(commit)
+
+    def check(self) -> None:
+        """Look whether the directories are still the ones that were claimed."""
+        for owner in self._owners:
+            owner.check()
+
+    def sweep(self) -> None:
+        """Remove scratch files that dead owners left."""
+        for owner in self._owners:
+            owner.sweep()
+
+    def leave(self) -> None:
+        """Let the next one in; leave what a dead owner noted."""
+        first, *others = self._owners
+        first.leave()
+        for owner in others:
+            owner.release()
+
+    def release(self) -> None:
+        """Give all of them up; then raise the first error.  Idempotent."""
+        with contextlib.ExitStack() as all_of_them:
+            for owner in self._owners:
+                all_of_them.callback(owner.release)
+
+    def disown(self) -> None:
+        """Forget the directories without touching them, in the child of a fork."""
+        for owner in self._owners:
+            owner.disown()
+
+
+def claim(folders: Sequence[Path], keeping: Keeping) -> DirectoryOwner | Owners:
+    """Own one directory or several.  See `Owners.claim`."""
+    return Owners.claim(folders, keeping) if len(folders) > 1 else DirectoryOwner.claim(folders[0], keeping)
+
+
+def with_common_alignment(modes: Sequence[IoMode]) -> list[IoMode]:
+    """Return the modes, each with the coarsest alignment of extents: a piece may go to any drive."""
+    alignment_bytes = max(mode.alignment_bytes for mode in modes)
+    return [replace(mode, alignment_bytes=alignment_bytes) for mode in modes]
+
+
+def in_common(modes: Sequence[IoMode]) -> IoMode:
+    """Return what holds on all drives."""
+    return IoMode(
+        is_direct=all(mode.is_direct for mode in modes),
+        alignment_bytes=max(mode.alignment_bytes for mode in modes),
+        memory_alignment_bytes=max(mode.memory_alignment_bytes for mode in modes),
+    )
+
+
+def given_bandwidths(options: FilesOptions) -> list[int] | None:
+    """Return each drive's bytes per second as the user gave them; ``None`` if they were not given."""
+    given = [drive.bandwidth_bytes_per_s for drive in options.drives]
+    known = [rate for rate in given if rate is not None]
+    return known if len(known) == len(given) else None
+
+
+def bandwidths(options: FilesOptions, modes: Sequence[IoMode], syscalls: Syscalls) -> list[int]:
+    """Return each drive's bytes per second, as given, or else measured; of a single directory nothing.
+
+    Raises:
+        BackendError: a directory cannot be written or read.
+    """
+    given = given_bandwidths(options)
+    if given is not None:
+        return given
+    return measure_all(list(zip(options.folders, modes, strict=True)), syscalls)
+
+
+def share_out(
+    capacity_bytes: int,
+    options: FilesOptions,
+    modes: Sequence[IoMode],
+    rates: Sequence[int],
+    segments: Sequence[Segments],
+    live: Sequence[Extent] = (),
+) -> tuple[list[Drive], Stripes]:
+    """Give each drive its share of the capacity.
+
+    Args:
+        capacity_bytes: what they hold together.
+        options: what the user wrote.
+        modes: how I/O is done on each, with one alignment.
+        rates: the bandwidth of each.
+        segments: the files of each.
+        live: what is reserved from the beginning: sorted, aligned, no two overlapping.
+
+    Raises:
+        CapacityError: ``live`` is more than the capacity.
+        BackendError: files hold more than their share and could not be cut.
+    """
+    alignment_bytes = modes[0].alignment_bytes
+    live_parts = split_by_drive(live, len(segments))
+    live_bytes = [sum(end - start for start, end in part) for part in live_parts]
+    if sum(live_bytes) > capacity_bytes:
+        raise CapacityError(
+            f"{format_bytes(sum(live_bytes))} are in use in the files of {len(segments)} drives, and the "
+            f"capacity is only {format_bytes(capacity_bytes)}: enlarge it",
+            needed_bytes=sum(live_bytes),
+            free_bytes=capacity_bytes,
+        )
+    most = [disk_bytes(folder, files) for folder, files in zip(options.folders, segments, strict=True)]
+    shares = allot(capacity_bytes, alignment_bytes, rates, least=live_bytes, most=most)
+    drives = [
+        Drive(folder, mode, rate, files, Space(share, alignment_bytes, files, own))
+        for folder, mode, rate, files, share, own in zip(
+            options.folders, modes, rates, segments, shares, live_parts, strict=True
+        )
+    ]
+    return drives, Stripes(drives, align_up(options.aio_block_size, alignment_bytes), alignment_bytes)

@@ -1,0 +1,137 @@
+"""The command line of the comparisons: ``python -m bench.peers io|training|inference``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.peers import disk, disk_peers, inference, inferrers, trainees, training
+from bench.peers.diskjob import KIB, MIB
+from bench.peers.result import Result, write, write_page
+from bench.record import Circumstances
+
+_RESULTS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+_SCRATCH = Path("offload")  # in .gitignore; on the disk one works on, where a temporary one may be memory
+
+Comparison = Callable[[argparse.Namespace, Path], Result]
+"""Takes the command line and a directory of its own on the disk to measure."""
+
+
+def _disk(words: argparse.Namespace, scratch: Path) -> Result:
+    return disk.compare(
+        disk.DiskSettings(
+            scratch=scratch,
+            peers=_chosen(words.peers.split(","), list(disk_peers.PEERS), "peer"),
+            against=words.against or disk.DiskSettings.against,
+            repeats=words.repeats or disk.DiskSettings.repeats,
+            warmups=words.warmups,
+            tensor_mib=[float(size) for size in words.sizes.split(",")],
+            total_mib=words.total,
+            block_bytes=words.bs * KIB,
+            depth=words.iodepth,
+        )
+    )
+
+
+def _training(words: argparse.Namespace, scratch: Path) -> Result:
+    return training.compare(
+        training.TrainingSettings(
+            scratch=scratch,
+            peers=_chosen(words.peers.split(","), list(trainees.PEERS), "peer"),
+            against=words.against or training.TrainingSettings.against,
+            repeats=words.repeats or training.TrainingSettings.repeats,
+            warmups=words.warmups,
+            steps=words.steps or training.TrainingSettings.steps,
+            dim=words.dim,
+            host_bytes=None if words.host_quota is None else words.host_quota * MIB,
+        )
+    )
+
+
+def _inference(words: argparse.Namespace, scratch: Path) -> Result:
+    return inference.compare(
+        inference.InferenceSettings(
+            scratch=scratch,
+            peers=_chosen(words.peers.split(","), list(inferrers.PEERS), "peer"),
+            against=words.against or inference.InferenceSettings.against,
+            repeats=words.repeats or inference.InferenceSettings.repeats,
+            warmups=words.warmups,
+            passes=words.steps or inference.InferenceSettings.passes,
+            dim=words.dim,
+            host_bytes=None if words.host_quota is None else words.host_quota * MIB,
+        )
+    )
+
+
+COMPARISONS: dict[str, Comparison] = {"io": _disk, "training": _training, "inference": _inference}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; return 0 if every bar was reached, else 1."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    words = _parser().parse_args(given)
+    is_missed = False
+    for name in _chosen(words.comparison, list(COMPARISONS), "comparison"):
+        print(f"comparing {name} ...", file=sys.stderr, flush=True)
+        with _scratch(words.path) as scratch:
+            circumstances = Circumstances.now(shlex.join(["python", "-m", "bench.peers", *given]), scratch)
+            result = COMPARISONS[name](words, scratch)
+        print(f"\n{result.to_text()}")
+        if words.write:
+            write(result, circumstances, words.results)
+            write_page(words.results, list(COMPARISONS))
+        is_missed |= result.is_missed
+    return 1 if is_missed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers",
+        description="Do the same work with tierstore and with its peers, in turns.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("comparison", nargs="*", help=f"{', '.join(COMPARISONS)}; none: all of them")
+    add("--repeats", type=int, help="rounds that count")
+    add("--warmups", type=int, default=1, help="rounds before them that do not")
+    add("--peers", default="", help="names, separated by commas; none: all")
+    add("--against", help="the peer that the ratios in the tables are against")
+    add("--path", type=Path, default=_SCRATCH, help="a directory on the disk to measure")
+    add("--write", action="store_true", help="record the result as JSON and as a page")
+    add("--results", type=Path, default=_RESULTS, help="where to record it")
+    of_io = parser.add_argument_group("io")
+    of_io.add_argument("--sizes", default="1,4,16,64", help="of tensors, in MiB")
+    of_io.add_argument("--total", type=float, default=512, help="MiB of all tensors of a turn")
+    of_io.add_argument("--bs", type=int, default=1024, help="KiB of one request")
+    of_io.add_argument("--iodepth", type=int, default=4, help="requests at a time")
+    of_models = parser.add_argument_group("training, inference")
+    of_models.add_argument("--steps", type=int, help="of a turn; 10 training steps or 5 passes if not given")
+    of_models.add_argument("--dim", type=int, default=1024, help="the width of the model")
+    of_models.add_argument("--host-quota", type=int, help="MiB that tierstore keeps in host memory")
+    return parser
+
+
+def _chosen(given: Sequence[str], known: Sequence[str], what: str) -> list[str]:
+    """Return what was asked for, in the order in which it was; all there is if nothing was.
+
+    Raises:
+        SystemExit: one has no such name.
+    """
+    names = list(filter(None, given)) or list(known)
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"no {what} is called {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
+
+
+@contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix="peers-", dir=parent.resolve(), ignore_cleanup_errors=True
+    ) as directory:
+        yield Path(directory)

@@ -1,0 +1,38 @@
+"""Processes that are killed at random moments, and what the next one finds: `tests.fault.crashes`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_MOMENTS = {"flushing", "between", "put", "replace", "write", "evict", "get", "drop", "rename", "closed"}
+
+
+def kill(trials: int, directory: Path, timeout_s: float) -> dict[str, int]:
+    """Kill so many workers; return what they were at."""
+    command = [sys.executable, "-m", "tests.fault.crashes", "--trials", str(trials), str(directory)]
+    ended = subprocess.run(  # noqa: PLW1510 - the code is looked at below, with what was said
+        command, cwd=_ROOT, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    moments: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    assert sum(moments.values()) == trials
+    assert set(moments) <= _MOMENTS | {"opening"}
+    return moments
+
+
+def test_a_killed_process_leaves_exactly_what_a_flush_left(tmp_path: Path) -> None:
+    moments = kill(40, tmp_path, timeout_s=110)
+    assert moments.get("flushing", 0) > 0, "no worker was killed in a flush: this shows little"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_thousand_killed_processes_leave_exactly_what_a_flush_left(tmp_path: Path) -> None:
+    moments = kill(1000, tmp_path, timeout_s=1700)
+    assert set(moments) >= {"flushing", "put", "replace", "write", "evict", "closed"}

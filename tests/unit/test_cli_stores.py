@@ -1,0 +1,233 @@
+"""``tierstore ls | du | verify | export | import`` on real durable directories."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import zarr
+
+import tierstore as ts
+from tierstore.cli import main
+
+_Output = pytest.CaptureFixture[str]
+
+TENSORS = {
+    "layers.0.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "layers.0.bias": torch.arange(3, dtype=torch.bfloat16),
+    "layers.1.weight": torch.arange(6, dtype=torch.int64).reshape(2, 3).t(),
+    "step": torch.tensor(7.5, dtype=torch.float64),
+    "nothing": torch.empty(0, 2),
+}
+
+
+def open_store(path: Path) -> ts.Store:
+    options = {"path": str(path), "durable": True}
+    return ts.Store(ts.StoreConfig([ts.TierConfig("disk", "files", "64MiB", options=options)]))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        for key, tensor in TENSORS.items():
+            store.put(key, tensor)
+    return path
+
+
+def contents(path: Path) -> dict[str, torch.Tensor]:
+    with open_store(path) as store:
+        return {key: store.get(key) for key in store}
+
+
+def same(found: dict[str, torch.Tensor]) -> bool:
+    return set(found) == set(TENSORS) and all(
+        found[key].dtype == tensor.dtype and torch.equal(found[key], tensor)
+        for key, tensor in TENSORS.items()
+    )
+
+
+def damage(path: Path, key: str) -> None:
+    """Flip a bit of a key's bytes, wherever they lie."""
+    needle = TENSORS[key].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    for file in path.glob("*.bin"):
+        data = bytearray(file.read_bytes())
+        if needle in data:
+            data[data.index(needle)] ^= 1
+            file.write_bytes(data)
+            return
+    raise AssertionError(f"{key} is nowhere")
+
+
+# ------------------------------------------------------------------------------ ls and du
+
+
+def test_ls_shows_keys_with_dtypes_shapes_sizes_and_tiers(directory: Path, capsys: _Output) -> None:
+    assert main(["ls", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.split(r"\s{2,}", lines[0].rstrip()) == ["KEY", "DTYPE", "SHAPE", "SIZE", "TIER"]
+    assert [line.split()[0] for line in lines[1:]] == sorted(TENSORS)
+    assert re.search(r"layers\.0\.weight +float32 +\[3, 4\] +48 B +disk", lines[2])
+
+
+def test_ls_tells_a_machine_the_same(directory: Path, capsys: _Output) -> None:
+    assert main(["ls", "--json", str(directory), "layers.*.weight"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["key"] for row in rows] == ["layers.0.weight", "layers.1.weight"]
+    assert rows[1] == {
+        "key": "layers.1.weight",
+        "dtype": "int64",
+        "shape": [3, 2],
+        "nbytes": 48,
+        "tiers": ["disk"],
+    }
+
+
+def test_du_adds_up_under_the_parts_of_names(directory: Path, capsys: _Output) -> None:
+    assert main(["du", "--json", "--depth", "2", str(directory)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["keys"], found["nbytes"]) == (5, 48 + 6 + 48 + 8)
+    groups = {group["prefix"]: (group["keys"], group["nbytes"]) for group in found["groups"]}
+    assert groups == {"layers.0*": (2, 54), "layers.1*": (1, 48), "nothing": (1, 0), "step": (1, 8)}
+    assert found["store_held_bytes"] >= found["nbytes"]
+
+
+def test_du_is_readable(directory: Path, capsys: _Output) -> None:
+    assert main(["du", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r" +102 B +3 keys  layers\*", lines[0])
+    assert re.fullmatch(r" +110 B +5 keys  in all", lines[-2])
+
+
+# ------------------------------------------------------------------------------ verify
+
+
+def test_verify_says_that_everything_is_whole(directory: Path, capsys: _Output) -> None:
+    assert main(["verify", str(directory)]) == 0
+    assert capsys.readouterr().out == "5 of 5 keys are whole (110 B read)\n"
+
+
+def test_verify_names_damaged_keys_and_leaves_the_others(directory: Path, capsys: _Output) -> None:
+    damage(directory, "layers.0.weight")
+    assert main(["verify", str(directory)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^damaged: layers\.0\.weight: .*offset \d+ of .*\.bin", out, re.MULTILINE)
+    assert "4 of 5 keys are whole" in out
+    assert main(["verify", "--json", str(directory)]) == 1
+    assert list(json.loads(capsys.readouterr().out)["damaged"]) == ["layers.0.weight"]
+
+
+# ------------------------------------------------------------------------------ export and import
+
+
+@pytest.mark.parametrize("target", ["out.safetensors", "out.zarr"])
+def test_what_was_exported_can_be_imported(directory: Path, target: str, tmp_path: Path) -> None:
+    file, copy = tmp_path / target, tmp_path / "copy"
+    assert main(["export", str(directory), str(file)]) == 0
+    assert main(["import", str(copy), str(file)]) == 0
+    assert same(contents(copy))
+
+
+def test_others_read_what_was_exported(directory: Path, tmp_path: Path) -> None:
+    file, group = tmp_path / "out.safetensors", tmp_path / "out.zarr"
+    assert main(["export", str(directory), str(file)]) == 0
+    assert same(safetensors.torch.load_file(file))
+    assert main(["export", "--codec", "zstd", str(directory), str(group), "layers.*"]) == 0
+    opened = zarr.open_group(str(group), mode="r")
+    assert sorted(opened.array_keys()) == ["layers.0.bias", "layers.0.weight", "layers.1.weight"]
+    bias = opened["layers.0.bias"]
+    assert isinstance(bias, zarr.Array)
+    assert dict(bias.attrs) == {"key": "layers.0.bias", "torch_dtype": "bfloat16"}
+    assert torch.equal(torch.from_numpy(np.asarray(bias[...])).view(torch.bfloat16), TENSORS["layers.0.bias"])
+
+
+def test_strange_keys_survive_zarr(tmp_path: Path) -> None:
+    names = ["a/b", "..", "", "__init__", "zarr.json", "ü €", ".x", "%41", "a b"]
+    with open_store(tmp_path / "store") as store:
+        for index, name in enumerate(names):
+            store.put(name, torch.tensor(index))
+    assert main(["export", str(tmp_path / "store"), str(tmp_path / "out.zarr")]) == 0
+    assert main(["import", str(tmp_path / "copy"), str(tmp_path / "out.zarr")]) == 0
+    assert {key: int(value) for key, value in contents(tmp_path / "copy").items()} == {
+        name: index for index, name in enumerate(names)
+    }
+
+
+def test_a_chunk_that_is_missing_is_not_imported_as_zeros(
+    directory: Path, tmp_path: Path, capsys: _Output
+) -> None:
+    assert main(["export", str(directory), str(tmp_path / "out.zarr")]) == 0
+    for chunk in (tmp_path / "out.zarr" / "layers.0.weight" / "c").rglob("*"):
+        if chunk.is_file():
+            chunk.unlink()
+    assert main(["import", str(tmp_path / "copy"), str(tmp_path / "out.zarr")]) == 1
+    assert "chunks of array 'layers.0.weight'" in capsys.readouterr().err
+
+
+def test_an_import_that_fails_leaves_nothing_of_itself(
+    directory: Path, tmp_path: Path, capsys: _Output
+) -> None:
+    assert main(["export", str(directory), str(tmp_path / "out.safetensors"), "layers.0.*"]) == 0
+    with open_store(tmp_path / "other") as store:
+        store.put("layers.0.weight", torch.zeros(1))
+    capsys.readouterr()
+    assert main(["import", str(tmp_path / "other"), str(tmp_path / "out.safetensors")]) == 2
+    assert "'layers.0.weight' is there already" in capsys.readouterr().err
+    assert {key: value.tolist() for key, value in contents(tmp_path / "other").items()} == {
+        "layers.0.weight": [0.0]
+    }
+    assert main(["import", "--replace", str(tmp_path / "other"), str(tmp_path / "out.safetensors")]) == 0
+    assert set(contents(tmp_path / "other")) == {"layers.0.weight", "layers.0.bias"}
+
+
+def test_a_dtype_that_safetensors_does_not_know_is_named_before_anything_is_written(
+    tmp_path: Path, capsys: _Output
+) -> None:
+    with open_store(tmp_path / "store") as store:
+        store.put("z", torch.zeros(2, dtype=torch.complex128))
+    assert main(["export", str(tmp_path / "store"), str(tmp_path / "out.safetensors")]) == 2
+    assert "'z' is torch.complex128, which a safetensors file cannot hold" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
+
+
+# ------------------------------------------------------------------------------ wrong calls
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "verify"])
+def test_what_is_no_durable_store_is_left_alone(verb: str, tmp_path: Path, capsys: _Output) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main([verb, str(tmp_path)]) == 2
+    assert "is not a durable store" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert main([verb, str(tmp_path / "nowhere")]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+
+
+def test_a_store_that_is_in_use_is_named_with_its_owner(directory: Path, capsys: _Output) -> None:
+    with open_store(directory):
+        assert main(["ls", str(directory)]) == 2
+    assert "in use by a live backend of this process" in capsys.readouterr().err
+
+
+def test_a_pattern_that_matches_nothing_says_so(directory: Path, capsys: _Output) -> None:
+    assert main(["ls", str(directory), "nothing.like.it"]) == 2
+    assert "none of 5 keys matches nothing.like.it" in capsys.readouterr().err
+
+
+def test_a_target_that_is_there_is_not_overwritten(directory: Path, tmp_path: Path, capsys: _Output) -> None:
+    (tmp_path / "out.safetensors").write_bytes(b"mine")
+    assert main(["export", str(directory), str(tmp_path / "out.safetensors")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / "out.safetensors").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", ["nowhere.safetensors", "nowhere.zarr"])
+def test_a_source_that_is_not_there_is_named(name: str, tmp_path: Path, capsys: _Output) -> None:
+    assert main(["import", str(tmp_path / "store"), str(tmp_path / name)]) == 2
+    assert f"{name}' is not there" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()

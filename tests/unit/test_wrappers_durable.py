@@ -1,0 +1,217 @@
+"""A codec around a medium that survives: found again with a codec, without one, damaged or renamed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.codec_bytes import KIB, MIB, Lasting, Shelf, random, repeating
+from tierstore.errors import BackendError, IntegrityError
+from tierstore.spi import BatchBackend, Buffer, DurableBackend, Record, held_bytes
+from tierstore.testing.conformance import contents, finish, stored, succeed
+from tierstore.wrappers import Compressed, DurableCompressed, notes, with_codec
+from tierstore.wrappers.notes import DamagedNoteError, Line, agree, packed_note, read_note
+
+CHUNK = 64 * KIB
+ODD_NAMES = ["k", "", "\x1f", "\x1f=k", "\x1f1 k", "\x1e", "a\nb", "\x1f1 ", "schlüssel"]
+ODD_NOTES = ["", "note", "\x1e", "\x1e\n", "\x1elz4 0 {}\nnote", "two\nlines"]
+
+
+def opened(shelf: Shelf, codec: str | None = "lz4") -> DurableCompressed:
+    return DurableCompressed(Lasting(64 * MIB, shelf), codec, chunk_bytes=CHUNK)
+
+
+def found(backend: DurableCompressed) -> dict[str, Record]:
+    records = backend.recovered()
+    assert len({record.name for record in records}) == len(records)
+    return {record.name: record for record in records}
+
+
+def commit(backend: DurableCompressed, values: dict[str, Buffer], note: str = "note") -> None:
+    records = [Record(name, note, stored(backend, value)) for name, value in values.items()]
+    succeed(backend.commit(records))
+
+
+def test_what_survives_is_a_durable_backend_and_nothing_else_is() -> None:
+    durable = with_codec(Lasting(MIB, Shelf()), "lz4", "disk")
+    assert isinstance(durable, DurableBackend)
+    assert isinstance(durable, BatchBackend)
+    assert durable.capabilities.is_durable
+    assert not isinstance(Compressed(Lasting(MIB, Shelf()), "lz4"), DurableBackend)
+
+
+@pytest.mark.parametrize("written", ["lz4", None])
+@pytest.mark.parametrize("opened_with", ["lz4", None])
+def test_a_directory_is_found_again_whatever_the_codecs(written: str | None, opened_with: str | None) -> None:
+    shelf = Shelf()
+    values = {"packed": repeating(3 * CHUNK + 7), "plain": random(2 * CHUNK), "small": random(10)}
+    commit(opened(shelf, written), values, "a note")
+    again = opened(shelf, opened_with)
+    records = found(again)
+    assert set(records) == set(values)
+    for name, value in values.items():
+        assert records[name].note == "a note"
+        assert records[name].slot.nbytes == value.numel()
+        assert torch.equal(contents(again, records[name].slot), value)
+
+
+def test_what_was_found_takes_what_it_took_when_it_was_written() -> None:
+    shelf = Shelf()
+    first = opened(shelf)
+    slot = stored(first, repeating(5 * CHUNK))
+    succeed(first.commit([Record("k", "", slot)]))
+    again = found(opened(shelf))["k"].slot
+    assert held_bytes(again, 1) == held_bytes(slot, 1) < CHUNK
+
+
+def test_a_key_of_many_parts_is_noted_once() -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(3 * CHUNK)}, "a long note")
+    assert [note.count("a long note") for _, note, _ in shelf.records] == [1, 0, 0]
+
+
+def test_what_was_found_can_be_kept_by_another_name_and_freed() -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(3 * CHUNK), "gone": repeating(3 * CHUNK, 5)})
+    second = opened(shelf, None)
+    records = found(second)
+    succeed(second.commit([Record("renamed", "new note", records["k"].slot)]))
+    succeed(second.free(records["gone"].slot))
+    third = opened(shelf)
+    assert {name: record.note for name, record in found(third).items()} == {"renamed": "new note"}
+
+
+def test_any_text_is_a_name_and_a_note() -> None:
+    for note in ODD_NOTES:
+        for make in (repeating, random):
+            shelf = Shelf()
+            values = {name: make(2 * CHUNK, seed) for seed, name in enumerate(ODD_NAMES)}
+            commit(opened(shelf), values, note)
+            again = opened(shelf)
+            records = found(again)
+            assert {name: record.note for name, record in records.items()} == dict.fromkeys(values, note)
+            for name, value in values.items():
+                assert torch.equal(contents(again, records[name].slot), value)
+
+
+def test_a_commit_that_fails_says_so() -> None:
+    medium = Lasting(MIB, Shelf())
+    backend = DurableCompressed(medium, "lz4")
+    medium.fails = True
+    slot = stored(backend, repeating(CHUNK))
+    assert isinstance(finish(backend.commit([Record("k", "", slot)])), BackendError)
+
+
+def damage_digit(note: str) -> str:
+    return note.replace('"width":4', '"width":2')
+
+
+def cut_short(note: str) -> str:
+    head, _, own = note.partition("\n")
+    return f"{head[: len(head) // 2]}\n{own}"
+
+
+def other_codec(note: str) -> str:
+    return note.replace("lz4", "zip", 1)
+
+
+@pytest.mark.parametrize("damage", [damage_digit, cut_short, other_codec])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_damaged_note_makes_its_key_unreadable_and_no_other(damage: object, which: int) -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(2 * CHUNK), "other": repeating(2 * CHUNK, 9)}, "note")
+    name, note, data = shelf.records[which]
+    shelf.records[which] = (name, damage(note), data)  # type: ignore[operator]
+    assert shelf.records[which][1] != note
+    again = opened(shelf)
+    records = found(again)
+    slot = records["k"].slot
+    assert slot.nbytes == 2 * CHUNK
+    assert records["k"].note == "note"
+    error = finish(again.read(slot, torch.empty(2 * CHUNK, dtype=torch.uint8)))
+    assert isinstance(error, IntegrityError)
+    assert "'k'" in str(error)
+    assert torch.equal(contents(again, records["other"].slot), repeating(2 * CHUNK, 9))
+
+
+@pytest.mark.parametrize("damage", [damage_digit, cut_short, other_codec])
+def test_a_damaged_note_of_a_key_in_one_part_is_noticed(damage: object) -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(CHUNK)})
+    name, note, data = shelf.records[0]
+    shelf.records[0] = (name, damage(note), data)  # type: ignore[operator]
+    again = opened(shelf)
+    error = finish(again.read(found(again)["k"].slot, torch.empty(CHUNK, dtype=torch.uint8)))
+    assert isinstance(error, IntegrityError)
+    assert "damaged" in str(error)
+
+
+def test_a_damaged_one_is_kept_as_it_is_by_commits_and_given_back_when_freed() -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(2 * CHUNK)})
+    name, note, data = shelf.records[1]
+    shelf.records[1] = (name, damage_digit(note), data)
+    second = opened(shelf)
+    slot = found(second)["k"].slot
+    succeed(second.commit([Record("renamed", "note", slot)]))
+    assert [each[1] for each in shelf.records][1] == damage_digit(note)
+    shelf.records[1] = (shelf.records[1][0], note, data)  # somebody mends it
+    third = opened(shelf)
+    assert torch.equal(contents(third, found(third)["renamed"].slot), repeating(2 * CHUNK))
+    inner = Lasting(64 * MIB, shelf)
+    fourth = DurableCompressed(inner, "lz4")
+    succeed(fourth.free(found(fourth)["renamed"].slot))
+    fourth.reserve(64 * MIB)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_part_that_is_missing_makes_the_key_unreadable(lost: int) -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(3 * CHUNK)})
+    del shelf.records[lost]
+    again = opened(shelf)
+    slot = found(again)["k"].slot
+    assert slot.nbytes == 3 * CHUNK
+    error = finish(again.read(slot, torch.empty(3 * CHUNK, dtype=torch.uint8)))
+    assert isinstance(error, IntegrityError)
+    assert "does not agree" in str(error)
+
+
+def test_a_key_of_which_nothing_is_understood_has_the_bytes_that_it_takes() -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(CHUNK)})
+    name, note, data = shelf.records[0]
+    shelf.records[0] = (name, other_codec(note), data)
+    again = opened(shelf)
+    slot = found(again)["k"].slot
+    assert slot.nbytes == held_bytes(slot, 1) == data.numel()
+    succeed(again.free(slot))
+
+
+def test_bytes_of_a_later_format_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(CHUNK)})
+    name, note, data = shelf.records[0]
+    line, own = read_note(note)
+    assert line is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(notes, "VERSION", notes.VERSION + 1)
+        shelf.records[0] = (name, packed_note(line, own), data)
+    again = opened(shelf)
+    error = finish(again.read(found(again)["k"].slot, torch.empty(CHUNK, dtype=torch.uint8)))
+    assert isinstance(error, IntegrityError)
+    assert "format 2, and this version of tierstore knows 1" in str(error)
+
+
+def test_lines_agree_only_if_they_are_of_one_slot() -> None:
+    lines = [Line(100, chunk, 2, 4, 50, 50, (30,), 7) for chunk in (0, 1)]
+    assert agree(lines, [30, 30])
+    assert not agree(lines, [30, 31])
+    assert not agree(lines[:1], [30])
+    assert not agree(lines[::-1], [30, 30])
+    assert not agree([lines[0], Line(100, 1, 2, 8, 50, 50, (30,), 7)], [30, 30])
+
+
+def test_a_note_that_is_ours_but_nonsense_is_damaged() -> None:
+    with pytest.raises(DamagedNoteError):
+        read_note("\x1enonsense\nnote")

@@ -1,0 +1,179 @@
+"""``tierstore export`` and ``tierstore import``: to and from safetensors files and zarr groups.
+
+Tensors go one at a time, so that neither side has to fit into memory.  An import becomes durable in one
+step at its end: all of it, or nothing.
+
+In a zarr group each tensor is one array.  Its name is the key with everything but letters, digits, and
+``_.-~`` percent-encoded; the attribute ``key`` has the key itself, and `tierstore.arrays` says how dtypes
+that numpy does not have are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
+
+import numpy as np
+import torch
+
+from tierstore.arrays import from_array_view, to_array_view
+from tierstore.cli import directory
+from tierstore.errors import BackendError, IntegrityError, UsageError
+from tierstore.store import Store
+from tierstore.training.tensorfile import Entry, TensorFile, write_file
+from tierstore.units import format_bytes
+
+if TYPE_CHECKING:
+    import zarr
+
+_FORMATS = ("safetensors", "zarr")
+_KEY = "key"
+_CODECS: dict[str, Literal["auto"] | None] = {"none": None, "zstd": "auto"}  # zarr's own default is zstd
+
+
+def add_export(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser
+) -> None:
+    """Add the verb ``export``."""
+    parser = verbs.add_parser("export", parents=[shared], help="write a durable store's tensors to a file")
+    directory.add_store(parser)
+    parser.add_argument("target", metavar="TARGET", help="a new file or directory, or a zarr store's URL")
+    directory.add_patterns(parser)
+    _add_format(parser)
+    parser.add_argument("--codec", choices=_CODECS, default="none", help="of zarr arrays (default: none)")
+    parser.set_defaults(run=_export)
+
+
+def add_import(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser
+) -> None:
+    """Add the verb ``import``."""
+    parser = verbs.add_parser("import", parents=[shared], help="put a file's tensors into a durable store")
+    directory.add_store(parser)
+    parser.add_argument("source", metavar="SOURCE", help="a file or directory, or a zarr store's URL")
+    _add_format(parser)
+    parser.add_argument("--replace", action="store_true", help="replace keys that are there")
+    parser.set_defaults(run=_import)
+
+
+def _add_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", choices=_FORMATS, help="default: zarr for *.zarr and URLs")
+
+
+def _format(options: argparse.Namespace, place: str) -> str:
+    if options.format is not None:
+        return str(options.format)
+    is_zarr = "://" in place or place.rstrip("/").endswith(".zarr") or Path(place).is_dir()
+    return "zarr" if is_zarr else "safetensors"
+
+
+# --- export -----------------------------------------------------------------------------------
+
+
+def _export(options: argparse.Namespace) -> int:
+    target = str(options.target)
+    if "://" not in target and Path(target).exists():
+        raise UsageError(f"{target!r} is there already.")
+    with directory.open_store(options.store) as store:
+        keys = directory.chosen(store, options.patterns)
+        sizes = [store.spec(key).nbytes for key in keys]
+        if _format(options, target) == "zarr":
+            _to_zarr(store, keys, sizes, target, str(options.codec))
+        else:
+            _to_safetensors(store, keys, sizes, Path(target))
+    print(f"{len(keys)} tensors ({format_bytes(sum(sizes))}) are in {target}")
+    return 0
+
+
+def _read(store: Store, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    for key in directory.progress(keys, sizes, "export"):
+        yield key, store.get(key, device="cpu")
+
+
+def _to_safetensors(store: Store, keys: Sequence[str], sizes: Sequence[int], target: Path) -> None:
+    entries = [Entry(key, store.spec(key).dtype, tuple(store.spec(key).shape)) for key in keys]
+    fresh = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        write_file(fresh, entries, (tensor for _, tensor in _read(store, keys, sizes)), {})
+        fresh.rename(target)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _to_zarr(store: Store, keys: Sequence[str], sizes: Sequence[int], target: str, codec: str) -> None:
+    import zarr
+
+    group = zarr.open_group(target, mode="w-")
+    for key, tensor in _read(store, keys, sizes):
+        array, attributes = to_array_view(tensor)
+        group.create_array(
+            _array_name(key),
+            data=array,
+            compressors=_CODECS[codec],
+            config={"write_empty_chunks": True},  # a chunk that is missing is then a lost one
+            attributes={_KEY: key, **attributes},
+        )
+
+
+def _array_name(key: str) -> str:
+    """Return the name of a key's array: one that no file system and no zarr takes for something else."""
+    name = quote(key, safe="")
+    is_taken = name.startswith((".", "_")) or name == "zarr.json"
+    return f"%{ord(name[0]):02X}{name[1:]}" if is_taken else name or "%"
+
+
+# --- import -----------------------------------------------------------------------------------
+
+
+def _import(options: argparse.Namespace) -> int:
+    source = str(options.source)
+    if "://" not in source and not Path(source).exists():
+        raise UsageError(f"{source!r} is not there.")
+    count = nbytes = 0
+    tensors = _from_zarr(source) if _format(options, source) == "zarr" else _from_safetensors(Path(source))
+    store = directory.open_store(options.store, creates=True)
+    try:
+        for key, tensor in tensors:
+            store.put(key, tensor, replace=bool(options.replace))
+            count, nbytes = count + 1, nbytes + tensor.nbytes
+        store.flush()
+    finally:
+        store.close(flush=False)
+    print(f"{count} tensors ({format_bytes(nbytes)}) of {source} are in {options.store}")
+    return 0
+
+
+def _from_safetensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with TensorFile(source) as file:
+        sizes = [1] * len(file.names)
+        for name in directory.progress(file.names, sizes, "import"):
+            yield name, file.read(name)
+
+
+def _from_zarr(source: str) -> Iterator[tuple[str, torch.Tensor]]:
+    import zarr
+
+    try:
+        group = zarr.open_group(source, mode="r")
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{source!r} is not a zarr group: {error}") from error
+    members = [(name, each) for name, each in group.members() if isinstance(each, zarr.Array)]
+    sizes = [array.nbytes for _, array in members]
+    for name, array in directory.progress(members, sizes, "import"):
+        yield _read_array(name, array, source)
+
+
+def _read_array(name: str, array: zarr.Array[Any], source: str) -> tuple[str, torch.Tensor]:
+    key = array.attrs.get(_KEY)
+    if key is not None and array.nchunks_initialized < array.nchunks:
+        lost = array.nchunks - array.nchunks_initialized
+        raise IntegrityError(f"{lost} of {array.nchunks} chunks of array {name!r} of {source!r} are lost")
+    try:
+        values = np.asarray(array[...])
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BackendError(f"array {name!r} of {source!r} cannot be read: {error}") from error
+    return str(name if key is None else key), from_array_view(values, dict(array.attrs))

@@ -1,0 +1,149 @@
+"""A codec around a backend that finds its slots again: it finds them again too, packed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tierstore.errors import ConfigError, IntegrityError
+from tierstore.spi import Completion, DurableBackend, Record, held_bytes
+from tierstore.wrappers.compressed import Compressed
+from tierstore.wrappers.notes import (
+    DamagedNoteError,
+    Line,
+    agree,
+    first_name,
+    later_name,
+    own_note,
+    packed_note,
+    plain_note,
+    read_note,
+    split_name,
+)
+from tierstore.wrappers.slots import CHUNK_BYTES, Chunk, CodecSlot, Damage, Shape
+
+
+class DurableCompressed(Compressed):
+    """A `Compressed` that is a `tierstore.spi.DurableBackend`, as the one within is.
+
+    It is told from the other by having these two members, so it cannot be the same class.
+    """
+
+    def __init__(self, backend: DurableBackend, codec: str | None, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        if not backend.capabilities.is_durable:
+            raise ConfigError(
+                "what survives needs a backend whose medium does: this one says that it does not"
+            )
+        super().__init__(backend, codec, chunk_bytes=chunk_bytes)
+        self._durable = backend
+
+    def commit(self, records: Sequence[Record]) -> Completion:
+        """Make ``records`` what survives; see `tierstore.spi.DurableBackend`."""
+        return self._durable.commit([each for record in records for each in self._inner(record)])
+
+    def recovered(self) -> Sequence[Record]:
+        """Return what the last commit named; what cannot be unpacked is there too, and says so when read."""
+        groups: dict[str, dict[int, Record]] = {}
+        for record in self._durable.recovered():
+            key, chunk = split_name(record.name)
+            groups.setdefault(key, {})[chunk] = record
+        return [self._found(key, group) for key, group in groups.items()]
+
+    def _found(self, key: str, group: Mapping[int, Record]) -> Record:
+        """Return our record for those of the backend within that stand for it."""
+        records = [group[chunk] for chunk in sorted(group)]
+        try:
+            lines, note = _read(records)
+        except (ValueError, KeyError, TypeError) as cause:
+            return self._damaged(key, group, cause)
+        if not lines:
+            slot = CodecSlot(records[0].slot.nbytes, self, records[0].slot, self.capabilities.alignment_bytes)
+        else:
+            slot = CodecSlot(lines[0].nbytes, self, None, self.capabilities.alignment_bytes)
+            slot.shape = Shape(lines[0].width, lines[0].block_bytes, lines[0].chunk_bytes)
+            slot.chunks = [
+                Chunk(record.slot, line.lengths, line.digest)
+                for record, line in zip(records, lines, strict=True)
+            ]
+        slot.weigh(self.capabilities.alignment_bytes)
+        return Record(key, note, slot)
+
+    def _damaged(self, key: str, group: Mapping[int, Record], cause: Exception) -> Record:
+        """Return a record whose slot is there to be kept or freed, but not to be read."""
+        error = IntegrityError(f"the compressed bytes of {key!r} cannot be read: {cause}", key=key)
+        error.__cause__ = cause.with_traceback(None)
+        alignment_bytes = self.capabilities.alignment_bytes
+        held = sum(held_bytes(record.slot, alignment_bytes) for record in group.values())
+        slot = CodecSlot(_told_nbytes(group.values()) or held, self, None, alignment_bytes)
+        slot.damage = Damage(error, group)
+        slot.chunks = [Chunk(record.slot, (), 0) for record in group.values()]
+        slot.weigh(alignment_bytes)
+        notes = [own_note(record.note) for chunk, record in group.items() if chunk == 0]
+        return Record(key, notes[0] if notes else "", slot)
+
+    def _inner(self, record: Record) -> list[Record]:
+        """Return the records of the backend within that stand for one of ours."""
+        slot = self._own(record.slot)
+        if slot.damage is not None:
+            return [
+                Record(_name(record.name, chunk), found.note, found.slot)
+                for chunk, found in slot.damage.records.items()
+            ]
+        if slot.whole is not None:
+            return [Record(_name(record.name, 0), plain_note(record.note), slot.whole)]
+        return [
+            Record(
+                _name(record.name, index),
+                packed_note(_line(slot, index), "" if index else record.note),
+                chunk.slot,
+            )
+            for index, chunk in enumerate(slot.chunks)
+            if chunk is not None
+        ]
+
+
+def _name(key: str, chunk: int) -> str:
+    return later_name(key, chunk) if chunk else first_name(key)
+
+
+def _line(slot: CodecSlot, index: int) -> Line:
+    """Describe a packed chunk."""
+    chunk, shape = slot.chunks[index], slot.shape
+    assert chunk is not None  # guaranteed: whoever commits a slot has written it, whole
+    assert shape is not None
+    return Line(
+        nbytes=slot.nbytes,
+        chunk=index,
+        chunks=len(slot.chunks),
+        width=shape.width,
+        block_bytes=shape.block_bytes,
+        chunk_bytes=shape.chunk_bytes,
+        lengths=chunk.lengths,
+        digest=chunk.digest,
+    )
+
+
+def _read(records: Sequence[Record]) -> tuple[list[Line], str]:
+    """Return what the chunks' notes say, nothing if the slot is stored as it is, and the slot's own note.
+
+    Raises:
+        ValueError: it cannot be understood, or is not what is there; so do ``KeyError`` and ``TypeError``.
+    """
+    told = [read_note(record.note) for record in records]
+    lines = [line for line, _ in told if line is not None]
+    if not lines and len(records) == 1 and split_name(records[0].name)[1] == 0:
+        return [], told[0][1]
+    if len(lines) != len(records) or not agree(lines, [record.slot.nbytes for record in records]):
+        raise DamagedNoteError("what is noted of its parts does not agree with what is there")
+    return lines, told[0][1]
+
+
+def _told_nbytes(records: Iterable[Record]) -> int | None:
+    """Return how many bytes a slot had, if any of its parts still says so."""
+    for record in records:
+        try:
+            line, _ = read_note(record.note)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if line is not None:
+            return line.nbytes
+    return None

@@ -1,0 +1,143 @@
+"""How packed bytes are described where they are to be found again: in the notes of a backend's records.
+
+A slot that is stored as it is is one record, under its own name and with its own note.  One that is packed is
+a record for each chunk: the first has the slot's name, those after it names that no key has; each says, in a
+line before the slot's own note, which chunk it is of what, so that any of them can be missed.  So a directory
+can be written with a codec and read without one, and the other way round.
+
+The line is ``RS lz4 DIGEST JSON``, where ``RS`` is the character 0x1E and ``DIGEST`` the xxh3_64 of the JSON:
+
+    {"v": 1, "nbytes": 9000000, "chunk": 0, "chunks": 3, "width": 2,
+     "block_bytes": 262144, "chunk_bytes": 4194304, "lengths": [...], "digest": "..."}
+
+Rule 1: names and notes that look like ours but are not are escaped, so that any text can be one.
+Rule 2: a line that is damaged, of a later version, or does not agree with what was found is told apart from
+one that is not there: the bytes are then known to be unreadable, and never taken for something else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+VERSION: Final = 1
+
+_MARK: Final = "\x1e"  # "record separator": begins our lines
+_NAME_MARK: Final = "\x1f"  # "unit separator": begins names that are not keys
+_NAMES: Final = ("nbytes", "chunk", "chunks", "width", "block_bytes", "chunk_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is said of one packed chunk.
+
+    Attributes:
+        nbytes: of the whole slot.
+        chunk: which one it is.
+        chunks: how many there are.
+        width: of the shuffle.
+        block_bytes: how chunks are cut into blocks.
+        chunk_bytes: how the slot is cut into chunks.
+        lengths: of the blocks as they are stored.
+        digest: xxh3_64 of the stored bytes.
+    """
+
+    nbytes: int
+    chunk: int
+    chunks: int
+    width: int
+    block_bytes: int
+    chunk_bytes: int
+    lengths: tuple[int, ...]
+    digest: int
+
+
+class DamagedNoteError(ValueError):
+    """A line of ours cannot be understood."""
+
+
+def first_name(key: str) -> str:
+    """Return the name of the only or the first record of ``key``."""
+    return f"{_NAME_MARK}={key}" if key.startswith(_NAME_MARK) else key
+
+
+def later_name(key: str, chunk: int) -> str:
+    """Return the name of the record of a later chunk of ``key``."""
+    return f"{_NAME_MARK}{chunk} {key}"
+
+
+def split_name(name: str) -> tuple[str, int]:
+    """Return the key of a record and which chunk its name says it is."""
+    if not name.startswith(_NAME_MARK):
+        return name, 0
+    if name.startswith(f"{_NAME_MARK}="):
+        return name[2:], 0
+    number, _, key = name[1:].partition(" ")
+    return (key, int(number)) if number.isdecimal() else (name, 0)
+
+
+def plain_note(note: str) -> str:
+    """Return the note of a record that is stored as it is."""
+    return f"{_MARK}\n{note}" if note.startswith(_MARK) else note
+
+
+def packed_note(line: Line, note: str) -> str:
+    """Return the note of a packed chunk; ``note`` is the slot's own, for the first of them."""
+    body = {name: getattr(line, name) for name in _NAMES}
+    told = {"v": VERSION, **body, "lengths": line.lengths, "digest": f"{line.digest:016x}"}
+    text = json.dumps(told, separators=(",", ":"))
+    return f"{_MARK}lz4 {_digest(text)} {text}\n{note}"
+
+
+def read_note(note: str) -> tuple[Line | None, str]:
+    """Return what a record says of its chunk, None if it is stored as it is, and the slot's own note.
+
+    Raises:
+        DamagedNoteError: it says something that cannot be understood.
+    """
+    if not note.startswith(_MARK):
+        return None, note
+    head, _, own = note[1:].partition("\n")
+    return (_parsed(head) if head else None), own
+
+
+def own_note(note: str) -> str:
+    """Return the slot's own note of a record whose line is damaged, as far as it can be told."""
+    return note.partition("\n")[2]
+
+
+def _parsed(head: str) -> Line:
+    codec, _, rest = head.partition(" ")
+    digest, _, text = rest.partition(" ")
+    if codec != "lz4" or digest != _digest(text):
+        raise DamagedNoteError("what is noted of the compressed bytes is damaged")
+    told = json.loads(text)
+    if told["v"] != VERSION:
+        raise DamagedNoteError(
+            f"the bytes were compressed in format {told['v']}, and this version of tierstore knows {VERSION}"
+        )
+    return Line(
+        **{name: int(told[name]) for name in _NAMES},
+        lengths=tuple(map(int, told["lengths"])),
+        digest=int(told["digest"], 16),
+    )
+
+
+def agree(lines: Sequence[Line], nbytes_within: Sequence[int]) -> bool:
+    """Whether the lines of all chunks, in order, describe one slot, and the slots within as they are."""
+    first = lines[0]
+    like = (first.nbytes, first.chunks, first.width, first.block_bytes, first.chunk_bytes)
+    return len(lines) == first.chunks and all(
+        (line.nbytes, line.chunks, line.width, line.block_bytes, line.chunk_bytes) == like
+        and line.chunk == index
+        and sum(line.lengths) == nbytes
+        for index, (line, nbytes) in enumerate(zip(lines, nbytes_within, strict=True))
+    )
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())
