@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import tierstore as ts
 from tests.fault.test_files_disks import DISK, disk
 from tests.files_disk import (
     PAGE,
@@ -145,6 +146,25 @@ def test_a_capacity_below_what_is_kept_is_refused(folders: list[Path]) -> None:
     with pytest.raises(CapacityError, match="2 drives"):
         open_durable(folders[0], MIB, options={"path": paths})
     open_durable(folders[0], MIB + 2 * BLOCK, options={"path": paths}).close()
+
+
+def test_a_store_over_two_drives_is_opened_again_and_a_missing_drive_is_named(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in "ab"]
+
+    def opened() -> ts.Store:
+        sizes = {"offload_cpu_size": "16MB", "offload_disk_size": "32MB"}
+        return ts.Store(ts.StoreConfig.default("cpu", offload_path=paths, durable=True, **sizes))
+
+    tensors = {str(i): buffer(4 * MIB - i, i) for i in range(4)}
+    with opened() as store:
+        for key, tensor in tensors.items():
+            store.put(key, tensor)
+    with opened() as store:
+        assert set(store) == set(tensors)
+        assert all(store.get(key).equal(tensor) for key, tensor in tensors.items())
+    (tmp_path / "b").rename(tmp_path / "unplugged")
+    with pytest.raises(BackendError, match=f"{paths[1]} was given as drive 2"):
+        opened()
 
 
 def test_a_moved_store_is_found_again(folders: list[Path], tmp_path: Path) -> None:
