@@ -46,8 +46,8 @@ and the backend owes:
 
 A slot may take less of the medium than was asked for, once it is written: see `held_bytes`.
 
-A backend that counts what it does shows it as ``io_stats``, a frozen dataclass of ints, floats and texts; it
-appears in `tierstore.stats.TierStats.io`.
+A backend that counts what it does shows it as ``io_stats``, a frozen dataclass of ints, floats and texts, and
+of tuples of other such dataclasses; it appears in `tierstore.stats.TierStats.io`.
 """
 
 from __future__ import annotations

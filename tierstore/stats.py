@@ -8,6 +8,9 @@ from types import MappingProxyType
 
 from tierstore.wrappers import CodecStats
 
+Counted = int | float | str | tuple[Mapping[str, object], ...]
+"""What a medium says under one name."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
@@ -26,7 +29,8 @@ class TierStats:
         refusals: requests that could get no room.
         codec: what the tier's codec has packed, and what it came to; None: it has none.
         io: what the medium counts of its own, by name, such as calls, their mean size and how many were
-            in flight; empty where it counts nothing.
+            in flight; empty where it counts nothing.  A tier over several drives has ``drives``, a tuple
+            with a mapping of the same kind for each.
     """
 
     capacity_bytes: int
@@ -40,7 +44,7 @@ class TierStats:
     evictions: int
     refusals: int
     codec: CodecStats | None = None
-    io: Mapping[str, int | float | str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    io: Mapping[str, Counted] = field(default_factory=lambda: MappingProxyType({}), hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class StoreStats:
         return sum(traffic.nbytes for traffic in self.traffic.values())
 
 
-def io_of(backend: object) -> Mapping[str, int | float | str]:
+def io_of(backend: object) -> Mapping[str, Counted]:
     """Return what a backend counts: its ``io_stats``, a frozen dataclass, where it has that."""
     counted = getattr(backend, "io_stats", None)
     return MappingProxyType({} if counted is None else asdict(counted))

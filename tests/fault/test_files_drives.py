@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import tierstore as ts
 from tests.fault.test_files_disks import DISK, disk
 from tests.files_disk import (
+    PAGE,
     OnDrive,
     ScriptedKernel,
     blank,
@@ -23,11 +25,14 @@ from tests.files_disk import (
     open_files,
     outcome,
 )
-from tierstore.errors import BackendError, IntegrityError, TierStoreError, UsageError
+from tierstore.errors import BackendError, CapacityError, IntegrityError, TierStoreError, UsageError
 from tierstore.spi import Record
 from tierstore.units import KIB, MIB
+from tierstore_backends.files.drives import SPAN_BYTES
 from tierstore_backends.files.durable import DurableFiles
 from tierstore_backends.files.owner import DRIVE_NAME, MANIFEST_NAME
+from tierstore_backends.files.recovery import recover
+from tierstore_backends.files.rows import Place, Sums, encode
 
 __all__ = ["disk"]  # a fixture
 
@@ -39,14 +44,14 @@ def open_store(folders: Sequence[Path], **more: object) -> DurableFiles:
     return open_durable(folders[0], options={"path": paths, "aio_block_size": BLOCK, **more})
 
 
-def kept(folders: Sequence[Path]) -> dict[str, bytes]:
+def kept(folders: Sequence[Path], *, locks: bool = True) -> dict[str, bytes]:
     """Return every file below ``folders``."""
     return {
         str(file): file.read_bytes()
         for folder in folders
         if folder.exists()
         for file in folder.rglob("*")
-        if file.is_file() and file.suffix != ".lock"
+        if file.is_file() and (locks or file.suffix != ".lock")
     }
 
 
@@ -71,14 +76,19 @@ def check_all(files: DurableFiles) -> None:
         assert into.equal(buffer(record.slot.nbytes, len(name)))
 
 
-def refused(folders: Sequence[Path], error: type[TierStoreError], *said: str, **more: object) -> None:
-    """Check that opening is refused with ``error``, which says all of ``said``; that nothing is touched."""
-    before = kept(folders)
+def refused(
+    folders: Sequence[Path], error: type[TierStoreError], *said: str, locks: bool = True, **more: object
+) -> None:
+    """Check that opening is refused with ``error``, which says all of ``said``; that nothing is touched.
+
+    But for the lock file of a directory with a manifest, unless ``locks``: that stays, as after a crash.
+    """
+    before = kept(folders, locks=locks)
     with pytest.raises(error) as caught:
         open_store(folders, **more)
     for text in said:
         assert text in str(caught.value)
-    assert kept(folders) == before
+    assert kept(folders, locks=locks) == before
 
 
 def test_a_full_disk_is_passed_over(disk: Path, tmp_path: Path) -> None:
@@ -122,6 +132,39 @@ def test_measured_bandwidths_are_kept_and_given_ones_count_for_the_present(tmp_p
     assert min(measured) > 0
     assert rates([{"path": path, "bandwidth": 7 + i} for i, path in enumerate(found)]) == [7, 8]
     assert rates(found) == measured
+
+
+def test_bandwidths_that_changed_cost_nothing_that_is_kept(folders: list[Path]) -> None:
+    paths = [{"path": path, "bandwidth": rate} for path, rate in zip(folders, (1, 1 << 40), strict=True)]
+    with contextlib.closing(open_durable(folders[0], 2 * MIB, options={"path": paths})) as files:
+        check_all(files)
+        files.reserve(2 * MIB - MIB - 2 * BLOCK)  # all that is free
+
+
+def test_a_capacity_below_what_is_kept_is_refused(folders: list[Path]) -> None:
+    paths = [{"path": path, "bandwidth": 1} for path in folders]
+    with pytest.raises(CapacityError, match="2 drives"):
+        open_durable(folders[0], MIB, options={"path": paths})
+    open_durable(folders[0], MIB + 2 * BLOCK, options={"path": paths}).close()
+
+
+def test_a_store_over_two_drives_is_opened_again_and_a_missing_drive_is_named(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in "ab"]
+
+    def opened() -> ts.Store:
+        sizes = {"offload_cpu_size": "16MB", "offload_disk_size": "32MB"}
+        return ts.Store(ts.StoreConfig.default("cpu", offload_path=paths, durable=True, **sizes))
+
+    tensors = {str(i): buffer(4 * MIB - i, i) for i in range(4)}
+    with opened() as store:
+        for key, tensor in tensors.items():
+            store.put(key, tensor)
+    with opened() as store:
+        assert set(store) == set(tensors)
+        assert all(store.get(key).equal(tensor) for key, tensor in tensors.items())
+    (tmp_path / "b").rename(tmp_path / "unplugged")
+    with pytest.raises(BackendError, match=f"{paths[1]} was given as drive 2"):
+        opened()
 
 
 def test_a_moved_store_is_found_again(folders: list[Path], tmp_path: Path) -> None:
@@ -174,8 +217,10 @@ def test_a_drive_too_many_or_too_few_is_refused(folders: list[Path], tmp_path: P
 def test_a_store_of_one_directory_does_not_become_one_of_two(tmp_path: Path) -> None:
     alone, other = tmp_path / "alone", tmp_path / "other"
     open_durable(alone).close()
-    refused([alone, other], UsageError, f"{alone / MANIFEST_NAME}", "with 1 directories, and given are 2")
-    refused([other, alone], UsageError, f"{alone} holds a store of its own")
+    said = f"{alone / MANIFEST_NAME}", "with 1 directories, and given are 2"
+    refused([alone, other], UsageError, *said, locks=False)
+    assert not other.exists()
+    refused([other, alone], UsageError, f"{alone} holds a store of its own", locks=False)
     assert not other.exists()
     open_durable(alone).close()
 
@@ -183,7 +228,8 @@ def test_a_store_of_one_directory_does_not_become_one_of_two(tmp_path: Path) -> 
 def test_a_manifest_whose_drives_say_nothing_is_refused(folders: list[Path]) -> None:
     for folder in folders:
         (folder / DRIVE_NAME).unlink()
-    refused(folders, UsageError, "with 2 directories, and given are 2, which say that they belong to none")
+    said = "with 2 directories, and given are 2, which say that they belong to none"
+    refused(folders, UsageError, said, locks=False)
     with pytest.raises(UsageError, match="with 2 directories, and given are 1"):
         open_durable(folders[0])
 
@@ -211,6 +257,23 @@ def test_a_drive_of_a_store_is_no_scratch_space(folders: list[Path]) -> None:
         with pytest.raises(UsageError, match="durable=True"):
             open_files(folder)
     assert kept(folders) == before
+
+
+def test_a_drive_on_which_nothing_was_written_yet_is_no_scratch_space_either(tmp_path: Path) -> None:
+    found = [tmp_path / "first", tmp_path / "second"]
+    open_store(found).close()
+    with pytest.raises(UsageError, match=DRIVE_NAME):
+        open_files(found[1])
+
+
+@pytest.mark.parametrize(
+    "extent", [(SPAN_BYTES - PAGE, SPAN_BYTES + PAGE), (2 * SPAN_BYTES, 2 * SPAN_BYTES + 2 * PAGE)]
+)
+def test_addresses_that_no_drive_has_are_lost(extent: tuple[int, int]) -> None:
+    row = encode(1, 1, b"k", b"", 2 * PAGE, Place((extent,), (7,), Sums.KEPT, MIB))
+    recovered = recover([row], PAGE, 2, "the manifest")
+    assert list(recovered.lost) == recovered.slots
+    assert recovered.live == []
 
 
 def test_a_store_that_could_not_be_made_leaves_nothing(tmp_path: Path) -> None:

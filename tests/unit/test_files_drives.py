@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.files_disk import (
     PAGE,
+    TIMEOUT_S,
     Gate,
     Nth,
     OnDrive,
@@ -28,10 +30,13 @@ from tierstore.errors import BackendError, CapacityError, ConfigError, StoreClos
 from tierstore.units import GIB, KIB, MIB
 from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.drives import SPAN_BYTES, DriveFiles, reach, split_by_drive
+from tierstore_backends.files.engines.choice import Started, start
 from tierstore_backends.files.engines.drives import DriveEngine
 from tierstore_backends.files.engines.plain import PlainEngine
-from tierstore_backends.files.options import DriveOption, parse_options
+from tierstore_backends.files.options import DriveOption, FilesOptions, parse_options
+from tierstore_backends.files.probe import IoMode
 from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.several import in_common, with_common_alignment
 from tierstore_backends.files.stripes import Stripes
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
 from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transfer, cut
@@ -51,6 +56,7 @@ def open_drives(
     rates: Sequence[int] = (3, 1),
     syscalls: Syscalls = KERNEL,
     stride_bytes: int = 64 * KIB,
+    quiet_s: float = 3600.0,
     **options: object,
 ) -> FilesBackend:
     paths = [{"path": folder, "bandwidth": rate} for folder, rate in zip(folders, rates, strict=False)]
@@ -60,11 +66,12 @@ def open_drives(
         syscalls=syscalls,
         segment_bytes=MIB,
         stride_bytes=stride_bytes,
+        quiet_s=quiet_s,
     )
 
 
 def written_bytes(files: FilesBackend) -> list[int]:
-    return [drive.io.written_bytes for drive in files.io_stats.drives]
+    return [drive.written_bytes for drive in files.io_stats.drives]
 
 
 def taken(folders: Sequence[Path]) -> int:
@@ -405,10 +412,75 @@ def test_where_nothing_has_begun_it_is_said_at_once(tmp_path: Path) -> None:
         whole.submit(pieces)
 
 
+def workers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tierstore-files")}
+
+
+def test_an_engine_that_does_not_start_ends_those_of_other_drives(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = workers()
+
+    def start_first(options: FilesOptions, *rest: object) -> Started:
+        if options.path == folders[1]:
+            raise BackendError("not here")
+        return start(options, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tierstore_backends.files.engines.drives.start", start_first)
+    with pytest.raises(BackendError, match="not here"):
+        open_drives(folders)
+    assert workers() == before
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_completion_s_callback_cannot_close_the_files_of_any_drive(folders: list[Path]) -> None:
+    files = open_drives(folders, rates=(1, 1))
+    for slot in [files.reserve(BLOCK) for _ in range(2)]:  # one on each drive
+        refusals: list[BaseException] = []
+        ended = threading.Event()
+
+        def close(_: BaseException | None, into: list[BaseException], ended: threading.Event) -> None:
+            try:
+                files.close()
+            except UsageError as error:
+                into.append(error)
+            ended.set()
+
+        files.write(slot, buffer(BLOCK)).add_done_callback(
+            lambda error, into=refusals, ended=ended: close(error, into, ended)  # type: ignore[misc]
+        )
+        assert ended.wait(TIMEOUT_S)
+        assert len(refusals) == 1
+    files.close()
+
+
+def test_free_tails_are_cut_off_every_drive_when_it_has_been_quiet(folders: list[Path]) -> None:
+    gate = Gate("truncate")
+    kernel = ScriptedKernel()
+    files = open_drives(folders, rates=(1, 1), syscalls=OnDrive(folders[1], kernel), quiet_s=0.0)
+    slot = files.reserve(8 * BLOCK)
+    finish(files.write(slot, buffer(8 * BLOCK)))
+    kernel.twist = gate
+    finish(files.free(slot))
+    gate.wait_for_caller()  # the second drive's worker cuts
+    gate.open()
+    files.close()
+
+
+def test_the_coarsest_alignment_holds_on_all_drives() -> None:
+    modes = [
+        IoMode(is_direct=True, alignment_bytes=n, memory_alignment_bytes=m) for n, m in ((512, 64), (4096, 4))
+    ]
+    assert [mode.alignment_bytes for mode in with_common_alignment(modes)] == [4096, 4096]
+    assert in_common(modes) == IoMode(is_direct=True, alignment_bytes=4096, memory_alignment_bytes=64)
+
+
 def test_after_close_nothing_moves(folders: list[Path]) -> None:
+    before = workers()
     files = open_drives(folders)
     slot = files.reserve(8 * BLOCK)
     files.close()
+    assert workers() == before
     with pytest.raises(StoreClosed):
         files.write(slot, buffer(8 * BLOCK))
     assert not any(folder.exists() for folder in folders)

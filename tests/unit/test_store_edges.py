@@ -102,7 +102,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def test_a_tier_on_disk_shows_what_became_of_block_size_and_depth(tmp_path: Path) -> None:
-    def io_with(**options: object) -> dict[str, int | float | str]:
+    def io_with(**options: object) -> dict[str, object]:
         tiers = [
             ts.TierConfig("host", "memory", "1MB"),
             ts.TierConfig("disk", "files", "1MB", options={"path": str(tmp_path), "threads": 4, **options}),
@@ -117,3 +117,18 @@ def test_a_tier_on_disk_shows_what_became_of_block_size_and_depth(tmp_path: Path
     assert (large["engine"], large["write_calls"], large["mean_transfer_bytes"]) == ("threads", 1, 256 * 1024)
     assert (small["engine"], small["write_calls"], small["mean_transfer_bytes"]) == ("plain", 4, 64 * 1024)
     assert small["most_in_flight"] == 1
+
+
+def test_a_tier_over_two_drives_shows_what_each_has_done(tmp_path: Path) -> None:
+    paths = [{"path": str(tmp_path / name), "bandwidth": 1} for name in "ab"]
+    options = {"path": paths, "aio_block_size": "64KB"}
+    tiers = [ts.TierConfig("host", "memory", "1MB"), ts.TierConfig("disk", "files", "1MB", options=options)]
+    with ts.Store(ts.StoreConfig(tiers)) as store:
+        store.put("k", torch.zeros(256 * 1024, dtype=torch.uint8))
+        store.evict("k").result(10)
+        drives = store.stats().tiers["disk"].io["drives"]
+    assert isinstance(drives, tuple)
+    assert [(drive["path"], drive["written_bytes"]) for drive in drives] == [
+        (str(tmp_path / "a"), 128 * 1024),
+        (str(tmp_path / "b"), 128 * 1024),
+    ]

@@ -36,13 +36,23 @@ class DriveStats:
         bandwidth_bytes_per_s: what its share of the bytes follows: measured when the backend was opened,
             given, or kept from an earlier opening.
         live_bytes: what is reserved there now.
-        io: what its engine has done.
+        is_direct: whether bytes go past the page cache.
+        read_bytes: what was read there, with what fills an alignment unit.
+        written_bytes: what was written.
+        calls: how often the kernel was asked to.
+        call_seconds: how long that took, summed over calls, which overlap.
+        most_in_flight: the most pieces that were in flight at a time.
     """
 
     path: str
     bandwidth_bytes_per_s: int
     live_bytes: int
-    io: IoStats
+    is_direct: bool
+    read_bytes: int
+    written_bytes: int
+    calls: int
+    call_seconds: float
+    most_in_flight: int
 
 
 @dataclass(frozen=True, slots=True)

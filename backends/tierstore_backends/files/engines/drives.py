@@ -60,10 +60,23 @@ class StartedDrives:
             most_in_flight=self.engine.most_in_flight,
         )
         drives = tuple(
-            DriveStats(str(drive.folder), drive.bandwidth_bytes_per_s, drive.space.live_bytes, part.stats())
-            for drive, part in zip(self.drives, self.parts, strict=True)
+            _drive_stats(drive, part.stats()) for drive, part in zip(self.drives, self.parts, strict=True)
         )
         return replace(whole, drives=drives)
+
+
+def _drive_stats(drive: Drive, io: IoStats) -> DriveStats:
+    return DriveStats(
+        path=str(drive.folder),
+        bandwidth_bytes_per_s=drive.bandwidth_bytes_per_s,
+        live_bytes=drive.space.live_bytes,
+        is_direct=io.is_direct,
+        read_bytes=io.read_bytes,
+        written_bytes=io.written_bytes,
+        calls=io.read_calls + io.write_calls,
+        call_seconds=io.call_seconds,
+        most_in_flight=io.most_in_flight,
+    )
 
 
 def start_all(
