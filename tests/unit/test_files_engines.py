@@ -340,7 +340,8 @@ def test_openings_leave_no_descriptor_and_no_thread_behind(tmp_path: Path, engin
         files = open_files(tmp_path, engine=engine)
         written(files, 1, PAGE)
         files.close()
-    assert held() == before
+    # Fewer are others' that have ended meanwhile.
+    assert all(now <= then for now, then in zip(held(), before, strict=True))
 
 
 def test_a_stream_that_falls_short_says_so_and_goes_no_further(tmp_path: Path) -> None:
