@@ -5,8 +5,7 @@ done when the call returns, and bytes are given back at once.  For tests, and to
 writing a backend.
 
 Options:
-    durable: whether what a commit names is kept apart, as a power loss would leave it (in
-        `MemoryBackend.image`; it survives the backend, not the process: for tests of ``flush``).
+    durable: whether what a commit names is kept in `MemoryBackend.image`, which another backend may find.
     storage: whether bytes are reached by ``read`` and ``write`` only, as behind I/O.
 """
 
