@@ -24,6 +24,7 @@ Point = tuple[float, float]
 _SIZE_INCHES = (10.0, 5.0)
 _DPI = 120
 _MARKS = "osD^vP*X"
+_BAND: dict[str, Any] = {"linewidth": 8, "alpha": 0.3, "solid_capstyle": "round"}
 _COLOURS = 10  # of matplotlib's cycle; after them another dash
 
 
@@ -75,7 +76,9 @@ def _ticks(axes: Axes, across: Sequence[float], names: Sequence[str]) -> None:
 def _lines(axes: Axes, series: Mapping[str, Sequence[Point]]) -> None:
     for number, (name, points) in enumerate(sorted(series.items())):
         across, up = zip(*sorted(points), strict=True)
-        axes.plot(across, up, _style(name, number), marker=_MARKS[number % len(_MARKS)], label=name)
+        # The optimum is a broad band, so that a policy that reaches it does not cover it.
+        look = _BAND if name.startswith("optimum") else {"marker": _MARKS[number % len(_MARKS)]}
+        axes.plot(across, up, _style(name, number), label=name, **look)
 
 
 def _style(name: str, number: int) -> str:
