@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, PartialError, Record, Slot
 from tierstore_backends.files.backend import QUIET_S, SEGMENT_BYTES, STRIDE_BYTES, FilesBackend
@@ -142,6 +144,10 @@ class DurableFiles:
             if slot in self._lost:
                 raise UsageError(f"{slot!r} was lost: free it, and write to another")
         return self._files.write_many(slots, sources)
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        """Say whether ``memory`` can be moved straight.  See `FilesBackend.accepts`."""
+        return self._files.accepts(memory)
 
     def free(self, slot: Slot) -> Completion:
         """Give the slot's addresses to others.  See `FilesBackend.free`."""
