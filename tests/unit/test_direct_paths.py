@@ -23,6 +23,7 @@ from tierstore_backends.files.probe import probe
 from tierstore_backends.files.segments import Segments
 from tierstore_backends.files.syscalls import KERNEL
 from tierstore_backends.files.transfer import Direction, FileSlot, Transfer, cut
+from tierstore_backends.host import HostSlot
 
 
 class Reaching(memory.MemoryBackend):
@@ -64,12 +65,23 @@ def down_and_up(store: ts.Store) -> tuple[int, int]:
         return first, lease.tensor.data_ptr()
 
 
-def test_a_medium_that_reaches_the_device_is_given_its_memory() -> None:
+def test_a_medium_that_reaches_the_device_is_given_its_memory_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     disk = Reaching(is_near=True)
     assert isinstance(disk, DirectBackend)
+    acquire = HostSlot.acquire
+
+    def note(slot: HostSlot[object]) -> None:
+        disk.given.append(("acquire", slot.memory.data_ptr()))
+        acquire(slot)
+
     with store_over(disk) as store:
+        monkeypatch.setattr(HostSlot, "acquire", note)
         first, second = down_and_up(store)
-    assert disk.given == [("write", first), ("read", second)]
+    write, read = disk.given.index(("write", first)), disk.given.index(("read", second))
+    assert disk.given[write - 1] == ("acquire", first)
+    assert disk.given[read - 1] == ("acquire", second)
 
 
 def test_a_medium_that_says_no_is_given_a_buffer() -> None:
@@ -77,8 +89,9 @@ def test_a_medium_that_says_no_is_given_a_buffer() -> None:
     with store_over(disk) as store:
         first, second = down_and_up(store)
     assert disk.asked == [first, second]
-    assert [kind for kind, _ in disk.given] == ["write", "read"]
-    assert not {first, second} & {address for _, address in disk.given}
+    (write, source), (read, into) = disk.given
+    assert (write, read) == ("write", "read")
+    assert (source, into) != (first, second)
 
 
 def test_what_comes_from_host_memory_asks_nobody() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,11 +27,13 @@ from tests.files_disk import (
     open_files,
     outcome,
 )
-from tierstore.errors import UsageError
+from tierstore.errors import BackendError, UsageError
 from tierstore.spi import Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files import FilesBackend
-from tierstore_backends.files.transfer import FileSlot
+from tierstore_backends.files.streams import AioStreams
+from tierstore_backends.files.syscalls import Call
+from tierstore_backends.files.transfer import Direction, FileSlot
 
 BLOCK = 64 * KIB
 in_background = pytest.mark.parametrize("engine", IN_BACKGROUND)
@@ -54,6 +58,7 @@ def assert_holds(files: FilesBackend, slot: FileSlot, seed: int, *, misalignment
 def test_bytes_come_back(tmp_path: Path, engine: str, direct: object, misalignment: int) -> None:
     files = open_files(tmp_path, engine=engine, direct=direct, aio_block_size=BLOCK)
     assert files.io_stats.engine == engine
+    assert not (files.io_stats.is_direct and engine == "aiofiles")
     for seed, nbytes in enumerate([1, PAGE, 5 * BLOCK + 3, 300_000]):
         slot = files.reserve(nbytes)
         finish(files.write(slot, buffer(nbytes, seed, misalignment=misalignment)))
@@ -99,6 +104,36 @@ def test_the_queue_depth_bounds_what_is_in_flight(tmp_path: Path, engine: str) -
     written(files, 8, 200 * KIB)
     stats = files.io_stats
     assert (stats.most_in_flight, stats.merged_batches) == (1, 0)
+    files.close()
+
+
+@in_background
+def test_pieces_that_move_in_one_call_count_one_by_one(tmp_path: Path, engine: str) -> None:
+    files = open_files(tmp_path, engine=engine, threads=4, aio_queue_depth=5)
+    slots = [files.reserve(PAGE) for _ in range(64)]
+    finish(files.write_many(slots, [buffer(PAGE, i) for i in range(64)]))
+    assert 1 <= files.io_stats.most_in_flight <= 5
+    assert files.io_stats.pieces == 64
+    assert files.io_stats.merged_batches > 0
+    files.close()
+
+
+@every_engine
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_disk_that_fails_is_an_error_that_names_it(tmp_path: Path, engine: str, kind: str) -> None:
+    def fail(each: str, offset: int, nbytes: int) -> None:
+        if each == kind:
+            raise OSError(errno.EROFS, f"scripted for {nbytes} bytes at {offset}")
+
+    kernel = ScriptedKernel()
+    files = open_files(tmp_path, syscalls=kernel, engine=engine, checksum=False)
+    (slot,) = written(files, 1, 3 * PAGE)
+    kernel.twist = fail
+    move = files.write if kind == "write" else files.read
+    error = outcome(move(slot, blank(3 * PAGE)))
+    assert isinstance(error, BackendError)
+    assert str(error).startswith(f"{'writing' if kind == 'write' else 'reading'} 12288 bytes at offset 0 of ")
+    assert "failed: EROFS" in str(error)
     files.close()
 
 
@@ -306,3 +341,27 @@ def test_openings_leave_no_descriptor_and_no_thread_behind(tmp_path: Path, engin
         written(files, 1, PAGE)
         files.close()
     assert held() == before
+
+
+def test_a_stream_that_falls_short_says_so_and_goes_no_further(tmp_path: Path) -> None:
+    class Half:
+        """A file that moves half of what it is given, as one on a disk that fills up."""
+
+        def __init__(self) -> None:
+            self.given: list[int] = []
+
+        async def seek(self, offset: int) -> int:
+            return offset
+
+        async def write(self, view: memoryview) -> int:
+            self.given.append(len(view))
+            return len(view) // 2
+
+    half = Half()
+    path = tmp_path / "file"
+    with ThreadPoolExecutor(1) as executor:
+        streams = AioStreams(lambda _: path, executor)
+        streams._open[path] = half  # type: ignore[assignment]
+        pages = [memoryview(bytearray(PAGE)) for _ in range(2)]
+        assert asyncio.run(streams.move(Call(Direction.WRITE, -1, 0, pages, 0))) == PAGE // 2
+    assert half.given == [PAGE]

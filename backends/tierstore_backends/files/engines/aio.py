@@ -125,7 +125,7 @@ class AsyncEngine:
             self._loop.run_until_complete(self._work_all())
         finally:
             self._loop.close()
-            self._blocking.shutdown(wait=False)
+            self._blocking.shutdown()
 
     async def _work_all(self) -> None:
         tasks = [self._work(lane, files) for lane, files in zip(self._lanes, self._streams, strict=True)]
@@ -218,13 +218,15 @@ class _Blocking(Executor):
 
     def __init__(self, count: int) -> None:
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         for i in range(count):
-            name = f"tierstore-files-aio-{i}"
+            thread = threading.Thread(target=self._work, name=f"tierstore-files-aio-{i}", daemon=True)
             try:
-                threading.Thread(target=self._work, name=name, daemon=True).start()
+                thread.start()
             except RuntimeError:  # the system has no more threads
                 self.shutdown()
                 raise
+            self._threads.append(thread)
 
     def submit(
         self, fn: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs
@@ -245,8 +247,11 @@ class _Blocking(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let the threads end when nothing is left to do."""
-        del wait, cancel_futures
+        del cancel_futures
         self._todo.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
 
     def _work(self) -> None:
         while self._turn():
