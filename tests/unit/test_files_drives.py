@@ -311,6 +311,22 @@ def test_a_full_drive_keeps_no_blocks_of_what_the_others_took_over(folders: list
     files.close()
 
 
+def test_a_drive_that_was_full_takes_no_more_than_what_is_left_of_its_share(folders: list[Path]) -> None:
+    kernel = ScriptedKernel()
+    files = open_drives(
+        folders, 4 * MIB, rates=(1, 1), syscalls=OnDrive(folders[1], kernel), stride_bytes=MIB
+    )
+    early = files.reserve(2 * BLOCK)  # a block on each, not yet written
+    full(kernel)
+    rest = files.reserve(4 * MIB - 2 * BLOCK)
+    finish(files.write(rest, buffer(rest.nbytes)))
+    kernel.twist = None
+    finish(files.write(early, buffer(2 * BLOCK)))
+    assert disk_taken(folders[1]) <= BLOCK
+    assert taken(folders) <= 4 * MIB
+    files.close()
+
+
 def test_a_full_drive_gets_nothing_new_until_something_on_it_is_freed(folders: list[Path]) -> None:
     kernel = ScriptedKernel()
     files = open_drives(folders, 4 * MIB, rates=(1, 1), syscalls=OnDrive(folders[1], kernel))
