@@ -33,11 +33,8 @@ def short(number: float, *, base: int, prefixes: Sequence[str], unit: str = "", 
     while len(str(whole)) > _DIGITS and power + 1 < len(prefixes):
         whole, rest = divmod(whole, base)
         power += 1
-    decimals = _DIGITS - len(str(whole)) - 1
+    decimals = max(0, _DIGITS - len(str(whole)) - 1)
     if rest is None:
-        return f"{whole}{prefixes[power]}{unit}"
-    if decimals <= 0:
-        whole += rest * 2 >= base
         return f"{whole}{prefixes[power]}{unit}"
     return f"{whole + rest / base:.{decimals}f}{prefixes[power]}{unit}"
 
