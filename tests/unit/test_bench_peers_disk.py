@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.peers import command, disk, disk_native, disk_peers, disk_python
 from bench.peers.disk import DiskSettings, Rounds
@@ -67,6 +68,18 @@ def test_bytes_of_the_turn_before_are_wrong_bytes(tmp_path: Path) -> None:
     peer.read()
     with pytest.raises(AssertionError, match="tensor 0"):
         check(peer, job, 2)
+
+
+def test_a_turn_compares_what_was_read(tmp_path: Path) -> None:
+    def load_wrong(path: str) -> torch.Tensor:
+        tensor: torch.Tensor = torch.load(path)
+        tensor[-1] ^= 1
+        return tensor
+
+    turns = disk_peers.Turns("wrong", disk_python.OneByOne(torch.save, load_wrong))
+    turns("prepare", _job(tmp_path).to_mapping())
+    with pytest.raises(AssertionError, match="not what was written"):
+        turns("turn", {})
 
 
 def test_no_two_tensors_of_a_job_are_alike(tmp_path: Path) -> None:

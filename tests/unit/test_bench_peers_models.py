@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench.peers import command, inference, training, zero
+from bench.peers import command, inference, inferrers, training, zero
 from bench.peers.inference import Inferred
 from bench.peers.training import Trained, TrainingSettings, compare_losses, least_written_bytes
 from bench.peers.usage import Usage
 from bench.peers.workers import Absent
 from bench.record import Verdict
-from bench.workload import Workload
+from bench.workload import BATCH, Workload
 
 MIB = 1024**2
 
@@ -104,6 +106,17 @@ def test_a_pass_is_held_against_cold_pages() -> None:
 def test_outputs_that_differ_fail_the_run() -> None:
     with pytest.raises(AssertionError, match="differ"):
         inference.compare_outputs({"plain": "a", "tierstore": "b"})
+
+
+def test_the_digest_is_of_what_the_model_computes(tmp_path: Path) -> None:
+    passes = inferrers.Passes("plain")
+    passes("prepare", {"dim": 64, "path": str(tmp_path), "host_bytes": 0})
+    passes("turn", {"passes": 2})
+    model, chance, digest = Workload(64).new_model(), torch.Generator().manual_seed(1), hashlib.sha256()
+    with torch.no_grad():
+        for _ in range(2):
+            digest.update(model(torch.randn(BATCH, 64, generator=chance)).numpy().tobytes())
+    assert passes("finish", {}) == {"digest": digest.hexdigest()}
 
 
 # ---------------------------------------------------------------------- DeepSpeed's configuration
