@@ -139,7 +139,7 @@ class Bindings:
 
     Args:
         store: where the bytes are.
-        note_access: told of every use, before it.
+        note_access: told of every use, when its bytes are held.
         apart: what is allocated inside this context is the store's.
     """
 
@@ -177,9 +177,10 @@ class Bindings:
             BackendError: its bytes could not be brought.
         """
         with self._lock, self.apart():
-            self.note_access(binding)
             if binding.lease is None:
                 self._acquire(binding)
+            # Held first: what the plan has passed is what prefetches push out.
+            self.note_access(binding)
             binding.windows += 1
             if binding.windows == 1:
                 self._lingering.pop(binding, None)
@@ -242,9 +243,9 @@ class Bindings:
     def reach(self, binding: Binding) -> torch.Tensor:
         """Return the bundle's flat bytes.  They stay while anything refers to their storage."""
         with self._lock, self.apart():
-            self.note_access(binding)
             if binding.lease is None:
                 self._acquire(binding)
+            self.note_access(binding)
             if binding.windows == 0:
                 self._lingering[binding] = None
             assert binding.flat is not None
