@@ -158,6 +158,20 @@ def test_strange_keys_survive_zarr(tmp_path: Path) -> None:
     }
 
 
+def test_an_export_that_fails_leaves_nothing(directory: Path, tmp_path: Path, capsys: _Output) -> None:
+    damage(directory, "layers.0.weight")
+    for name in ("out.zarr", "out.safetensors"):
+        assert main(["export", str(directory), str(tmp_path / name)]) == 1
+        assert "offset" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_store_whose_manifest_is_gone_is_no_empty_place(directory: Path, capsys: _Output) -> None:
+    (directory / "tierstore.db").unlink()
+    assert main(["ls", str(directory)]) == 1
+    assert "put that back, or remove the files" in capsys.readouterr().err
+
+
 def test_a_chunk_that_is_missing_is_not_imported_as_zeros(
     directory: Path, tmp_path: Path, capsys: _Output
 ) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,7 +83,7 @@ def _export(options: argparse.Namespace) -> int:
         keys = directory.chosen(store, options.patterns)
         sizes = [store.spec(key).nbytes for key in keys]
         if _format(options, target) == "zarr":
-            _to_zarr(store, keys, sizes, target, str(options.codec))
+            _to_zarr_place(store, keys, sizes, target, str(options.codec))
         else:
             _to_safetensors(store, keys, sizes, Path(target))
     print(f"{len(keys)} tensors ({format_bytes(sum(sizes))}) are in {target}")
@@ -102,6 +103,20 @@ def _to_safetensors(store: Store, keys: Sequence[str], sizes: Sequence[int], tar
         fresh.rename(target)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _to_zarr_place(store: Store, keys: Sequence[str], sizes: Sequence[int], target: str, codec: str) -> None:
+    """Write a group; a local one is there only when it is whole."""
+    if "://" in target:
+        _to_zarr(store, keys, sizes, target, codec)
+        return
+    place = Path(target)
+    fresh = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        _to_zarr(store, keys, sizes, str(fresh), codec)
+        fresh.rename(place)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _to_zarr(store: Store, keys: Sequence[str], sizes: Sequence[int], target: str, codec: str) -> None:

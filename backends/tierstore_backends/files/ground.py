@@ -130,7 +130,7 @@ def durable_ground(
         BackendError: the directory cannot be made or used.
     """
     home = options.folders[0]
-    if not options.create and not (home / MANIFEST_NAME).is_file():
+    if not options.create and not _has_kept(home):
         raise UsageError(f"{home} is not a durable store: it has no {MANIFEST_NAME}")
     store_of(options.folders)
     owner = claim(options.folders, Keeping.DURABLE)
@@ -196,6 +196,14 @@ def _check_drives(folders: Sequence[Path], store: str | None, manifest: Manifest
             f"{len(folders)}, which say that they belong to {store or 'none that has several'}: "
             f"{', '.join(map(str, folders))}. Give those of one store, in their order. Nothing was touched"
         )
+
+
+def _has_kept(folder: Path) -> bool:
+    """Whether a store was ever kept in a directory, be it damaged."""
+    return folder.is_dir() and any(
+        entry.name == MANIFEST_NAME or segment_index(entry.name, Keeping.DURABLE) is not None
+        for entry in folder.iterdir()
+    )
 
 
 def _check_nothing_is_kept(folders: Sequence[Path], store: str | None) -> None:
