@@ -258,7 +258,7 @@ def test_flushes_that_end_while_a_commit_is_under_way_share_the_next() -> None:
     numbers += [flush(desk), flush(desk)]
     assert len(desk.commits) == 1
     desk.end_commit()
-    assert [number in desk.answers for number in numbers] == [True, False, False, False]
+    assert [number in desk.answers for number in numbers] == [True, True, False, False]
     assert len(desk.commits) == 1
     desk.end_commit()
     assert [desk.answers[number] for number in numbers] == [None] * 4
@@ -372,3 +372,49 @@ def test_a_device_replica_is_untouched_by_a_flush() -> None:
     flush(desk)
     desk.run()
     assert desk.ledger.where("k")[0] == DEVICE
+
+
+def test_bytes_that_have_another_key_now_do_not_survive_under_both() -> None:
+    desk = flushed_desk()
+    desk.store("c", 10, HOST)
+    desk.tell(m.RenameRequested({"k": "l"}, replace=False))
+    desk.store("k", 10, HOST)
+    flush_keys(desk, "c")
+    desk.finish()
+    assert set(named(desk)) == {"c", "l"}
+
+
+def test_a_flush_of_a_key_that_is_replaced_meanwhile_is_about_its_new_bytes() -> None:
+    desk = durable_desk()
+    desk.store("k", 10, HOST)
+    number = flush_keys(desk, "k")
+    desk.put("k", 10, HOST, replace=True)
+    desk.finish(1)
+    desk.run()
+    assert desk.answers[number] is None
+    assert desk.ledger.commits.committed["k"] is desk.ledger.books.index["k"].replicas[DISK]
+
+
+def test_a_commit_is_not_made_in_the_middle_of_a_rename() -> None:
+    desk = durable_desk()
+    desk.store("x", 10, HOST)
+    for key in ("y", "x~next", "y~next"):
+        desk.store(key, 10, DISK)
+    flush(desk)
+    desk.tell(m.RenameRequested({"x~next": "x", "y~next": "y"}, replace=True))
+    desk.run()
+    assert set(desk.ledger.commits.committed) == {"x", "y"}
+
+
+def test_a_flush_that_ends_its_search_while_the_store_closes_is_told_so() -> None:
+    desk = durable_desk()
+    desk.store("k", 10, HOST)
+    flush(desk)
+    desk.finish()  # a commit is under way
+    desk.put("a", 10, HOST)
+    second = flush(desk)
+    closing = desk.next()
+    desk.tell(m.CloseRequested(closing))
+    desk.run()
+    assert isinstance(desk.answers[second], StoreClosed)
+    assert desk.answers[closing] is None

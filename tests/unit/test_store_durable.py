@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -236,3 +237,15 @@ def test_a_device_that_is_gone_becomes_the_cpu() -> None:
 def test_text_that_is_no_spec_is_refused(text: str) -> None:
     with pytest.raises(ts.BackendError, match="not the description of a tensor"):
         from_text(text)
+
+
+def test_a_flush_that_changes_nothing_still_looks_whether_the_store_is_there(tmp_path: Path) -> None:
+    options = {"path": str(tmp_path / "store"), "durable": True}
+    store = ts.Store(StoreConfig([TierConfig("disk", "files", "1MiB", options=options)]))
+    store.put("k", numbered(1))
+    store.flush()
+    for file in (tmp_path / "store").glob("*.bin"):
+        file.unlink()
+    with pytest.raises(ts.BackendError, match="not there any more"):
+        store.flush()
+    store.close(flush=False)

@@ -19,7 +19,7 @@ from tierstore.core.messages import Commit, CommitDone, Grant, Granted, Recovere
 from tierstore.core.moving import Moving
 from tierstore.core.requests import Flush, granted
 from tierstore.core.residency import Replica
-from tierstore.errors import CapacityError, TierStoreError, UsageError
+from tierstore.errors import CapacityError, StoreClosed, TierStoreError, UsageError
 from tierstore.units import format_bytes
 
 Image = dict[str, Replica]
@@ -87,9 +87,8 @@ class Commits:
         self.books.out.append(Grant(event.request, replicas))
 
     def begin(self, flush: Flush) -> None:
-        """A flush has found all that it was asked for: let it look for what has come since, or commit."""
+        """A flush has found all that it was asked for: it waits for `start`."""
         self._flushes.append(flush)
-        self._start()
 
     def _look_again(self, flush: Flush, missing: Sequence[Entry]) -> None:
         """Let a flush bring keys that have come since it began."""
@@ -108,18 +107,27 @@ class Commits:
 
     def _missing(self, flush: Flush) -> list[Entry]:
         """Return the keys that are there by now and of which the flush has no version."""
-        if not flush.is_whole:
-            return []
+        index = self.books.index
+        entries = index.values() if flush.keys is None else [index[key] for key in flush.keys if key in index]
         return [
             entry
-            for entry in self.books.index.values()
+            for entry in entries
             if entry.life is Life.LIVE and entry.uid not in flush.found and not entry.is_settled(flush.tier)
         ]
 
-    def _start(self) -> None:
-        """Begin the next commit, if somebody waits for it and none is under way."""
-        if self.underway is not None:
-            return
+    def start(self) -> bool:
+        """Begin the next commit, if somebody waits for it and none is under way.
+
+        Between events only: in the middle of one, keys may be half renamed.
+
+        Returns:
+            Whether a flush looks for more, which is to be settled.
+        """
+        if self.underway is not None or not self._flushes:
+            return False
+        if self.moving.is_closed:
+            self.cancel(StoreClosed("the store was closed while this waited."))
+            return False
         flushes, self._flushes = self._flushes, []
         ready: list[Flush] = []
         for flush in flushes:
@@ -127,9 +135,12 @@ class Commits:
                 self._look_again(flush, missing)
             else:
                 ready.append(flush)
-        if not ready:
-            return
-        self._served = ready
+        if ready:
+            self._commit(ready)
+        return len(ready) < len(flushes)
+
+    def _commit(self, flushes: list[Flush]) -> None:
+        self._served = flushes
         self.underway = image = self._image(self._served)
         for replica in image.values():
             self.books.promise(replica)
@@ -140,7 +151,8 @@ class Commits:
 
     def _image(self, flushes: Sequence[Flush]) -> Image:
         """Decide what survives: a key's present bytes, those that were found, or what survived before."""
-        is_whole = any(flush.is_whole for flush in flushes)
+        is_whole = any(flush.keys is None for flush in flushes)
+        names = {key for flush in flushes for key in flush.keys or ()}
         found = {uid: replica for flush in flushes for uid, replica in flush.found.items()}
         former = {id(replica) for replica in self.committed.values()}
         image: Image = {}
@@ -148,14 +160,22 @@ class Commits:
             if entry.life is not Life.LIVE:
                 continue
             replica = entry.replicas[self.durable_tier] if entry.is_settled(self.durable_tier) else None
-            if is_whole or entry.uid in found:
+            if is_whole or key in names or entry.uid in found:
                 replica = replica or found.get(entry.uid)
             elif id(replica) not in former:
                 replica = None
-            replica = replica or self.committed.get(key)
             if replica is not None:
                 image[key] = replica
+        self._keep_former(image)
         return image
+
+    def _keep_former(self, image: Image) -> None:
+        """Let keys without bytes of their own survive as before, unless those bytes have another key now."""
+        used = {id(replica) for replica in image.values()}
+        for key, replica in self.committed.items():
+            entry = self.books.index.get(key)
+            if key not in image and id(replica) not in used and entry is not None and entry.life is Life.LIVE:
+                image[key] = replica
 
     def done(self, event: CommitDone) -> None:
         """The commit under way has ended."""
@@ -175,7 +195,6 @@ class Commits:
         for flush in served:
             flush.undo()
             self.books.out.append(Settle(flush.number, event.error))
-        self._start()
 
     def _release(self, image: Image) -> None:
         for replica in image.values():

@@ -119,6 +119,8 @@ class Ledger:
             self._handlers[type(event)](event)
         if books.changed or books.restless or self.moving.striding:
             self.moving.settle()
+        while self.commits.start():
+            self.moving.settle()
         if self._closing is not None:
             self._finish_closing()
         out, books.out = books.out, []
@@ -257,9 +259,8 @@ class Ledger:
         self.moving.begin(Evict(self, event.request, targets))
 
     def _flush(self, event: m.FlushRequested) -> None:
-        is_whole = event.keys is None
         entries = list(self.books.index.values()) if event.keys is None else self._entries(event.keys)
-        self.moving.begin(Flush(self, event.request, entries, self.commits.durable_tier, is_whole=is_whole))
+        self.moving.begin(Flush(self, event.request, entries, self.commits.durable_tier, event.keys))
 
     def _drop(self, event: m.DropRequested) -> None:
         entries = self._entries(event.keys)

@@ -304,17 +304,17 @@ class Flush(Request):
     """Keys are to be found again if the power fails.
 
     Attributes:
-        is_whole: whether it is about every key.
+        keys: which; None: every key.
         found: by the entries' uids, the replicas that a commit is to name unless there are newer ones.
         rounds: how often it looks for keys that came while it brought others.
     """
 
     def __init__(
-        self, desk: Desk, number: int, entries: Sequence[Entry], tier: int, *, is_whole: bool
+        self, desk: Desk, number: int, entries: Sequence[Entry], tier: int, keys: Sequence[str] | None
     ) -> None:
         super().__init__(desk, number, entries)
         self.tier = tier
-        self.is_whole = is_whole
+        self.keys = keys
         self.found: dict[int, Replica] = {}
         self.rounds = FLUSH_ROUNDS
 

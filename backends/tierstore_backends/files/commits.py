@@ -126,9 +126,10 @@ class Commits:
         for record in records:
             change.keep(record)
         change.drop_others()
+        self._check_names()  # also where nothing changes: what is promised must still be there
         if change.is_nothing:
+            self._owner.note_commit(self._manifest.meta.commit)
             return
-        self._check_names()
         self._remove_doubts(change.slots)
         self._sync(change.slots)
         self._manifest.commit(change.meta(), change.dropped, change.rows)
