@@ -418,3 +418,13 @@ def test_a_flush_that_ends_its_search_while_the_store_closes_is_told_so() -> Non
     desk.run()
     assert isinstance(desk.answers[second], StoreClosed)
     assert desk.answers[closing] is None
+
+
+def test_a_request_after_the_store_began_to_close_is_refused_by_the_books() -> None:
+    desk = durable_desk()
+    desk.store("k", 10, HOST)
+    desk.tell(m.CloseRequested(desk.next()))
+    with pytest.raises(StoreClosed):
+        flush(desk)
+    with pytest.raises(StoreClosed):
+        desk.fetch("k", DISK)

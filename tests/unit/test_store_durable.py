@@ -249,3 +249,21 @@ def test_a_flush_that_changes_nothing_still_looks_whether_the_store_is_there(tmp
     with pytest.raises(ts.BackendError, match="not there any more"):
         store.flush()
     store.close(flush=False)
+
+
+def test_a_backend_that_fails_to_close_does_not_keep_the_others_open() -> None:
+    closed: list[str] = []
+
+    class Stubborn(MemoryBackend):
+        def close(self) -> None:
+            closed.append("host")
+            raise ts.BackendError("stuck")
+
+    class Willing(MemoryBackend):
+        def close(self) -> None:
+            closed.append("disk")
+
+    tiers = [TierConfig("host", Stubborn(10), 10), TierConfig("disk", Willing(10, is_storage=True), 10)]
+    with pytest.raises(ts.BackendError, match="stuck"):
+        ts.Store(StoreConfig(tiers)).close()
+    assert closed == ["host", "disk"]

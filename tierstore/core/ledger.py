@@ -56,6 +56,23 @@ DEFAULT_WINDOW_BYTES = 256 * 1024**2
 DEFAULT_STRIDE = 2 * MOST_IN_FLIGHT  # those in flight, and those that are next or give their room back
 
 
+_REQUESTS = frozenset(
+    {
+        m.PutRequested,
+        m.LeaseRequested,
+        m.ReadRequested,
+        m.FetchRequested,
+        m.EvictRequested,
+        m.FlushRequested,
+        m.DropRequested,
+        m.SplitRequested,
+        m.RenameRequested,
+        m.ResizeRequested,
+    }
+)
+"""What is refused once the store closes: nobody would answer it."""
+
+
 class Ledger:
     """The decisions of one store.  Not thread-safe: the engine holds its lock around every call.
 
@@ -110,11 +127,14 @@ class Ledger:
 
         Raises:
             UsageError: the request is wrong as things are; nothing was changed.
+            StoreClosed: a request came after the store began to close.
             CapacityError: a resize that leases forbid; nothing was changed.
             InvariantError: a bug: the event does not fit the books.
         """
         books = self.books
         for event in events:
+            if self.moving.is_closed and type(event) in _REQUESTS:
+                raise StoreClosed("the store is closed.")
             books.tick += 1
             self._handlers[type(event)](event)
         if books.changed or books.restless or self.moving.striding:

@@ -7,6 +7,7 @@ what they come to are events again.  No I/O, no device call and no callback happ
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -230,8 +231,9 @@ class Engine:
             self._turn([m.CloseRequested(number)])
             transfer.result()
         self._carrier.clear()
-        for backend in self.backends:
-            backend.close()
+        with contextlib.ExitStack() as all_of_them:  # also those after one that fails
+            for backend in reversed(self.backends):
+                all_of_them.callback(backend.close)
 
     # --- the turn -----------------------------------------------------------------------------
 
