@@ -225,13 +225,15 @@ class Carrier:
 
     def commit(self, command: m.Commit, note_of: Callable[[object], str], events: list[m.Event]) -> None:
         """Make replicas what survives a power loss."""
-        records = [Record(key, note_of(spec), self._slots[place]) for key, place, spec in command.replicas]
         name = self._names[command.tier]
 
         def outcome(error: BaseException | None) -> m.Event:
-            return m.CommitDone(command.commit, _explain_commit(error, len(records), name))
+            return m.CommitDone(command.commit, _explain_commit(error, len(command.replicas), name))
 
         try:
+            records = [
+                Record(key, note_of(spec), self._slots[place]) for key, place, spec in command.replicas
+            ]
             completion = cast("DurableBackend", self._backends[command.tier]).commit(records)
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
             events.append(outcome(error))

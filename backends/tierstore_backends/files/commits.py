@@ -77,11 +77,13 @@ class Commits:
         thread = threading.Thread(
             target=self._run, args=(records, completion), name="tierstore-files-commit", daemon=True
         )
+        # Known before it runs: its callback may begin the next commit, or ask who commits.
+        former, self._thread = self._thread, thread
         try:
             thread.start()
         except RuntimeError as error:  # the system has no more threads
+            self._thread = former
             return Completion.done(BackendError(f"a commit could not begin: {error}", transient=True))
-        self._thread = thread
         return completion
 
     def is_committer(self) -> bool:
