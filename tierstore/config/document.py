@@ -30,7 +30,7 @@ def read_keys(path: Path, known: Sequence[str], faults: Faults) -> dict[str, obj
     Raises:
         ConfigError: the file cannot be read or is not YAML.
     """
-    document = _mapping(_load(path), faults, "the file")
+    document = _mapping(load(path), faults, "the file")
     context = _mapping(document.get(_CONTEXT), faults, _CONTEXT)
     given = [
         {key: value for key, value in document.items() if _is_ours(key, value, document, known, faults)},
@@ -46,7 +46,12 @@ def read_keys(path: Path, known: Sequence[str], faults: Faults) -> dict[str, obj
     return keys
 
 
-def _load(path: Path) -> object:
+def load(path: Path) -> object:
+    """Return what the YAML file at ``path`` holds.
+
+    Raises:
+        ConfigError: the file cannot be read or is not YAML.
+    """
     try:
         document: object = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as cause:
