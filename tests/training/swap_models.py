@@ -42,7 +42,8 @@ class Attention(nn.Module):
         return output
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return heads
 
 
 class FeedForward(nn.Module):
@@ -105,7 +106,10 @@ STORES: dict[str, dict[str, object]] = {
     "short of host memory": {"max_device_memory": "8MB", "offload_cpu_size": "40KB"},
     "short of both": {"max_device_memory": "48KB", "offload_cpu_size": "40KB"},
 }
-EVERYWHERE = {**STORES, "no device": {"device": "cpu", "offload_cpu_size": "100KB"}}
+EVERYWHERE: dict[str, dict[str, object]] = {
+    **STORES,
+    "no device": {"device": "cpu", "offload_cpu_size": "100KB"},
+}
 
 every_store = pytest.mark.parametrize("store", EVERYWHERE)
 
@@ -119,7 +123,7 @@ def config(
         "device_options": LATE_AND_OVERWRITTEN,
         "offload_disk_size": "64MB",
         "offload_path": str(path / "files"),
-        **dict(EVERYWHERE[store]),
+        **EVERYWHERE[store],
         **more,
     }
     if offload_config["device"] == "cpu":
