@@ -238,6 +238,18 @@ def test_every_fault_is_listed_at_once() -> None:
     assert "did you mean 'layer_swap'" in str(refusal.value)
 
 
+def test_the_faults_of_every_entry_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        _read(
+            op_swap=[_entry([1.0], 0, op_name="("), _entry([1], op_name="a"), 3, {"op_name": "", "layer": 1}]
+        )
+    message = str(refusal.value)
+    assert "entry 0: 3 faults" in message
+    assert "entry 1" not in message
+    assert "entry 2: accepted: a mapping" in message
+    assert "entry 3: 4 faults" in message
+
+
 @pytest.mark.parametrize("value", [None, [], True])
 def test_what_is_no_mapping_is_refused(value: Mapping[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"a mapping of keys to values"):
@@ -260,3 +272,5 @@ def test_making_one_with_keywords_checks_as_well() -> None:
     assert SwapConfig(swap=True, layer_swap=config.layer_swap, op_swap=config.op_swap) == config
     with pytest.raises(ConfigError, match=r"default_prefetch"):
         SwapConfig(swap=True, default_prefetch=0)
+    with pytest.raises(ConfigError, match=r"entry 0: accepted: a mapping with op_name"):
+        SwapConfig(swap=True, op_swap=config.layer_swap)  # type: ignore[arg-type]
