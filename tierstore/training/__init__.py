@@ -1,6 +1,7 @@
 """Training with more than the device holds: `offload(model, optimizer, config)`."""
 
+from tierstore.training.activations import RecomputeConfig, SwapConfig
 from tierstore.training.former import Resumed
 from tierstore.training.offload import Offload, RunStats, offload
 
-__all__ = ["Offload", "Resumed", "RunStats", "offload"]
+__all__ = ["Offload", "RecomputeConfig", "Resumed", "RunStats", "SwapConfig", "offload"]
