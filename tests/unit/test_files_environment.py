@@ -83,7 +83,7 @@ def test_scratch_files_cannot_be_closed_by_a_completion_s_callback(tmp_path: Pat
 def test_a_disowned_backend_lets_go_of_everything_and_removes_nothing(tmp_path: Path) -> None:
     files = open_files(tmp_path)
     finish(files.write(files.reserve(PAGE), buffer(PAGE)))
-    files.disown()
+    files._ending.disown()
     files.close()
     assert {entry.name for entry in tmp_path.iterdir()} == {LOCK, segment_name(0)}
     open_files(tmp_path).close()

@@ -8,9 +8,8 @@ Knows nothing of keys, tiers or policies.
 
 from __future__ import annotations
 
-import os
+import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -19,6 +18,8 @@ import torch
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
+from tierstore_backends.buffers import check_buffer
+from tierstore_backends.ending import Ending
 from tierstore_backends.files.engines.choice import Started, start
 from tierstore_backends.files.engines.drives import StartedDrives, start_all
 from tierstore_backends.files.ground import Ground, scratch_ground
@@ -87,11 +88,8 @@ class FilesBackend:
             alignment_bytes=mode.alignment_bytes,
             depth=1 if self._started.name is EngineName.PLAIN else options.aio_queue_depth,
         )
-        # Also when it is forgotten, and when the interpreter ends: nothing may stay behind.
-        self._finalizer = weakref.finalize(self, _shut, self._started, self._segments, owner)
-        self._closing = threading.Lock()  # held while the first to close waits for the disk
-        self._owner = owner
-        _open_backends.add(self)
+        disown = functools.partial(_disown, self._segments, owner)
+        self._ending = Ending(self, disown, _shut, self._started, self._segments, owner)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -154,14 +152,14 @@ class FilesBackend:
         for slot, buffer in zip(own, into, strict=True):
             if slot.state is not SlotState.WRITTEN and slot.nbytes:
                 raise UsageError(f"{slot} holds no bytes: nothing was written there, or writing failed")
-            self._check_buffer(slot, buffer)
+            check_buffer(buffer, slot.nbytes, accepts=self.accepts)
         return self._move(Direction.READ, own, into)
 
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """Write each buffer; see `write` and `tierstore.spi.BatchBackend`."""
         own = [self._own(slot) for slot in slots]
         for slot, buffer in zip(own, sources, strict=True):
-            self._check_buffer(slot, buffer)
+            check_buffer(buffer, slot.nbytes, accepts=self.accepts)
         for slot in own:
             # From here to the end of the write the old bytes are gone and the new ones not there.
             slot.state = SlotState.RESERVED
@@ -222,20 +220,11 @@ class FilesBackend:
         """
         if self.is_worker():
             raise UsageError("scratch files cannot be closed from a completion's callback")
-        with self._closing:
-            self._finalizer()
-        _open_backends.discard(self)
+        self._ending.close()
 
     def is_worker(self) -> bool:
         """Whether the calling thread moves bytes, and so runs completions' callbacks."""
         return self._engine.is_worker()
-
-    def disown(self) -> None:
-        """Become closed without touching anything: for the child of a fork, which owns nothing."""
-        self._finalizer.detach()
-        self._closing = threading.Lock()  # a thread that the child does not have may hold the old one
-        self._segments.disown()
-        self._owner.disown()
 
     def _move(self, direction: Direction, slots: Sequence[FileSlot], buffers: Sequence[Buffer]) -> Completion:
         transfer = Transfer(direction, slots, buffers)
@@ -247,21 +236,8 @@ class FilesBackend:
         self._engine.submit(pieces)
         return transfer.completion
 
-    def _check_buffer(self, slot: FileSlot, buffer: Buffer) -> None:
-        if (
-            buffer.dtype is not torch.uint8
-            or buffer.dim() != 1
-            or buffer.numel() != slot.nbytes
-            or not buffer.is_contiguous()
-            or not (buffer.is_cpu or self.accepts(buffer))
-        ):
-            raise UsageError(
-                f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
-                f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
-            )
-
     def _check_open(self) -> None:
-        if not self._finalizer.alive:
+        if self._ending.is_over:
             raise StoreClosed("the scratch files were closed")
 
     def _own(self, slot: Slot) -> FileSlot:
@@ -306,13 +282,7 @@ def _shut(started: Started | StartedDrives, segments: Files, owner: DirectoryOwn
         owner.release()
 
 
-_open_backends: weakref.WeakSet[FilesBackend] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
+def _disown(segments: Files, owner: DirectoryOwner | Owners) -> None:
     """In the child of a fork there are no workers, and the files are the parent's."""
-    for backend in list(_open_backends):
-        backend.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
+    segments.disown()
+    owner.disown()
