@@ -15,7 +15,6 @@ from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, PartialError, Record, Slot
 from tierstore_backends.ending import Ending
 from tierstore_backends.files.backend import QUIET_S, SEGMENT_BYTES, STRIDE_BYTES, FilesBackend
-from tierstore_backends.files.collecting import paused_collector
 from tierstore_backends.files.commits import Commits
 from tierstore_backends.files.ground import durable_ground
 from tierstore_backends.files.meter import IoStats
@@ -94,11 +93,10 @@ class DurableFiles:
         recovered, self._recovered = self._recovered, None
         if recovered is None:
             raise UsageError("what was recovered was asked for before")
-        with paused_collector():
-            return [
-                Record(decode_text(name), decode_text(note), slot)
-                for (_, _, name, note, _, _), slot in zip(recovered.rows, recovered.slots, strict=True)
-            ]
+        return [
+            Record(decode_text(name), decode_text(note), slot)
+            for (_, _, name, note, _, _), slot in zip(recovered.rows, recovered.slots, strict=True)
+        ]
 
     def commit(self, records: Sequence[Record]) -> Completion:
         """Keep ``records`` and nothing else.
