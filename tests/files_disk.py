@@ -451,9 +451,7 @@ def disk_taken(path: Path) -> int:
 
 def outcome(completion: Completion) -> BaseException | None:
     """Wait for the end of ``completion``; return its error."""
-    ended = threading.Event()
-    completion.add_done_callback(lambda _: ended.set())
-    assert ended.wait(TIMEOUT_S), "never completed"
+    assert completion.wait(TIMEOUT_S), "never completed"
     return completion.error
 
 

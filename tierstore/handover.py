@@ -125,8 +125,6 @@ def _wait(completion: Completion) -> None:
     Raises:
         BackendError: it failed.
     """
-    ended = threading.Event()
-    completion.add_done_callback(lambda _: ended.set())
-    ended.wait()
+    completion.wait()
     if completion.error is not None:
         raise completion.error

@@ -9,7 +9,6 @@ Knows nothing of keys, tiers or policies.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -176,8 +175,11 @@ class FilesBackend:
         failed_syncs = self._segments.failed_syncs
         for part in by_piece(slot, self._segments.segment_bytes):
             buffer = torch.empty(part.nbytes, dtype=torch.uint8)
-            wait_for(self._move(Direction.READ, [part], [buffer]))
-            wait_for(self._move(Direction.WRITE, [part], [buffer]))
+            for direction in (Direction.READ, Direction.WRITE):
+                moved = self._move(direction, [part], [buffer])
+                moved.wait()
+                if moved.error is not None:
+                    raise moved.error
         slot.failed_syncs = failed_syncs
 
     def accepts(self, memory: torch.Tensor) -> bool:
@@ -254,15 +256,6 @@ def _after_current_work(memory: torch.Tensor) -> Callable[[], None]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(memory.device))
     return event.synchronize
-
-
-def wait_for(completion: Completion) -> None:
-    """Wait for the end of an operation; raise what it failed with."""
-    ended = threading.Event()
-    completion.add_done_callback(lambda _: ended.set())
-    ended.wait()
-    if completion.error is not None:
-        raise completion.error
 
 
 def _start(
