@@ -303,30 +303,6 @@ def test_a_tail_is_cut_off_some_time_after_the_last_transfer(tmp_path: Path, eng
 
 
 @every_engine
-def test_many_threads_may_use_it_at_once(tmp_path: Path, engine: str) -> None:
-    files = open_files(tmp_path, engine=engine)
-    wrong: list[object] = []
-
-    def work(seed: int) -> None:
-        into = blank(PAGE * 3 + seed)
-        for turn in range(20):
-            slot = files.reserve(len(into))
-            source = buffer(len(into), 100 * seed + turn)
-            errors = [outcome(files.write(slot, source)), outcome(files.read(slot, into))]
-            if any(errors) or not into.equal(source):
-                wrong.append((seed, turn, errors))
-            files.free(slot)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert wrong == []
-    files.close()
-
-
-@every_engine
 def test_openings_leave_no_descriptor_and_no_thread_behind(tmp_path: Path, engine: str) -> None:
     def held() -> tuple[int, int]:
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
