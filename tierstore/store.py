@@ -18,6 +18,7 @@ from typing import Self, cast
 
 import torch
 
+from tierstore.accounts import collect
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
@@ -31,7 +32,7 @@ from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.handover import Handover
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.spi import Backend, DurableBackend, Medium
-from tierstore.stats import StoreStats, collect
+from tierstore.stats import StoreStats
 from tierstore.tensors import TensorSpec, describe, from_text, to_text
 from tierstore.wrappers import with_codec
 
