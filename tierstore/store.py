@@ -12,29 +12,29 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from types import MappingProxyType, TracebackType
+from dataclasses import replace
+from types import TracebackType
 from typing import Self, cast
 
 import torch
 
+from tierstore.accounts import collect
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Plan, Tier
-from tierstore.core.quota import Shelf
 from tierstore.engine.collecting import no_collections
 from tierstore.engine.engine import Engine, Opening
 from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
+from tierstore.handover import Handover
 from tierstore.leases import Lease, check_key, check_names
-from tierstore.outputs import OutputPool
-from tierstore.spi import AddressableSlot, AdoptingBackend, Backend, Completion, DurableBackend, Medium
-from tierstore.stats import StoreStats, TierStats, Traffic, io_of
-from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, is_whole, to_text, view_bytes
-from tierstore.wrappers import Compressed, with_codec
+from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium
+from tierstore.stats import StoreStats
+from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, is_whole, to_text
+from tierstore.wrappers import with_codec
 
 log = logging.getLogger("tierstore")
 
@@ -55,9 +55,7 @@ class Store:
 
     def __init__(self, config: StoreConfig) -> None:
         self.config = config
-        self._outputs = OutputPool()
-        self._lock = threading.Lock()  # guards the next two
-        self._gets: dict[str, Traffic] = {}
+        self._lock = threading.Lock()  # guards the next
         self._stall_seconds = 0.0
         with no_collections():
             self._open(config)
@@ -70,6 +68,7 @@ class Store:
         self.is_durable = any(tier.is_durable for tier in tiers)
         ledger = Ledger(tiers, POLICIES[config.eviction])
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
+        self._handover = Handover(self._engine)
         try:
             for index, tier in enumerate(tiers):
                 if tier.is_durable:
@@ -106,7 +105,7 @@ class Store:
         target = None if tier is None else self._index(tier)
 
         def fill(room: Opening) -> None:
-            self._fill(room, tensor.detach(), spec)
+            self._handover.fill(room, tensor.detach(), spec)
 
         number = self._engine.number()
         self._engine.put(m.PutRequested(number, key, spec.nbytes, target, replace, spec), fill)
@@ -154,23 +153,6 @@ class Store:
         event = m.PutRequested(number, key, spec.nbytes, 0, replace=False, spec=spec)
         self._engine.put(event, lambda _: None, memory)
 
-    def _fill(self, room: Opening, tensor: torch.Tensor, spec: TensorSpec) -> None:
-        """Bring a tensor's bytes into the slot that was reserved for them."""
-        if spec.nbytes == 0:
-            return
-        slot = self._engine.addressable(room.slot, room.tier)
-        if slot is not None:
-            slot.acquire()
-            with torch.no_grad():
-                view_bytes(slot.memory, spec).copy_(tensor)
-            slot.release()
-            return
-        is_plain = tensor.device.type == "cpu" and tensor.stride() == spec.stride
-        if not is_plain or tensor.is_conj() or tensor.is_neg():
-            copy = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-            tensor = copy.copy_(tensor)
-        _wait(self._engine.backends[room.tier].write(room.slot, bytes_of(tensor)))
-
     def get(self, key: str, *, device: torch.device | str | None = None) -> torch.Tensor:
         """Return an independent copy that the caller owns.  Blocks; moves no replica.
 
@@ -187,41 +169,9 @@ class Store:
         request = self._engine.request(m.ReadRequested(number, check_key(key)), number, (key,))
         (granted,) = self._engine.wait(request, lambda _: self._engine.turn(m.ReadDone(number)))
         try:
-            return self._copy_out(granted, device)
+            return self._handover.copy_out(granted, device)
         finally:
             self._engine.turn(m.ReadDone(number))
-
-    def _copy_out(self, granted: m.Granted, device: torch.device | str | None) -> torch.Tensor:
-        spec = _spec(granted)
-        target = spec.device if device is None else torch.device(device)
-        if target.type != "cpu":
-            out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=target)
-        else:
-            out = view_bytes(self._outputs.take(spec.nbytes), spec)
-        if spec.nbytes:
-            self._read_into(out, granted, spec)
-        self._count_get(self.tier_names[granted.place.tier], spec.nbytes)
-        return out
-
-    def _read_into(self, out: torch.Tensor, granted: m.Granted, spec: TensorSpec) -> None:
-        source = self._engine.slot(granted)
-        slot = self._engine.addressable(source, granted.place.tier)
-        if slot is not None:
-            slot.acquire()
-            with torch.no_grad():
-                out.copy_(view_bytes(slot.memory, spec))
-            slot.release()
-            return
-        is_host = out.device.type == "cpu"
-        host = bytes_of(out) if is_host else self._outputs.take(spec.nbytes)
-        _wait(self._engine.backends[granted.place.tier].read(source, host))
-        if not is_host:
-            out.copy_(view_bytes(host, spec))
-
-    def _count_get(self, tier: str, nbytes: int) -> None:
-        with self._lock:
-            former = self._gets.get(tier, Traffic(0, 0))
-            self._gets[tier] = Traffic(former.copies + 1, former.nbytes + nbytes)
 
     def lease(self, *keys: str, tier: str = FASTEST, write: bool = False) -> Lease:
         """Bring ``keys`` to ``tier`` and keep them there while the lease is held.
@@ -264,14 +214,7 @@ class Store:
         return self._lend(number, granted)
 
     def _lend(self, number: int, granted: Sequence[m.Granted]) -> Lease:
-        tensors: dict[str, torch.Tensor] = {}
-        slots: list[AddressableSlot] = []
-        for replica in granted:
-            slot = self._engine.addressable(self._engine.slot(replica), replica.place.tier)
-            assert slot is not None  # a lease is refused where bytes cannot be used in place
-            slot.acquire()
-            slots.append(slot)
-            tensors[replica.key] = view_bytes(slot.memory, _spec(replica))
+        tensors, slots = self._handover.lend(granted)
 
         def end(written: bool) -> None:
             for slot in slots:
@@ -456,27 +399,9 @@ class Store:
 
     def stats(self) -> StoreStats:
         """Return what there is and what happened, as one frozen object."""
-        tiers = self._engine.look(lambda ledger: [_tier_stats(shelf) for shelf in ledger.books.shelves])
-        lanes = self._engine.look(
-            lambda ledger: {
-                d: Traffic(x.copies, x.moved_bytes) for d, x in ledger.moving.traffic.lanes.items()
-            }
-        )
-        names = (*self.tier_names, "caller")  # index -1 is the caller
-        traffic = {(names[source], names[target]): moved for (source, target), moved in lanes.items()}
         with self._lock:
-            traffic.update({(tier, "caller"): moved for tier, moved in self._gets.items()})
             stall_seconds = self._stall_seconds
-        by_name = {
-            name: replace(
-                tier,
-                reserved_bytes=_reserved_bytes(backend, tier),
-                codec=backend.codec_stats if isinstance(backend, Compressed) else None,
-                io=io_of(backend),
-            )
-            for name, tier, backend in zip(self.tier_names, tiers, self._engine.backends, strict=True)
-        }
-        return StoreStats(MappingProxyType(by_name), MappingProxyType(traffic), stall_seconds)
+        return collect(self._engine, self.tier_names, self._handover.got, stall_seconds)
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -495,7 +420,7 @@ class Store:
                 self.flush()
         finally:
             self._engine.close()
-            self._outputs.clear()
+            self._handover.close()
 
     def __enter__(self) -> Self:
         """Return the store itself."""
@@ -570,38 +495,3 @@ def _tier(config: TierConfig, backend: Backend) -> Tier:
         is_host=capabilities.medium is Medium.HOST,
         is_storage=capabilities.medium is Medium.STORAGE,
     )
-
-
-def _tier_stats(shelf: Shelf) -> TierStats:
-    return TierStats(
-        capacity_bytes=shelf.tier.capacity_bytes,
-        charged_bytes=shelf.charged_bytes,
-        ready_bytes=shelf.ready_bytes,
-        in_flight_bytes=shelf.filling_bytes,
-        peak_charged_bytes=shelf.peak_charged_bytes,
-        reserved_bytes=shelf.charged_bytes,
-        **asdict(shelf.counters),
-    )
-
-
-def _reserved_bytes(backend: Backend, tier: TierStats) -> int:
-    """Ask a backend that keeps more than its slots, such as a pool, what it holds."""
-    return int(getattr(backend, "reserved_bytes", tier.charged_bytes))
-
-
-def _spec(granted: m.Granted) -> TensorSpec:
-    assert isinstance(granted.spec, TensorSpec)
-    return granted.spec
-
-
-def _wait(completion: Completion) -> None:
-    """Block until a backend's operation has ended.
-
-    Raises:
-        BackendError: it failed.
-    """
-    ended = threading.Event()
-    completion.add_done_callback(lambda _: ended.set())
-    ended.wait()
-    if completion.error is not None:
-        raise completion.error

@@ -72,7 +72,6 @@ class Books:
         shelf.filling_bytes -= replica.charge_bytes
         shelf.ready_bytes += replica.charge_bytes
         shelf.evictable[replica.entry.uid] = replica
-        replica.last_use = self.tick
         self.note(replica.entry, "ready", replica.tier)
         self._stir(replica)
 
@@ -190,13 +189,11 @@ class Books:
             shelf.kept.pop(uid, None)
             self.stay(replica)
         replica.leases += 1
-        replica.last_use = self.tick
 
     def unhold(self, replica: Replica) -> None:
         """Count one lease less."""
         shelf = self.shelves[replica.tier]
         replica.leases -= 1
-        replica.last_use = self.tick
         if replica.leases:
             return
         shelf.leased_bytes -= replica.charge_bytes
@@ -209,7 +206,6 @@ class Books:
 
     def touch(self, replica: Replica) -> None:
         """Note a use: an evictable replica goes to the end of the order."""
-        replica.last_use = self.tick
         evictable = self.shelves[replica.tier].evictable
         if evictable.pop(replica.entry.uid, None) is not None:
             evictable[replica.entry.uid] = replica
