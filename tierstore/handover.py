@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tierstore.core.messages import Granted
-from tierstore.engine.engine import Engine, Opening
+from tierstore.engine.engine import Engine
+from tierstore.engine.hands import Opening
 from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Completion
 from tierstore.stats import Traffic
@@ -49,9 +50,11 @@ class Handover:
         slot = self._engine.addressable(room.slot, room.tier)
         if slot is not None:
             slot.acquire()
-            with torch.no_grad():
-                view_bytes(slot.memory, spec).copy_(tensor)
-            slot.release()
+            try:
+                with torch.no_grad():
+                    view_bytes(slot.memory, spec).copy_(tensor)
+            finally:
+                slot.release()
             return
         is_plain = tensor.device.type == "cpu" and tensor.stride() == spec.stride
         if not is_plain or tensor.is_conj() or tensor.is_neg():
@@ -81,9 +84,11 @@ class Handover:
         slot = self._engine.addressable(source, granted.place.tier)
         if slot is not None:
             slot.acquire()
-            with torch.no_grad():
-                out.copy_(view_bytes(slot.memory, spec))
-            slot.release()
+            try:
+                with torch.no_grad():
+                    out.copy_(view_bytes(slot.memory, spec))
+            finally:
+                slot.release()
             return
         is_host = out.device.type == "cpu"
         host = bytes_of(out) if is_host else self._outputs.take(spec.nbytes)
@@ -120,11 +125,24 @@ def spec_of(granted: Granted) -> TensorSpec:
 
 
 def _wait(completion: Completion) -> None:
-    """Block until a backend's operation has ended.
+    """Block until a backend's operation has ended; if this is interrupted, nevertheless.
+
+    Until then bytes and room are the backend's: whoever gave them back earlier would let it write into what
+    is somebody else's by then.
 
     Raises:
         BackendError: it failed.
     """
-    completion.wait()
+    interrupt: BaseException | None = None
+    while not completion.is_done:
+        try:
+            completion.wait()
+        except BaseException as error:  # noqa: BLE001 - raised when the operation has ended
+            interrupt = error
+    if interrupt is not None:
+        try:
+            raise interrupt
+        finally:
+            del interrupt
     if completion.error is not None:
         raise completion.error

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -25,7 +24,8 @@ from tierstore.core.eviction import POLICIES
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Plan, Tier
 from tierstore.engine.collecting import no_collections
-from tierstore.engine.engine import Engine, Opening
+from tierstore.engine.engine import Engine, close_all
+from tierstore.engine.hands import Opening
 from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
@@ -57,11 +57,21 @@ class Store:
         self.config = config
         self._lock = threading.Lock()  # guards the next
         self._stall_seconds = 0.0
-        with no_collections():
-            self._open(config)
+        self._closing = threading.RLock()  # held by whoever closes
+        backends: list[Backend] = []
+        try:
+            with no_collections():
+                _open_all(config.tiers, backends)
+                self._start(config, backends)
+        except BaseException:
+            # Nothing waits and nothing moves yet.
+            try:
+                close_all(backends)
+            except Exception:  # what is raised below says why the store does not open
+                log.exception("a tier's backend could not be closed")
+            raise
 
-    def _open(self, config: StoreConfig) -> None:
-        backends = _open_all(config.tiers)
+    def _start(self, config: StoreConfig, backends: Sequence[Backend]) -> None:
         tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
         _check_durable(tiers, backends)
         self.tier_names = tuple(tier.name for tier in tiers)
@@ -69,13 +79,9 @@ class Store:
         ledger = Ledger(tiers, POLICIES[config.eviction])
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
         self._handover = Handover(self._engine)
-        try:
-            for index, tier in enumerate(tiers):
-                if tier.is_durable:
-                    self._engine.recover(index, from_text)
-        except BaseException:
-            self._engine.close()
-            raise
+        for index, tier in enumerate(tiers):
+            if tier.is_durable:
+                self._engine.recover(index, from_text)
 
     @property
     def device(self) -> torch.device:
@@ -166,12 +172,13 @@ class Store:
             BackendError: reading failed; ``IntegrityError`` if the bytes came back different.
         """
         number = self._engine.number()
-        request = self._engine.request(m.ReadRequested(number, check_key(key)), number, (key,))
-        (granted,) = self._engine.wait(request, lambda _: self._engine.turn(m.ReadDone(number)))
+        done = m.ReadDone(number)
+        (granted,) = self._engine.obtain(m.ReadRequested(number, check_key(key)), number, (key,), done)
         try:
             return self._handover.copy_out(granted, device)
         finally:
-            self._engine.turn(m.ReadDone(number))
+            self._engine.told.append(done)
+            self._engine.take_in()
 
     def lease(self, *keys: str, tier: str = FASTEST, write: bool = False) -> Lease:
         """Bring ``keys`` to ``tier`` and keep them there while the lease is held.
@@ -207,19 +214,26 @@ class Store:
         event = m.LeaseRequested(
             number, tuple(map(check_key, keys)), index, access, threading.current_thread().name
         )
-        granted = self._await(
-            self._engine.request(event, number, keys, self.tier_names[index]),
-            lambda _: self._engine.turn(m.LeaseReleased(number, written=False)),
-        )
-        return self._lend(number, granted)
+        unused = m.LeaseReleased(number, written=False)
+        granted = self._engine.obtain(event, number, keys, unused, self._count_stall)
+        try:
+            return self._lend(number, granted)
+        except BaseException:
+            self._engine.told.append(unused)
+            self._engine.take_in()
+            raise
 
     def _lend(self, number: int, granted: Sequence[m.Granted]) -> Lease:
         tensors, slots = self._handover.lend(granted)
 
         def end(written: bool) -> None:
-            for slot in slots:
-                slot.release()
-            self._engine.turn(m.LeaseReleased(number, written))
+            released = m.LeaseReleased(number, written)
+            try:
+                for slot in slots:
+                    slot.release()
+            finally:
+                self._engine.told.append(released)
+                self._engine.take_in()
 
         places = {each.key: each.place for each in granted}
         return Lease(tensors, places, end, functools.partial(self._split, number))
@@ -229,19 +243,9 @@ class Store:
         event = m.SplitRequested(number, lease, names)
         return not names or bool(self._engine.request(event, number, tuple(names.values())).result())
 
-    def _await(
-        self, request: Transfer[Sequence[m.Granted]], undo: Callable[[Sequence[m.Granted]], None]
-    ) -> Sequence[m.Granted]:
-        """Wait for a grant; count the time."""
-        begin = time.perf_counter()
-        is_done = request.done()
-        try:
-            return request.result() if is_done else self._engine.wait(request, undo)
-        finally:
-            del request  # a failed one keeps its error, whose traceback refers to this frame
-            if not is_done:
-                with self._lock:
-                    self._stall_seconds += time.perf_counter() - begin
+    def _count_stall(self, seconds: float) -> None:
+        with self._lock:
+            self._stall_seconds += seconds
 
     # --- moving -------------------------------------------------------------------------------
 
@@ -408,6 +412,9 @@ class Store:
     def close(self, *, flush: bool = True) -> None:
         """Fail what waits, wait for what moves, give every medium back.  Idempotent.
 
+        A call while another one closes waits for it; if a call is interrupted, the next one goes on with it.
+        Not from a callback of a transfer: what is to be waited for may be waiting for that.
+
         Args:
             flush: whether a store with a durable tier is flushed first.
 
@@ -415,12 +422,13 @@ class Store:
             LeaseError, CapacityError, BackendError: as from `flush`.  The store is closed all the same,
                 and what survives is what the flush before left.
         """
-        try:
-            if flush and self.is_durable and not self._engine.is_closed:
-                self.flush()
-        finally:
-            self._engine.close()
-            self._handover.close()
+        with self._closing:
+            try:
+                if flush and self.is_durable and not self._engine.is_closed:
+                    self.flush()
+            finally:
+                self._engine.close()
+                self._handover.close()
 
     def __enter__(self) -> Self:
         """Return the store itself."""
@@ -445,42 +453,32 @@ class Store:
         raise UsageError(f"no tier {tier!r}; the tiers are {', '.join(self.tier_names)}.", tier=str(tier))
 
 
-def _open_all(tiers: Sequence[TierConfig]) -> list[Backend]:
-    """Open every tier's backend; if one fails, close those that were opened here."""
-    backends: list[Backend] = []
-    try:
-        for tier in tiers:
-            if isinstance(tier.backend, str):
-                backends.append(
-                    open_backend(tier.backend, capacity_bytes=tier.capacity_bytes, options=tier.options)
-                )
-            else:
-                backends.append(cast("Backend", tier.backend))
-            backends[-1] = with_codec(backends[-1], tier.codec, tier.name)
-    except BaseException:
-        for backend in backends:
-            backend.close()
-        raise
-    return backends
+def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> None:
+    """Open every tier's backend; each is added to ``backends`` as soon as it is open."""
+    for tier in tiers:
+        if isinstance(tier.backend, str):
+            backends.append(
+                open_backend(tier.backend, capacity_bytes=tier.capacity_bytes, options=tier.options)
+            )
+        else:
+            backends.append(cast("Backend", tier.backend))
+        backends[-1] = with_codec(backends[-1], tier.codec, tier.name)
 
 
 def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:
-    """Close everything again if the store could not keep what it promises."""
+    """Raise ``ConfigError`` if the store could not keep what it promises."""
     durable = [tier.name for tier in tiers if tier.is_durable]
-    fault = None
     if len(durable) > 1:
-        fault = (
-            f"one tier of a store can be durable, not {', '.join(durable)}: a flush is one step on one medium"
+        raise ConfigError(
+            f"StoreConfig: one tier of a store can be durable, not {', '.join(durable)}: a flush is one step "
+            "on one medium"
         )
     for tier, backend in zip(tiers, backends, strict=True):
         if tier.is_durable and not isinstance(backend, DurableBackend):
-            fault = (
-                f"the backend of {tier.name!r} says that it is durable, but has no recovered() and commit()"
+            raise ConfigError(
+                f"StoreConfig: the backend of {tier.name!r} says that it is durable, but has no recovered() "
+                "and commit()"
             )
-    if fault is not None:
-        for backend in backends:
-            backend.close()
-        raise ConfigError(f"StoreConfig: {fault}")
 
 
 def _tier(config: TierConfig, backend: Backend) -> Tier:

@@ -107,6 +107,27 @@ def test_what_a_failed_commit_named_stays_as_well_until_one_succeeds() -> None:
     assert disk_bytes(desk) == (10, 0)
 
 
+def test_commits_that_fail_again_and_again_name_no_more_than_there_is() -> None:
+    desk = flushed_desk()
+    (replica,) = desk.ledger.commits.committed.values()
+    for _ in range(100):
+        flush(desk)
+        desk.end_commit(BackendError("perhaps it was written"))
+        desk.ledger.check()
+    assert list(desk.ledger.commits.doubtful.values()) == [replica]
+    assert replica.promises == len(["the last good one", "those that failed"])
+    write(desk, "k")
+    flush(desk)
+    desk.finish()
+    desk.end_commit(BackendError("perhaps it was written"))
+    assert len(desk.ledger.commits.doubtful) == len(["the former bytes", "the new ones"])
+    assert disk_bytes(desk) == (20, 10)
+    flush(desk)
+    desk.run()
+    assert desk.ledger.commits.doubtful == {}
+    assert disk_bytes(desk) == (10, 0)
+
+
 def test_bytes_that_only_a_commit_needs_can_neither_be_evicted_nor_waited_for() -> None:
     desk = Desk()
     desk.ledger = Ledger(

@@ -254,16 +254,18 @@ def test_a_flush_that_changes_nothing_still_looks_whether_the_store_is_there(tmp
 def test_a_backend_that_fails_to_close_does_not_keep_the_others_open() -> None:
     closed: list[str] = []
 
-    class Stubborn(MemoryBackend):
-        def close(self) -> None:
-            closed.append("host")
-            raise ts.BackendError("stuck")
-
     class Willing(MemoryBackend):
         def close(self) -> None:
-            closed.append("disk")
+            closed.append("host")
 
-    tiers = [TierConfig("host", Stubborn(10), 10), TierConfig("disk", Willing(10, is_storage=True), 10)]
+    class Stubborn(MemoryBackend):
+        def close(self) -> None:
+            closed.append("disk")
+            raise ts.BackendError("stuck")
+
+    tiers = [TierConfig("host", Willing(10), 10), TierConfig("disk", Stubborn(10, is_storage=True), 10)]
+    store = ts.Store(StoreConfig(tiers))
     with pytest.raises(ts.BackendError, match="stuck"):
-        ts.Store(StoreConfig(tiers)).close()
-    assert closed == ["host", "disk"]
+        store.close()
+    store.close()
+    assert closed == ["disk", "host"], "host memory last, each once"
