@@ -34,7 +34,7 @@ from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Backend, Completion, DurableBackend, Medium
 from tierstore.stats import StoreStats, TierStats, Traffic, io_of
 from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, to_text, view_bytes
-from tierstore.wrappers import Compressed, with_codec
+from tierstore.wrappers import Compressed, Opened, with_codec
 
 log = logging.getLogger("tierstore")
 
@@ -63,7 +63,8 @@ class Store:
             self._open(config)
 
     def _open(self, config: StoreConfig) -> None:
-        backends = _open_all(config.tiers)
+        opened = _open_all(config.tiers)
+        backends = [each.backend for each in opened]
         tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
         _check_durable(tiers, backends)
         self.tier_names = tuple(tier.name for tier in tiers)
@@ -71,9 +72,9 @@ class Store:
         ledger = Ledger(tiers, POLICIES[config.eviction])
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
         try:
-            for index, tier in enumerate(tiers):
-                if tier.is_durable:
-                    self._engine.recover(index, from_text)
+            for index, each in enumerate(opened):
+                if tiers[index].is_durable:
+                    self._engine.recover(index, each.found, from_text)
         except BaseException:
             self._engine.close()
             raise
@@ -477,9 +478,10 @@ class Store:
         raise UsageError(f"no tier {tier!r}; the tiers are {', '.join(self.tier_names)}.", tier=str(tier))
 
 
-def _open_all(tiers: Sequence[TierConfig]) -> list[Backend]:
+def _open_all(tiers: Sequence[TierConfig]) -> list[Opened]:
     """Open every tier's backend; if one fails, close those that were opened here."""
     backends: list[Backend] = []
+    opened: list[Opened] = []
     try:
         for tier in tiers:
             if isinstance(tier.backend, str):
@@ -488,12 +490,13 @@ def _open_all(tiers: Sequence[TierConfig]) -> list[Backend]:
                 )
             else:
                 backends.append(cast("Backend", tier.backend))
-            backends[-1] = with_codec(backends[-1], tier.codec, tier.name)
+            opened.append(with_codec(backends[-1], tier.codec, tier.name))
+            backends[-1] = opened[-1].backend
     except BaseException:
         for backend in backends:
             backend.close()
         raise
-    return backends
+    return opened
 
 
 def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:

@@ -22,7 +22,7 @@ from tierstore.engine.batches import batches
 from tierstore.engine.carrier import Carrier
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStoreError
-from tierstore.spi import AddressableSlot, Backend, DurableBackend, Medium, Slot, held_bytes
+from tierstore.spi import AddressableSlot, Backend, Medium, Record, Slot, held_bytes
 
 T = TypeVar("T")
 _AFTER_CLOSE = (
@@ -102,20 +102,19 @@ class Engine:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def recover(self, tier: int, spec_of: Callable[[str], object]) -> None:
+    def recover(self, tier: int, records: Sequence[Record], spec_of: Callable[[str], object]) -> None:
         """Take in what an earlier process made durable in ``tier``.  Once, before anything else.
 
         Args:
             tier: whose backend is a `DurableBackend`.
+            records: what that has recovered.
             spec_of: reads what ``note_of`` wrote.
 
         Raises:
             CapacityError: the tier's quota cannot hold it.
-            BackendError: the medium failed, or a note cannot be read.
+            BackendError: a note cannot be read.
         """
-        backend = cast("DurableBackend", self.backends[tier])
-        alignment_bytes = backend.capabilities.alignment_bytes
-        records = backend.recovered()
+        alignment_bytes = self.backends[tier].capabilities.alignment_bytes
         found = [
             m.Found(name, slot.nbytes, held_bytes(slot, alignment_bytes), spec_of(note))
             for name, note, slot in map(_RECORD_FIELDS, records)
