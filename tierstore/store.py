@@ -28,12 +28,12 @@ from tierstore.engine.collecting import no_collections
 from tierstore.engine.engine import Engine, Opening
 from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
-from tierstore.errors import ConfigError, TierStoreError, UsageError
+from tierstore.errors import BackendError, ConfigError, TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Backend, Completion, DurableBackend, Medium
 from tierstore.stats import StoreStats, TierStats, Traffic, io_of
-from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, to_text, view_bytes
+from tierstore.tensors import TensorSpec, bytes_of, check_known, describe, found_spec, to_text, view_bytes
 from tierstore.wrappers import Compressed, Opened, with_codec
 
 log = logging.getLogger("tierstore")
@@ -74,7 +74,7 @@ class Store:
         try:
             for index, each in enumerate(opened):
                 if tiers[index].is_durable:
-                    self._engine.recover(index, each.found, from_text)
+                    self._engine.recover(index, each.found, found_spec)
         except BaseException:
             self._engine.close()
             raise
@@ -158,6 +158,7 @@ class Store:
             out = view_bytes(self._outputs.take(spec.nbytes), spec)
         if spec.nbytes:
             self._read_into(out, granted, spec)
+        check_known(granted.key, spec)  # only now: a medium that cannot read them says why
         self._count_get(self.tier_names[granted.place.tier], spec.nbytes)
         return out
 
@@ -219,6 +220,12 @@ class Store:
             self._engine.request(event, number, keys, self.tier_names[index]),
             lambda _: self._engine.turn(m.LeaseReleased(number, written=False)),
         )
+        try:
+            for replica in granted:
+                check_known(replica.key, _spec(replica))
+        except BackendError:
+            self._engine.turn(m.LeaseReleased(number, written=False))
+            raise
         return self._lend(number, granted)
 
     def _lend(self, number: int, granted: Sequence[m.Granted]) -> Lease:
@@ -382,7 +389,7 @@ class Store:
         return tuple(self.tier_names[tier] for tier in tiers)
 
     def spec(self, key: str) -> TensorSpec:
-        """Return shape, dtype and size of what is stored under ``key``."""
+        """Return shape, dtype and size of what is under ``key``; of damaged ones see `TensorSpec.unread`."""
         spec = self._engine.look(lambda ledger: ledger.spec(check_key(key)))
         assert isinstance(spec, TensorSpec)
         return spec

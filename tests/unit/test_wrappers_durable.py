@@ -187,6 +187,16 @@ def test_a_name_that_is_not_quite_one_of_ours_is_a_name(name: str) -> None:
     assert split_name(name) == (name, 0)
 
 
+def test_a_key_named_like_a_part_of_another_is_not_taken_for_it() -> None:
+    shelf = Shelf()
+    values = {"k": repeating(3 * CHUNK), "\x1f1 k": random(10), "\x1f2 k": repeating(2 * CHUNK, 5)}
+    commit(opened(shelf), values)
+    again = opened(shelf)
+    for name, record in found(again).items():
+        assert torch.equal(contents(again, record.slot), values.pop(name))
+    assert not values
+
+
 def test_a_commit_that_fails_says_so() -> None:
     medium = Lasting(MIB, Shelf())
     backend = DurableCompressed(medium, "lz4")

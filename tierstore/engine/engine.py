@@ -102,21 +102,20 @@ class Engine:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def recover(self, tier: int, records: Sequence[Record], spec_of: Callable[[str], object]) -> None:
+    def recover(self, tier: int, records: Sequence[Record], spec_of: Callable[[str, int], object]) -> None:
         """Take in what an earlier process made durable in ``tier``.  Once, before anything else.
 
         Args:
             tier: whose backend is a `DurableBackend`.
             records: what that has recovered.
-            spec_of: reads what ``note_of`` wrote.
+            spec_of: reads what ``note_of`` wrote for so many bytes; never fails, lest one key block all.
 
         Raises:
             CapacityError: the tier's quota cannot hold it.
-            BackendError: a note cannot be read.
         """
         alignment_bytes = self.backends[tier].capabilities.alignment_bytes
         found = [
-            m.Found(name, slot.nbytes, held_bytes(slot, alignment_bytes), spec_of(note))
+            m.Found(name, slot.nbytes, held_bytes(slot, alignment_bytes), spec_of(note, slot.nbytes))
             for name, note, slot in map(_RECORD_FIELDS, records)
         ]
         number = self.number()
