@@ -17,7 +17,7 @@ from tierstore.engine.hands import Opening
 from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Completion
 from tierstore.stats import Traffic
-from tierstore.tensors import TensorSpec, bytes_of, view_bytes
+from tierstore.tensors import TensorSpec, bytes_of, check_known, view_bytes
 
 
 class Handover:
@@ -66,7 +66,7 @@ class Handover:
         """Return an independent copy of a replica on ``device``; None: where it was when it was put.
 
         Raises:
-            BackendError: reading failed.
+            BackendError: reading failed; ``IntegrityError`` if what the bytes mean is lost.
         """
         spec = spec_of(granted)
         target = spec.device if device is None else torch.device(device)
@@ -76,6 +76,7 @@ class Handover:
             out = view_bytes(self._outputs.take(spec.nbytes), spec)
         if spec.nbytes:
             self._read_into(out, granted, spec)
+        check_known(granted.key, spec)  # only now: a medium that cannot read them says why
         self._count(granted.place.tier, spec.nbytes)
         return out
 
@@ -102,7 +103,13 @@ class Handover:
             self._got[tier] = Traffic(former.copies + 1, former.nbytes + nbytes)
 
     def lend(self, granted: Sequence[Granted]) -> tuple[dict[str, torch.Tensor], list[AddressableSlot]]:
-        """Return the replicas as tensors by key, and their slots, acquired: release them in the end."""
+        """Return the replicas as tensors by key, and their slots, acquired: release them in the end.
+
+        Raises:
+            IntegrityError: what a replica's bytes mean is lost.
+        """
+        for replica in granted:
+            check_known(replica.key, spec_of(replica))
         tensors: dict[str, torch.Tensor] = {}
         slots: list[AddressableSlot] = []
         for replica in granted:

@@ -33,8 +33,8 @@ from tierstore.handover import Handover
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium
 from tierstore.stats import StoreStats
-from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, is_whole, to_text
-from tierstore.wrappers import with_codec
+from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
+from tierstore.wrappers import Opened, with_codec
 
 log = logging.getLogger("tierstore")
 
@@ -61,8 +61,7 @@ class Store:
         backends: list[Backend] = []
         try:
             with no_collections():
-                _open_all(config.tiers, backends)
-                self._start(config, backends)
+                self._start(config, _open_all(config.tiers, backends))
         except BaseException:
             # Nothing waits and nothing moves yet.
             try:
@@ -71,7 +70,8 @@ class Store:
                 log.exception("a tier's backend could not be closed")
             raise
 
-    def _start(self, config: StoreConfig, backends: Sequence[Backend]) -> None:
+    def _start(self, config: StoreConfig, opened: Sequence[Opened]) -> None:
+        backends = [each.backend for each in opened]
         tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
         _check_durable(tiers, backends)
         self.tier_names = tuple(tier.name for tier in tiers)
@@ -79,9 +79,9 @@ class Store:
         ledger = Ledger(tiers, POLICIES[config.eviction])
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
         self._handover = Handover(self._engine)
-        for index, tier in enumerate(tiers):
-            if tier.is_durable:
-                self._engine.recover(index, from_text)
+        for index, each in enumerate(opened):
+            if tiers[index].is_durable:
+                self._engine.recover(index, each.found, found_spec)
 
     @property
     def device(self) -> torch.device:
@@ -371,7 +371,7 @@ class Store:
         return tuple(self.tier_names[tier] for tier in tiers)
 
     def spec(self, key: str) -> TensorSpec:
-        """Return shape, dtype and size of what is stored under ``key``."""
+        """Return shape, dtype and size of what is under ``key``; of damaged ones see `TensorSpec.unread`."""
         spec = self._engine.look(lambda ledger: ledger.spec(check_key(key)))
         assert isinstance(spec, TensorSpec)
         return spec
@@ -453,8 +453,9 @@ class Store:
         raise UsageError(f"no tier {tier!r}; the tiers are {', '.join(self.tier_names)}.", tier=str(tier))
 
 
-def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> None:
+def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[Opened]:
     """Open every tier's backend; each is added to ``backends`` as soon as it is open."""
+    opened: list[Opened] = []
     for tier in tiers:
         if isinstance(tier.backend, str):
             backends.append(
@@ -462,7 +463,9 @@ def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> None:
             )
         else:
             backends.append(cast("Backend", tier.backend))
-        backends[-1] = with_codec(backends[-1], tier.codec, tier.name)
+        opened.append(with_codec(backends[-1], tier.codec, tier.name))
+        backends[-1] = opened[-1].backend
+    return opened
 
 
 def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:

@@ -351,6 +351,8 @@ def test_what_was_recovered_is_there_and_is_kept_until_a_commit_without_it() -> 
     assert list(desk.ledger) == ["k", "l"]
     assert desk.ledger.spec("k") == "spec"
     assert [granted.key for granted in desk.leased[1]] == ["k", "l"]
+    disk = desk.ledger.books.shelves[DISK]
+    assert (disk.peak_charged_bytes, len(disk.kept), len(disk.evictable)) == (15, 2, 0)
     desk.tell(m.DropRequested(["k"]))
     desk.run()
     assert disk_bytes(desk) == (15, 10)

@@ -81,12 +81,9 @@ class Commits:
                 needed_bytes=needed,
                 free_bytes=shelf.limit_bytes,
             )
-        for key, nbytes, charge_bytes, spec in event.found:
-            replica = self.books.recover(event.tier, key, nbytes, charge_bytes, spec)
-            self.books.promise(replica)
-            self.committed[key] = replica
-        replicas = [granted(replica) for replica in self.committed.values()]
-        self.books.out.append(Grant(event.request, replicas))
+        replicas = self.books.recover(event.tier, event.found)
+        self.committed.update((replica.entry.key, replica) for replica in replicas)
+        self.books.out.append(Grant(event.request, list(map(granted, replicas))))
 
     def begin(self, flush: Flush) -> None:
         """A flush has found all that it was asked for: it waits for `start`."""

@@ -25,7 +25,7 @@ from tierstore.engine.hands import CommandHands, Opening, orphaned
 from tierstore.engine.transfer import Transfer
 from tierstore.engine.turns import Turns
 from tierstore.errors import StoreClosed, TierStoreError
-from tierstore.spi import AddressableSlot, Backend, DurableBackend, Medium, Slot, held_bytes
+from tierstore.spi import AddressableSlot, Backend, Medium, Record, Slot, held_bytes
 
 T = TypeVar("T")
 
@@ -88,22 +88,20 @@ class Engine:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def recover(self, tier: int, spec_of: Callable[[str], object]) -> None:
+    def recover(self, tier: int, records: Sequence[Record], spec_of: Callable[[str, int], object]) -> None:
         """Take in what an earlier process made durable in ``tier``.  Once, before anything else.
 
         Args:
             tier: whose backend is a `DurableBackend`.
-            spec_of: reads what ``note_of`` wrote.
+            records: what that has recovered.
+            spec_of: reads what ``note_of`` wrote for so many bytes; never fails, lest one key block all.
 
         Raises:
             CapacityError: the tier's quota cannot hold it.
-            BackendError: the medium failed, or a note cannot be read.
         """
-        backend = cast("DurableBackend", self.backends[tier])
-        alignment_bytes = backend.capabilities.alignment_bytes
-        records = backend.recovered()
+        alignment_bytes = self.backends[tier].capabilities.alignment_bytes
         found = [
-            m.Found(name, slot.nbytes, held_bytes(slot, alignment_bytes), spec_of(note))
+            m.Found(name, slot.nbytes, held_bytes(slot, alignment_bytes), spec_of(note, slot.nbytes))
             for name, note, slot in map(_RECORD_FIELDS, records)
         ]
         number = self.number()
