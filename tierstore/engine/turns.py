@@ -63,6 +63,11 @@ class Hands(Protocol):
         ...
 
 
+_NONE_TOLD: deque[m.Event] = deque()
+_NO_WORK: deque[Work] = deque()
+_NO_PROGRESS = Progress()  # most turns have nothing to do: they make neither
+
+
 class _Turn:
     """How far a turn has come."""
 
@@ -71,8 +76,8 @@ class _Turn:
     def __init__(self, request: m.Event | None) -> None:
         self.request = request  # until the books have it
         self.commands: Sequence[m.Command] = ()  # until they are planned
-        self.work: deque[Work] = deque()  # what is left; its first is under way
-        self.progress = Progress()  # of that first one
+        self.work = _NO_WORK  # what is left; its first is under way
+        self.progress = _NO_PROGRESS  # of that first one
         self.interrupt: BaseException | None = None
 
 
@@ -158,6 +163,7 @@ class Turns:
     def _go_on(self, turn: _Turn) -> None:
         while True:
             if turn.commands:
+                turn.progress = Progress()
                 turn.work = self._hands.plan(turn.commands)
                 turn.commands = ()
             while turn.work:
@@ -180,11 +186,13 @@ class Turns:
     def _decide(self, turn: _Turn) -> None:
         """Let the books take in the request, or else what was told."""
         with self._lock:
-            self.refuse_if_broken()
+            if self.fault is not None:
+                self.refuse_if_broken()
             if self._changing is not None:
                 raise StoreClosed("the store stopped: a call that was changing its books was interrupted.")
-            self._forget_taken()
-            told = deque[m.Event]() if turn.request is not None else self.told.copy()
+            if self._taken:
+                self._forget_taken()
+            told = _NONE_TOLD if turn.request is not None else self.told.copy()
             events = (turn.request,) if turn.request is not None else self._without_repeated(told)
             self._changing = turn
             try:
@@ -194,9 +202,11 @@ class Turns:
                     self._changing = None  # it is refused: nothing was changed
                 raise
             turn.request = None
-            self._taken = told
+            if told:
+                self._taken = told
             self._changing = None
-            self._forget_taken()
+            if told:
+                self._forget_taken()
 
     def _forget_taken(self) -> None:
         """Take off the queue what the books have taken in.  It may have been interrupted anywhere."""
