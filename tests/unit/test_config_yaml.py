@@ -128,3 +128,13 @@ def test_a_configuration_written_as_yaml_is_read_back(tmp_path: Path) -> None:
     )
     assert _read(tmp_path, yaml.safe_dump(config.to_mapping())) == config
     assert _read(tmp_path, yaml.safe_dump({"offload_config": config.to_mapping()})) == config
+
+
+@pytest.mark.parametrize("slip", ["recompute_confg", "swap_confg", "swap_configs"])
+def test_a_slip_in_the_name_of_an_activations_section_is_refused(tmp_path: Path, slip: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{slip.partition('_')[0]}_config'"):
+        _read(tmp_path, f"{slip}: {{}}\n")
+
+
+def test_a_file_with_a_section_may_have_other_owners_keys(tmp_path: Path) -> None:
+    assert _read(tmp_path, "swap_config: {swap: true}\nseed: 0\n") == OffloadConfig()

@@ -1,7 +1,8 @@
 """The keys of an offload configuration, found in a YAML file.
 
 They may stand at the top level or under ``offload_config:``; ``context:`` is read for
-``memory_offload`` and ``max_device_memory``.  Other sections are left to their owners.
+``memory_offload`` and ``max_device_memory``.  Other sections are left to their owners, such as
+``recompute_config`` and ``swap_config`` to `tierstore.training`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tierstore.errors import ConfigError
 
 _SECTION = "offload_config"
 _CONTEXT = "context"
+_SECTIONS = (_SECTION, "recompute_config", "swap_config")
 _CONTEXT_KEYS = ("memory_offload", "max_device_memory")
 _NEAR = 0.9  # "offload_confg" is a slip of "offload_config"; "model_config" is a section of another owner
 
@@ -82,9 +84,9 @@ def _is_ours(
     if key in known:
         return True
     if isinstance(value, Mapping | list) or value is None:
-        if key != _SECTION and difflib.get_close_matches(key, [_SECTION], cutoff=_NEAR):
-            faults.add_unknown(key, value, [_SECTION])
-    elif not document.keys() & {_SECTION, _CONTEXT}:
+        if key not in _SECTIONS and difflib.get_close_matches(key, _SECTIONS, cutoff=_NEAR):
+            faults.add_unknown(key, value, _SECTIONS)
+    elif not document.keys() & {*_SECTIONS, _CONTEXT}:
         faults.add_unknown(key, value, known)
     return False
 
