@@ -105,12 +105,12 @@ class ForwardPass:
         push_hooks(self._pack, self._unpacker.unpack)
         self.watch.begin()
 
-    def end(self) -> None:
-        """Be in force no more."""
-        self.watch.end()
+    def end(self) -> bool:
+        """Be in force no more; return whether it was possible, or has to be tried again later."""
         top = top_hooks()
         if top is not None and top[0] is self._pack:
             pop_hooks()
+        return self.watch.end()
 
     def _is_asked(self) -> bool:
         """Say whether what is saved now comes to `pack`."""
