@@ -3,6 +3,9 @@
 What autograd saves of a marked storage becomes a `Swapped`: the store's from then on, on its way down.  Its
 device memory is given up ``3 * backward_prefetch`` operators later, or when the pass ends, or sooner when the
 device's quota demands it; what is wanted again before backward could tell stays.
+
+What ``torch.utils.checkpoint`` recomputes is not swapped, nor is what that needs: a storage that it keeps
+as an input is marked no more.
 """
 
 from __future__ import annotations
@@ -10,11 +13,15 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 
 import torch
+from torch.utils import checkpoint
 
+from tierstore.training import saved
 from tierstore.training.activations.nodes import Triggers
 from tierstore.training.activations.operators import Scope, Scopes, Watch, is_backward, storage_of
 from tierstore.training.activations.vault import Parked, Vault, WeakParked
@@ -35,6 +42,10 @@ RELEASE_FACTOR = 3
 
 SMALLEST_BYTES = 4096
 """Smaller storages stay on the device: a key would cost more than they do."""
+
+
+_HOOKS = (__file__, saved.__file__)
+_CHECKPOINT = checkpoint.__file__
 
 
 class Swapped:
@@ -145,7 +156,11 @@ class ForwardPass:
         storage = storage_of(tensor)
         if storage is None or storage.nbytes() < SMALLEST_BYTES or storage.device != self._vault.store.device:
             return None
-        return self.watch.storages.scope_of(storage)
+        scope = self.watch.storages.scope_of(storage)
+        if scope is not None and _is_asked_by_checkpoint(sys._getframe()):  # noqa: SLF001
+            self.watch.storages.unmark(storage)
+            return None
+        return scope
 
     def _swap(self, tensor: torch.Tensor, scope: Scope) -> Swapped:
         number = self._names[scope.layer_id]
@@ -181,6 +196,16 @@ class ForwardPass:
                 if parked.key not in near:
                     parked.release()
             self._due.clear()
+
+
+def _is_asked_by_checkpoint(frame: FrameType | None) -> bool:
+    """Say whether a tensor is saved as the input of what ``torch.utils.checkpoint`` will recompute.
+
+    It has its inputs saved as nodes have; only who calls the hook tells.
+    """
+    while frame is not None and frame.f_code.co_filename in _HOOKS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _CHECKPOINT
 
 
 def are_recomputed() -> bool:
