@@ -267,3 +267,15 @@ def test_a_backend_that_fails_to_close_does_not_keep_the_others_open() -> None:
     with pytest.raises(ts.BackendError, match="stuck"):
         ts.Store(StoreConfig(tiers)).close()
     assert closed == ["host", "disk"]
+
+
+def test_a_flush_that_finds_no_room_is_not_told_to_flush(disk: Disk) -> None:
+    store = disk.open()
+    store.put("k", numbered(0, CAPACITY * 3 // 4))
+    store.flush()
+    store.put("k", numbered(1, CAPACITY * 3 // 4), replace=True)
+    with pytest.raises(ts.CapacityError, match="only for the last flush") as failure:
+        store.flush()
+    advice = str(failure.value).partition("only for the last flush. ")[2]
+    assert advice.startswith("A flush needs room beside them: flush some keys at a time. Drop keys, or raise")
+    crash(store)
