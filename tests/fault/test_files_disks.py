@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import tierstore as ts
 from tests.files_disk import PAGE, blank, buffer, finish, open_durable, open_files, outcome
+from tierstore.cli import main
 from tierstore.errors import BackendError
 from tierstore.spi import Record
 from tierstore.units import KIB, MIB
@@ -226,3 +229,20 @@ def test_a_durable_directory_that_cannot_be_written_is_refused_with_its_name(dis
     files = open_durable(disk / "store", MIB)
     assert [record.name for record in files.recovered()] == ["a"]
     files.close()
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "verify"])
+def test_a_store_on_read_only_media_can_be_looked_into(
+    disk: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = disk / "store"
+    options = {"path": str(store), "durable": True}
+    with ts.Store(ts.StoreConfig([ts.TierConfig("disk", "files", 4 * MIB, options=options)])) as kept:
+        kept.put("a.b", torch.ones(1000))
+        kept.flush()
+        shutil.copytree(store, disk / "killed")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    for folder in (store, disk / "killed"):
+        assert main([verb, str(folder)]) == 0
+        assert ("a.b" in capsys.readouterr().out) or verb != "ls"
+    assert main(["import", str(store), "anything.safetensors"]) != 0

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from tierstore.errors import StoreClosed, UsageError
+from tierstore.errors import BackendError, StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, PartialError, Record, Slot
 from tierstore_backends.files.backend import QUIET_S, SEGMENT_BYTES, STRIDE_BYTES, FilesBackend
 from tierstore_backends.files.collecting import paused_collector
@@ -22,6 +22,7 @@ from tierstore_backends.files.commits import Commits
 from tierstore_backends.files.ground import durable_ground
 from tierstore_backends.files.meter import IoStats
 from tierstore_backends.files.options import FilesOptions
+from tierstore_backends.files.reading import ReadOnly, reading_ground
 from tierstore_backends.files.recovery import Recovered
 from tierstore_backends.files.rows import decode_text
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
@@ -51,9 +52,15 @@ class DurableFiles:
         stride_bytes: int = STRIDE_BYTES,
         quiet_s: float = QUIET_S,
     ) -> None:
-        ground, manifest, recovered = durable_ground(
-            capacity_bytes, options, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
-        )
+        if options.read_only:
+            ground, manifest, recovered = reading_ground(
+                capacity_bytes, options, syscalls, stride_bytes=stride_bytes
+            )
+            syscalls = ReadOnly(syscalls)
+        else:
+            ground, manifest, recovered = durable_ground(
+                capacity_bytes, options, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
+            )
         try:
             files = FilesBackend(capacity_bytes, options, syscalls=syscalls, quiet_s=quiet_s, ground=ground)
         except BaseException:
@@ -64,6 +71,7 @@ class DurableFiles:
         self._files = files
         self._capabilities = replace(files.capabilities, is_durable=True)
         self._lost = recovered.lost
+        self._read_only_folder = ground.owner.folder if options.read_only else None
         self._commits = Commits(ground.owner, manifest, ground.segments, recovered, files)
         self._recovered: Recovered | None = recovered
         self._finalizer = weakref.finalize(self, _shut, self._commits, files)
@@ -117,7 +125,16 @@ class DurableFiles:
         return self._commits.begin(records)
 
     def reserve(self, nbytes: int) -> FileSlot:
-        """Take addresses for ``nbytes``; touches no disk.  See `FilesBackend.reserve`."""
+        """Take addresses for ``nbytes``; touches no disk.  See `FilesBackend.reserve`.
+
+        Raises:
+            BackendError: besides, the directory was opened with ``read_only``.
+        """
+        self._check_open()
+        if self._read_only_folder is not None:
+            raise BackendError(
+                f"{self._read_only_folder} was opened with read_only=True: nothing can be put there"
+            )
         return self._files.reserve(nbytes)
 
     def read(self, slot: Slot, into: Buffer) -> Completion:
@@ -147,7 +164,8 @@ class DurableFiles:
 
     def accepts(self, memory: torch.Tensor) -> bool:
         """Say whether ``memory`` can be moved straight.  See `FilesBackend.accepts`."""
-        return self._files.accepts(memory)
+        # Whether it can is found out by writing.
+        return self._read_only_folder is None and self._files.accepts(memory)
 
     def free(self, slot: Slot) -> Completion:
         """Give the slot's addresses to others.  See `FilesBackend.free`."""

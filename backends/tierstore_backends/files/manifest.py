@@ -20,7 +20,9 @@ import errno
 import json
 import logging
 import os
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +31,7 @@ import numpy
 import xxhash
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
-from tierstore_backends.files.owner import MANIFEST_NAME
+from tierstore_backends.files.owner import MANIFEST_NAME, explain
 from tierstore_backends.files.rows import Damage, RawRow, Row, flips, is_whole, mend
 
 _log = logging.getLogger("tierstore.files")
@@ -90,12 +92,12 @@ class Meta:
 
 
 class Manifest:
-    """One open manifest.  Made by `create` and `open`."""
+    """One open manifest.  Made by `create`, `open` and `look`."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, meta: Meta) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection | None, meta: Meta) -> None:
         self.path = path
         self.meta = meta
-        self._connection: sqlite3.Connection | None = connection
+        self._connection = connection
         self._inode = path.stat().st_ino
 
     @classmethod
@@ -159,6 +161,34 @@ class Manifest:
         if reading.is_damaged:
             manifest = manifest._replace(reading.rows)
         return manifest, reading.rows
+
+    @classmethod
+    def look(cls, folder: Path, *, salvage: bool, at_least: int = 0) -> tuple[Manifest, Sequence[Row]]:
+        """Read the manifest of ``folder`` and change nothing there: its rows, as `open` returns them.
+
+        SQLite cannot read a database in WAL mode without files of its own beside it.  So one without a log
+        is opened as immutable, which needs none; and of one with a log, which a process left that was
+        killed, a copy in the system's temporary directory is opened.  Damage is put right in what is
+        returned, not in the file.
+
+        Returns:
+            The manifest, which is not open, and its rows.
+
+        Raises:
+            IntegrityError, UsageError, BackendError: as from `open`.
+        """
+        path = folder / MANIFEST_NAME
+        _check_magic(path)
+        with contextlib.ExitStack() as room:
+            with _explained(path, "opened"):
+                connection = room.enter_context(contextlib.closing(_connect_to_read(path, room)))
+            with _explained(path, "read"):
+                reading = _Reading(path, connection)
+                reading.run()
+            reading.judge(salvage=salvage, at_least=at_least)
+        if reading.is_damaged:
+            _log.warning("%s is damaged: what is wrong is put right here, and not in the file", path)
+        return cls(path, None, reading.meta), reading.rows
 
     def reopen(self) -> tuple[Manifest, Sequence[Row]]:
         """Open and read it again after an error.
@@ -354,12 +384,26 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def _connect_to_read(path: Path, room: contextlib.ExitStack) -> sqlite3.Connection:
+    """Open a database, or a copy that ``room`` removes: see `Manifest.look`."""
+    log = _wal(path)
+    if not (log.exists() and log.stat().st_size):
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
+        connection.text_factory = bytes
+        connection.execute("PRAGMA trusted_schema = OFF")
+        return connection
+    folder = Path(room.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-")))
+    for each in (path, log):
+        shutil.copyfile(each, folder / each.name)
+    return _connect(folder / path.name)
+
+
 def _check_magic(path: Path) -> None:
     try:
         with path.open("rb") as file:
             begin = file.read(512)
     except OSError as error:
-        raise BackendError(f"the manifest {path} cannot be read: {error}") from error
+        raise BackendError(f"the manifest {path} cannot be read: {explain(error)}") from error
     if len(begin) < 512 or not begin.startswith(_MAGIC):
         # Never let SQLite have it: it takes an empty file for a new one, and deletes the log beside it.
         raise IntegrityError(
@@ -416,7 +460,7 @@ def _explained(path: Path, done: str) -> Iterator[None]:
         why = f"{code}, {name}" if code else name
         raise kind(f"the manifest {path} could not be {done}: {error} ({why})") from error
     except OSError as error:
-        raise BackendError(f"the manifest {path} could not be {done}: {error}") from error
+        raise BackendError(f"the manifest {path} could not be {done}: {explain(error)}") from error
     except _DAMAGED as error:
         raise IntegrityError(f"the manifest {path} could not be {done}: {error!r}") from error
 
