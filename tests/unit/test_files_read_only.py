@@ -106,7 +106,7 @@ def test_a_damaged_row_is_put_right_in_memory_alone(closed: Path, caplog: pytest
     before = snapshot(closed)
     with caplog.at_level(logging.WARNING, "tierstore.files"), look(closed) as store:
         assert is_whole(store)
-    assert "is put right here, and not in the file" in caplog.text
+    assert "is put right here, not in the file" in caplog.text
     assert snapshot(closed) == before
 
 
