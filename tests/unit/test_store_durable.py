@@ -279,3 +279,15 @@ def test_a_flush_that_finds_no_room_is_not_told_to_flush(disk: Disk) -> None:
     advice = str(failure.value).partition("only for the last flush. ")[2]
     assert advice.startswith("A flush needs room beside them: flush some keys at a time. Drop keys, or raise")
     crash(store)
+
+
+def test_where_a_durable_store_is_can_be_read_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ts.StoreConfig.default("cpu", None, "16MB", "16MB", durable=True)  # and no path
+    with ts.Store(config) as store:
+        store.put("k", torch.zeros(3))
+    with caplog.at_level(logging.INFO, "tierstore"), ts.Store(config):
+        pass
+    assert f"a durable store is open in {tmp_path / 'offload'}: 1 keys were found there" in caplog.messages

@@ -6,6 +6,7 @@ change it.  What is written and not committed is gone when the directory is open
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -27,6 +28,8 @@ from tierstore_backends.files.recovery import Recovered
 from tierstore_backends.files.rows import decode_text
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
 from tierstore_backends.files.transfer import FileSlot
+
+_log = logging.getLogger("tierstore.files")
 
 
 class DurableFiles:
@@ -74,6 +77,12 @@ class DurableFiles:
         self._read_only_folder = ground.owner.folder if options.read_only else None
         self._commits = Commits(ground.owner, manifest, ground.segments, recovered, files)
         self._recovered: Recovered | None = recovered
+        # Above all for who gave no path, and keeps files in one that is relative to where the program began.
+        _log.info(
+            "a durable store is open in %s: %d keys were found there",
+            ", ".join(map(str, options.folders)),
+            len(recovered.rows),
+        )
         self._finalizer = weakref.finalize(self, _shut, self._commits, files)
         self._closing = threading.Lock()  # held while the first to close waits for the disk
         _open_backends.add(self)
