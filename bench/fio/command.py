@@ -1,7 +1,7 @@
 """The command line: ``python -m bench JOBFILE...``.
 
 Exit code 0: every job ran without error; 1: one had an error, or fio could not run; 2: a job file or an
-argument is wrong, and nothing ran.
+argument is wrong, and nothing ran; 130: it was interrupted.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlaceError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was recorded, and what was made is removed", file=sys.stderr)
+        return 130  # 128 + SIGINT, as shells count
     document = report.document(run.outcomes, list(run.disks.values()), _global_options(batches))
     _print(run, batches, document, formats, arguments.output)
     if arguments.plots:

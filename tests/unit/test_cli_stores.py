@@ -306,14 +306,60 @@ def test_a_codec_is_refused_where_the_format_has_none(
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.zarr"])
-def test_an_export_that_cannot_be_written_names_what_was_asked_for(
+def test_an_export_to_no_directory_is_refused(
     directory: Path, name: str, tmp_path: Path, capsys: _Output
 ) -> None:
-    (tmp_path / "file").write_text("no directory")
-    assert main(["export", str(directory), str(tmp_path / "file" / name)]) == 1
+    assert main(["export", str(directory), str(tmp_path / "nowhere" / name)]) == 2
+    assert f"'{tmp_path}/nowhere' is not a directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_target_may_have_as_long_a_name_as_a_file(directory: Path, tmp_path: Path) -> None:
+    assert main(["export", str(directory), str(tmp_path / ("x" * 255)), "step"]) == 0
+    assert (tmp_path / ("x" * 255)).exists()
+
+
+def test_a_key_that_a_safetensors_file_cannot_have_is_named(tmp_path: Path, capsys: _Output) -> None:
+    with open_store(tmp_path / "store") as store:
+        store.put("__metadata__", torch.zeros(1))
+    assert main(["export", str(tmp_path / "store"), str(tmp_path / "out.safetensors")]) == 2
+    assert "'__metadata__' is a name that the safetensors format keeps for itself" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "store"), str(tmp_path / "out.zarr")]) == 0
+
+
+def test_a_source_that_is_none_makes_no_store(directory: Path, tmp_path: Path, capsys: _Output) -> None:
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "folder").mkdir()
+    for source, why in {
+        "empty.safetensors": "header too small",
+        "folder": "is not a zarr group",
+        directory.name: "is itself a durable store: export it",
+    }.items():
+        assert main(["import", str(tmp_path / "new"), str(tmp_path / source)]) == 2
+        assert why in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("path", ["", ",", "a,", ",a"])
+def test_a_path_that_is_none_is_not_the_current_directory(path: str, capsys: _Output) -> None:
+    assert main(["ls", path]) == 2
+    assert "names no directory, or has a comma too many" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.zarr"])
+def test_an_export_that_cannot_be_written_names_what_was_asked_for(
+    directory: Path, shut_out: Path, name: str, capsys: _Output
+) -> None:
+    os.seteuid(0)
+    shutil.copytree(directory, shut_out / "readable")
+    for path in (shut_out / "readable").iterdir():
+        path.chmod(0o644)
+    os.seteuid(65534)
+    assert main(["export", str(shut_out / "readable"), str(shut_out / name)]) == 1
     err = capsys.readouterr().err
-    assert f"{tmp_path}/file/{name}' could not be written" in err
-    assert f".{name}." not in err
+    assert f"'{shut_out}/{name}' could not be written" in err
+    assert "Permission denied" in err
+    assert ".tierstore-export" not in err
 
 
 def test_an_import_that_meets_a_key_names_the_switch(
@@ -335,7 +381,9 @@ def shut_out(directory: Path) -> Iterator[Path]:
         shutil.copytree(directory, place / "store")
         (place / "store").chmod(0o700)
         safetensors.torch.save_file({"x": torch.zeros(1)}, place / "in.safetensors")
+        shutil.copyfile(place / "in.safetensors", place / "all.safetensors")
         (place / "in.safetensors").chmod(0o600)
+        (place / "all.safetensors").chmod(0o644)
         os.seteuid(65534)
         try:
             yield place
@@ -345,7 +393,7 @@ def shut_out(directory: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("verb", ["ls", "du", "verify", "import"])
 def test_a_store_of_somebody_else_says_whose_it_is(verb: str, shut_out: Path, capsys: _Output) -> None:
-    source = [__file__] if verb == "import" else []
+    source = [str(shut_out / "all.safetensors")] if verb == "import" else []
     assert main([verb, str(shut_out / "store"), *source]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1

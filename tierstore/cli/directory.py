@@ -86,7 +86,10 @@ def disk_bytes(text: str) -> int:
 
 
 def _folders(text: str) -> list[Path]:
-    return [Path(each).expanduser() for each in text.split(",")]
+    parts = text.split(",")
+    if not all(parts):
+        raise UsageError(f"{text!r} names no directory, or has a comma too many.")
+    return [Path(each).expanduser() for each in parts]
 
 
 def chosen(store: Store, patterns: Sequence[str]) -> list[str]:

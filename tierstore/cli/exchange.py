@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("safetensors", "zarr")
 _KEY = "key"
+_METADATA = "__metadata__"
 _CODECS: dict[str, Literal["auto"] | None] = {"none": None, "zstd": "auto"}  # zarr's own default is zstd
 
 
@@ -84,8 +86,8 @@ def _export(options: argparse.Namespace) -> int:
             f"--codec={options.codec} is for zarr, and {target!r} becomes a safetensors file, which knows no "
             f"codecs: leave it out, or say --format=zarr."
         )
-    if "://" not in target and Path(target).exists():
-        raise UsageError(f"{target!r} is there already.")
+    if "://" not in target:
+        _require_place(Path(target))
     with directory.open_store(options.store) as store:
         keys = directory.chosen(store, options.patterns)
         sizes = [store.spec(key).nbytes for key in keys]
@@ -97,12 +99,24 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _require_place(target: Path) -> None:
+    if target.exists():
+        raise UsageError(f"'{target}' is there already.")
+    if not target.parent.is_dir():
+        raise UsageError(f"'{target}' cannot be made: '{target.parent}' is not a directory.")
+
+
 def _read(store: Store, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
     for key in directory.progress(keys, sizes, "export"):
         yield key, store.get(key, device="cpu")
 
 
 def _to_safetensors(store: Store, keys: Sequence[str], sizes: Sequence[int], target: Path) -> None:
+    if _METADATA in keys:
+        raise UsageError(
+            f"{_METADATA!r} is a name that the safetensors format keeps for itself: export that key to zarr.",
+            key=_METADATA,
+        )
     entries = [Entry(key, store.spec(key).dtype, tuple(store.spec(key).shape)) for key in keys]
     with _in_the_end(target) as fresh:
         write_file(fresh, entries, (tensor for _, tensor in _read(store, keys, sizes)), {})
@@ -124,7 +138,7 @@ def _in_the_end(target: Path) -> Iterator[Path]:
     Raises:
         BackendError: the file system failed.  Named is ``target``, which is what its user knows.
     """
-    fresh = target.with_name(f".{target.name}.{os.getpid()}")
+    fresh = target.with_name(f".tierstore-export.{os.getpid()}")
     try:
         yield fresh
         fresh.rename(target)
@@ -168,9 +182,10 @@ def _import(options: argparse.Namespace) -> int:
         _require_readable(source)
     count = nbytes = 0
     tensors = _from_zarr(source) if _format(options, source) == "zarr" else _from_safetensors(Path(source))
+    first = list(itertools.islice(tensors, 1))  # what cannot be read makes no store
     store = directory.open_store(options.store, directory.Access.CHANGE)
     try:
-        for key, tensor in tensors:
+        for key, tensor in itertools.chain(first, tensors):
             try:
                 store.put(key, tensor, replace=bool(options.replace))
             except KeyExists as error:
@@ -214,6 +229,8 @@ def _from_safetensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _from_zarr(source: str) -> Iterator[tuple[str, torch.Tensor]]:
     import zarr
 
+    if "://" not in source and (Path(source) / "tierstore.db").exists():
+        raise UsageError(f"{source!r} is itself a durable store: export it, and import what that makes.")
     try:
         group = zarr.open_group(source, mode="r")
     except (OSError, ValueError, KeyError) as error:
