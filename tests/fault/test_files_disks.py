@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import subprocess
 import tempfile
@@ -246,3 +247,20 @@ def test_a_store_on_read_only_media_can_be_looked_into(
         assert main([verb, str(folder)]) == 0
         assert ("a.b" in capsys.readouterr().out) or verb != "ls"
     assert main(["import", str(store), "anything.safetensors"]) != 0
+
+
+def test_who_gets_no_room_above_a_disk_that_is_full_is_told_that_it_is(disk: Path) -> None:
+    tiers = [
+        ts.TierConfig("host", "pinned", 2 * MIB),
+        ts.TierConfig("disk", "files", 8 * DISK, options={"path": str(disk / "scratch")}),
+    ]
+    with ts.Store(ts.StoreConfig(tiers)) as store:
+        with pytest.raises(ts.CapacityError) as failure:
+            _put_for_ever(store)
+    assert "could not be moved to a lower tier" in str(failure.value)
+    assert "ENOSPC (No space left on device)" in str(failure.value)
+
+
+def _put_for_ever(store: ts.Store) -> None:
+    for number in itertools.count():
+        store.put(str(number), torch.ones(MIB, dtype=torch.uint8), tier="host")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -327,3 +328,16 @@ def test_an_engine_that_is_nearly_the_stores_is_not_left_to_fio(
     file = write(tmp_path, "[x]\nrw=write\n")
     assert main([file, "--path", str(tmp_path), "--set", f"ioengine={engine}"]) == 2
     assert f"ioengine={engine}: did you mean 'tierstore'?" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_so_in_a_line_and_leaves_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path, "[x]\nrw=write\nop=put\ntime_based=1\nruntime=100\n")
+    command = [sys.executable, "-m", "bench", file, "--path", str(tmp_path / "made")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        assert running.stderr.readline() == "running x ...\n"
+        running.send_signal(signal.SIGINT)
+        err = running.stderr.read()
+    assert err == "interrupted: nothing was recorded, and what was made is removed\n"
+    assert running.returncode == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["j.fio"]

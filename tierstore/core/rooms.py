@@ -156,6 +156,8 @@ class Rooms:
             below = self.books.shelves[shelf.index + 1 :]
             free = ", ".join(f"{format_bytes(each.free_bytes)} free in {each.tier.name!r}" for each in below)
             message += f"; {len(shelf.stuck)} replicas could not be moved to a lower tier ({free})"
+            if shelf.trouble is not None:  # else one would look for room in quotas where the medium has none
+                message += f", because of: {shelf.trouble}"
             names += [each.tier.name for each in below]
             full += below
         retained = [each for each in full if each.retained_bytes]
