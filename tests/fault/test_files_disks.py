@@ -254,9 +254,8 @@ def test_who_gets_no_room_above_a_disk_that_is_full_is_told_that_it_is(disk: Pat
         ts.TierConfig("host", "pinned", 2 * MIB),
         ts.TierConfig("disk", "files", 8 * DISK, options={"path": str(disk / "scratch")}),
     ]
-    with ts.Store(ts.StoreConfig(tiers)) as store:
-        with pytest.raises(ts.CapacityError) as failure:
-            _put_for_ever(store)
+    with ts.Store(ts.StoreConfig(tiers)) as store, pytest.raises(ts.CapacityError) as failure:
+        _put_for_ever(store)
     assert "could not be moved to a lower tier" in str(failure.value)
     assert "ENOSPC (No space left on device)" in str(failure.value)
 
