@@ -98,6 +98,14 @@ def _is_direct(store: ts.Store) -> bool:
     return bool(io["is_direct"])
 
 
+def test_files_that_are_longer_than_the_capacity_stay_as_long(closed: Path) -> None:
+    before = snapshot(closed)
+    options = {"path": str(closed), "durable": True, "read_only": True}
+    with ts.Store(ts.StoreConfig([ts.TierConfig("disk", "files", "4MiB", options=options)])) as store:
+        assert is_whole(store)
+    assert snapshot(closed) == before
+
+
 def test_a_damaged_row_is_put_right_in_memory_alone(closed: Path, caplog: pytest.LogCaptureFixture) -> None:
     connection = sqlite3.connect(closed / "tierstore.db")
     connection.execute("UPDATE records SET nbytes = nbytes + 1 WHERE name = 'k3'")
