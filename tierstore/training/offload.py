@@ -182,7 +182,7 @@ class Offload:
                 "the disk tier is scratch space: a checkpoint would not survive. Set durable=True in the "
                 "configuration, or use run.save(path)."
             )
-        session.durable.commit(extra or {})
+        session.durable.commit({} if extra is None else extra)
 
     def close(self) -> None:
         """Make parameters, gradients and state ordinary tensors again, and close the store.  Idempotent.
