@@ -46,6 +46,8 @@ and the backend owes:
 
 A slot may take less of the medium than was asked for, once it is written: see `held_bytes`.
 
+A backend whose memory is the program's own may be an `AdoptingBackend` too.
+
 A backend that counts what it does shows it as ``io_stats``, a frozen dataclass of ints, floats and texts, and
 of tuples of other such dataclasses; it appears in `tierstore.stats.TierStats.io`.
 """
@@ -291,6 +293,26 @@ class DirectBackend(Backend, Protocol):
 
     def accepts(self, memory: torch.Tensor) -> bool:
         """Say whether ``memory`` can be moved straight, now and here.  Blocks at most once, to find out."""
+        ...
+
+
+@runtime_checkable
+class AdoptingBackend(Backend, Protocol):
+    """A ``DEVICE`` backend that makes a slot of memory that the program has allocated.  Optional.
+
+    From then on the memory is a slot's like any other, except that others may refer to its storage as well:
+    freeing the slot only lets go of it.
+    """
+
+    def adopt(self, memory: torch.Tensor) -> Slot:
+        """Make a slot of ``memory``, which is written: a whole storage, as one-dimensional ``torch.uint8``.
+
+        What the calling thread's current stream has been told so far happens before anything else does to it.
+
+        Raises:
+            CapacityError: as ``reserve``.
+            BackendError: it is no memory of this device, or the medium failed.
+        """
         ...
 
 

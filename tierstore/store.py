@@ -31,9 +31,9 @@ from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.outputs import OutputPool
-from tierstore.spi import AddressableSlot, Backend, Completion, DurableBackend, Medium
+from tierstore.spi import AddressableSlot, AdoptingBackend, Backend, Completion, DurableBackend, Medium
 from tierstore.stats import StoreStats, TierStats, Traffic, io_of
-from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, to_text, view_bytes
+from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, is_whole, to_text, view_bytes
 from tierstore.wrappers import Compressed, with_codec
 
 log = logging.getLogger("tierstore")
@@ -110,6 +110,49 @@ class Store:
 
         number = self._engine.number()
         self._engine.put(m.PutRequested(number, key, spec.nbytes, target, replace, spec), fill)
+
+    @property
+    def can_adopt(self) -> bool:
+        """Whether the fastest tier takes tensors as they lie: see `adopt`."""
+        return isinstance(self._engine.backends[0], AdoptingBackend)
+
+    def adopt(self, key: str, tensor: torch.Tensor) -> None:
+        """Let the memory of ``tensor`` be the bytes of ``key`` in the fastest tier, without a copy.  Blocks.
+
+        From now on the memory is charged to that tier, and nobody may write to it.  When the tier gives
+        its bytes back, the store only lets go of it: the memory is free when nobody else refers to it.
+
+        Args:
+            key: any text that nothing is under.
+            tensor: on `device`, dense, from the first byte of its storage to the last.
+
+        Raises:
+            UsageError: not such a tensor, not a key, or a tier that adopts nothing (`can_adopt`).
+            KeyExists: the key is there.
+            CapacityError: no room in the tier, and none can be made.
+            BackendError: a medium failed.  In every case the tensor is unharmed.
+        """
+        check_key(key)
+        spec = describe(tensor)
+        if not self.can_adopt:
+            raise UsageError(
+                f"the tier {self.tier_names[0]!r} cannot take memory that is not its own; put the tensor "
+                "instead.",
+                key=key,
+                tier=self.tier_names[0],
+            )
+        if not is_whole(tensor, spec) or tensor.device != self.device:
+            raise UsageError(
+                f"cannot adopt {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on "
+                f"{str(tensor.device)!r}: it has to fill its storage, on {str(self.device)!r}. "
+                "Put it instead.",
+                key=key,
+            )
+        with torch.no_grad():
+            memory = bytes_of(tensor.detach())
+        number = self._engine.number()
+        event = m.PutRequested(number, key, spec.nbytes, 0, replace=False, spec=spec)
+        self._engine.put(event, lambda _: None, memory)
 
     def _fill(self, room: Opening, tensor: torch.Tensor, spec: TensorSpec) -> None:
         """Bring a tensor's bytes into the slot that was reserved for them."""

@@ -148,6 +148,12 @@ def view_bytes(memory: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return memory.view(spec.dtype).as_strided(spec.shape, spec.stride)
 
 
+def is_whole(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    """Return whether a tensor is all that its storage holds, in the layout in which it would be stored."""
+    is_plain = tensor.stride() == spec.stride and not (tensor.is_conj() or tensor.is_neg())
+    return is_plain and tensor.untyped_storage().nbytes() == spec.nbytes
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """View a dense tensor as the bytes that it consists of, in the order of its storage."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -103,6 +103,20 @@ def check_sizes(into: Buffer, source: Buffer) -> None:
         raise BackendError(f"a copy of {source.numel()} bytes into {into.numel()}")
 
 
+def check_whole(memory: torch.Tensor, device: torch.device) -> None:
+    """Refuse to adopt what is not all the bytes of a storage on ``device``.
+
+    Raises:
+        BackendError: it says what is wrong.
+    """
+    is_flat = memory.dtype is torch.uint8 and memory.dim() == 1 and memory.is_contiguous()
+    if not is_flat or memory.device != device or memory.untyped_storage().nbytes() != memory.numel():
+        raise BackendError(
+            f"cannot adopt {memory.dtype} {list(memory.shape)} on {str(memory.device)!r}: "
+            f"a slot here is a whole storage on {str(device)!r}, as one-dimensional uint8"
+        )
+
+
 def read(slot: Slot, into: Buffer) -> Completion:
     """Copy a slot's bytes into a buffer before returning."""
     try:

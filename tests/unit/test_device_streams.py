@@ -525,3 +525,59 @@ def test_a_device_without_an_index_is_the_one_that_was_current_when_it_was_opene
     assert find_device(torch.device("cuda:1"))[0] == torch.device("cuda:1")
     with pytest.raises(BackendError, match="torch sees 3"):
         find_device(torch.device("cuda:3"))
+
+
+def test_adopted_memory_is_read_when_what_writes_it_has_run(device: StreamDevice, module: Simulated) -> None:
+    memory, into = torch.zeros(_N, dtype=torch.uint8), torch.zeros(_N, dtype=torch.uint8)
+    module.compute.queue.append(lambda: memory.fill_(7))
+    slot = device.adopt(memory)
+    assert device.used_bytes == 1024
+    read = device.read(slot, into)
+    module.outward.run()
+    assert not into.any()
+    module.run_everything()
+    assert _is_told(read)
+    assert bool((into == 7).all())
+
+
+def test_adopted_memory_is_let_go_of_when_its_events_have_passed(
+    device: StreamDevice, module: Simulated
+) -> None:
+    memory = torch.zeros(_N, dtype=torch.uint8)
+    storage = weakref.ref(memory.untyped_storage())
+    slot = device.adopt(memory)
+    del memory
+    free = device.free(slot)
+    assert storage() is not None
+    module.run_everything()
+    succeed(free)
+    assert storage() is None
+    assert device.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [torch.zeros(_N), torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(_N, dtype=torch.uint8)[1:]],
+    ids=["floats", "a-matrix", "a-part"],
+)
+def test_what_is_no_whole_storage_is_not_adopted(device: StreamDevice, memory: torch.Tensor) -> None:
+    with pytest.raises(BackendError, match="whole storage"):
+        device.adopt(memory)
+    assert device.used_bytes == 0
+
+
+def test_more_than_the_quota_is_not_adopted(module: Simulated) -> None:
+    device = _open(module, capacity_bytes=512)
+    with pytest.raises(CapacityError):
+        device.adopt(torch.zeros(_N, dtype=torch.uint8))
+    assert device.used_bytes == 0
+    device.close()
+    with pytest.raises(BackendError, match="closed"):
+        device.adopt(torch.zeros(1, dtype=torch.uint8))
+
+
+def test_slots_are_said_to_be_where_they_are(module: Simulated) -> None:
+    place = torch.device("cuda:1")
+    device = StreamDevice(MIB, place, cast("DeviceModule", module))
+    assert device.capabilities.device == place
+    device.close()

@@ -18,6 +18,7 @@ from tierstore.engine.batches import SMALL_BYTES
 from tierstore.errors import BackendError, CapacityError, IntegrityError
 from tierstore.spi import (
     AddressableSlot,
+    AdoptingBackend,
     Backend,
     BatchBackend,
     Buffer,
@@ -77,11 +78,23 @@ class Carrier:
         """Forget every slot: nothing moves any more."""
         self._slots.clear()
 
-    def reserve(self, command: m.StartCopy, events: list[m.Event]) -> Slot | None:
-        """Take room for a copy; if there is none, add why to ``events`` and return ``None``."""
+    def reserve(
+        self, command: m.StartCopy, events: list[m.Event], given: torch.Tensor | None = None
+    ) -> Slot | None:
+        """Take room for a copy; if there is none, add why to ``events`` and return ``None``.
+
+        Args:
+            command: the copy.
+            events: what is known of it at once.
+            given: memory that is to be the room, with the bytes in it.
+        """
         place = command.target
+        backend = self._backends[place.tier]
         try:
-            slot = self._backends[place.tier].reserve(command.nbytes)
+            if given is None:
+                slot = backend.reserve(command.nbytes)
+            else:
+                slot = cast("AdoptingBackend", backend).adopt(given)
         except CapacityError as error:
             # Kept by the books: its traceback would keep every frame that led here, and what they refer to.
             events.append(m.CopyRefused(command.copy, error.with_traceback(None)))

@@ -16,6 +16,8 @@ from itertools import count
 from operator import attrgetter
 from typing import TypeVar, cast
 
+import torch
+
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
 from tierstore.engine.batches import batches
@@ -97,6 +99,7 @@ class Engine:
         self._carrier = Carrier(self.backends, self.names, self._turn, self._report)
         self._waiting: dict[int, Transfer[Sequence[m.Granted]]] = {}
         self._openings: dict[int, Transfer[Opening]] = {}
+        self._given: dict[int, torch.Tensor] = {}  # what puts bring as the room itself
         self._is_closed = False
         self._is_broken = False
 
@@ -151,16 +154,26 @@ class Engine:
         self,
         event: m.PutRequested,
         fill: Callable[[Opening], None],
+        given: torch.Tensor | None = None,
     ) -> None:
-        """Make room for a key and let ``fill`` bring its bytes, in this thread.  Blocks."""
+        """Make room for a key and let ``fill`` bring its bytes, in this thread.  Blocks.
+
+        Args:
+            event: what is put, and where.
+            fill: is called once there is room.
+            given: memory that is to be the room itself, where the backend of the event's tier adopts.
+        """
         number, key = event.request, event.key
         opening: Transfer[Opening] = Transfer((key,))
         self._openings[number] = opening
+        if given is not None:
+            self._given[number] = given
         try:
             settled = self.request(event, number, (key,))
             room = self.wait(opening, lambda room: self.turn(m.CopyDone(room.copy, _orphaned(key))))
         finally:
             del self._openings[number]
+            self._given.pop(number, None)
         error: BaseException | None = None
         try:
             fill(room)
@@ -321,7 +334,7 @@ class Engine:
 
     def _open_room(self, command: m.StartCopy, events: list[m.Event]) -> None:
         """Let the caller of ``put`` fill the room that it waits for."""
-        slot = self._carrier.reserve(command, events)
+        slot = self._carrier.reserve(command, events, self._given.get(command.request))
         if slot is None:
             return
         opening = self._openings.get(command.request)

@@ -128,11 +128,11 @@ class SavedTensors:
         if isinstance(packed, Reference):
             with natively():
                 now = packed.owner._version  # noqa: SLF001
-            _refuse_if_changed(packed.dtype, packed.shape, now, packed.version)
+            refuse_if_changed(packed.dtype, packed.shape, now, packed.version)
             return self._bring(packed)
         if isinstance(packed, Kept):
             kept = packed.tensor
-            _refuse_if_changed(kept.dtype, kept.shape, kept._version, packed.version)  # noqa: SLF001
+            refuse_if_changed(kept.dtype, kept.shape, kept._version, packed.version)  # noqa: SLF001
             return kept
         assert isinstance(packed, Delegated)
         return cast("torch.Tensor", packed.unpack(packed.packed))
@@ -180,7 +180,15 @@ def _refer(binding: Binding, tensor: torch.Tensor) -> Reference:
     )
 
 
-def _refuse_if_changed(dtype: torch.dtype, shape: torch.Size, now: int, then: int | None) -> None:
+def refuse_if_changed(dtype: torch.dtype, shape: torch.Size, now: int, then: int | None) -> None:
+    """Raise what PyTorch raises if a saved tensor is not at the version that it was saved at.
+
+    Args:
+        dtype: of the tensor, for the message.
+        shape: as well.
+        now: its version.
+        then: its version when it was saved; ``None``: nobody knows.
+    """
     if then is None or now == then:
         return
     raise RuntimeError(

@@ -25,6 +25,8 @@ from tierstore_backends.quota import Quota
 ALIGNMENT_BYTES = 512  # as CUDA's caching allocator rounds
 _FREED = 0xFF
 _CLOSED = "the 'device' backend is closed"
+_ADOPTED = object()
+"""Where a slot's memory is from that the program allocated."""
 
 
 class EmulatedDevice:
@@ -81,6 +83,26 @@ class EmulatedDevice:
             self._quota.give(nbytes)
             raise
 
+    def adopt(self, memory: torch.Tensor) -> Slot:
+        """Make a slot of what the program has allocated; tell every listener, as it is the device's now.
+
+        Raises:
+            CapacityError: more than what is free, or a listener refuses it.
+            BackendError: the device is closed, or it is not host memory.
+        """
+        if self._is_closed:
+            raise BackendError(_CLOSED)
+        host.check_whole(memory, torch.device("cpu"))
+        self._quota.take(memory.numel())
+        try:
+            _announce(memory)
+        except BaseException as error:
+            self._quota.give(memory.numel())
+            if isinstance(error, torch.OutOfMemoryError):
+                raise _no_room(memory.numel(), error) from error
+            raise
+        return host.HostSlot(memory, place=_ADOPTED)
+
     def read(self, slot: Slot, into: Buffer) -> Completion:
         """Copy the slot's bytes into ``into``, in the thread of that direction."""
         try:
@@ -109,7 +131,7 @@ class EmulatedDevice:
         """Give the slot's bytes back before returning; say so when completions come."""
         try:
             owned = host.own(slot)
-            if self._is_overwriting:
+            if self._is_overwriting and owned.place is not _ADOPTED:  # others may use that still
                 owned.memory.fill_(_FREED)
             owned.vacate()
         except BackendError as error:
@@ -145,18 +167,25 @@ class EmulatedDevice:
                 memory, piece = self._arena.take(nbytes)
             self._arena.trim(self._quota.capacity_bytes - self._quota.held_bytes)
             try:
-                for listener in tuple(device_storage_listeners):
-                    listener(memory.untyped_storage())
+                _announce(memory)
             except BaseException:
                 del memory  # the error's traceback refers to this frame: let it not hold device memory
                 self._take_back(piece)
                 raise
         except (OSError, torch.OutOfMemoryError) as error:
-            raise CapacityError(
-                f"the device has no room for {format_bytes(nbytes)}: {error}", needed_bytes=nbytes
-            ) from error
+            raise _no_room(nbytes, error) from error
         return host.HostSlot(memory, place=piece)
 
     def _take_back(self, piece: object) -> None:
         if isinstance(piece, Piece):
             self._arena.give(piece)
+
+
+def _announce(memory: torch.Tensor) -> None:
+    """Tell every listener that a storage is the device's."""
+    for listener in tuple(device_storage_listeners):
+        listener(memory.untyped_storage())
+
+
+def _no_room(nbytes: int, error: Exception) -> CapacityError:
+    return CapacityError(f"the device has no room for {format_bytes(nbytes)}: {error}", needed_bytes=nbytes)

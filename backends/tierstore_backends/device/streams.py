@@ -275,7 +275,9 @@ class StreamDevice:
     """
 
     def __init__(self, capacity_bytes: int, device: torch.device, module: DeviceModule) -> None:
-        self.capabilities = Capabilities(medium=Medium.DEVICE, alignment_bytes=ALIGNMENT_BYTES, depth=2)
+        self.capabilities = Capabilities(
+            medium=Medium.DEVICE, alignment_bytes=ALIGNMENT_BYTES, depth=2, device=device
+        )
         self._quota = Quota("device", capacity_bytes, ALIGNMENT_BYTES)
         self._streams = _Streams(device, module)
         self._inward = _Lane("h2d", self._streams)
@@ -314,6 +316,24 @@ class StreamDevice:
             self._quota.give(nbytes)
             raise BackendError(f"{self._streams.device} failed: {error}") from error
         return StreamSlot(memory, self._streams, reserved)
+
+    def adopt(self, memory: torch.Tensor) -> Slot:
+        """Make a slot of what the program has allocated and the current stream has written.
+
+        Raises:
+            CapacityError: more than what is free.
+            BackendError: the backend is closed, or the memory is not this device's.
+        """
+        if self._is_closed:
+            raise BackendError(_CLOSED)
+        host.check_whole(memory, self._streams.device)
+        self._quota.take(memory.numel())
+        try:
+            written = self._streams.mark(self._streams.current())
+        except RuntimeError as error:
+            self._quota.give(memory.numel())
+            raise _as_backend_error(error) from error
+        return StreamSlot(memory, self._streams, written)
 
     def read(self, slot: Slot, into: Buffer) -> Completion:
         """Queue a copy of the slot's bytes into ``into``, after everything that wrote them."""
