@@ -1,7 +1,10 @@
-"""Training with more than the device holds: `offload(model, optimizer, config)`."""
+"""Training with more than the device holds: `offload(model, optimizer, config)`.
 
-from tierstore.training.activations import RecomputeConfig, SwapConfig
+`recompute(model, config)` keeps less for backward.
+"""
+
+from tierstore.training.activations.recompute import Recompute, RecomputeStats, recompute
 from tierstore.training.former import Resumed
 from tierstore.training.offload import Offload, RunStats, offload
 
-__all__ = ["Offload", "RecomputeConfig", "Resumed", "RunStats", "SwapConfig", "offload"]
+__all__ = ["Offload", "Recompute", "RecomputeStats", "Resumed", "RunStats", "offload", "recompute"]

@@ -101,7 +101,7 @@ class ModuleWindows:
         entries = self._running.entries
         if not entries:
             return
-        running = _modules_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
+        running = modules_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
         while entries and entries[-1].owner.module not in running:
             self._end(entries.pop())
 
@@ -112,7 +112,8 @@ class ModuleWindows:
         return classes
 
 
-def _modules_on_the_stack(frame: FrameType | None) -> set[nn.Module]:
+def modules_on_the_stack(frame: FrameType | None) -> set[nn.Module]:
+    """Return the modules that are being called, in a frame or in those that called it."""
     found: set[nn.Module] = set()
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code is nn.Module._call_impl.__code__ else None  # noqa: SLF001

@@ -25,8 +25,16 @@ Hook = Callable[[Any], Any]
 
 _autograd: Any = torch._C._autograd  # noqa: SLF001
 _top_hooks = _autograd._top_saved_tensors_default_hooks  # noqa: SLF001
-_push_hooks = _autograd._push_saved_tensors_default_hooks  # noqa: SLF001
-_pop_hooks = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
+push_hooks: Callable[[Hook, Hook], None] = _autograd._push_saved_tensors_default_hooks  # noqa: SLF001
+pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
+
+
+def top_hooks() -> tuple[Hook, Hook] | None:
+    """Return the hooks that pack and unpack what this thread saves; ``None``: there are none.
+
+    One that passes some of it on says to whom: in its attribute ``before``.
+    """
+    return cast("tuple[Hook, Hook] | None", _top_hooks(True))  # noqa: FBT003 - torch's own signature
 
 
 class Reference(NamedTuple):
@@ -73,18 +81,18 @@ class SavedTensors:
 
     def push(self) -> bool:
         """Come into force in this thread, unless nobody was since; return whether `pop` is due."""
-        top = _top_hooks(True)  # noqa: FBT003 - torch's own signature
+        top = top_hooks()
         if top is None:
-            _push_hooks(self._pack, self._unpack)
+            push_hooks(self._pack, self._unpack)
             return True
         if getattr(top[0], "saved", getattr(top[0], "__self__", None)) is self:
             return False
-        _push_hooks(_Chained(self, *top), self._unpack)
+        push_hooks(_Chained(self, *top), self._unpack)
         return True
 
     def pop(self) -> None:
         """Be in force no more."""
-        _pop_hooks()
+        pop_hooks()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -146,18 +154,22 @@ class SavedTensors:
 
 
 class _Chained:
-    """Packs bundles, and leaves the rest to the hooks that were there before."""
+    """Packs bundles, and leaves the rest to the hooks that were there before.
+
+    Attributes:
+        before: what packs the rest.
+    """
 
     def __init__(self, saved: SavedTensors, pack: Hook, unpack: Hook) -> None:
         self.saved = saved
-        self._pack_before = pack
+        self.before = pack
         self._unpack_before = unpack
 
     def __call__(self, tensor: torch.Tensor) -> object:
         reference = self.saved.refer(tensor)
         if reference is not None:
             return reference
-        return Delegated(self._pack_before(tensor), self._unpack_before)
+        return Delegated(self.before(tensor), self._unpack_before)
 
 
 def _refer(binding: Binding, tensor: torch.Tensor) -> Reference:
