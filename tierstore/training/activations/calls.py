@@ -15,7 +15,8 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -64,7 +65,7 @@ class Call:
         args: its arguments, with an `Input` for each tensor.
         kwargs: its named arguments, likewise.
         random: the random state that it began with.
-        given: the ids of its inputs' storages.
+        given: its inputs' storages.
         counts: to tell of runs.
     """
 
@@ -74,10 +75,10 @@ class Call:
         args: Arguments,
         kwargs: Named,
         random: RandomState | None,
-        given: set[int],
+        given: Iterable[torch.UntypedStorage],
         counts: Counts,
     ) -> None:
-        self.given = given
+        self._given = [weakref.ref(storage) for storage in given]
         self.is_packed = False
         self.is_over = False
         self._operator = operator
@@ -98,6 +99,10 @@ class Call:
             self.is_packed = True
             for each in found((self._args, self._kwargs), Input):
                 each.pack()
+
+    def was_given(self, storage: torch.UntypedStorage) -> bool:
+        """Whether an input lies in a storage."""
+        return any(each() is storage for each in self._given)
 
     def settle(self) -> None:
         """Depend on the inputs no more: they are about to change."""

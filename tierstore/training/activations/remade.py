@@ -161,7 +161,7 @@ class _Run(TorchDispatchMode):
     def _remember(
         self, func: OpOverload, args: Arguments, kwargs: Named, result: object, random: RandomState | None
     ) -> None:
-        given = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+        given = {id(storage): storage for storage in map(_storage, tensors_in((args, kwargs)))}
         fresh = [
             (index, tensor)
             for index, tensor in enumerate(tensors_in(result))
@@ -172,7 +172,7 @@ class _Run(TorchDispatchMode):
         cloned = updated_unsaid(func)
         inputs = tuple(self._taken(each, is_cloned=place in cloned) for place, each in enumerate(args))
         named = {name: self._taken(each, is_cloned=name in cloned) for name, each in kwargs.items()}
-        call = Call(func, inputs, named, random, given, self.counts)
+        call = Call(func, inputs, named, random, given.values(), self.counts)
         self._calls.add(call)
         for index, tensor in fresh:
             storage = tensor.untyped_storage()
@@ -199,11 +199,15 @@ class _Run(TorchDispatchMode):
     def _before_change(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if is_plain(tensor):
-                key = id(tensor.untyped_storage())
-                self._live.pop(key, None)
+                storage = tensor.untyped_storage()
+                self._live.pop(id(storage), None)
                 for call in list(self._calls):
-                    if key in call.given:
+                    if call.was_given(storage):
                         call.settle()
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
 
 
 # ---------------------------------------------------------------------- a layer's hooks
