@@ -32,15 +32,20 @@ def read_keys(path: Path, known: Sequence[str], faults: Faults) -> dict[str, obj
     Raises:
         ConfigError: the file cannot be read or is not YAML.
     """
-    document = _mapping(load(path), faults, "the file")
+    return keys_of(load(path), known, faults, "the file")
+
+
+def keys_of(given: object, known: Sequence[str], faults: Faults, what: str) -> dict[str, object]:
+    """As `read_keys`, of a document that was read already; ``what`` it is called in a message."""
+    document = _mapping(given, faults, what)
     context = _mapping(document.get(_CONTEXT), faults, _CONTEXT)
-    given = [
+    parts = [
         {key: value for key, value in document.items() if _is_ours(key, value, document, known, faults)},
         _mapping(document.get(_SECTION), faults, _SECTION),
         {key: context[key] for key in _CONTEXT_KEYS if key in context},
     ]
     keys: dict[str, object] = {}
-    for part in given:
+    for part in parts:
         for key, value in part.items():
             if key in keys:
                 faults.add(key, value, f"given in two places; the other says {keys[key]!r}")

@@ -283,6 +283,16 @@ class OffloadConfig:
         return cls._from_keys(document.read_keys(Path(path), tuple(_OFFLOAD), faults), faults)
 
     @classmethod
+    def from_document(cls, mapping: Mapping[str, object]) -> OffloadConfig:
+        """Read a mapping of sections, as `from_yaml` reads a file.
+
+        Raises:
+            ConfigError: lists every fault.
+        """
+        faults = Faults("OffloadConfig")
+        return cls._from_keys(document.keys_of(mapping, tuple(_OFFLOAD), faults, "the mapping"), faults)
+
+    @classmethod
     def _from_keys(cls, given: Mapping[str, object], faults: Faults) -> OffloadConfig:
         for key, value in given.items():
             if key not in _OFFLOAD:

@@ -113,7 +113,7 @@ class ModuleWindows:
 
 
 def modules_on_the_stack(frame: FrameType | None) -> set[nn.Module]:
-    """Return the modules that are being called, in a frame or in those that called it."""
+    """Return the modules that run in ``frame`` or in those that called it."""
     found: set[nn.Module] = set()
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code is nn.Module._call_impl.__code__ else None  # noqa: SLF001

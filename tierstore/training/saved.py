@@ -24,17 +24,14 @@ from tierstore.training.binding import Binding, Bindings, natively
 Hook = Callable[[Any], Any]
 
 _autograd: Any = torch._C._autograd  # noqa: SLF001
-_top_hooks = _autograd._top_saved_tensors_default_hooks  # noqa: SLF001
 push_hooks: Callable[[Hook, Hook], None] = _autograd._push_saved_tensors_default_hooks  # noqa: SLF001
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
 
 
 def top_hooks() -> tuple[Hook, Hook] | None:
-    """Return the hooks that pack and unpack what this thread saves; ``None``: there are none.
-
-    One that passes some of it on says to whom: in its attribute ``before``.
-    """
-    return cast("tuple[Hook, Hook] | None", _top_hooks(True))  # noqa: FBT003 - torch's own signature
+    """Return the hooks that are in force in this thread."""
+    found: tuple[Hook, Hook] | None = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001, FBT003
+    return found
 
 
 class Reference(NamedTuple):
@@ -65,6 +62,26 @@ class Delegated(NamedTuple):
     unpack: Hook
 
 
+def keep(tensor: torch.Tensor) -> Kept:
+    """Return what keeps a saved tensor as it is."""
+    # A node must not keep its own output: the alias shares its bytes and its version counter.
+    kept = tensor.detach() if tensor.grad_fn is not None else tensor
+    return Kept(kept, tensor._version)  # noqa: SLF001
+
+
+def restore(packed: Kept | Delegated) -> torch.Tensor:
+    """Return the tensor that was kept as it is, or that others have packed.
+
+    Raises:
+        RuntimeError: it was changed in place since; the text is PyTorch's.
+    """
+    if isinstance(packed, Delegated):
+        return cast("torch.Tensor", packed.unpack(packed.packed))
+    kept = packed.tensor
+    refuse_if_changed(kept.dtype, kept.shape, kept._version, packed.version)  # noqa: SLF001
+    return kept
+
+
 class SavedTensors:
     """Watches what autograd saves while a module's window is open.
 
@@ -87,7 +104,7 @@ class SavedTensors:
             return True
         if getattr(top[0], "saved", getattr(top[0], "__self__", None)) is self:
             return False
-        push_hooks(_Chained(self, *top), self._unpack)
+        push_hooks(Chained(self, *top), self._unpack)
         return True
 
     def pop(self) -> None:
@@ -111,9 +128,7 @@ class SavedTensors:
         reference = self.refer(tensor)
         if reference is not None:
             return reference
-        # A node must not keep its own output: the alias shares its bytes and its version counter.
-        kept = tensor.detach() if tensor.grad_fn is not None else tensor
-        return Kept(kept, tensor._version)  # noqa: SLF001
+        return keep(tensor)
 
     def refer(self, tensor: torch.Tensor) -> object | None:
         """Return a reference to a bundle, or a copy, if ``tensor`` lies in leased bytes."""
@@ -138,12 +153,8 @@ class SavedTensors:
                 now = packed.owner._version  # noqa: SLF001
             refuse_if_changed(packed.dtype, packed.shape, now, packed.version)
             return self._bring(packed)
-        if isinstance(packed, Kept):
-            kept = packed.tensor
-            refuse_if_changed(kept.dtype, kept.shape, kept._version, packed.version)  # noqa: SLF001
-            return kept
-        assert isinstance(packed, Delegated)
-        return cast("torch.Tensor", packed.unpack(packed.packed))
+        assert isinstance(packed, Kept | Delegated)
+        return restore(packed)
 
     def _bring(self, packed: Reference) -> torch.Tensor:
         flat = self._bindings.reach(packed.binding)
@@ -153,23 +164,36 @@ class SavedTensors:
         return torch._neg_view(view) if packed.is_neg else view  # noqa: SLF001
 
 
-class _Chained:
+class Chained:
     """Packs bundles, and leaves the rest to the hooks that were there before.
 
     Attributes:
-        before: what packs the rest.
+        pack_before: theirs.
     """
 
     def __init__(self, saved: SavedTensors, pack: Hook, unpack: Hook) -> None:
         self.saved = saved
-        self.before = pack
+        self.pack_before = pack
         self._unpack_before = unpack
 
     def __call__(self, tensor: torch.Tensor) -> object:
+        """Return what is kept instead of ``tensor``."""
         reference = self.saved.refer(tensor)
         if reference is not None:
             return reference
-        return Delegated(self.before(tensor), self._unpack_before)
+        return Delegated(self.pack_before(tensor), self._unpack_before)
+
+
+def packs_the_rest() -> Hook | None:
+    """Return the hook in this thread that packs what aliases no bundle; ``None``: nobody does.
+
+    A hook that packs some tensors and leaves the rest to others says to whom: by its ``pack_before``.
+    """
+    top = top_hooks()
+    hook = None if top is None else top[0]
+    while hook is not None and (before := getattr(hook, "pack_before", None)) is not None:
+        hook = before
+    return hook
 
 
 def _refer(binding: Binding, tensor: torch.Tensor) -> Reference:

@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 
 from tierstore.training.activations import scopes
 from tierstore.training.binding import natively
-from tierstore.training.saved import Delegated, Kept, refuse_if_changed, top_hooks
+from tierstore.training.saved import Delegated, Kept, restore, top_hooks
 
 _DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
 _RUNNING_STATISTICS = ("running_mean", "running_var")
@@ -191,12 +191,8 @@ def unpack(packed: object) -> torch.Tensor:
     """
     if isinstance(packed, Made):
         return packed.tensor()
-    if isinstance(packed, Kept):
-        kept = packed.tensor
-        refuse_if_changed(kept.dtype, kept.shape, kept._version, packed.version)  # noqa: SLF001
-        return kept
-    assert isinstance(packed, Delegated)
-    return cast("torch.Tensor", packed.unpack(packed.packed))
+    assert isinstance(packed, Kept | Delegated)
+    return restore(packed)
 
 
 class RandomState(NamedTuple):

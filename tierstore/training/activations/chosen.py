@@ -12,7 +12,6 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tierstore.training.activations import scopes
-from tierstore.training.activations.layers import Layers
 from tierstore.training.activations.patterns import Pattern
 from tierstore.training.activations.plan import ActivationPlan, LayerMatches, LayerPlan, Path
 from tierstore.training.activations.recompute_config import RecomputeConfig
@@ -20,14 +19,15 @@ from tierstore.training.activations.regions import Contexts
 from tierstore.training.activations.scopes import Scope, Selection
 
 
-def match_layers(layers: Layers, plan: ActivationPlan) -> list[LayerMatches]:
+def match_layers(layers: Sequence[nn.Module], plan: ActivationPlan) -> list[LayerMatches]:
     """Return what a plan means of each layer: submodules, and operators that are none.
 
     An operator has a path as if it were a submodule: that of the submodule that runs it, and its name.
     """
     found = []
-    for layer in plan.layers:
-        paths = layers.paths(layer.layer_id)
+    for module, layer in zip(layers, plan.layers, strict=True):
+        named = module.named_modules(remove_duplicate=False)
+        paths = [tuple(name.split(".")) for name, _ in named if name]
         patterns = (*layer.recompute.operators, *layer.recompute.exclude)
         found.append(layer.match([*paths, *_operator_paths(patterns, paths)]))
     return found

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from tierstore.training.activations import lines
 from tierstore.training.activations.chosen import is_distributed, submodule
-from tierstore.training.activations.layers import Layers
 from tierstore.training.activations.plan import ActivationPlan, LayerMatches
 from tierstore.training.activations.recompute_config import RecomputeConfig
 from tierstore.training.activations.swap_config import SwapConfig
@@ -32,7 +33,9 @@ def say(plan: ActivationPlan, matches: Sequence[LayerMatches]) -> None:
             log.info("%s", line)
 
 
-def say_what_has_no_effect(layers: Layers, plan: ActivationPlan, matches: Sequence[LayerMatches]) -> None:
+def say_what_has_no_effect(
+    layers: Sequence[nn.Module], plan: ActivationPlan, matches: Sequence[LayerMatches]
+) -> None:
     """Log keys that change nothing here, exclusions of modules, and patterns that mean nothing.
 
     Args:
@@ -43,7 +46,7 @@ def say_what_has_no_effect(layers: Layers, plan: ActivationPlan, matches: Sequen
     for key in _idle_keys(plan.recompute):
         log.info("%s has no effect here: see 'Recompute on PyTorch' in the documentation", key)
     for layer, found in zip(plan.layers, matches, strict=True):
-        module = layers.modules[layer.layer_id]
+        module = layers[layer.layer_id]
         for path in found.exclude:
             if submodule(module, path) is not None:
                 name = ".".join(path)

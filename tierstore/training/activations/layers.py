@@ -1,86 +1,87 @@
-"""Which modules of a model are its layers."""
+"""The repeated layers of a model: what layer numbers in a configuration mean.
+
+They are found as an ``nn.ModuleList`` or ``nn.Sequential`` of modules of one class, or named.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
 from tierstore.errors import UsageError
 
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """The repeated layers of a model, in order.
-
-    Attributes:
-        name: of the module that holds them; "" is the model itself.
-        modules: one a layer.
-    """
-
-    name: str
-    modules: tuple[nn.Module, ...]
-
-    def paths(self, layer_id: int) -> list[tuple[str, ...]]:
-        """Return the path of every submodule of a layer: names counted from the layer."""
-        named = self.modules[layer_id].named_modules(remove_duplicate=False)
-        return [tuple(name.split(".")) for name, _ in named if name]
+Names = str | Sequence[str] | None
+"""Names of containers, such as ``"model.layers"``; ``None``: to be found."""
 
 
-def find_layers(model: nn.Module, name: str | None = None) -> Layers:
-    """Find the layers of a model.
+def find_layers(model: nn.Module, names: Names = None) -> dict[str, nn.Module]:
+    """Return the layers of ``model`` in their order, by their names in it.
 
     Args:
         model: any module.
-        name: of the module whose children they are; ``None``: the ``nn.ModuleList`` or ``nn.Sequential``
-            of children of one class that has the most parameters, the outermost of those.
+        names: of the containers that have the layers as children, one after another.
 
     Raises:
-        UsageError: there is none, or nothing of that name; the message says what there is.
+        UsageError: a name is not there or has no children; or none was given and not exactly one
+            container fits: the message names those that do.
     """
-    if name is not None:
-        return _named(model, name)
-    found: tuple[int, str, Sequence[nn.Module]] | None = None
-    for path, module in model.named_modules():
-        if not _is_of_like_modules(module):
-            continue
-        count = sum(parameter.numel() for parameter in module.parameters())
-        if found is None or count > found[0]:
-            found = (count, path, list(module.children()))
-    if found is None:
-        raise UsageError(
-            "no repeated layers were found: there is no nn.ModuleList or nn.Sequential of modules of one "
-            f"class. Name what holds them, as in layers='model.layers'; {_offered(model)}"
-        )
-    return Layers(found[1], tuple(found[2]))
+    if names is None:
+        names = (_the_only_one(model),)
+    found: dict[str, nn.Module] = {}
+    for name in (names,) if isinstance(names, str) else names:
+        found.update(_children(model, name))
+    if not found:
+        raise UsageError("no container of layers is named: give layers='model.layers', for example.")
+    return found
 
 
-def _named(model: nn.Module, name: str) -> Layers:
+def _children(model: nn.Module, name: str) -> dict[str, nn.Module]:
     try:
-        holder = model.get_submodule(name)
+        container = model.get_submodule(name)
     except AttributeError as cause:
-        raise UsageError(f"the model has no module {name!r}; {_offered(model)}", key=name) from cause
-    modules = tuple(holder.children())
-    if not modules:
+        near = ", ".join(map(repr, _candidates(model))) or "none that is a list of like modules"
+        raise UsageError(f"layers={name!r}: {cause}; containers there are: {near}.", key=name) from cause
+    prefix = f"{name}." if name else ""
+    children = {prefix + child: module for child, module in container.named_children()}
+    if not children:
         raise UsageError(
-            f"the module {name!r} holds no layers: it has no submodules; {_offered(model)}", key=name
+            f"layers={name!r} is a {type(container).__name__} without children; name the container that "
+            "has the layers as its children.",
+            key=name,
         )
-    return Layers(name, modules)
+    return children
 
 
-def _is_of_like_modules(module: nn.Module) -> bool:
+def _the_only_one(model: nn.Module) -> str:
+    found = _candidates(model)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UsageError(
+            f"no nn.ModuleList or nn.Sequential of like modules is in this {type(model).__name__}; name the "
+            "container of its layers: layers='model.layers', for example."
+        )
+    raise UsageError(
+        f"several containers of this {type(model).__name__} could be its layers: "
+        f"{', '.join(map(repr, found))}. Say which: layers={found[0]!r}, or a list for one after another."
+    )
+
+
+def _candidates(model: nn.Module) -> list[str]:
+    """Return the outermost containers of like modules; of blocks, if there are blocks."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if not is_inside and _is_list_of_like(module):
+            found[name] = module
+    of_blocks = [name for name, each in found.items() if any(True for _ in next(each.children()).children())]
+    return of_blocks or list(found)
+
+
+def _is_list_of_like(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
-    children = list(module.children())
-    is_trained = any(True for _ in module.parameters())
-    return is_trained and len(children) > 0 and len({type(child) for child in children}) == 1
-
-
-def _offered(model: nn.Module) -> str:
-    names = [
-        name
-        for name, module in model.named_modules()
-        if name and isinstance(module, nn.ModuleList | nn.Sequential)
-    ]
-    return f"lists of modules in it: {', '.join(names) or 'none'}"
+    kinds = {type(child) for child in module}
+    least = 1 if isinstance(module, nn.ModuleList) else 2
+    return len(kinds) == 1 and len(module) >= least

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from types import TracebackType
@@ -24,7 +24,7 @@ from tierstore.training.activations.calls import Counts
 from tierstore.training.activations.chosen import ChosenLayer, match_layers
 from tierstore.training.activations.effects import say, say_what_has_no_effect
 from tierstore.training.activations.geometry import Offset
-from tierstore.training.activations.layers import Layers, find_layers
+from tierstore.training.activations.layers import Names, find_layers
 from tierstore.training.activations.plan import ActivationPlan, plan_layers
 from tierstore.training.activations.recompute_config import RecomputeConfig
 from tierstore.training.activations.regions import Region
@@ -106,7 +106,7 @@ def recompute(
     model: nn.Module,
     config: Config,
     *,
-    layers: str | None = None,
+    layers: Names = None,
     pipeline_stage: int = 1,
     pp_interleave_num: int = 1,
     offset: Offset = 0,
@@ -119,7 +119,8 @@ def recompute(
         model: any module with repeated layers.
         config: what is recomputed: the keys of ``recompute_config``, a mapping or a YAML file that has it as
             a section, or a `RecomputeConfig`.
-        layers: the name of the module whose children the layers are; found if not given.
+        layers: names of the containers of the model's layers, such as ``"model.layers"``; ``None``: the
+            only ``nn.ModuleList`` or ``nn.Sequential`` of like modules.
         pipeline_stage: how many pipeline stages the layers are in; a document may say it, too.
         pp_interleave_num: how many interleaves; likewise.
         offset: how many layers cells have more than the even share; likewise.
@@ -131,8 +132,8 @@ def recompute(
     sections = _read(config)
     given = {"pipeline_stage": pipeline_stage, "pp_interleave_num": pp_interleave_num, "offset": offset}
     layout: dict[str, Any] = given | {k: v for k, v in sections.layout.items() if given[k] == _UNSAID[k]}
-    found = find_layers(model, layers)
-    plan = plan_layers(sections.recompute, sections.swap, num_layers=len(found.modules), **layout)
+    found = list(find_layers(model, layers).values())
+    plan = plan_layers(sections.recompute, sections.swap, num_layers=len(found), **layout)
     say(plan, match_layers(found, plan))
     return apply(model, found, plan)
 
@@ -140,7 +141,7 @@ def recompute(
 _UNSAID: Mapping[str, object] = {"pipeline_stage": 1, "pp_interleave_num": 1, "offset": 0}
 
 
-def apply(model: nn.Module, layers: Layers, plan: ActivationPlan) -> Recompute:
+def apply(model: nn.Module, layers: Sequence[nn.Module], plan: ActivationPlan) -> Recompute:
     """Do what a plan says about recomputing; log only what of it has no effect.
 
     Args:
@@ -152,7 +153,7 @@ def apply(model: nn.Module, layers: Layers, plan: ActivationPlan) -> Recompute:
     run = Recompute(model)
     try:
         for layer, found in zip(plan.layers, matches, strict=True):
-            run.add(ChosenLayer.of(layers.modules[layer.layer_id], plan.recompute, layer, found))
+            run.add(ChosenLayer.of(layers[layer.layer_id], plan.recompute, layer, found))
     except BaseException:
         run.close()
         raise

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.training.activations.buffers import Buffers
 from tierstore.training.hooks import Hook, modules_on_the_stack
-from tierstore.training.saved import top_hooks
+from tierstore.training.saved import packs_the_rest
 
 Context = AbstractContextManager[object]
 Contexts = Callable[[], tuple[Context, Context]]
@@ -59,13 +59,7 @@ def is_recomputed() -> bool:
 
     By a region or by the program's own ``torch.utils.checkpoint``.
     """
-    top = top_hooks()
-    pack = None if top is None else top[0]
-    while pack is not None:
-        if getattr(pack, "__module__", None) == checkpoint.__name__:
-            return True
-        pack = getattr(pack, "before", None)
-    return False
+    return getattr(packs_the_rest(), "__module__", None) == checkpoint.__name__
 
 
 def is_for_recompute() -> bool:

@@ -53,7 +53,7 @@ from tierstore.training.activations.calls import (
 )
 from tierstore.training.activations.scopes import Selection
 from tierstore.training.hooks import Hook, modules_on_the_stack
-from tierstore.training.saved import Delegated, Kept, pop_hooks, push_hooks, top_hooks
+from tierstore.training.saved import Delegated, keep, pop_hooks, push_hooks, top_hooks
 from tierstore.training.saved import Hook as Pack
 
 
@@ -72,13 +72,13 @@ class _Pack:
     """Packs what autograd saves while a layer runs.
 
     Attributes:
-        before: what packs the tensors that are not made again; ``None``: they are kept.
+        pack_before: what packs the tensors that are not made again; ``None``: they are kept.
     """
 
     def __init__(self, run: _Run) -> None:
         self._run = run
         top = top_hooks()
-        self.before: Pack | None = None if top is None else top[0]
+        self.pack_before: Pack | None = None if top is None else top[0]
         self._unpack_before: Pack | None = None if top is None else top[1]
 
     def __call__(self, tensor: torch.Tensor) -> object:
@@ -86,13 +86,10 @@ class _Pack:
         if made is not None:
             self._run.counts.saved += 1
             return made
-        if self.before is not None and self._unpack_before is not None:
-            if scopes.current().is_whole:
-                with regions.for_recompute():
-                    return Delegated(self.before(tensor), self._unpack_before)
-            return Delegated(self.before(tensor), self._unpack_before)
-        kept = tensor.detach() if tensor.grad_fn is not None else tensor
-        return Kept(kept, tensor._version)  # noqa: SLF001
+        if self.pack_before is None or self._unpack_before is None:
+            return keep(tensor)
+        with regions.for_recompute() if scopes.current().is_whole else contextlib.nullcontext():
+            return Delegated(self.pack_before(tensor), self._unpack_before)
 
 
 class _Run(TorchDispatchMode):

@@ -218,6 +218,10 @@ class Parked:
         """Whether the device's memory was given up, and nobody took the tensor since."""
         return self._bytes.estate.is_released
 
+    def weakly(self) -> WeakParked:
+        """Return what can release these bytes and bring them back, but does not keep them."""
+        return WeakParked(self._bytes)
+
     def release(self) -> None:
         """Give the device's memory up; it is free when nobody else refers to it.  Waits for the copy down.
 
@@ -249,6 +253,38 @@ class Parked:
         shape = self._shape
         refuse_if_changed(shape.dtype, shape.shape, self._witness._version, self._version)  # noqa: SLF001
         return self._bytes.vault.take(self._bytes, shape.view)
+
+
+class WeakParked:
+    """Bytes of a `Parked`, for those who tell when they go and come.  Nothing happens if they were dropped.
+
+    Attributes:
+        key: in the store.
+    """
+
+    __slots__ = ("_bytes", "key")
+
+    def __init__(self, held: _Bytes) -> None:
+        self.key = held.estate.key
+        self._bytes = weakref.ref(held)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the bytes are kept, and their device's memory was not given up."""
+        held = self._bytes()
+        return held is not None and not held.estate.is_released
+
+    def release(self) -> None:
+        """See `Parked.release`."""
+        held = self._bytes()
+        if held is not None:
+            held.vault.release(held.estate)
+
+    def bring(self) -> None:
+        """See `Parked.bring`."""
+        held = self._bytes()
+        if held is not None:
+            held.vault.bring(held.estate)
 
 
 class Vault:
@@ -446,7 +482,9 @@ class Vault:
         if not is_here:
             self._counts.add("stalls")
         estate.hold(self.store.lease(estate.key))
-        self._counts.add("brought" if estate.is_released or not is_here else "handed_over", estate.nbytes)
+        if estate.takes == 0:
+            is_back = estate.is_released or not is_here
+            self._counts.add("brought" if is_back else "handed_over", estate.nbytes)
         estate.is_released = False
         with self._lock:
             self._lent[estate] = weakref.ref(held)

@@ -1,0 +1,188 @@
+"""One forward pass whose marked activations are swapped.
+
+What autograd saves of a marked storage becomes a `Swapped`: the store's from then on, on its way down.  Its
+device memory is given up ``3 * backward_prefetch`` operators later, or when the pass ends, or sooner when the
+device's quota demands it; what is wanted again before backward could tell stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from tierstore.training.activations.nodes import Triggers
+from tierstore.training.activations.operators import Scope, Scopes, Watch, is_backward, storage_of
+from tierstore.training.activations.vault import Parked, Vault, WeakParked
+from tierstore.training.saved import (
+    Delegated,
+    Hook,
+    Kept,
+    keep,
+    packs_the_rest,
+    pop_hooks,
+    push_hooks,
+    restore,
+    top_hooks,
+)
+
+RELEASE_FACTOR = 3
+"""Device memory is given up after so many times ``backward_prefetch`` operators."""
+
+SMALLEST_BYTES = 4096
+"""Smaller storages stay on the device: a key would cost more than they do."""
+
+
+class Swapped:
+    """What a graph refers to instead of a saved tensor."""
+
+    __slots__ = ("parked",)
+
+    def __init__(self, parked: Parked) -> None:
+        self.parked = parked
+
+
+class Unpacker:
+    """Gives saved tensors back, long after their forward pass.
+
+    Args:
+        vault: where they are.
+    """
+
+    def __init__(self, vault: Vault) -> None:
+        self._vault = vault
+        self._last_task = -1
+
+    def unpack(self, packed: object) -> torch.Tensor:
+        """Return the tensor that was packed.  Blocks until it is there."""
+        if isinstance(packed, Swapped):
+            self._sweep_at_the_end()
+            return packed.parked.take()
+        assert isinstance(packed, Kept | Delegated)
+        return restore(packed)
+
+    def _sweep_at_the_end(self) -> None:
+        """Let a backward pass give up what its last nodes used."""
+        task: int = torch._C._current_graph_task_id()  # noqa: SLF001
+        if task not in (-1, self._last_task):
+            self._last_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._vault.sweep)  # noqa: SLF001
+
+
+class ForwardPass:
+    """The hooks of one forward pass, in the thread that makes it.
+
+    Args:
+        vault: where activations go.
+        unpacker: that gives them back.
+        own: ids of the model's parameters and buffers.
+    """
+
+    def __init__(self, vault: Vault, unpacker: Unpacker, own: frozenset[int]) -> None:
+        self.depth = 1
+        self.scopes = Scopes()
+        self.triggers = Triggers()
+        self.operators = 0
+        self.watch = Watch(own, self.scopes, self._count_operator, self._is_asked)
+        self._vault = vault
+        self._unpacker = unpacker
+        self._outer: tuple[Hook, Hook] | None = None
+        self._pack: Hook = self.pack
+        self._names: Counter[int] = Counter()
+        self._due: list[tuple[int, int, WeakParked]] = []  # a heap: at which operator, which one, what
+        self._issued: set[str] = set()
+        self._tickets = itertools.count()
+
+    # --- being in force -----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Come into force in this thread, inside whatever hooks there are."""
+        self._outer = top_hooks()
+        push_hooks(self._pack, self._unpacker.unpack)
+        self.watch.begin()
+
+    def end(self) -> None:
+        """Be in force no more."""
+        self.watch.end()
+        top = top_hooks()
+        if top is not None and top[0] is self._pack:
+            pop_hooks()
+
+    def _is_asked(self) -> bool:
+        """Say whether what is saved now comes to `pack`."""
+        return packs_the_rest() is self._pack
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What happens inside the context is no part of the model."""
+        before, self.watch.is_paused = self.watch.is_paused, True
+        try:
+            yield
+        finally:
+            self.watch.is_paused = before
+
+    # --- packing ------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what is kept instead of ``tensor``."""
+        with self.apart():
+            scope = None if is_backward() else self._scope_of(tensor)
+            if scope is not None:
+                return self._swap(tensor, scope)
+            if self._outer is None:
+                return keep(tensor)
+            pack, unpack = self._outer
+            return Delegated(pack(tensor), unpack)
+
+    def _scope_of(self, tensor: torch.Tensor) -> Scope | None:
+        """Return what marks a saved tensor; ``None``: it stays."""
+        if type(tensor) is not torch.Tensor:
+            return None
+        storage = storage_of(tensor)
+        if storage is None or storage.nbytes() < SMALLEST_BYTES or storage.device != self._vault.store.device:
+            return None
+        return self.watch.storages.scope_of(storage)
+
+    def _swap(self, tensor: torch.Tensor, scope: Scope) -> Swapped:
+        number = self._names[scope.layer_id]
+        parked = self._vault.keep(tensor, f"activation/{scope.layer_id}/{number}")
+        weakly = parked.weakly()
+        if parked.key not in self._issued:
+            self._names[scope.layer_id] += 1
+            self._issued.add(parked.key)
+            at = self.operators + RELEASE_FACTOR * scope.prefetch
+            heapq.heappush(self._due, (at, next(self._tickets), weakly))
+        self.triggers.expect(weakly, scope.prefetch)
+        return Swapped(parked)
+
+    # --- release ------------------------------------------------------------------------------
+
+    def _count_operator(self) -> None:
+        self.operators += 1
+        if self._due and self._due[0][0] <= self.operators:
+            with self.apart():
+                while self._due and self._due[0][0] <= self.operators:
+                    heapq.heappop(self._due)[2].release()
+
+    def walk(self, outputs: Iterable[torch.Tensor]) -> None:
+        """A part of the model has made ``outputs``: see which nodes backward will run."""
+        with self.apart():
+            self.triggers.walk(outputs)
+
+    def finish(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The model has made ``outputs``: give up what is not wanted at once."""
+        with self.apart():
+            near = self.triggers.end(outputs)
+            for _, _, parked in sorted(self._due):
+                if parked.key not in near:
+                    parked.release()
+            self._due.clear()
+
+
+def are_recomputed() -> bool:
+    """Say whether ``torch.utils.checkpoint`` gets what is saved now."""
+    return str(getattr(packs_the_rest(), "__qualname__", "")).startswith("_checkpoint_hook.")

@@ -1,0 +1,284 @@
+r"""Which storages are outputs of operators that are marked.
+
+1. A mark is a `Scope` of a module: all operators that run while the module does, or those of some names.
+   Where several count, the one with the highest rank does.
+2. An operator's output is what its ATen operator returns in a storage that it was not given.  A view is not
+   one: it is as its storage is.
+3. Who wrote a storage last decides: a marked operator marks what it changes in place, and one that is not
+   marked takes the mark away.
+4. Parameters, buffers, and what was computed from these alone, as autocast's casts of weights, are never
+   marked.
+5. Nothing is marked in backward, or where others' hooks would get what is saved: what is recomputed is not
+   swapped.
+
+Storages are told by the live object, never by an address.  One thread, one forward pass.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from tierstore.training.binding import natively
+
+Operator = torch._ops.OpOverload[..., Any]  # noqa: SLF001 - it has no public name
+
+ATTENTION = ("scaled_dot_product_attention", "flash_attention")
+"""What PyTorch's attention kernels are called as well, whichever runs."""
+
+
+class Reach(enum.Enum):
+    """Which operators of a module a scope means."""
+
+    ALL = enum.auto()  # every one that runs while the module does
+    NAMED = enum.auto()  # those of some names, wherever they run while the module does
+    OWN = enum.auto()  # those of some names in the module's own forward, not in its submodules'
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scope:
+    """A mark on a module.
+
+    Attributes:
+        layer_id: the layer's number.
+        prefetch: how many nodes of the backward graph ahead of their use its outputs come back.
+        rank: of the scopes that count, the highest does.
+        reach: which operators are meant.
+        matches: says whether an operator is; for `Reach.ALL` nobody asks.
+    """
+
+    layer_id: int
+    prefetch: int
+    rank: int
+    reach: Reach = Reach.ALL
+    matches: Callable[[Operator], bool] = lambda _: True
+
+
+def is_backward() -> bool:
+    """Say whether this thread runs a backward pass."""
+    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001
+
+
+def names_of(operator: Operator) -> tuple[str, ...]:
+    """Return what an operator is called, without its overload: ``mul``; attention also by its usual names."""
+    name = operator.overloadpacket.__name__
+    is_attention = "_attention" in name and "backward" not in name
+    return (name, *ATTENTION) if is_attention else (name,)
+
+
+# ---------------------------------------------------------------------- which operators
+
+
+@dataclass(slots=True, eq=False)
+class _Frame:
+    """A module that runs, and what its operators are marked by."""
+
+    module: nn.Module | None
+    whole: Scope | None = None
+    named: tuple[Scope, ...] = ()
+    own: tuple[Scope, ...] = ()
+    known: dict[object, Scope | None] = field(default_factory=dict)
+
+    def find(self, operator: Operator) -> Scope | None:
+        """Return the scope that counts for an operator."""
+        if not (self.named or self.own):
+            return self.whole
+        if operator not in self.known:
+            named = [scope for scope in (*self.named, *self.own) if scope.matches(operator)]
+            self.known[operator] = _highest([self.whole, *named])
+        return self.known[operator]
+
+
+class Scopes:
+    """The modules that run, outermost first, with their marks."""
+
+    def __init__(self) -> None:
+        self._frames = [_Frame(None)]
+
+    def enter(self, module: nn.Module, scopes: Sequence[Scope]) -> None:
+        """A module begins to run."""
+        outer = self._frames[-1]
+        by = {reach: tuple(scope for scope in scopes if scope.reach is reach) for reach in Reach}
+        whole = _highest([outer.whole, *by[Reach.ALL]])
+        self._frames.append(_Frame(module, whole, outer.named + by[Reach.NAMED], by[Reach.OWN]))
+
+    def leave(self, module: nn.Module) -> None:
+        """A module has run, and so have those that began inside it, well or badly."""
+        frames = self._frames
+        if any(frame.module is module for frame in frames):
+            while frames.pop().module is not module:
+                pass
+
+    def find(self, operator: Operator) -> Scope | None:
+        """Return the scope that counts for an operator that runs now."""
+        return self._frames[-1].find(operator)
+
+
+def _highest(scopes: Iterable[Scope | None]) -> Scope | None:
+    return max((scope for scope in scopes if scope is not None), key=lambda scope: scope.rank, default=None)
+
+
+# ---------------------------------------------------------------------- which storages
+
+
+class _Seen(weakref.ref[torch.UntypedStorage]):
+    """A live storage: who wrote it last, or that it is the model's own."""
+
+    __slots__ = ("key", "scope")
+
+    key: int
+    scope: Scope | None  # None: of parameters and buffers alone
+
+
+class Storages:
+    """What is known of live storages.  Forgets those that die."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}
+
+    def scope_of(self, storage: torch.UntypedStorage) -> Scope | None:
+        """Return what a storage is marked by."""
+        seen = self._seen.get(id(storage))
+        return seen.scope if seen is not None and seen() is storage else None
+
+    def is_own(self, storage: torch.UntypedStorage) -> bool:
+        """Say whether a storage is the model's own."""
+        seen = self._seen.get(id(storage))
+        return seen is not None and seen.scope is None and seen() is storage
+
+    def note(self, storage: torch.UntypedStorage, scope: Scope | None) -> None:
+        """Take in who wrote a storage; ``None``: it is the model's own."""
+        seen = _Seen(storage, self._forget)
+        seen.key, seen.scope = id(storage), scope
+        self._seen[seen.key] = seen
+
+    def unmark(self, storage: torch.UntypedStorage) -> None:
+        """Somebody wrote it who is not marked."""
+        self._seen.pop(id(storage), None)
+
+    def _forget(self, seen: weakref.ref[torch.UntypedStorage]) -> None:
+        """A storage has died.  Runs anywhere: a dictionary's pop is one step."""
+        assert isinstance(seen, _Seen)
+        self._seen.pop(seen.key, None)
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor; ``None``: it has none of its own, as wrappers and sparse tensors."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if tensor.layout is not torch.strided or is_wrapper:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operator of its thread, and marks what the marked ones return.
+
+    Args:
+        own: ids of the model's parameters and buffers.
+        scopes: which operators are marked now.
+        note_operator: called after each operator that is not a view.
+        is_asked: says whether what is saved now would be ours.
+    """
+
+    def __init__(
+        self,
+        own: frozenset[int],
+        scopes: Scopes,
+        note_operator: Callable[[], None],
+        is_asked: Callable[[], bool],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = Storages()
+        self.is_paused = False
+        self.is_over = False
+        self._own = own
+        self._scopes = scopes
+        self._note_operator = note_operator
+        self._is_asked = is_asked
+
+    def begin(self) -> None:
+        """Come into force in this thread."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Be in force no more; below another mode that stays, only see nothing any more."""
+        self.is_over = True
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is self:  # noqa: SLF001
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    # torch's signature: the types of arguments and result are those of the operation.
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run the operation and take in what it made."""
+        result = func(*args, **(kwargs or {}))
+        if not (self.is_paused or self.is_over or is_backward()):
+            with natively():  # parameters wear other classes inside their windows and outside
+                self._see(func, (args, kwargs or {}), result)
+            if not func.is_view:
+                self._note_operator()
+        return result
+
+    def _see(self, func: Operator, arguments: Iterable[object], result: object) -> None:
+        scope = self._scopes.find(func)
+        if scope is not None and not self._is_asked():
+            scope = None
+        given = dict(self._given(arguments))
+        is_own = bool(given) and all(given.values())
+        for storage in _storages((result,)):
+            if id(storage) not in given:
+                self._made(storage, scope, is_own=is_own)
+            elif not given[id(storage)] and _writes(func):
+                self._made(storage, scope, is_own=False)
+
+    def _given(self, arguments: Iterable[object]) -> Iterator[tuple[int, bool]]:
+        """Yield the storages that an operator was given, and whether they are the model's own."""
+        for tensor in _tensors(arguments):
+            storage = storage_of(tensor)
+            if storage is not None:
+                if id(tensor) in self._own and not self.storages.is_own(storage):
+                    self.storages.note(storage, None)
+                yield id(storage), self.storages.is_own(storage)
+
+    def _made(self, storage: torch.UntypedStorage, scope: Scope | None, *, is_own: bool) -> None:
+        if is_own or scope is not None:
+            self.storages.note(storage, None if is_own else scope)
+        else:
+            self.storages.unmark(storage)
+
+
+def _writes(func: Operator) -> bool:
+    """Say whether an operator returns what it has changed in place."""
+    returns = func._schema.returns  # noqa: SLF001
+    return any(each.alias_info is not None and each.alias_info.is_write for each in returns)
+
+
+def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
+
+
+def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+    for tensor in _tensors(values):
+        storage = storage_of(tensor)
+        if storage is not None:
+            yield storage

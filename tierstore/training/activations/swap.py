@@ -1,0 +1,355 @@
+"""Saved activations that leave the device between forward and backward: ``swap(model, config)``.
+
+PyTorch's own module hooks say when the model and its marked parts run; nothing is set on the user's modules,
+and `Swap.close` removes every hook.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tierstore.config import OffloadConfig
+from tierstore.errors import UsageError
+from tierstore.stats import StoreStats
+from tierstore.store import Store
+from tierstore.training.activations import lines
+from tierstore.training.activations.forward import ForwardPass, Unpacker, are_recomputed
+from tierstore.training.activations.layers import Names, find_layers
+from tierstore.training.activations.marks import Marks, mark
+from tierstore.training.activations.operators import Scope, is_backward
+from tierstore.training.activations.plan import ActivationPlan, plan_layers
+from tierstore.training.activations.sections import RECOMPUTE, SWAP, Sections, read_sections, sections_of
+from tierstore.training.activations.swap_config import SwapConfig
+from tierstore.training.activations.vault import Vault, VaultStats
+from tierstore.training.hooks import Hook, modules_on_the_stack
+
+log = logging.getLogger("tierstore")
+
+Config = SwapConfig | Mapping[str, object] | str | Path
+_SECTIONS = (SWAP, RECOMPUTE, "offload_config", "context")
+_are_hooks_allowed: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+@dataclass(frozen=True, slots=True)
+class SwapStats:
+    """What was swapped so far.
+
+    Attributes:
+        activations: what was kept, released and brought back.
+        store: the store's own counts.
+        passes: forward passes that were watched.
+        operators: that ran in them, views left out.
+        triggers: nodes of backward graphs that begin to bring something back.
+    """
+
+    activations: VaultStats
+    store: StoreStats
+    passes: int
+    operators: int
+    triggers: int
+
+
+class Swap:
+    """A model whose marked activations are swapped.  A context manager; `close` does the same.
+
+    Made by `swap`.
+    """
+
+    def __init__(self, model: nn.Module, marks: Marks, vault: Vault | None, *, owns_store: bool) -> None:
+        self._vault = vault
+        self._owns_store = owns_store
+        self._is_closed = False
+        self._hooks = None if vault is None else SwapHooks(model, marks, vault)
+        if self._hooks is not None:
+            self._hooks.register()
+
+    @property
+    def store(self) -> Store:
+        """The store that activations go to.
+
+        Raises:
+            UsageError: ``swap`` is false: there is none.
+        """
+        return self._kept().store
+
+    def stats(self) -> SwapStats:
+        """Return what was swapped so far.
+
+        Raises:
+            UsageError: ``swap`` is false: nothing is counted.
+        """
+        vault, hooks = self._kept(), self._hooks
+        assert hooks is not None
+        return SwapStats(vault.stats, vault.store.stats(), hooks.passes, hooks.operators, hooks.triggers)
+
+    def _kept(self) -> Vault:
+        if self._vault is None:
+            raise UsageError("nothing is swapped: set swap to true in the configuration.")
+        return self._vault
+
+    def close(self) -> None:
+        """Remove every hook, and close the store if it is the swap's own.  Idempotent.
+
+        Graphs whose activations are in a store that is closed can run backward no more.
+        """
+        if self._is_closed or self._hooks is None or self._vault is None:
+            return
+        self._is_closed = True
+        self._hooks.remove()
+        self._vault.sweep()
+        if self._owns_store:
+            self._vault.store.close()
+
+    def __enter__(self) -> Self:
+        """Return the swap itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store | None = None) -> Swap:
+    r"""Let saved activations of ``model`` leave the device after forward and come back ahead of backward.
+
+    What is saved for backward and is an output of a marked operator becomes a key of a store: it is copied
+    down at once, its device memory is given up ``3 * backward_prefetch`` operators later (or when the
+    model's forward ends, or when the device's quota demands it), and it begins to come back
+    ``backward_prefetch`` nodes of the backward graph before its first use.  Inputs and parameters stay.
+    Losses and gradients are bit for bit those without.
+
+    Args:
+        model: whose own forward begins each pass; layers that are called alone are not swapped.
+        config: a `SwapConfig`; a mapping of its keys; or a mapping or the path of a YAML file with the
+            section ``swap_config``, and ``offload_config`` and ``context`` for the store.  What
+            ``recompute_config`` says is logged and looked at for conflicts; ``recompute`` applies it.
+        layers: names of the containers of the model's layers, such as ``"model.layers"``; ``None``: the
+            only ``nn.ModuleList`` or ``nn.Sequential`` of like modules.
+        store: where activations go; ``None``: one of the swap's own, which `Swap.close` closes.
+
+    Raises:
+        ConfigError: the configuration is wrong, or does not fit the model or this machine.
+        UsageError: the layers are not found, or the store has no tier below the device.
+    """
+    sections, offloading = _read(config)
+    found = find_layers(model, layers)
+    layout: Mapping[str, Any] = sections.layout
+    plan = plan_layers(sections.recompute, sections.swap, num_layers=len(found), **layout)
+    marks = mark(list(found.values()), plan)
+    _say(plan, marks)
+    if not plan.swap.swap:
+        return Swap(model, marks, None, owns_store=False)
+    kept = Store(offloading.store_config()) if store is None else store
+    try:
+        _check_tiers(kept)
+        return Swap(model, marks, Vault(kept), owns_store=store is None)
+    except BaseException:
+        if store is None:
+            kept.close()
+        raise
+
+
+def _read(config: Config) -> tuple[Sections, OffloadConfig]:
+    if isinstance(config, SwapConfig):
+        return Sections(swap=config), OffloadConfig()
+    if isinstance(config, str | Path):
+        return read_sections(config), OffloadConfig.from_yaml(config)
+    if any(key in config for key in _SECTIONS):
+        return sections_of(config), OffloadConfig.from_document(config)
+    return Sections(swap=SwapConfig.from_mapping(config)), OffloadConfig()
+
+
+def _say(plan: ActivationPlan, marks: Marks) -> None:
+    lines.say(plan, marks.matches)
+    for pattern in marks.idle:
+        log.warning(
+            "op_swap '%s' means nothing in any of its layers: nothing is swapped for it", pattern.text
+        )
+
+
+def _check_tiers(store: Store) -> None:
+    if store.can_adopt and len(store.tier_names) < 2:
+        raise UsageError(
+            f"the store has no tier below {store.tier_names[0]!r} that activations could go to. Give it host "
+            "memory: offload_cpu_size.",
+            tier=store.tier_names[0],
+        )
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+class _Running(threading.local):
+    """The forward pass that this thread makes."""
+
+    current: ForwardPass | None = None
+
+
+class SwapHooks:
+    """The hooks of one model, and the forward pass of each thread.
+
+    Args:
+        model: whose.
+        marks: in it.
+        vault: where activations go.
+
+    Attributes:
+        passes, operators, triggers: see `SwapStats`.
+    """
+
+    def __init__(self, model: nn.Module, marks: Marks, vault: Vault) -> None:
+        self.model = model
+        self.passes = self.operators = self.triggers = 0
+        self._marks = marks
+        self._vault = vault
+        self._unpacker = Unpacker(vault)
+        self._running = _Running()
+        self._handles: list[RemovableHandle] = []
+
+    def register(self) -> None:
+        """Hook them to the model; nothing if nothing is marked."""
+        if not self._marks.layers:
+            return
+        # Inside every other hook that is there: what others put into force for the model stays around ours.
+        self._handles = [
+            self.model.register_forward_pre_hook(_Before(self)),
+            self.model.register_forward_hook(_After(self), prepend=True, always_call=True),
+        ]
+        for module, scopes in self._marks.scopes.items():
+            self._handles.append(module.register_forward_pre_hook(_Enter(self, scopes)))
+            leave = _Leave(self, is_layer=module in self._marks.layers)
+            self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
+
+    def remove(self) -> None:
+        """Leave nothing on the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._discard_interrupted()
+
+    def before(self) -> None:
+        """The model begins to run."""
+        self._discard_interrupted()
+        self._vault.sweep()
+        current = self._running.current
+        if current is not None:
+            current.depth += 1
+        elif _is_watched():
+            own = frozenset(map(id, (*self.model.parameters(), *self.model.buffers())))
+            current = ForwardPass(self._vault, self._unpacker, own)
+            current.begin()
+            self._running.current = current
+            self.passes += 1
+
+    def after(self, output: object) -> None:
+        """The model has run, well or badly."""
+        current = self._running.current
+        if current is None:
+            return
+        current.depth -= 1
+        if current.depth == 0:
+            try:
+                if output is not None:
+                    current.finish(list(_tensors((output,))))
+            finally:
+                self._end(current)
+
+    def _end(self, current: ForwardPass) -> None:
+        self._running.current = None
+        current.end()
+        self.operators += current.operators
+        self.triggers += current.triggers.made
+
+    def _discard_interrupted(self) -> None:
+        """End a pass that a ``KeyboardInterrupt`` or its like has ended: PyTorch calls no hooks then."""
+        current = self._running.current
+        if current is not None and self.model not in modules_on_the_stack(sys._getframe()):  # noqa: SLF001
+            self._end(current)
+
+    def enter(self, module: nn.Module, scopes: Sequence[Scope]) -> None:
+        """A module of the model begins to run."""
+        current = self._running.current
+        if current is not None and not is_backward():
+            current.scopes.enter(module, scopes)
+
+    def leave(self, module: nn.Module, output: object, *, is_layer: bool) -> None:
+        """A module of the model has run, well or badly."""
+        current = self._running.current
+        if current is not None and not is_backward():
+            current.scopes.leave(module)
+            if is_layer and output is not None:
+                current.walk(_tensors((output,)))
+
+
+def _is_watched() -> bool:
+    """Say whether a forward pass that begins now saves anything that would come to us."""
+    is_trained = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return is_trained and not is_backward() and bool(_are_hooks_allowed()) and not are_recomputed()
+
+
+def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module returned."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
+        elif is_dataclass(value) and not isinstance(value, type):
+            yield from _tensors(getattr(value, each.name) for each in fields(value))
+
+
+class _Before(Hook):
+    def __init__(self, hooks: SwapHooks) -> None:
+        self._hooks = hooks
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: object) -> None:
+        del module, args
+        self._hooks.before()
+
+
+class _After(Hook):
+    def __init__(self, hooks: SwapHooks) -> None:
+        self._hooks = hooks
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        del module, args
+        self._hooks.after(output)
+
+
+class _Enter(Hook):
+    def __init__(self, hooks: SwapHooks, scopes: Sequence[Scope]) -> None:
+        self._hooks = hooks
+        self._scopes = tuple(scopes)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: object) -> None:
+        del args
+        self._hooks.enter(module, self._scopes)
+
+
+class _Leave(Hook):
+    def __init__(self, hooks: SwapHooks, *, is_layer: bool) -> None:
+        self._hooks = hooks
+        self._is_layer = is_layer
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        del args
+        self._hooks.leave(module, output, is_layer=self._is_layer)
