@@ -184,6 +184,18 @@ class Chained:
         return Delegated(self.pack_before(tensor), self._unpack_before)
 
 
+def refers() -> SavedTensors | None:
+    """Return whoever turns aliases of bundles into references in this thread; ``None``: nobody does."""
+    top = top_hooks()
+    hook = None if top is None else top[0]
+    while hook is not None:
+        owner = hook.saved if isinstance(hook, Chained) else getattr(hook, "__self__", None)
+        if isinstance(owner, SavedTensors):
+            return owner
+        hook = getattr(hook, "pack_before", None)
+    return None
+
+
 def packs_the_rest() -> Hook | None:
     """Return the hook in this thread that packs what aliases no bundle; ``None``: nobody does.
 

@@ -15,8 +15,7 @@ import contextlib
 import functools
 import itertools
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,14 +33,29 @@ Named = Mapping[str, object]
 
 
 class Input:
-    """A tensor that an operator was given; kept as it is until somebody saves the operator's output."""
+    """A tensor that an operator was given; kept as it is until somebody saves the operator's output.
+
+    Args:
+        packed: the tensor; or a reference to it.
+        unpack: follows the reference; ``None``: it is the tensor.
+        is_cloned: whether the operator is given a copy when it runs again.
+    """
 
     __slots__ = ("_is_cloned", "_packed", "_unpack")
 
-    def __init__(self, kept: torch.Tensor | Made, *, is_cloned: bool) -> None:
-        self._packed: object = kept
-        self._unpack: Callable[[Any], Any] | None = unpack if isinstance(kept, Made) else None
+    def __init__(
+        self, packed: object, unpack: Callable[[Any], torch.Tensor] | None, *, is_cloned: bool
+    ) -> None:
+        self._packed = packed
+        self._unpack = unpack
         self._is_cloned = is_cloned
+
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage that it lies in, if nobody else looks after that."""
+        packed = self._packed
+        tensor = packed.tensor if isinstance(packed, Kept) else packed
+        return tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
 
     def pack(self) -> None:
         """Keep it as autograd would, by the hooks that are in force."""
@@ -65,7 +79,6 @@ class Call:
         args: its arguments, with an `Input` for each tensor.
         kwargs: its named arguments, likewise.
         random: the random state that it began with.
-        given: its inputs' storages.
         counts: to tell of runs.
     """
 
@@ -75,10 +88,8 @@ class Call:
         args: Arguments,
         kwargs: Named,
         random: RandomState | None,
-        given: Iterable[torch.UntypedStorage],
         counts: Counts,
     ) -> None:
-        self._given = [weakref.ref(storage) for storage in given]
         self.is_packed = False
         self.is_over = False
         self._operator = operator
@@ -101,8 +112,8 @@ class Call:
                 each.pack()
 
     def was_given(self, storage: torch.UntypedStorage) -> bool:
-        """Whether an input lies in a storage."""
-        return any(each() is storage for each in self._given)
+        """Whether an input lies in a storage, and whoever changes that changes the input."""
+        return any(each.storage is storage for each in found((self._args, self._kwargs), Input))
 
     def settle(self) -> None:
         """Depend on the inputs no more: they are about to change."""

@@ -23,7 +23,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ from tierstore.training.activations.calls import (
 )
 from tierstore.training.activations.scopes import Selection
 from tierstore.training.hooks import Hook, modules_on_the_stack
-from tierstore.training.saved import Delegated, keep, pop_hooks, push_hooks, top_hooks
+from tierstore.training.saved import Delegated, keep, pop_hooks, push_hooks, refers, top_hooks
 from tierstore.training.saved import Hook as Pack
 
 
@@ -88,8 +88,13 @@ class _Pack:
             return made
         if self.pack_before is None or self._unpack_before is None:
             return keep(tensor)
-        with regions.for_recompute() if scopes.current().is_whole else contextlib.nullcontext():
+        with self._run.apart(), _as_it_is_wanted():
             return Delegated(self.pack_before(tensor), self._unpack_before)
+
+
+def _as_it_is_wanted() -> contextlib.AbstractContextManager[None]:
+    """Pack for an operator that runs again, if all that run now do."""
+    return regions.for_recompute() if scopes.current().is_whole else contextlib.nullcontext()
 
 
 class _Run(TorchDispatchMode):
@@ -99,6 +104,7 @@ class _Run(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts
         self._selection = selection
+        self._is_paused = False
         self._live: dict[int, _Live] = {}
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
@@ -113,6 +119,15 @@ class _Run(TorchDispatchMode):
         pop_hooks()
         self._live.clear()
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What happens inside the context is no part of the layer."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
     def find(self, tensor: torch.Tensor) -> Made | None:
         """Return a reference to the run that made ``tensor``; ``None`` if it is to be kept."""
         live = self._look_up(tensor)
@@ -120,7 +135,7 @@ class _Run(TorchDispatchMode):
             return None
         made = Made(live.call, live.index, tensor)
         if not live.call.is_packed:
-            with regions.for_recompute() if scopes.current().is_whole else contextlib.nullcontext():
+            with self.apart(), _as_it_is_wanted():
                 live.call.pack()
         return made
 
@@ -143,7 +158,7 @@ class _Run(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401
         """Run the operator, and remember how, if it is chosen."""
         named = kwargs or {}
-        if not isinstance(func, OpOverload):
+        if self._is_paused or not isinstance(func, OpOverload):
             return func(*args, **named)
         if func._schema.is_mutable:  # noqa: SLF001 - the one place that says it
             self._before_change(written(func, args, named))
@@ -158,7 +173,7 @@ class _Run(TorchDispatchMode):
     def _remember(
         self, func: OpOverload, args: Arguments, kwargs: Named, result: object, random: RandomState | None
     ) -> None:
-        given = {id(storage): storage for storage in map(_storage, tensors_in((args, kwargs)))}
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
         fresh = [
             (index, tensor)
             for index, tensor in enumerate(tensors_in(result))
@@ -169,7 +184,7 @@ class _Run(TorchDispatchMode):
         cloned = updated_unsaid(func)
         inputs = tuple(self._taken(each, is_cloned=place in cloned) for place, each in enumerate(args))
         named = {name: self._taken(each, is_cloned=name in cloned) for name, each in kwargs.items()}
-        call = Call(func, inputs, named, random, given.values(), self.counts)
+        call = Call(func, inputs, named, random, self.counts)
         self._calls.add(call)
         for index, tensor in fresh:
             storage = tensor.untyped_storage()
@@ -182,9 +197,14 @@ class _Run(TorchDispatchMode):
 
         def taken(tensor: torch.Tensor) -> Input:
             live = self._look_up(tensor)
-            kept = alias_of(tensor) if live is None else Made(live.call, live.index, tensor)
-            return Input(kept, is_cloned=is_cloned)
+            if live is not None:
+                return Input(Made(live.call, live.index, tensor), unpack, is_cloned=is_cloned)
+            reference = None if saved is None else saved.refer(tensor)
+            if saved is not None and reference is not None:
+                return Input(reference, saved.unpack, is_cloned=is_cloned)
+            return Input(alias_of(tensor), None, is_cloned=is_cloned)
 
+        saved = refers()
         return mapped(argument, torch.Tensor, taken)
 
     def _forget(self, live: weakref.ref[torch.UntypedStorage]) -> None:
@@ -201,10 +221,6 @@ class _Run(TorchDispatchMode):
                 for call in list(self._calls):
                     if call.was_given(storage):
                         call.settle()
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
 
 
 # ---------------------------------------------------------------------- a layer's hooks
