@@ -62,7 +62,7 @@ def train_under_budget(job: Job) -> tuple[list[float], int]:
     Raises:
         torch.OutOfMemoryError: more would be needed.
     """
-    is_on = ts.OffloadConfig.from_mapping(job.offload).is_on
+    is_on = ts.OffloadConfig.from_document(job.offload).is_on
     model = new_model(job)
     with device_budget(job.device, parse_bytes(job.max_device_memory)) as budget:
         if not is_on:
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         try:
             job = read_job(arguments, path)
-            ts.OffloadConfig.from_mapping(job.offload)
+            ts.OffloadConfig.from_document(job.offload)
         except (OSError, ValueError) as wrong:
             parser.error(str(wrong))
         make_deterministic(job.device)

@@ -12,10 +12,11 @@ Exit code 0: every loss is equal to the last bit; 1: not so; 2: the command line
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from device_budget import device_budget, make_deterministic, moved_to_device
 from llama import Llama, LlamaConfig
 from llama_job import OneLineParser, documentation_text, draw_batches
 from tierstore.training import offload
-from tierstore.units import format_bytes
+from tierstore.units import format_bytes, parse_bytes
 
 LEARNING_RATE = 1e-3
 UNLIMITED = "1TB"  # of device memory, where only the peak is of interest
@@ -85,6 +86,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--heads", type=int, default=4, metavar="N", help="attention heads (%(default)s)")
     add("--batch-size", type=int, default=4, metavar="N", help="sequences in a batch (%(default)s)")
     add("--sequence-length", type=int, default=128, metavar="N", help="bytes in a sequence (%(default)s)")
+    add("--max-device-memory", default="256MB", metavar="SIZE", help="the device's budget (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of parameters and batches (%(default)s)")
     add(
         "--device",
@@ -122,9 +124,13 @@ def layers_in(document: Mapping[str, object]) -> int:
 
 
 def train(
-    arguments: argparse.Namespace, config: Mapping[str, object], shape: LlamaConfig
+    arguments: argparse.Namespace, config: Mapping[str, object], shape: LlamaConfig, budget_text: str
 ) -> tuple[list[float], int]:
-    """Train on the device with ``config``; return the losses and the device's peak in bytes."""
+    """Train on the device with ``config``; return the losses and the device's peak in bytes.
+
+    Raises:
+        torch.OutOfMemoryError: it took more than the budget.
+    """
     device = torch.device("cpu" if arguments.device == "emulated" else arguments.device)
     batches = draw_batches(
         documentation_text(), arguments.steps, arguments.batch_size, arguments.sequence_length, arguments.seed
@@ -132,7 +138,7 @@ def train(
     torch.manual_seed(arguments.seed)
     model = MODELS[arguments.model](shape)
     losses = []
-    with device_budget(device, ts.units.parse_bytes(UNLIMITED)) as budget:
+    with device_budget(device, parse_bytes(budget_text)) as budget:
         if config.get("memory_offload") == "OFF":
             model = moved_to_device(model, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -152,22 +158,42 @@ def tell(arguments: argparse.Namespace, document: Mapping[str, object], path: Pa
     shape = LlamaConfig(
         dim=arguments.dim, heads=arguments.heads, layers=layers_in(document), is_recomputed=False
     )
-    config = {**document, "offload_config": {"device": arguments.device, "offload_path": str(path)}}
-    losses, peak_bytes = train(arguments, config, shape)
-    plain, plain_bytes = train(arguments, {"memory_offload": "OFF"}, shape)
+    budget = arguments.max_device_memory
+    context = document.get("context")
+    config = {
+        **document,
+        "context": {**(context if isinstance(context, dict) else {}), "max_device_memory": budget},
+        "offload_config": {"device": arguments.device, "offload_path": str(path)},
+    }
+    losses, peak_bytes = train(arguments, config, shape, budget)
+    plain, plain_bytes = train(arguments, {"memory_offload": "OFF"}, shape, UNLIMITED)
     for step, (ours, theirs) in enumerate(zip(losses, plain, strict=True), start=1):
         print(f"step {step}: loss {ours:.6f}, without {theirs:.6f}")
-    print(f"peak on the device: {format_bytes(peak_bytes)}, without {format_bytes(plain_bytes)}")
+    print(f"peak on the device: {format_bytes(peak_bytes)} of {budget}, without {format_bytes(plain_bytes)}")
     print("every loss is equal, bit for bit" if losses == plain else "the losses DIFFER")
     return losses == plain
+
+
+@contextlib.contextmanager
+def shown_log() -> Iterator[None]:
+    """Print what tierstore logs, as the reference prints it."""
+    log, handler = logging.getLogger("tierstore"), logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("-%(levelname)s - %(message)s"))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example and return its exit code."""
     parser = command_line()
     arguments = parser.parse_args(argv)
-    logging.basicConfig(format="-%(levelname)s - %(message)s", level=logging.INFO, stream=sys.stdout)
-    with tempfile.TemporaryDirectory(prefix="tierstore-") as scratch:
+    with shown_log(), tempfile.TemporaryDirectory(prefix="tierstore-") as scratch:
         try:
             document = read_document(arguments.config)
             make_deterministic(torch.device("cpu" if arguments.device == "emulated" else arguments.device))

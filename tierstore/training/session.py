@@ -19,6 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.errors import KeyNotFound
 from tierstore.store import Store
 from tierstore.training import guard, hooks
+from tierstore.training.activations import both
+from tierstore.training.activations.both import Activations
+from tierstore.training.activations.layers import Names
+from tierstore.training.activations.sections import Sections
+from tierstore.training.activations.vault import Vault
 from tierstore.training.binding import Binding, Bindings, ordinary_mode
 from tierstore.training.budget import DeviceBudget, Phase
 from tierstore.training.bundles import Adopter
@@ -76,6 +81,7 @@ class Session:
         self.bundles: list[Binding] = []
         self.steps: list[OptimizerSteps] = []
         self.durable: DurableState | None = None
+        self.activations = Activations()
         self._handles: list[RemovableHandle] = []
         self._step_hooks: list[tuple[OrderedDict[int, Any], int]] = []
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
@@ -115,6 +121,33 @@ class Session:
         self.durable = DurableState(
             self.model, self.store, self.bindings, self.windows, self.bundles, self.steps, checkpoints
         )
+
+    def apply_to_activations(self, sections: Sections, layers: Names) -> None:
+        """Swap and recompute what a document says, in this store and its quotas; else end the session."""
+        try:
+            self.activations = both.apply(self.model, sections, layers, self.store, self._new_vault)
+        except BaseException:
+            self.remove_hooks()
+            self.restore()
+            raise
+
+    def _new_vault(self, store: Store) -> Vault:
+        ask_budget = self.bindings.ask_for_more
+
+        def make_room() -> bool:
+            self.bindings.sweep()
+            ask_budget()
+            return True
+
+        vault = Vault(store, self.bindings.apart, note_use=self.follower.note, make_room=make_room)
+
+        def ask_all() -> bool:
+            vault.sweep()
+            ask_budget()
+            return True
+
+        self.bindings.ask_for_more = ask_all
+        return vault
 
     def move_buffers(self) -> None:
         """Bring buffers to where the model computes; `restore` brings them back."""
@@ -286,6 +319,7 @@ class Session:
 
     def restore(self) -> None:
         """Make everything ordinary tensors again."""
+        self.activations.close()
         if self.budget is not None:
             self.budget.close()
         self.windows.discard_interrupted()
