@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
@@ -81,6 +83,22 @@ class ExtraMachine(RuleBasedStateMachine):
             assert self.pool.free(slot).error is None
         assert self.pool.mapped_bytes <= _CAPACITY_BYTES
         self.pool.close()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_long_histories_stay_within_the_capacity(seed: int) -> None:
+    """What is rare takes longer than what Hypothesis likes to try."""
+    chance = random.Random(seed)
+    machine = ExtraMachine()
+    for _ in range(80):
+        if machine.held and chance.random() < 0.45:
+            machine.free(chance.choice(list(machine.held)))
+        else:
+            few, many = chance.randint(2 * MIB, 6 * MIB), chance.randint(1, 32) * 256 * KIB
+            machine.reserve(chance.choice((few, many)))
+        machine.the_memory_in_use_is_within_the_capacity()
+        machine.addresses_are_bounded()
+    machine.teardown()
 
 
 TestExtraMachine = ExtraMachine.TestCase

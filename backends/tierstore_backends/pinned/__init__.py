@@ -321,9 +321,8 @@ class PinnedPool:
 
         Under the lock.
         """
-        is_locked = any(block.is_pinned for block in self._blocks.values())
         is_bounded = self._mapped_bytes + nbytes <= 2 * self._quota.capacity_bytes
-        return not is_locked and is_bounded and self._give_pages_back(nbytes)
+        return is_bounded and self._give_pages_back(nbytes)
 
     def _map(self, nbytes: int) -> Block:
         try:
