@@ -1,18 +1,29 @@
-"""Training with more than the device holds: `offload(model, optimizer, config)`."""
+"""Training with more than the device holds: `offload(model, optimizer, config)`.
+
+`swap` and `recompute` do it for activations alone.
+"""
 
 from tierstore.training.activations import RecomputeConfig, SwapConfig
+from tierstore.training.activations.recompute import Recompute, RecomputeStats, recompute
+from tierstore.training.activations.selective import create_selective_checkpoint_contexts
 from tierstore.training.activations.swap import Swap, SwapStats, swap
+from tierstore.training.activations.vault import Vault
 from tierstore.training.former import Resumed
 from tierstore.training.offload import Offload, RunStats, offload
 
 __all__ = [
     "Offload",
+    "Recompute",
     "RecomputeConfig",
+    "RecomputeStats",
     "Resumed",
     "RunStats",
     "Swap",
     "SwapConfig",
     "SwapStats",
+    "Vault",
+    "create_selective_checkpoint_contexts",
     "offload",
+    "recompute",
     "swap",
 ]

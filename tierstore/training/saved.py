@@ -184,12 +184,27 @@ class Chained:
         return Delegated(self.pack_before(tensor), self._unpack_before)
 
 
-def packs_the_rest() -> Hook | None:
-    """Return the hook in this thread that packs what aliases no bundle; ``None``: nobody does."""
+def refers() -> SavedTensors | None:
+    """Return whoever turns aliases of bundles into references in this thread; ``None``: nobody does."""
     top = top_hooks()
     hook = None if top is None else top[0]
-    while isinstance(hook, Chained):
-        hook = hook.pack_before
+    while hook is not None:
+        owner = hook.saved if isinstance(hook, Chained) else getattr(hook, "__self__", None)
+        if isinstance(owner, SavedTensors):
+            return owner
+        hook = getattr(hook, "pack_before", None)
+    return None
+
+
+def packs_the_rest() -> Hook | None:
+    """Return the hook in this thread that packs what aliases no bundle; ``None``: nobody does.
+
+    A hook that packs some tensors and leaves the rest to others says to whom: by its ``pack_before``.
+    """
+    top = top_hooks()
+    hook = None if top is None else top[0]
+    while hook is not None and (before := getattr(hook, "pack_before", None)) is not None:
+        hook = before
     return hook
 
 

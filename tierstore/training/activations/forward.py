@@ -24,6 +24,7 @@ from torch.utils import checkpoint
 from tierstore.training import saved
 from tierstore.training.activations.nodes import Triggers
 from tierstore.training.activations.operators import Scope, Scopes, Watch, is_backward, storage_of
+from tierstore.training.activations.regions import is_for_recompute
 from tierstore.training.activations.vault import Parked, Vault, WeakParked
 from tierstore.training.saved import (
     Delegated,
@@ -141,7 +142,7 @@ class ForwardPass:
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         with self.apart():
-            scope = None if is_backward() else self._scope_of(tensor)
+            scope = None if is_backward() or is_for_recompute() else self._scope_of(tensor)
             if scope is not None:
                 return self._swap(tensor, scope)
             if self._outer is None:

@@ -1,0 +1,329 @@
+"""A run of an operator that can be run again, and references to what it makes.
+
+A `Call` knows the operator and what it was given; a `Made` stands for one of its outputs, as whatever
+refers to it (autograd, or another call that was given the output) wants it.
+
+1. The inputs are kept as they are until somebody saves an output; then as autograd would keep them.
+2. What was made is kept until each reference that there was then has been followed, or is no more.
+3. An operator runs again with the random state that it had, without autocast, which was applied before, and
+   on copies of running statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch._ops import OpOverload
+
+from tierstore.training.activations import scopes
+from tierstore.training.binding import natively
+from tierstore.training.saved import Delegated, Kept, restore, top_hooks
+
+_DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+
+Arguments = tuple[object, ...]
+Named = Mapping[str, object]
+
+
+class Input:
+    """A tensor that an operator was given; kept as it is until somebody saves the operator's output.
+
+    Args:
+        packed: the tensor; or a reference to it.
+        unpack: follows the reference; ``None``: it is the tensor.
+        is_cloned: whether the operator is given a copy when it runs again.
+    """
+
+    __slots__ = ("_is_cloned", "_packed", "_unpack")
+
+    def __init__(
+        self, packed: object, unpack: Callable[[Any], torch.Tensor] | None, *, is_cloned: bool
+    ) -> None:
+        self._packed = packed
+        self._unpack = unpack
+        self._is_cloned = is_cloned
+
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage that it lies in, if nobody else looks after that."""
+        packed = self._packed
+        tensor = packed.tensor if isinstance(packed, Kept) else packed
+        return tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+
+    def pack(self) -> None:
+        """Keep it as autograd would, by the hooks that are in force."""
+        top = top_hooks()
+        if isinstance(self._packed, Made):
+            self._packed.call.pack()
+        elif self._unpack is None and top is not None:
+            self._packed, self._unpack = top[0](self._packed), top[1]
+
+    def get(self) -> torch.Tensor:
+        """Return it."""
+        tensor = cast("torch.Tensor", self._packed if self._unpack is None else self._unpack(self._packed))
+        return tensor.clone() if self._is_cloned else tensor
+
+
+class Call:
+    """One run of an operator, which can be run again.
+
+    Args:
+        operator: that ran.
+        args: its arguments, with an `Input` for each tensor.
+        kwargs: its named arguments, likewise.
+        random: the random state that it began with.
+        counts: to tell of runs.
+    """
+
+    def __init__(
+        self,
+        operator: OpOverload,
+        args: Arguments,
+        kwargs: Named,
+        random: RandomState | None,
+        counts: Counts,
+    ) -> None:
+        self.is_packed = False
+        self.is_over = False
+        self._operator = operator
+        self._args = args
+        self._kwargs = kwargs
+        self._random = random
+        self._counts = counts
+        self._lock = threading.RLock()  # guards the values while they are made
+        self._values: Sequence[torch.Tensor] | None = None
+        self._is_pinned = False
+        self._references: set[int] = set()
+        self._waiting: set[int] = set()
+        self._numbers = itertools.count()
+
+    def pack(self) -> None:
+        """Keep the inputs: somebody has saved an output."""
+        if not self.is_packed:
+            self.is_packed = True
+            for each in found((self._args, self._kwargs), Input):
+                each.pack()
+
+    def was_given(self, storage: torch.UntypedStorage) -> bool:
+        """Whether an input lies in a storage, and whoever changes that changes the input."""
+        return any(each.storage is storage for each in found((self._args, self._kwargs), Input))
+
+    def settle(self) -> None:
+        """Depend on the inputs no more: they are about to change."""
+        if not self._references:
+            self.is_over = True
+        elif not self._is_pinned:
+            with self._lock:
+                self._values = self._values or self._run()
+                self._is_pinned = True
+                self._args, self._kwargs = (), {}
+
+    def refer(self) -> int:
+        """Count one more reference; return its number."""
+        number = next(self._numbers)
+        self._references.add(number)
+        return number
+
+    def forget(self, number: int) -> None:
+        """One reference is no more.  From any thread, at any time."""
+        self._references.discard(number)
+        self._followed(number)
+
+    def value(self, index: int, number: int) -> torch.Tensor:
+        """Return an output to whoever follows a reference."""
+        with self._lock:
+            if self._values is None:
+                self._values = self._run()
+                self._waiting = set(self._references)
+            value = self._values[index]
+            self._followed(number)
+        return value
+
+    def _followed(self, number: int) -> None:
+        self._waiting.discard(number)
+        if not self._waiting and not self._is_pinned:
+            self._values = None
+
+    def _run(self) -> Sequence[torch.Tensor]:
+        self._counts.made += 1
+        random = contextlib.nullcontext() if self._random is None else self._random.again()
+        with torch.no_grad(), _DisableAutocast(), natively():
+            args = mapped(self._args, Input, Input.get)
+            kwargs = mapped(self._kwargs, Input, Input.get)
+            with random:
+                result = self._operator(*args, **kwargs)
+            if scopes.is_collective(self._operator):
+                result = mapped(result, torch.Tensor, torch.ops._c10d_functional.wait_tensor)  # noqa: SLF001
+        return list(tensors_in(result))
+
+
+class Made:
+    """A reference to an output of a run: what is saved instead of the output."""
+
+    __slots__ = ("_dtype", "_index", "_is_conj", "_is_neg", "_number", "_offset", "_shape", "_stride", "call")
+
+    def __init__(self, call: Call, index: int, tensor: torch.Tensor) -> None:
+        self.call = call
+        self._index = index
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = int(tensor.storage_offset())
+        self._is_conj = tensor.is_conj()
+        self._is_neg = tensor.is_neg()
+        self._number = call.refer()
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor that it stands for, or a view that is the same."""
+        value = self.call.value(self._index, self._number)
+        with torch.no_grad():
+            view = torch.empty(0, dtype=self._dtype, device=value.device)
+            view.set_(value.untyped_storage(), self._offset, self._shape, self._stride)
+            if self._is_conj:
+                view = torch._conj(view)  # noqa: SLF001 - sets the bit, as the saved tensor had it
+            return torch._neg_view(view) if self._is_neg else view  # noqa: SLF001
+
+    def __del__(self) -> None:
+        self.call.forget(self._number)
+
+
+def unpack(packed: object) -> torch.Tensor:
+    """Return what was packed while a layer ran.
+
+    Raises:
+        RuntimeError: it was changed in place since; the text is PyTorch's.
+    """
+    if isinstance(packed, Made):
+        return packed.tensor()
+    assert isinstance(packed, Kept | Delegated)
+    return restore(packed)
+
+
+class RandomState(NamedTuple):
+    """The state of the generator of one device."""
+
+    device: torch.device
+    state: torch.Tensor
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """Return what it is."""
+        if device.type == "cpu":
+            return cls(device, torch.get_rng_state())
+        return cls(device, torch.get_device_module(device).get_rng_state(device))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Be in that state inside, and afterwards in the one before."""
+        before = self.now(self.device)
+        self._set()
+        try:
+            yield
+        finally:
+            before._set()  # noqa: SLF001 - of the same class
+
+    def _set(self) -> None:
+        if self.device.type == "cpu":
+            torch.set_rng_state(self.state)
+        else:
+            torch.get_device_module(self.device).set_rng_state(self.state, self.device)
+
+
+class Counts:
+    """What came of choosing operators.
+
+    Attributes:
+        saved: how many tensors autograd wanted to save that are made again instead.
+        made: how many operators were run again.
+    """
+
+    def __init__(self) -> None:
+        self.saved = 0
+        self.made = 0
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - an operator's own
+    """Return nested arguments with all of one kind changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(each, kind, change) for each in value])
+    if isinstance(value, Mapping):
+        return {name: mapped(each, kind, change) for name, each in value.items()}
+    return value
+
+
+def found(value: object, kind: type) -> Iterator[Any]:
+    """Yield all of one kind in nested arguments."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from found(each, kind)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from found(each, kind)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested arguments."""
+    return found(value, torch.Tensor)
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without its graph; it shares the counter of versions."""
+    above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003, SLF001
+    with natively(), above:
+        return tensor.detach()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has bytes of its own and a counter of versions."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    with natively():
+        return tensor.layout is torch.strided and not tensor.is_inference() and not _is_functional(tensor)
+
+
+_is_functional: Callable[[torch.Tensor], bool] = torch._is_functional_tensor  # noqa: SLF001
+
+
+def can_repeat(args: Arguments, kwargs: Named) -> bool:
+    """Whether the same arguments give the same result later."""
+    generators = found((args, kwargs), torch.Generator)
+    return next(generators, None) is None and all(map(is_plain, tensors_in((args, kwargs))))
+
+
+def random_state_for(func: OpOverload, args: Arguments, kwargs: Named) -> RandomState | None:
+    """Return what an operator draws its random numbers from; ``None`` if it draws none."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    first = next(tensors_in((args, kwargs)), None)
+    device = kwargs.get("device") if first is None else first.device
+    return RandomState.now(device if isinstance(device, torch.device) else torch.device("cpu"))
+
+
+@functools.cache
+def updated_unsaid(func: OpOverload) -> frozenset[int | str]:
+    """Return which arguments of an operator it updates without saying so, by position and by name."""
+    names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001 - the one place that says it
+    return frozenset(
+        key for place, name in enumerate(names) if name in _RUNNING_STATISTICS for key in (place, name)
+    )
+
+
+def written(func: OpOverload, args: Arguments, kwargs: Named) -> Iterator[torch.Tensor]:
+    """Yield what an operator changes."""
+    for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - the one place that says it
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))

@@ -1,0 +1,217 @@
+"""Modules whose forward backward runs again, by PyTorch's own non-reentrant checkpoint.
+
+1. ``forward`` is not replaced: PyTorch's checkpoint is begun by a pre-hook and ended by a hook.  Hooks that a
+   module has besides are inside, and run again with it.
+2. Nothing happens where nothing is kept for backward (`torch.no_grad`), and inside a forward that is
+   recomputed anyway, by us or by the program.
+3. Random numbers and autocast are as they were: PyTorch sees to it.  Buffers are as they were, and are not
+   changed a second time (`Buffers`).
+4. Whatever ends a forward ends the region: an exception at once, a ``KeyboardInterrupt``, for which PyTorch
+   calls no hooks, at the latest when the model runs the next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from tierstore.training.activations.buffers import Buffers
+from tierstore.training.hooks import Hook, modules_on_the_stack
+from tierstore.training.saved import packs_the_rest
+
+Context = AbstractContextManager[object]
+Contexts = Callable[[], tuple[Context, Context]]
+"""Makes what a forward runs in, and what its repetitions run in."""
+
+_begin: Callable[..., Generator[None]] = checkpoint._checkpoint_without_reentrant_generator  # noqa: SLF001
+
+
+class _Entry(NamedTuple):
+    """A module that is being run; ``running`` is ``None`` where nothing is recomputed."""
+
+    region: Region
+    running: Generator[None] | None
+    buffers: Buffers | None
+
+
+class _Here(threading.local):
+    """What happens in this thread."""
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+        self.is_for_recompute = False
+
+
+_here = _Here()
+
+
+def is_recomputed() -> bool:
+    """Whether what runs in this thread is recomputed in backward as a whole, or is just being recomputed.
+
+    By a region or by the program's own ``torch.utils.checkpoint``.
+    """
+    return getattr(packs_the_rest(), "__module__", None) == checkpoint.__name__
+
+
+def is_for_recompute() -> bool:
+    """Whether what this thread packs is wanted by something that is recomputed.
+
+    Such tensors are not swapped.
+    """
+    return _here.is_for_recompute
+
+
+@contextlib.contextmanager
+def for_recompute() -> Iterator[None]:
+    """Pack what something that is recomputed wants."""
+    before, _here.is_for_recompute = _here.is_for_recompute, True
+    try:
+        yield
+    finally:
+        _here.is_for_recompute = before
+
+
+class Region:
+    """One module that is recomputed as a whole.
+
+    Args:
+        module: whose forward is run again.
+        contexts: what it runs in; made anew for each forward.
+
+    Attributes:
+        forwards: how many forwards were entered.
+        repetitions: how many of them were run again.
+    """
+
+    def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
+        self.module = module
+        self.forwards = 0
+        self.repetitions = 0
+        self._contexts = contexts or checkpoint.noop_context_fn
+
+    def register(self) -> list[RemovableHandle]:
+        """Hook it to its module, around the hooks that it has."""
+        return [
+            self.module.register_forward_pre_hook(_Enter(self), prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(_Leave(self)),
+            self.module.register_forward_hook(_Abandon(self), always_call=True),
+        ]
+
+    def enter(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """The module begins to run."""
+        discard_interrupted()
+        if not torch.is_grad_enabled() or is_recomputed():
+            _here.entries.append(_Entry(self, None, None))
+            return
+        self.forwards += 1
+        buffers = Buffers(self.module)
+        names = tuple(kwargs)
+
+        def contexts() -> tuple[Context, Context]:
+            forward, again = self._contexts()
+            return forward, _Again(self, buffers, again)
+
+        def run(*values: object) -> object:
+            count = len(values) - len(names)
+            return self.module(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        # Everything goes as a position: PyTorch looks there for devices whose random state it keeps.
+        running = _begin(run, True, contexts, "default", False, True, *args, *kwargs.values())  # noqa: FBT003
+        with for_recompute():
+            next(running)
+        _here.entries.append(_Entry(self, running, buffers))
+
+    def leave(self) -> None:
+        """The module has run."""
+        entries = _here.entries
+        if not entries or entries[-1].region is not self:
+            return
+        _, running, buffers = entries.pop()
+        if running is None or buffers is None:
+            return
+        buffers.keep_changed()
+        next(running, None)
+
+    def abandon(self) -> None:
+        """The module has run, or an exception ended it: then the region is still open."""
+        entries = _here.entries
+        if entries and entries[-1].region is self and sys.exc_info()[0] is not None:
+            _close(entries.pop())
+
+
+def discard_interrupted() -> None:
+    """Close what modules left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
+    entries = _here.entries
+    if not entries:
+        return
+    running = modules_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
+    while entries and entries[-1].region.module not in running:
+        _close(entries.pop())
+
+
+def _close(entry: _Entry) -> None:
+    if entry.running is not None:
+        entry.running.close()
+
+
+class _Again:
+    """What a repetition runs in: the buffers as they were, then whatever else.  As often as wanted."""
+
+    def __init__(self, region: Region, buffers: Buffers, inner: Context) -> None:
+        self._region = region
+        self._buffers = buffers
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._region.repetitions += 1
+        self._buffers.__enter__()
+        try:
+            self._inner.__enter__()
+        except BaseException:
+            self._buffers.__exit__()
+            raise
+
+    def __exit__(self, *error: Any) -> None:  # noqa: ANN401 - what ended it, passed on
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            self._buffers.__exit__()
+
+
+class _Enter(Hook):
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        self._region.enter(args, kwargs)
+
+
+class _Leave(Hook):
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
+        del module, args, output
+        self._region.leave()
+
+
+class _Abandon(Hook):
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
+        del module, args, output
+        self._region.abandon()
