@@ -135,6 +135,19 @@ def test_a_key_that_is_taken_gets_a_mark(vault: Vault) -> None:
     assert vault.keep(base(), "k").key == "k"
 
 
+def test_storages_that_have_died_leave_no_trace(vault: Vault) -> None:
+    x = base()
+    parked = [vault.keep(x, "k"), vault.keep(base()[:9], "k"), vault.keep(torch.ones(5), "k")]
+    assert vault._known
+    del x
+    for each in parked:
+        each.release()
+    del each
+    parked.clear()
+    vault.sweep()
+    assert (vault._known, vault._lent, vault._parked) == ({}, {}, {})
+
+
 def test_bytes_are_dropped_when_the_last_reference_goes(vault: Vault) -> None:
     x = base()
     one, other = vault.keep(x, "k"), vault.keep(x, "k")
