@@ -133,6 +133,8 @@ def test_a_retained_graph_holds_no_device_bytes(tmp_path: Path) -> None:
         loss.backward(retain_graph=True)
         active.stats()
         assert len(active.store) > 20
+        active.store.evict(*active.store, to="host").result()  # waits for what is under way
+        assert active.stats().activations.released >= len(active.store) + active.stats().activations.brought
         assert active.store.stats().tiers["device"].charged_bytes == 0
         loss.backward()
 

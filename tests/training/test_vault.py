@@ -189,6 +189,17 @@ def test_a_late_end_drops_no_other_bytes_of_the_same_name(vault: Vault) -> None:
     assert torch.equal(third.take(), torch.zeros(4096))
 
 
+def test_an_end_that_is_noticed_twice_drops_no_other_bytes(vault: Vault) -> None:
+    first = vault.keep(base(), "k")
+    estate = first._bytes.estate
+    vault._settle(estate, None)  # the garbage collector clears weak references before it calls finalisers
+    second = vault.keep(torch.ones(4096), "k")
+    del first
+    vault.sweep()
+    assert second.key == "k"
+    assert torch.equal(second.take(), torch.ones(4096))
+
+
 def test_what_every_use_has_taken_goes_down_again(vault: Vault) -> None:
     x = base()
     uses = [vault.keep(x, "k") for _ in range(3)]
