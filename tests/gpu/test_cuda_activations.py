@@ -27,7 +27,8 @@ class _Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.dropout(torch.nn.functional.gelu(self.up(x)))
-        return x + self.down(hidden)
+        output: torch.Tensor = x + self.down(hidden)
+        return output
 
 
 class _Model(nn.Module):
