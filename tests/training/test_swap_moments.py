@@ -181,6 +181,22 @@ def test_what_is_near_the_end_comes_with_the_first_node_if_it_has_gone(
         assert nodes_ahead(events, "activation/0/0") == (1 if triggers else None)
 
 
+def test_keys_are_numbered_by_layer_and_the_same_in_every_step(tmp_path: Path) -> None:
+    model = Llama(3)
+    with swapping(model, config(tmp_path, whole_layers(1))) as active:
+        for number in range(3):
+            scores = model(inputs(number))
+            keys = set(active.store)
+            assert keys == {
+                f"activation/{layer}/{each}" for layer in range(3) for each in range(len(keys) // 3)
+            }
+            second = model(inputs(number))
+            assert set(active.store) - keys == {f"{key}'" for key in keys}
+            scores.sum().backward()
+            del second
+            active.stats()
+
+
 # ---------------------------------------------------------------------- release
 
 
