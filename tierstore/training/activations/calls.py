@@ -15,6 +15,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -111,6 +112,11 @@ class Call:
             for each in found((self._args, self._kwargs), Input):
                 each.pack()
 
+    @property
+    def arguments(self) -> tuple[Arguments, Named]:
+        """What the operator was given."""
+        return self._args, self._kwargs
+
     def was_given(self, storage: torch.UntypedStorage) -> bool:
         """Whether an input lies in a storage, and whoever changes that changes the input."""
         return any(each.storage is storage for each in found((self._args, self._kwargs), Input))
@@ -154,7 +160,8 @@ class Call:
     def _run(self) -> Sequence[torch.Tensor]:
         self._counts.made += 1
         random = contextlib.nullcontext() if self._random is None else self._random.again()
-        with torch.no_grad(), _DisableAutocast(), natively():
+        # Some kernels look whether gradients are wanted.  None of the inputs asks for one.
+        with torch.enable_grad(), _DisableAutocast(), natively():
             args = mapped(self._args, Input, Input.get)
             kwargs = mapped(self._kwargs, Input, Input.get)
             with random:
@@ -223,13 +230,14 @@ class RandomState(NamedTuple):
     def again(self) -> Iterator[None]:
         """Be in that state inside, and afterwards in the one before."""
         before = self.now(self.device)
-        self._set()
+        self.set()
         try:
             yield
         finally:
-            before._set()  # noqa: SLF001 - of the same class
+            before.set()
 
-    def _set(self) -> None:
+    def set(self) -> None:
+        """Put the generator into that state."""
         if self.device.type == "cpu":
             torch.set_rng_state(self.state)
         else:
@@ -247,6 +255,29 @@ class Counts:
     def __init__(self) -> None:
         self.saved = 0
         self.made = 0
+
+
+class Givens:
+    """Which calls were given what: asked before something changes.  Storages are told by the live object."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, weakref.WeakSet[Call]] = {}
+        self._limit = 1024  # when those without calls are looked for
+
+    def add(self, call: Call) -> None:
+        """Take a call in."""
+        for each in found(call.arguments, Input):
+            if each.storage is not None:
+                self._calls.setdefault(id(each.storage), weakref.WeakSet()).add(call)
+        if len(self._calls) > self._limit:
+            self._calls = {key: calls for key, calls in self._calls.items() if len(calls)}
+            self._limit = 2 * len(self._calls) + 1024
+
+    def settle(self, storage: torch.UntypedStorage) -> None:
+        """Let every call that was given a storage depend on it no more: it is about to change."""
+        for call in list(self._calls.get(id(storage), ())):
+            if call.was_given(storage):
+                call.settle()
 
 
 # ---------------------------------------------------------------------- arguments
