@@ -21,6 +21,7 @@ from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.durable import DurableFiles
 from tierstore_backends.files.options import parse_options
 from tierstore_backends.files.syscalls import KERNEL, Call, Ring, Streams, Syscalls
+from tierstore_backends.files.transfer import FileSlot
 
 _RANDOM = torch.randint(
     0, 256, (8 * MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
@@ -450,9 +451,7 @@ def disk_taken(path: Path) -> int:
 
 def outcome(completion: Completion) -> BaseException | None:
     """Wait for the end of ``completion``; return its error."""
-    ended = threading.Event()
-    completion.add_done_callback(lambda _: ended.set())
-    assert ended.wait(TIMEOUT_S), "never completed"
+    assert completion.wait(TIMEOUT_S), "never completed"
     return completion.error
 
 
@@ -477,3 +476,10 @@ def blank(nbytes: int, *, misalignment: int = 0) -> Buffer:
     whole = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE + misalignment
     return whole[start : start + nbytes].fill_(0xEE)
+
+
+def written(files: FilesBackend, count: int, nbytes: int) -> list[FileSlot]:
+    """Reserve and write ``count`` slots; slot ``i`` has the bytes of ``buffer(nbytes, i)``."""
+    slots = [files.reserve(nbytes) for _ in range(count)]
+    finish(*(files.write(slot, buffer(nbytes, i)) for i, slot in enumerate(slots)))
+    return slots

@@ -160,6 +160,17 @@ class Completion:
                 return
         callback(self._error)
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the operation has ended, at most so long; return whether it has.
+
+        Not in a thread that it needs to end, such as one that runs the backend's callbacks.
+        """
+        if self._is_done:
+            return True
+        ended = threading.Event()
+        self.add_done_callback(lambda _: ended.set())
+        return ended.wait(timeout_s)
+
     @classmethod
     def done(cls, error: BaseException | None = None) -> Completion:
         """Return a completion that has already ended."""

@@ -10,31 +10,31 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from types import MappingProxyType, TracebackType
+from dataclasses import replace
+from types import TracebackType
 from typing import Self, cast
 
 import torch
 
+from tierstore.accounts import collect
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Plan, Tier
-from tierstore.core.quota import Shelf
 from tierstore.engine.collecting import no_collections
-from tierstore.engine.engine import Engine, Opening
+from tierstore.engine.engine import Engine, close_all
+from tierstore.engine.hands import Opening
 from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
+from tierstore.handover import Handover
 from tierstore.leases import Lease, check_key, check_names
-from tierstore.outputs import OutputPool
-from tierstore.spi import AddressableSlot, AdoptingBackend, Backend, Completion, DurableBackend, Medium
-from tierstore.stats import StoreStats, TierStats, Traffic, io_of
-from tierstore.tensors import TensorSpec, bytes_of, describe, from_text, is_whole, to_text, view_bytes
-from tierstore.wrappers import Compressed, with_codec
+from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium
+from tierstore.stats import StoreStats
+from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
+from tierstore.wrappers import Opened, with_codec
 
 log = logging.getLogger("tierstore")
 
@@ -55,28 +55,33 @@ class Store:
 
     def __init__(self, config: StoreConfig) -> None:
         self.config = config
-        self._outputs = OutputPool()
-        self._lock = threading.Lock()  # guards the next two
-        self._gets: dict[str, Traffic] = {}
+        self._lock = threading.Lock()  # guards the next
         self._stall_seconds = 0.0
-        with no_collections():
-            self._open(config)
+        self._closing = threading.RLock()  # held by whoever closes
+        backends: list[Backend] = []
+        try:
+            with no_collections():
+                self._start(config, _open_all(config.tiers, backends))
+        except BaseException:
+            # Nothing waits and nothing moves yet.
+            try:
+                close_all(backends)
+            except Exception:  # what is raised below says why the store does not open
+                log.exception("a tier's backend could not be closed")
+            raise
 
-    def _open(self, config: StoreConfig) -> None:
-        backends = _open_all(config.tiers)
+    def _start(self, config: StoreConfig, opened: Sequence[Opened]) -> None:
+        backends = [each.backend for each in opened]
         tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
         _check_durable(tiers, backends)
         self.tier_names = tuple(tier.name for tier in tiers)
         self.is_durable = any(tier.is_durable for tier in tiers)
         ledger = Ledger(tiers, POLICIES[config.eviction])
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
-        try:
-            for index, tier in enumerate(tiers):
-                if tier.is_durable:
-                    self._engine.recover(index, from_text)
-        except BaseException:
-            self._engine.close()
-            raise
+        self._handover = Handover(self._engine)
+        for index, each in enumerate(opened):
+            if tiers[index].is_durable:
+                self._engine.recover(index, each.found, found_spec)
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +111,7 @@ class Store:
         target = None if tier is None else self._index(tier)
 
         def fill(room: Opening) -> None:
-            self._fill(room, tensor.detach(), spec)
+            self._handover.fill(room, tensor.detach(), spec)
 
         number = self._engine.number()
         self._engine.put(m.PutRequested(number, key, spec.nbytes, target, replace, spec), fill)
@@ -154,23 +159,6 @@ class Store:
         event = m.PutRequested(number, key, spec.nbytes, 0, replace=False, spec=spec)
         self._engine.put(event, lambda _: None, memory)
 
-    def _fill(self, room: Opening, tensor: torch.Tensor, spec: TensorSpec) -> None:
-        """Bring a tensor's bytes into the slot that was reserved for them."""
-        if spec.nbytes == 0:
-            return
-        slot = self._engine.addressable(room.slot, room.tier)
-        if slot is not None:
-            slot.acquire()
-            with torch.no_grad():
-                view_bytes(slot.memory, spec).copy_(tensor)
-            slot.release()
-            return
-        is_plain = tensor.device.type == "cpu" and tensor.stride() == spec.stride
-        if not is_plain or tensor.is_conj() or tensor.is_neg():
-            copy = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-            tensor = copy.copy_(tensor)
-        _wait(self._engine.backends[room.tier].write(room.slot, bytes_of(tensor)))
-
     def get(self, key: str, *, device: torch.device | str | None = None) -> torch.Tensor:
         """Return an independent copy that the caller owns.  Blocks; moves no replica.
 
@@ -184,44 +172,13 @@ class Store:
             BackendError: reading failed; ``IntegrityError`` if the bytes came back different.
         """
         number = self._engine.number()
-        request = self._engine.request(m.ReadRequested(number, check_key(key)), number, (key,))
-        (granted,) = self._engine.wait(request, lambda _: self._engine.turn(m.ReadDone(number)))
+        done = m.ReadDone(number)
+        (granted,) = self._engine.obtain(m.ReadRequested(number, check_key(key)), number, (key,), done)
         try:
-            return self._copy_out(granted, device)
+            return self._handover.copy_out(granted, device)
         finally:
-            self._engine.turn(m.ReadDone(number))
-
-    def _copy_out(self, granted: m.Granted, device: torch.device | str | None) -> torch.Tensor:
-        spec = _spec(granted)
-        target = spec.device if device is None else torch.device(device)
-        if target.type != "cpu":
-            out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=target)
-        else:
-            out = view_bytes(self._outputs.take(spec.nbytes), spec)
-        if spec.nbytes:
-            self._read_into(out, granted, spec)
-        self._count_get(self.tier_names[granted.place.tier], spec.nbytes)
-        return out
-
-    def _read_into(self, out: torch.Tensor, granted: m.Granted, spec: TensorSpec) -> None:
-        source = self._engine.slot(granted)
-        slot = self._engine.addressable(source, granted.place.tier)
-        if slot is not None:
-            slot.acquire()
-            with torch.no_grad():
-                out.copy_(view_bytes(slot.memory, spec))
-            slot.release()
-            return
-        is_host = out.device.type == "cpu"
-        host = bytes_of(out) if is_host else self._outputs.take(spec.nbytes)
-        _wait(self._engine.backends[granted.place.tier].read(source, host))
-        if not is_host:
-            out.copy_(view_bytes(host, spec))
-
-    def _count_get(self, tier: str, nbytes: int) -> None:
-        with self._lock:
-            former = self._gets.get(tier, Traffic(0, 0))
-            self._gets[tier] = Traffic(former.copies + 1, former.nbytes + nbytes)
+            self._engine.told.append(done)
+            self._engine.take_in()
 
     def lease(self, *keys: str, tier: str = FASTEST, write: bool = False) -> Lease:
         """Bring ``keys`` to ``tier`` and keep them there while the lease is held.
@@ -257,26 +214,26 @@ class Store:
         event = m.LeaseRequested(
             number, tuple(map(check_key, keys)), index, access, threading.current_thread().name
         )
-        granted = self._await(
-            self._engine.request(event, number, keys, self.tier_names[index]),
-            lambda _: self._engine.turn(m.LeaseReleased(number, written=False)),
-        )
-        return self._lend(number, granted)
+        unused = m.LeaseReleased(number, written=False)
+        granted = self._engine.obtain(event, number, keys, unused, self._count_stall)
+        try:
+            return self._lend(number, granted)
+        except BaseException:
+            self._engine.told.append(unused)
+            self._engine.take_in()
+            raise
 
     def _lend(self, number: int, granted: Sequence[m.Granted]) -> Lease:
-        tensors: dict[str, torch.Tensor] = {}
-        slots: list[AddressableSlot] = []
-        for replica in granted:
-            slot = self._engine.addressable(self._engine.slot(replica), replica.place.tier)
-            assert slot is not None  # a lease is refused where bytes cannot be used in place
-            slot.acquire()
-            slots.append(slot)
-            tensors[replica.key] = view_bytes(slot.memory, _spec(replica))
+        tensors, slots = self._handover.lend(granted)
 
         def end(written: bool) -> None:
-            for slot in slots:
-                slot.release()
-            self._engine.turn(m.LeaseReleased(number, written))
+            released = m.LeaseReleased(number, written)
+            try:
+                for slot in slots:
+                    slot.release()
+            finally:
+                self._engine.told.append(released)
+                self._engine.take_in()
 
         places = {each.key: each.place for each in granted}
         return Lease(tensors, places, end, functools.partial(self._split, number))
@@ -286,19 +243,9 @@ class Store:
         event = m.SplitRequested(number, lease, names)
         return not names or bool(self._engine.request(event, number, tuple(names.values())).result())
 
-    def _await(
-        self, request: Transfer[Sequence[m.Granted]], undo: Callable[[Sequence[m.Granted]], None]
-    ) -> Sequence[m.Granted]:
-        """Wait for a grant; count the time."""
-        begin = time.perf_counter()
-        is_done = request.done()
-        try:
-            return request.result() if is_done else self._engine.wait(request, undo)
-        finally:
-            del request  # a failed one keeps its error, whose traceback refers to this frame
-            if not is_done:
-                with self._lock:
-                    self._stall_seconds += time.perf_counter() - begin
+    def _count_stall(self, seconds: float) -> None:
+        with self._lock:
+            self._stall_seconds += seconds
 
     # --- moving -------------------------------------------------------------------------------
 
@@ -424,7 +371,7 @@ class Store:
         return tuple(self.tier_names[tier] for tier in tiers)
 
     def spec(self, key: str) -> TensorSpec:
-        """Return shape, dtype and size of what is stored under ``key``."""
+        """Return shape, dtype and size of what is under ``key``; of damaged ones see `TensorSpec.unread`."""
         spec = self._engine.look(lambda ledger: ledger.spec(check_key(key)))
         assert isinstance(spec, TensorSpec)
         return spec
@@ -456,32 +403,17 @@ class Store:
 
     def stats(self) -> StoreStats:
         """Return what there is and what happened, as one frozen object."""
-        tiers = self._engine.look(lambda ledger: [_tier_stats(shelf) for shelf in ledger.books.shelves])
-        lanes = self._engine.look(
-            lambda ledger: {
-                d: Traffic(x.copies, x.moved_bytes) for d, x in ledger.moving.traffic.lanes.items()
-            }
-        )
-        names = (*self.tier_names, "caller")  # index -1 is the caller
-        traffic = {(names[source], names[target]): moved for (source, target), moved in lanes.items()}
         with self._lock:
-            traffic.update({(tier, "caller"): moved for tier, moved in self._gets.items()})
             stall_seconds = self._stall_seconds
-        by_name = {
-            name: replace(
-                tier,
-                reserved_bytes=_reserved_bytes(backend, tier),
-                codec=backend.codec_stats if isinstance(backend, Compressed) else None,
-                io=io_of(backend),
-            )
-            for name, tier, backend in zip(self.tier_names, tiers, self._engine.backends, strict=True)
-        }
-        return StoreStats(MappingProxyType(by_name), MappingProxyType(traffic), stall_seconds)
+        return collect(self._engine, self.tier_names, self._handover.got, stall_seconds)
 
     # --- the end ------------------------------------------------------------------------------
 
     def close(self, *, flush: bool = True) -> None:
         """Fail what waits, wait for what moves, give every medium back.  Idempotent.
+
+        A call while another one closes waits for it; if a call is interrupted, the next one goes on with it.
+        Not from a callback of a transfer: what is to be waited for may be waiting for that.
 
         Args:
             flush: whether a store with a durable tier is flushed first.
@@ -490,12 +422,13 @@ class Store:
             LeaseError, CapacityError, BackendError: as from `flush`.  The store is closed all the same,
                 and what survives is what the flush before left.
         """
-        try:
-            if flush and self.is_durable and not self._engine.is_closed:
-                self.flush()
-        finally:
-            self._engine.close()
-            self._outputs.clear()
+        with self._closing:
+            try:
+                if flush and self.is_durable and not self._engine.is_closed:
+                    self.flush()
+            finally:
+                self._engine.close()
+                self._handover.close()
 
     def __enter__(self) -> Self:
         """Return the store itself."""
@@ -520,42 +453,35 @@ class Store:
         raise UsageError(f"no tier {tier!r}; the tiers are {', '.join(self.tier_names)}.", tier=str(tier))
 
 
-def _open_all(tiers: Sequence[TierConfig]) -> list[Backend]:
-    """Open every tier's backend; if one fails, close those that were opened here."""
-    backends: list[Backend] = []
-    try:
-        for tier in tiers:
-            if isinstance(tier.backend, str):
-                backends.append(
-                    open_backend(tier.backend, capacity_bytes=tier.capacity_bytes, options=tier.options)
-                )
-            else:
-                backends.append(cast("Backend", tier.backend))
-            backends[-1] = with_codec(backends[-1], tier.codec, tier.name)
-    except BaseException:
-        for backend in backends:
-            backend.close()
-        raise
-    return backends
+def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[Opened]:
+    """Open every tier's backend; each is added to ``backends`` as soon as it is open."""
+    opened: list[Opened] = []
+    for tier in tiers:
+        if isinstance(tier.backend, str):
+            backends.append(
+                open_backend(tier.backend, capacity_bytes=tier.capacity_bytes, options=tier.options)
+            )
+        else:
+            backends.append(cast("Backend", tier.backend))
+        opened.append(with_codec(backends[-1], tier.codec, tier.name))
+        backends[-1] = opened[-1].backend
+    return opened
 
 
 def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:
-    """Close everything again if the store could not keep what it promises."""
+    """Raise ``ConfigError`` if the store could not keep what it promises."""
     durable = [tier.name for tier in tiers if tier.is_durable]
-    fault = None
     if len(durable) > 1:
-        fault = (
-            f"one tier of a store can be durable, not {', '.join(durable)}: a flush is one step on one medium"
+        raise ConfigError(
+            f"StoreConfig: one tier of a store can be durable, not {', '.join(durable)}: a flush is one step "
+            "on one medium"
         )
     for tier, backend in zip(tiers, backends, strict=True):
         if tier.is_durable and not isinstance(backend, DurableBackend):
-            fault = (
-                f"the backend of {tier.name!r} says that it is durable, but has no recovered() and commit()"
+            raise ConfigError(
+                f"StoreConfig: the backend of {tier.name!r} says that it is durable, but has no recovered() "
+                "and commit()"
             )
-    if fault is not None:
-        for backend in backends:
-            backend.close()
-        raise ConfigError(f"StoreConfig: {fault}")
 
 
 def _tier(config: TierConfig, backend: Backend) -> Tier:
@@ -570,38 +496,3 @@ def _tier(config: TierConfig, backend: Backend) -> Tier:
         is_host=capabilities.medium is Medium.HOST,
         is_storage=capabilities.medium is Medium.STORAGE,
     )
-
-
-def _tier_stats(shelf: Shelf) -> TierStats:
-    return TierStats(
-        capacity_bytes=shelf.tier.capacity_bytes,
-        charged_bytes=shelf.charged_bytes,
-        ready_bytes=shelf.ready_bytes,
-        in_flight_bytes=shelf.filling_bytes,
-        peak_charged_bytes=shelf.peak_charged_bytes,
-        reserved_bytes=shelf.charged_bytes,
-        **asdict(shelf.counters),
-    )
-
-
-def _reserved_bytes(backend: Backend, tier: TierStats) -> int:
-    """Ask a backend that keeps more than its slots, such as a pool, what it holds."""
-    return int(getattr(backend, "reserved_bytes", tier.charged_bytes))
-
-
-def _spec(granted: m.Granted) -> TensorSpec:
-    assert isinstance(granted.spec, TensorSpec)
-    return granted.spec
-
-
-def _wait(completion: Completion) -> None:
-    """Block until a backend's operation has ended.
-
-    Raises:
-        BackendError: it failed.
-    """
-    ended = threading.Event()
-    completion.add_done_callback(lambda _: ended.set())
-    ended.wait()
-    if completion.error is not None:
-        raise completion.error

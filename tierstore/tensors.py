@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tierstore.errors import BackendError, UsageError
+from tierstore.errors import BackendError, IntegrityError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class TensorSpec:
         nbytes: elements times bytes an element.
         stride: in elements; dense.
         device: where it was when it was put, and where `Store.get` returns it by default.
+        unread: the text that was found in the place of this description, if that does not describe what is
+            there: the rest is then that of plain bytes, and reading them is an `IntegrityError`.
     """
 
     shape: torch.Size
@@ -33,6 +35,7 @@ class TensorSpec:
     nbytes: int
     stride: tuple[int, ...] = ()
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+    unread: str | None = None
 
 
 def describe(tensor: torch.Tensor) -> TensorSpec:
@@ -58,6 +61,8 @@ def describe(tensor: torch.Tensor) -> TensorSpec:
 @functools.lru_cache(maxsize=1024)
 def to_text(spec: TensorSpec) -> str:
     """Put a spec into text that `from_text` reads back, in any later process."""
+    if spec.unread is not None:
+        return spec.unread
     fields = {
         "dtype": str(spec.dtype).removeprefix("torch."),
         "shape": list(spec.shape),
@@ -84,6 +89,49 @@ def from_text(text: str) -> TensorSpec:
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise BackendError(f"not the description of a tensor: {text[:200]!r} ({error})") from error
     return TensorSpec(shape, dtype, nbytes, stride, device if _is_there(device) else torch.device("cpu"))
+
+
+@functools.lru_cache(maxsize=1024)
+def found_spec(text: str, nbytes: int) -> TensorSpec:
+    """Return what ``text`` says of ``nbytes`` that were found with it: see `TensorSpec.unread`.
+
+    What cannot be understood is so for one key alone, and must not keep the others from being found.
+    """
+    try:
+        spec = from_text(text)
+    except BackendError:
+        spec = None
+    if spec is not None and spec.nbytes == nbytes and _is_dense(spec):
+        return spec
+    return TensorSpec(torch.Size([nbytes]), torch.uint8, nbytes, (1,), unread=text)
+
+
+def check_known(key: str, spec: TensorSpec) -> None:
+    """See to it that it is known what the bytes of ``key`` are.
+
+    Raises:
+        IntegrityError: it is not; the message quotes what was found in its place.
+    """
+    if spec.unread is not None:
+        raise IntegrityError(
+            f"nobody knows what tensor the {spec.nbytes} bytes of {key!r} are: their description was lost or "
+            f"damaged, {spec.unread[:200]!r} was found. Other keys are readable; drop this one or replace it",
+            key=key,
+        )
+
+
+def _is_dense(spec: TensorSpec) -> bool:
+    """Whether the strides lead to each of the bytes and no further."""
+    if len(spec.stride) != len(spec.shape) or min((*spec.shape, *spec.stride), default=0) < 0:
+        return False
+    if not spec.nbytes:
+        return True
+    expected = 1
+    for stride, length in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True
 
 
 @functools.cache

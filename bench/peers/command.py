@@ -8,11 +8,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from bench.peers import disk, disk_peers, inference, inferrers, trainees, training
+from bench.peers import disk, disk_peers, inference, training
 from bench.peers.diskjob import KIB, MIB
 from bench.peers.result import Result, write, write_page
+from bench.peers.turns import ModelSettings
 from bench.record import Circumstances
 
 _RESULTS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
@@ -39,32 +41,23 @@ def _disk(words: argparse.Namespace, scratch: Path) -> Result:
 
 
 def _training(words: argparse.Namespace, scratch: Path) -> Result:
-    return training.compare(
-        training.TrainingSettings(
-            scratch=scratch,
-            peers=_chosen(words.peers.split(","), list(trainees.PEERS), "peer"),
-            against=words.against or training.TrainingSettings.against,
-            repeats=words.repeats or training.TrainingSettings.repeats,
-            warmups=words.warmups,
-            steps=words.steps or training.TrainingSettings.steps,
-            dim=words.dim,
-            host_bytes=None if words.host_quota is None else words.host_quota * MIB,
-        )
-    )
+    return training.compare(_asked(words, training.usual(scratch)))
 
 
 def _inference(words: argparse.Namespace, scratch: Path) -> Result:
-    return inference.compare(
-        inference.InferenceSettings(
-            scratch=scratch,
-            peers=_chosen(words.peers.split(","), list(inferrers.PEERS), "peer"),
-            against=words.against or inference.InferenceSettings.against,
-            repeats=words.repeats or inference.InferenceSettings.repeats,
-            warmups=words.warmups,
-            passes=words.steps or inference.InferenceSettings.passes,
-            dim=words.dim,
-            host_bytes=None if words.host_quota is None else words.host_quota * MIB,
-        )
+    return inference.compare(_asked(words, inference.usual(scratch)))
+
+
+def _asked(words: argparse.Namespace, usual: ModelSettings) -> ModelSettings:
+    return replace(
+        usual,
+        peers=_chosen(words.peers.split(","), usual.peers, "peer"),
+        against=words.against or usual.against,
+        repeats=words.repeats or usual.repeats,
+        warmups=words.warmups,
+        units=words.steps or usual.units,
+        dim=words.dim,
+        host_bytes=None if words.host_quota is None else words.host_quota * MIB,
     )
 
 

@@ -7,20 +7,17 @@ more memory, and how many bytes a step writes against the least possible.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.measure import Spread, ratios
+from bench.measure import ratios
 from bench.peers.result import Result
 from bench.peers.trainees import DEEPSPEED, OURS, PEERS, PLAIN
-from bench.peers.usage import Usage
-from bench.peers.workers import Company
+from bench.peers.turns import MIB, Heard, ModelSettings, Turns, head, row, take_turns
 from bench.record import Better, Figure
 from bench.workload import Workload
 
-MIB = 1024**2
 FULL_HOST_BYTES = 608 * MIB
 """The host quota at full scale: with it the process stays below DeepSpeed's, which is checked."""
 
@@ -28,73 +25,34 @@ _ACROSS_LIBRARIES = 1e-3  # how far losses of another library's Adam may be off,
 _STATES_WRITTEN = 3  # of each parameter: itself and two moments
 
 
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How the question is asked.
-
-    Attributes:
-        scratch: a directory on the disk to measure.
-        peers: names, in the order of the first round.
-        against: the peer that ratios in the table are against, if it is there.
-        steps: of each turn.
-        dim: the width of the model.
-        host_bytes: tierstore's host quota; ``None``: `FULL_HOST_BYTES`, in proportion.
-    """
-
-    scratch: Path
-    peers: Sequence[str] = tuple(PEERS)
-    against: str = DEEPSPEED[0]
-    repeats: int = 3
-    warmups: int = 1
-    steps: int = 10
-    dim: int = 1024
-    host_bytes: int | None = None
-
-    @property
-    def workload(self) -> Workload:
-        """The model."""
-        return Workload(self.dim)
-
-    @property
-    def quota_bytes(self) -> int:
-        """The host quota in effect."""
-        return int(FULL_HOST_BYTES * self.workload.share) if self.host_bytes is None else self.host_bytes
+def usual(scratch: Path) -> ModelSettings:
+    """Return how the question is asked if nobody says otherwise; a unit is a step."""
+    return ModelSettings(
+        scratch=scratch,
+        peers=tuple(PEERS),
+        against=DEEPSPEED[0],
+        repeats=3,
+        units=10,
+        full_host_bytes=FULL_HOST_BYTES,
+    )
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one peer took, lists in the order of rounds.
+    """What one peer took.
 
     Attributes:
-        steps: of each round.
-        taken: what each round took.
-        idle_bytes: resident before the model was made: Python and its libraries.
-        peak_bytes: the most that was ever resident.
-        steps_peak_bytes: the most in the steps alone.
+        turns: its steps.
+        peak_bytes: the most that was ever resident, before the first step too.
         losses: of all steps, those that do not count included.
     """
 
-    steps: int
-    taken: Sequence[Usage]
-    idle_bytes: int
+    turns: Turns
     peak_bytes: int
-    steps_peak_bytes: int
     losses: Sequence[float]
 
-    def seconds(self) -> list[float]:
-        """Return the seconds of a step."""
-        return [each.seconds / self.steps for each in self.taken]
 
-    def read_bytes(self) -> float:
-        """Return the bytes that a step reads from the drive."""
-        return statistics.median(each.read_bytes / self.steps for each in self.taken)
-
-    def written_bytes(self) -> float:
-        """Return the bytes that a step writes to the drive."""
-        return statistics.median(each.written_bytes / self.steps for each in self.taken)
-
-
-def compare(settings: TrainingSettings) -> Result:
+def compare(settings: ModelSettings) -> Result:
     """Let all peers train in turns.
 
     Raises:
@@ -102,21 +60,13 @@ def compare(settings: TrainingSettings) -> Result:
         AssertionError: the losses differ.
     """
     workload = settings.workload
-    needed = [name for name in settings.peers if name == OURS]
-    job = {"dim": workload.dim, "path": str(settings.scratch), "host_bytes": settings.quota_bytes}
-    with Company("training", settings.peers, settings.scratch / "logs", needed) as company:
-        ready = company.ask_all("prepare", job)
-        answers = company.rounds(
-            "turn", {"steps": settings.steps}, repeats=settings.repeats, warmups=settings.warmups
-        )
-        ends = company.ask_all("finish")
-        left_out = company.left_out
-    found = {name: _trained(ready[name], of, ends[name]) for name, of in answers.items() if name in ends}
+    heard, left_out = take_turns("training", "steps", settings, [OURS])
+    found = {name: _trained(each) for name, each in heard.items()}
     agreement = compare_losses({name: trained.losses for name, trained in found.items()})
     return Result(
         name="training",
         what=(
-            f"steps of {workload}, batch 16, Adam in float32, {settings.repeats} rounds of {settings.steps} "
+            f"steps of {workload}, batch 16, Adam in float32, {settings.repeats} rounds of {settings.units} "
             f"steps in turns; tierstore keeps {settings.quota_bytes / MIB:.0f} MiB in host memory"
         ),
         tables={"a step": table(found, settings.against), "losses": agreement},
@@ -130,20 +80,11 @@ def compare(settings: TrainingSettings) -> Result:
     )
 
 
-def _trained(
-    ready: Mapping[str, object], answers: Sequence[Mapping[str, object]], end: Mapping[str, object]
-) -> Trained:
-    steps_peak_bytes = max(int(str(answer["peak_bytes"])) for answer in answers)
-    losses = end["losses"]
+def _trained(heard: Heard) -> Trained:
+    losses = heard.end["losses"]
     assert isinstance(losses, list)
-    return Trained(
-        steps=int(str(answers[0]["steps"])),
-        taken=[Usage.from_mapping(answer["usage"]) for answer in answers],  # type: ignore[arg-type]  # as was sent
-        idle_bytes=int(str(ready["idle_bytes"])),
-        peak_bytes=max(steps_peak_bytes, int(str(ready["peak_bytes"]))),
-        steps_peak_bytes=steps_peak_bytes,
-        losses=losses,
-    )
+    peak_bytes = max(heard.turns.peak_bytes, int(str(heard.ready["peak_bytes"])))
+    return Trained(heard.turns, peak_bytes, losses)
 
 
 # ---------------------------------------------------------------------- losses
@@ -188,7 +129,7 @@ def figures(found: Mapping[str, Trained], workload: Workload, quota_bytes: int) 
     """Return what can be said with the peers that took part."""
     if OURS not in found:
         return []
-    return [*_step(found), *_written(found[OURS], workload, quota_bytes)]
+    return [*_step(found), *_written(found[OURS].turns, workload, quota_bytes)]
 
 
 def _step(found: Mapping[str, Trained]) -> list[Figure]:
@@ -196,7 +137,7 @@ def _step(found: Mapping[str, Trained]) -> list[Figure]:
     ours, reached, details = found[OURS], [], {}
     for name in filter(found.__contains__, DEEPSPEED):
         peer = found[name]
-        times = ratios(ours.seconds(), peer.seconds())
+        times = ratios(ours.turns.seconds(), peer.turns.seconds())
         is_fair = ours.peak_bytes <= peer.peak_bytes
         reached.append(times.median if is_fair else math.inf)
         details[f"times the step of {name}"] = str(times)
@@ -210,7 +151,7 @@ def _step(found: Mapping[str, Trained]) -> list[Figure]:
     return [Figure("peers-step", what, max(reached), "x its time", 0.6, 0.4, Better.LOWER, details)]
 
 
-def _written(ours: Trained, workload: Workload, quota_bytes: int) -> list[Figure]:
+def _written(ours: Turns, workload: Workload, quota_bytes: int) -> list[Figure]:
     least_bytes = least_written_bytes(workload.parameter_bytes, quota_bytes)
     if least_bytes == 0:
         return []
@@ -227,34 +168,24 @@ def _written(ours: Trained, workload: Workload, quota_bytes: int) -> list[Figure
 
 def table(found: Mapping[str, Trained], against: str) -> list[list[str]]:
     """Return a line for each peer: medians with their range."""
-    head = ["peer", "s a step", f"x {against}", "CPU s a step", "read MiB a step", "written MiB a step"]
-    rows = [[*head, "peak MiB", "peak of steps MiB", "before the model MiB"]]
-    base = found.get(against)
+    written = "written MiB a step"
+    rows = [[*head("step", against), written, "peak MiB", "peak of steps MiB", "before the model MiB"]]
+    base = found[against].turns if against in found else None
     for name, trained in found.items():
-        cpu = statistics.median(each.cpu_seconds / trained.steps for each in trained.taken)
-        rows.append(
-            [
-                name,
-                str(Spread.of(trained.seconds())),
-                f"{ratios(trained.seconds(), base.seconds()).median:.2f}" if base else "-",
-                f"{cpu:.2f}",
-                f"{trained.read_bytes() / MIB:.0f}",
-                f"{trained.written_bytes() / MIB:.0f}",
-                f"{trained.peak_bytes / MIB:.0f}",
-                f"{trained.steps_peak_bytes / MIB:.0f}",
-                f"{trained.idle_bytes / MIB:.0f}",
-            ]
-        )
+        turns = trained.turns
+        sizes = (turns.written_bytes(), trained.peak_bytes, turns.peak_bytes, turns.idle_bytes)
+        rows.append([*row(name, turns, base), *(f"{nbytes / MIB:.0f}" for nbytes in sizes)])
     return rows
 
 
 def _job(name: str, trained: Trained) -> dict[str, object]:
+    turns = trained.turns
     return {
         "jobname": name,
-        "seconds_a_step": trained.seconds(),
-        "rounds": [each.to_mapping() for each in trained.taken],
+        "seconds_a_step": turns.seconds(),
+        "rounds": [each.to_mapping() for each in turns.taken],
         "peak_bytes": trained.peak_bytes,
-        "steps_peak_bytes": trained.steps_peak_bytes,
-        "idle_bytes": trained.idle_bytes,
+        "steps_peak_bytes": turns.peak_bytes,
+        "idle_bytes": turns.idle_bytes,
         "losses": list(trained.losses),
     }

@@ -1,4 +1,4 @@
-"""Scratch files keep the rules of the seam, through the page cache and past it."""
+"""Scratch files keep the rules of the seam, through the page cache and past it, whoever moves the bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 
+from tests.files_disk import needs_ring
 from tierstore.spi import Backend
 from tierstore.testing.conformance import BackendConformance
 from tierstore_backends.files import open_backend
@@ -24,11 +25,22 @@ from tierstore_backends.files import open_backend
         {"durable": True, "checksum": False, "direct": False, "enable_aio": False},
         {"drives": (3, 1), "aio_block_size": "4KiB"},
         {"drives": (1, 1, 1), "direct": False, "enable_aio": False},
+        {"engine": "plain"},
+        {"engine": "aiofiles"},
+        {"engine": "aiofiles", "checksum": False, "threads": 1},
+        {"engine": "aiofiles", "aio_block_size": "64KiB", "aio_queue_depth": 2},
+        pytest.param({"engine": "io_uring"}, marks=needs_ring),
+        pytest.param({"engine": "io_uring", "checksum": False, "aio_queue_depth": 1}, marks=needs_ring),
+        pytest.param({"engine": "io_uring", "direct": False}, marks=needs_ring),
+        pytest.param(
+            {"engine": "io_uring", "aio_block_size": "64KB", "aio_queue_depth": 2}, marks=needs_ring
+        ),
+        {"engine": "threads", "aio_block_size": "64KiB", "aio_queue_depth": 1},
     ],
     ids=str,
 )
 class TestFiles(BackendConformance):
-    """With checksums and without, with workers and without, in one directory and in several."""
+    """With checksums and without, deep and shallow, in one directory and in several."""
 
     @pytest.fixture(autouse=True)
     def _with(self, options: dict[str, object], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 from bench.peers import command, inference, inferrers, training, zero
 from bench.peers.inference import Inferred
-from bench.peers.training import Trained, TrainingSettings, compare_losses, least_written_bytes
+from bench.peers.training import Trained, compare_losses, least_written_bytes
+from bench.peers.turns import Turns
 from bench.peers.usage import Usage
 from bench.peers.workers import Absent
 from bench.record import Verdict
@@ -23,7 +25,7 @@ MIB = 1024**2
 
 def _trained(seconds: list[float], *, peak_bytes: int = 100 * MIB, written_bytes: int = 0) -> Trained:
     taken = [Usage(each, each, 0, written_bytes) for each in seconds]
-    return Trained(1, taken, 0, peak_bytes, peak_bytes, [1.0])
+    return Trained(Turns(1, taken, 0, peak_bytes), peak_bytes, [1.0])
 
 
 # ---------------------------------------------------------------------- losses
@@ -86,14 +88,15 @@ def test_a_step_with_more_memory_than_the_peer_s_does_not_count() -> None:
 
 
 def test_the_quota_shrinks_with_the_model() -> None:
-    assert TrainingSettings(Path("x")).quota_bytes == training.FULL_HOST_BYTES
-    assert TrainingSettings(Path("x"), dim=512).quota_bytes == training.FULL_HOST_BYTES // 4
-    assert TrainingSettings(Path("x"), host_bytes=7).quota_bytes == 7
+    usual = training.usual(Path("x"))
+    assert usual.quota_bytes == training.FULL_HOST_BYTES
+    assert replace(usual, dim=512).quota_bytes == training.FULL_HOST_BYTES // 4
+    assert replace(usual, host_bytes=7).quota_bytes == 7
 
 
 def test_a_pass_is_held_against_cold_pages() -> None:
     def inferred(seconds: float) -> Inferred:
-        return Inferred(2, [Usage(seconds, 0.0, 0, 0)], 0, 0, "same")
+        return Inferred(Turns(2, [Usage(seconds, 0.0, 0, 0)], 0, 0), "same")
 
     found = {"tierstore": inferred(1.0), "accelerate-cold": inferred(3.0), "accelerate-warm": inferred(0.5)}
     (figure,) = inference.figures(found)

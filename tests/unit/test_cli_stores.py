@@ -14,6 +14,9 @@ import zarr
 
 import tierstore as ts
 from tierstore.cli import main
+from tierstore.spi import DurableBackend
+from tierstore.testing.conformance import succeed
+from tierstore_backends.files import open_backend
 
 _Output = pytest.CaptureFixture[str]
 
@@ -105,6 +108,32 @@ def test_du_is_readable(directory: Path, capsys: _Output) -> None:
 
 
 # ------------------------------------------------------------------------------ verify
+
+
+def test_verify_names_a_key_of_which_a_part_is_lost_and_reads_the_others(
+    tmp_path: Path, capsys: _Output
+) -> None:
+    path = tmp_path / "store"
+    options = {"path": str(path), "durable": True}
+    packed = {name: torch.arange(2_500_000, dtype=torch.int32) for name in ("lost", "whole")}
+    with ts.Store(
+        ts.StoreConfig([ts.TierConfig("disk", "files", "64MiB", options=options, codec="lz4")])
+    ) as store:
+        for key, tensor in (packed | TENSORS).items():
+            store.put(key, tensor)
+    files = open_backend(capacity_bytes=64 << 20, options=options)
+    assert isinstance(files, DurableBackend)
+    succeed(
+        files.commit([record for record in files.recovered() if record.name != "lost"])
+    )  # its first chunk
+    files.close()
+    assert main(["verify", "--json", str(path)]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["keys"] == len(TENSORS) + 2
+    assert list(told["damaged"]) == ["lost"]
+    assert "does not agree with what is there" in told["damaged"]["lost"]
+    assert main(["ls", str(path)]) == 0
+    assert main(["du", str(path)]) == 0
 
 
 def test_verify_says_that_everything_is_whole(directory: Path, capsys: _Output) -> None:

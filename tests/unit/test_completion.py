@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 
 from tierstore.spi import Completion, PartialError
+
+TIMEOUT_S = 30.0
 
 
 def test_a_callback_that_raises_does_not_lose_those_after_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -32,6 +35,19 @@ def test_a_callback_is_told_the_error_in_time_or_late() -> None:
     completion.complete(error)
     completion.add_done_callback(told.append)
     assert told == [error, error]
+
+
+def test_whoever_waits_goes_on_when_it_has_ended_and_only_then() -> None:
+    completion = Completion()
+    assert not completion.wait(0)
+    seen: list[bool] = []
+    waiter = threading.Thread(target=lambda: seen.append(completion.wait(TIMEOUT_S) and completion.is_done))
+    waiter.start()
+    completion.complete(OSError("the medium"))
+    waiter.join(TIMEOUT_S)
+    assert seen == [True]
+    assert completion.wait()
+    assert Completion.done().wait(0)
 
 
 def test_a_completion_completes_once() -> None:

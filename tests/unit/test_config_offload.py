@@ -30,6 +30,7 @@ _DEFAULTS: dict[str, object] = {
     "aio_block_size": 2**20,
     "aio_queue_depth": 1024,
     "enable_aio": True,
+    "aio_engine": None,
     "enable_pinned_mem": True,
     "hbm_ratio": 1.0,
     "cpu_ratio": 1.0,
@@ -63,6 +64,7 @@ _ACCEPTED: dict[str, _Pairs] = {
     "offload_path": [("a/b", "a/b"), (Path("a/b"), "a/b"), (["a", Path("b")], ["a", "b"]), (("a",), ["a"])],
     **dict.fromkeys(["host_mem_block_size", "aio_block_size"], _SIZE),
     "aio_queue_depth": [(1, 1), (4096, 4096)],
+    "aio_engine": [(each, each) for each in ("threads", "io_uring", "aiofiles", "plain", None)],
     **dict.fromkeys(["hbm_ratio", "cpu_ratio"], _RATIO),
     "device": [
         ("cuda", "cuda"),
@@ -91,6 +93,7 @@ _REFUSED: dict[str, list[object]] = {
     "host_mem_block_size": [*_NOT_A_SIZE, 0, None],
     "aio_block_size": [*_NOT_A_SIZE, 0, None],
     "aio_queue_depth": [0, -1, True, 1.0, "8", None],
+    "aio_engine": ["", "Threads", "auto", "uring", "none", True, ["plain"]],
     **dict.fromkeys(["hbm_ratio", "cpu_ratio"], _NOT_A_RATIO),
     "device": ["", "CUDA", "cuda:", "cuda:x", "cuda 1", 0, True],
     "device_options": [None, [], "x", {1: 2}, {"device": "cuda"}],
@@ -243,6 +246,8 @@ def _right_mappings(draw: st.DrawFn) -> dict[str, object]:
     mapping: dict[str, object] = {key: draw(st.sampled_from(_ACCEPTED[key]))[0] for key in sorted(keys)}
     if mapping.get("offload_disk_size") == "0GB":
         mapping.pop("durable", None)  # see `test_nothing_is_durable_without_a_disk`
+    if mapping.get("enable_aio") is False:
+        mapping.pop("aio_engine", None)  # see `test_an_engine_in_the_background_needs_enable_aio`
     return mapping
 
 
@@ -276,3 +281,22 @@ def test_any_mapping_makes_a_configuration_or_a_config_error(mapping: dict[str, 
     with contextlib.suppress(ConfigError):
         config = OffloadConfig.from_mapping(mapping)
         assert OffloadConfig.from_mapping(config.to_mapping()) == config
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring", "aiofiles"])
+def test_an_engine_in_the_background_needs_enable_aio(engine: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        OffloadConfig(aio_engine=engine, enable_aio=False, hbm_ratio=2)
+    text = str(refused.value)
+    assert "2 faults" in text
+    assert f"aio_engine={engine!r}: moves bytes in the background, and enable_aio=False forbids" in text
+
+
+@pytest.mark.parametrize("engine", ["plain", None])
+def test_an_engine_in_the_calling_thread_needs_no_aio(engine: str | None) -> None:
+    assert OffloadConfig(aio_engine=engine, enable_aio=False).aio_engine == engine
+
+
+def test_an_engine_of_nearly_that_name_is_suggested() -> None:
+    with pytest.raises(ConfigError, match=r"aio_engine='io-uring': did you mean 'io_uring'\? accepted: 'thr"):
+        OffloadConfig(aio_engine="io-uring")

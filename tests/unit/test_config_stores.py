@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from tierstore.config import StoreConfig, TierConfig, machine
+from tierstore.config.checks import ENGINES
 from tierstore.errors import ConfigError
+from tierstore.store import Store
+from tierstore_backends.files.options import EngineName
 
 
 class _Instance:
@@ -212,6 +215,26 @@ def test_the_default_hands_the_backends_their_options() -> None:
             "checksum": False,
         },
     ]
+
+
+@pytest.mark.parametrize("engine", ["threads", "aiofiles", "plain"])
+def test_the_engine_that_is_named_moves_the_bytes_of_the_disk(engine: str, tmp_path: Path) -> None:
+    config = StoreConfig.default(
+        "cpu", None, "8MB", "8MB", tmp_path, aio_engine=engine, host_mem_block_size="1MB"
+    )
+    with Store(config) as store:
+        store.put("k", torch.arange(1000), tier="disk")
+        assert torch.equal(store.get("k"), torch.arange(1000))
+        assert store.stats().tiers["disk"].io["engine"] == engine
+
+
+def test_the_engines_that_can_be_named_are_those_of_the_files_backend() -> None:
+    assert set(ENGINES) == {engine.value for engine in EngineName} - {"auto"}
+
+
+def test_without_the_name_of_an_engine_the_disk_is_left_to_choose() -> None:
+    disk = StoreConfig.default("cpu", None, "8MB", "8MB").tiers[-1]
+    assert "engine" not in disk.options
 
 
 def test_the_ratios_are_the_high_watermarks() -> None:

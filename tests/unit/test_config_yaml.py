@@ -132,7 +132,7 @@ def test_a_configuration_written_as_yaml_is_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slip", ["recompute_confg", "swap_confg", "swap_configs"])
 def test_a_slip_in_the_name_of_an_activations_section_is_refused(tmp_path: Path, slip: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean '{slip.split('_', maxsplit=1)[0]}_config'"):
+    with pytest.raises(ConfigError, match=f"did you mean '{slip.partition('_')[0]}_config'"):
         _read(tmp_path, f"{slip}: {{}}\n")
 
 

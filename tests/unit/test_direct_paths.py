@@ -15,8 +15,9 @@ import torch
 import tierstore as ts
 from tests.files_disk import PAGE, buffer, finish, open_files, outcome
 from tierstore.errors import BackendError, UsageError
-from tierstore.spi import Buffer, Completion, DirectBackend, Slot
+from tierstore.spi import BatchBackend, Buffer, Completion, DirectBackend, Slot
 from tierstore_backends import device, memory
+from tierstore_backends.files.durable import DurableFiles
 from tierstore_backends.files.gpu import GpuFiles, gpu_fault
 from tierstore_backends.files.options import Direct
 from tierstore_backends.files.probe import probe
@@ -29,8 +30,8 @@ from tierstore_backends.host import HostSlot
 class Reaching(memory.MemoryBackend):
     """A medium behind I/O that reaches a device's memory where ``is_near``; it notes what it is given."""
 
-    def __init__(self, *, is_near: bool) -> None:
-        super().__init__(10_000, is_storage=True)
+    def __init__(self, *, is_near: bool, is_durable: bool = False) -> None:
+        super().__init__(10_000, is_storage=True, is_durable=is_durable)
         self.is_near = is_near
         self.asked: list[int] = []
         self.given: list[tuple[str, int]] = []
@@ -249,3 +250,27 @@ def test_with_checksums_nothing_goes_past_host_memory(
     for files in (summed, plain, trusting):
         finish(files.write(files.reserve(PAGE), buffer(PAGE)))
         files.close()
+
+
+@pytest.mark.parametrize("codec", [None, "lz4"])
+def test_a_durable_medium_is_reached_straight_where_nothing_is_packed(codec: str | None) -> None:
+    disk = Reaching(is_near=True, is_durable=True)
+    emulated = device.open_backend(capacity_bytes=10_000, options={"device": "emulated"})
+    tiers = [ts.TierConfig("device", emulated, 10_000), ts.TierConfig("disk", disk, 10_000, codec=codec)]
+    with ts.Store(ts.StoreConfig(tiers)) as store:
+        first, second = down_and_up(store)
+    assert disk.asked == ([first, second] if codec is None else [])
+    assert codec is not None or disk.given == [("write", first), ("read", second)]
+
+
+def test_durable_files_keep_all_that_they_can_do_in_a_store(tmp_path: Path) -> None:
+    options = {"path": str(tmp_path), "durable": True}
+    for codec, is_whole in ((None, True), ("lz4", False), (None, True)):
+        tier = ts.TierConfig("disk", "files", "8MB", options=options, codec=codec)
+        with ts.Store(ts.StoreConfig([tier])) as store:
+            (files,) = store._engine.backends
+            assert isinstance(files, DurableFiles) is is_whole
+            assert isinstance(files, DirectBackend) is is_whole
+            assert isinstance(files, BatchBackend)
+            assert (store.stats().tiers["disk"].codec is None) is is_whole
+            store.put("k", torch.randn(1000), replace=True)  # nothing of which can be packed

@@ -184,7 +184,7 @@ def test_a_bug_in_the_books_fails_whoever_waits_and_closes_the_store(gate: Gate)
     gate.shut()
     waiting = store.evict("k", to="disk")
     with pytest.raises(KeyError):
-        store._engine.turn(m.ReadDone(-1))
+        store._engine.tell(m.ReadDone(-1))
     with pytest.raises(KeyError):
         waiting.result(10)
     with pytest.raises(StoreClosed, match="a bug in tierstore"):
@@ -195,9 +195,9 @@ def test_a_bug_in_the_books_fails_whoever_waits_and_closes_the_store(gate: Gate)
 def test_a_bug_in_the_books_fails_the_put_that_waits_for_room() -> None:
     opening = Transfer[object](("k",))
     engine = small_engine()
-    engine._openings[1] = opening  # type: ignore[assignment]  # as `put` does, in another thread
+    engine._hands.openings[1] = opening  # type: ignore[assignment]  # as `put` does, in another thread
     with pytest.raises(KeyError):
-        engine.turn(m.ReadDone(-1))
+        engine.tell(m.ReadDone(-1))
     with pytest.raises(KeyError):
         opening.result(10)
 
@@ -210,7 +210,7 @@ def test_an_outcome_that_a_broken_store_cannot_take_is_logged_in_the_backends_th
     gate.shut()
     store.evict("k", to="disk")
     with pytest.raises(KeyError):
-        store._engine.turn(m.ReadDone(-1))
+        store._engine.tell(m.ReadDone(-1))
     with caplog.at_level(logging.CRITICAL, "tierstore"):
         gate.open()
     assert "broken by CopyDone" in caplog.text
@@ -220,31 +220,9 @@ def test_an_outcome_that_a_broken_store_cannot_take_is_logged_in_the_backends_th
 # --- waiting ------------------------------------------------------------------------------------
 
 
-class Interrupted(Transfer[str]):
-    """A transfer whose wait ends with Ctrl-C."""
-
-    is_interrupted = True
-
-    def result(self, timeout_s: float | None = None) -> str:
-        if self.is_interrupted:
-            self.is_interrupted = False
-            raise KeyboardInterrupt
-        return super().result(timeout_s)
-
-
 def small_engine() -> Engine:
     tiers = [Tier("host", 100, 100, 100, is_host=True)]
     return Engine(Ledger(tiers, POLICIES["lru"]), memory_backends((100,)), ["host"])
-
-
-def test_what_is_granted_after_the_wait_for_it_was_interrupted_is_undone() -> None:
-    transfer = Interrupted()
-    undone: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        small_engine().wait(transfer, undone.append)
-    assert undone == []
-    transfer.resolve("granted")
-    assert undone == ["granted"]
 
 
 def test_an_answer_that_nobody_waits_for_goes_nowhere() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from tests.files_disk import (
     disk_taken,
     finish,
     open_files,
-    outcome,
+    written,
 )
 from tierstore.errors import CapacityError, StoreClosed, UsageError
 from tierstore.spi import Backend, Completion, Medium
@@ -31,7 +29,6 @@ from tierstore.units import KIB, MIB
 from tierstore_backends.files import FilesBackend, open_backend
 from tierstore_backends.files.options import parse_options
 from tierstore_backends.files.owner import segment_name
-from tierstore_backends.files.transfer import FileSlot
 
 SMALL = 32 * KIB
 
@@ -41,13 +38,6 @@ def files(tmp_path: Path) -> Iterator[FilesBackend]:
     opened = open_files(tmp_path, aio_block_size=64 * KIB)
     yield opened
     opened.close()
-
-
-def written(files: FilesBackend, count: int, nbytes: int) -> list[FileSlot]:
-    """Reserve and write ``count`` slots; slot ``i`` has the bytes of ``buffer(nbytes, i)``."""
-    slots = [files.reserve(nbytes) for _ in range(count)]
-    finish(*(files.write(slot, buffer(nbytes, i)) for i, slot in enumerate(slots)))
-    return slots
 
 
 def test_the_entry_point_opens_a_storage_backend(tmp_path: Path) -> None:
@@ -223,26 +213,6 @@ def test_growing_makes_room(tmp_path: Path) -> None:
     files.close()
 
 
-def test_a_free_tail_is_cut_off_when_it_has_been_quiet(tmp_path: Path) -> None:
-    kernel = ScriptedKernel()
-    files = open_files(tmp_path, MIB, syscalls=kernel, quiet_s=0.0)
-    slots = written(files, 16, 64 * KIB)
-    was_cut = threading.Event()
-    kernel.twist = lambda kind, _offset, nbytes: (
-        was_cut.set() if kind == "truncate" and nbytes == 64 * KIB else None
-    )
-    for slot in slots[1:]:
-        files.free(slot)
-    assert was_cut.wait(TIMEOUT_S)
-    # Pieces wait until the cut is made: what is written from here on is not cut off.
-    finish(files.write(files.reserve(64 * KIB), buffer(64 * KIB)))
-    assert disk_taken(tmp_path) <= 128 * KIB
-    into = blank(64 * KIB)
-    finish(files.read(slots[0], into))
-    assert into.equal(buffer(64 * KIB, 0))
-    files.close()
-
-
 def test_what_is_written_while_the_tail_is_cut_is_not_cut_off(tmp_path: Path) -> None:
     kernel = ScriptedKernel()
     files = open_files(tmp_path, MIB, syscalls=kernel, quiet_s=0.0)
@@ -342,23 +312,6 @@ def test_the_queue_depth_bounds_the_pieces_under_way(tmp_path: Path) -> None:
     files.close()
 
 
-def test_reads_go_before_writes_that_wait(tmp_path: Path) -> None:
-    kernel = ScriptedKernel()
-    files = open_files(tmp_path, syscalls=kernel, threads=1)
-    first, second = written(files, 2, MIB)
-    third = files.reserve(MIB)
-    gate = Gate("write")
-    kernel.twist = gate
-    kernel.forget()
-    under_way = [files.write(first, buffer(MIB))]
-    gate.wait_for_caller()
-    under_way += [files.write(third, buffer(MIB)), files.read(second, blank(MIB))]
-    gate.open()
-    finish(*under_way)
-    assert [kind for kind, _, _ in kernel.calls if kind != "allocate"] == ["write", "read", "write"]
-    files.close()
-
-
 def test_without_aio_the_caller_moves_the_bytes_before_the_call_returns(tmp_path: Path) -> None:
     movers: set[int] = set()
     kernel = ScriptedKernel()
@@ -414,50 +367,6 @@ def test_a_callback_that_fails_harms_nobody_else(tmp_path: Path, caplog: pytest.
     finish(files.read(slots[2], blank(PAGE)))
     assert "somebody's bug" in caplog.text
     files.close()
-
-
-@pytest.mark.parametrize("failure", [None, errno.EIO])
-def test_a_buffer_is_let_go_before_its_transfer_ends(tmp_path: Path, failure: int | None) -> None:
-    gate = Gate("write")
-    kernel = ScriptedKernel()
-    files = open_files(tmp_path, syscalls=kernel, aio_block_size=64 * KIB)
-    slot = files.reserve(200 * KIB + 5)
-
-    def pass_the_gate(kind: str, offset: int, nbytes: int) -> None:
-        gate(kind, offset, nbytes)
-        if failure is not None:
-            raise OSError(failure, "scripted")
-
-    kernel.twist = pass_the_gate
-    source = buffer(200 * KIB + 5)
-    kept = weakref.ref(source)
-    writing = files.write(slot, source)
-    del source
-    is_gone: list[bool] = []
-    writing.add_done_callback(lambda _: is_gone.append(kept() is None))
-    gate.open()
-    assert (outcome(writing) is None) == (failure is None)
-    assert is_gone == [True]
-    files.close()
-
-
-def test_closing_finishes_what_is_under_way(tmp_path: Path) -> None:
-    gate = Gate("write")
-    kernel = ScriptedKernel()
-    files = open_files(tmp_path / "scratch", syscalls=kernel, threads=1, aio_block_size=64 * KIB)
-    kernel.twist = gate
-    writing = files.write(files.reserve(MIB), buffer(MIB))
-    gate.wait_for_caller()
-    closers = [threading.Thread(target=files.close) for _ in range(2)]
-    for closer in closers:
-        closer.start()
-    assert (tmp_path / "scratch").exists()
-    gate.open()
-    for closer in closers:
-        closer.join(TIMEOUT_S)
-    assert writing.is_done
-    assert writing.error is None
-    assert not (tmp_path / "scratch").exists()
 
 
 @pytest.mark.parametrize("enable_aio", [True, False])
@@ -553,27 +462,6 @@ def test_another_backends_slot_is_refused(files: FilesBackend, tmp_path: Path) -
 def test_a_negative_slot_is_refused(files: FilesBackend) -> None:
     with pytest.raises(UsageError, match="-1 bytes"):
         files.reserve(-1)
-
-
-def test_many_threads_may_use_it_at_once(files: FilesBackend) -> None:
-    wrong: list[object] = []
-
-    def work(seed: int) -> None:
-        into = blank(PAGE * 3 + seed)
-        for turn in range(20):
-            slot = files.reserve(len(into))
-            source = buffer(len(into), 100 * seed + turn)
-            errors = [outcome(files.write(slot, source)), outcome(files.read(slot, into))]
-            if any(errors) or not into.equal(source):
-                wrong.append((seed, turn, errors))
-            files.free(slot)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert wrong == []
 
 
 def test_a_batch_of_an_empty_slot_and_one_of_two_pieces_keeps_each_ones_sums(files: FilesBackend) -> None:

@@ -13,7 +13,7 @@ from tierstore.errors import StoreClosed
 from tierstore_backends.files.engine import Engine, Pace
 from tierstore_backends.files.engines.plain import PlainEngine
 from tierstore_backends.files.engines.threads import ThreadEngine
-from tierstore_backends.files.piece_queue import PieceQueue
+from tierstore_backends.files.piece_queue import PieceQueues
 from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transfer, cut
 
 
@@ -27,10 +27,7 @@ def transfer(pages: int = 1, start: int = 0) -> tuple[Transfer, list[Piece]]:
 def threads(
     *moves: Callable[[Sequence[Piece]], None], depth: int = 100, tidy: Callable[[], None] = lambda: None
 ) -> ThreadEngine:
-    def queue() -> PieceQueue:
-        return PieceQueue(PAGE, 1 << 40)
-
-    return ThreadEngine(moves, queue(), queue(), Pace(depth=depth, tidy=tidy, quiet_s=0.0))
+    return ThreadEngine(moves, PieceQueues(PAGE, 1 << 40), Pace(depth=depth, tidy=tidy, quiet_s=0.0))
 
 
 def do_nothing(batch: Sequence[Piece]) -> None:

@@ -29,7 +29,7 @@ from tierstore_backends.files.engine import Pace
 from tierstore_backends.files.engines.threads import ThreadEngine
 from tierstore_backends.files.options import Direct
 from tierstore_backends.files.owner import DirectoryOwner, segment_name
-from tierstore_backends.files.piece_queue import PieceQueue
+from tierstore_backends.files.piece_queue import PieceQueues
 from tierstore_backends.files.probe import probe
 from tierstore_backends.files.syscalls import KERNEL, _Kernel
 from tierstore_backends.files.transfer import Piece
@@ -54,9 +54,9 @@ def test_a_system_without_threads_left_ends_those_that_began(monkeypatch: pytest
         del batch
 
     monkeypatch.setattr(threading.Thread, "start", start_two)
-    reads, writes = (PieceQueue(PAGE, 1 << 40) for _ in range(2))
+    waiting = PieceQueues(PAGE, 1 << 40)
     with pytest.raises(RuntimeError, match="can't start"):
-        ThreadEngine([do_nothing] * 4, reads, writes, Pace(depth=1, tidy=lambda: None, quiet_s=0.0))
+        ThreadEngine([do_nothing] * 4, waiting, Pace(depth=1, tidy=lambda: None, quiet_s=0.0))
     for thread in began:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()
@@ -83,7 +83,7 @@ def test_scratch_files_cannot_be_closed_by_a_completion_s_callback(tmp_path: Pat
 def test_a_disowned_backend_lets_go_of_everything_and_removes_nothing(tmp_path: Path) -> None:
     files = open_files(tmp_path)
     finish(files.write(files.reserve(PAGE), buffer(PAGE)))
-    files.disown()
+    files._ending.disown()
     files.close()
     assert {entry.name for entry in tmp_path.iterdir()} == {LOCK, segment_name(0)}
     open_files(tmp_path).close()

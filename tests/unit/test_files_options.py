@@ -105,3 +105,9 @@ def test_all_faults_are_told_at_once_with_near_misses_and_names() -> None:
     assert "unknown option 'zzz'; accepted: path, aio_block_size, aio_queue_depth" in message
     assert "threads=0" in message
     assert "path is missing" in message
+
+
+def test_a_bad_path_is_not_called_missing_too() -> None:
+    with pytest.raises(ConfigError, match="path=3") as caught:
+        parse_options({"path": 3})
+    assert "missing" not in str(caught.value)

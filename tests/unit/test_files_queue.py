@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from tests.files_disk import PAGE
-from tierstore_backends.files.piece_queue import BATCH_PIECES, PieceQueue
+from tierstore_backends.files.piece_queue import BATCH_PIECES, PieceQueue, PieceQueues
 from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transfer, cut
 
 FAR = 1 << 40
 
 
-def piece(page: int, pages: int = 1) -> Piece:
+def piece(page: int, pages: int = 1, direction: Direction = Direction.READ) -> Piece:
     """Return a piece that lies at ``page``."""
     nbytes = pages * PAGE
     slot = FileSlot(nbytes, ((page * PAGE, page * PAGE + nbytes),), None, nbytes)
-    transfer = Transfer(Direction.READ, [slot], [torch.zeros(nbytes, dtype=torch.uint8)])
+    transfer = Transfer(direction, [slot], [torch.zeros(nbytes, dtype=torch.uint8)])
     (whole,) = cut(transfer, segment_bytes=FAR)
     return whole
 
@@ -87,3 +87,19 @@ def test_what_was_taken_along_does_not_come_again_and_may_be_put_again() -> None
     queue.put(along)
     assert queue.take(10) == [along]
     assert len(queue) == 0
+
+
+def test_a_read_goes_before_a_write_that_came_earlier() -> None:
+    queues = PieceQueues(1000 * PAGE, FAR)
+    assert not queues
+    queues.put([piece(1, direction=Direction.WRITE)])
+    assert queues
+    queues.put([piece(8), piece(9)])
+    assert pages(queues.take(1)) == [8]
+    assert pages(queues.take(5)) == [9]
+    assert pages(queues.take(5)) == [1]
+    assert not queues
+    queues.put([piece(3)])
+    assert queues
+    assert pages(queues.take(5)) == [3]
+    assert queues.take(5) == []

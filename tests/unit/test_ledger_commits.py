@@ -107,6 +107,27 @@ def test_what_a_failed_commit_named_stays_as_well_until_one_succeeds() -> None:
     assert disk_bytes(desk) == (10, 0)
 
 
+def test_commits_that_fail_again_and_again_name_no_more_than_there_is() -> None:
+    desk = flushed_desk()
+    (replica,) = desk.ledger.commits.committed.values()
+    for _ in range(100):
+        flush(desk)
+        desk.end_commit(BackendError("perhaps it was written"))
+        desk.ledger.check()
+    assert list(desk.ledger.commits.doubtful.values()) == [replica]
+    assert replica.promises == len(["the last good one", "those that failed"])
+    write(desk, "k")
+    flush(desk)
+    desk.finish()
+    desk.end_commit(BackendError("perhaps it was written"))
+    assert len(desk.ledger.commits.doubtful) == len(["the former bytes", "the new ones"])
+    assert disk_bytes(desk) == (20, 10)
+    flush(desk)
+    desk.run()
+    assert desk.ledger.commits.doubtful == {}
+    assert disk_bytes(desk) == (10, 0)
+
+
 def test_bytes_that_only_a_commit_needs_can_neither_be_evicted_nor_waited_for() -> None:
     desk = Desk()
     desk.ledger = Ledger(
@@ -330,6 +351,8 @@ def test_what_was_recovered_is_there_and_is_kept_until_a_commit_without_it() -> 
     assert list(desk.ledger) == ["k", "l"]
     assert desk.ledger.spec("k") == "spec"
     assert [granted.key for granted in desk.leased[1]] == ["k", "l"]
+    disk = desk.ledger.books.shelves[DISK]
+    assert (disk.peak_charged_bytes, len(disk.kept), len(disk.evictable)) == (15, 2, 0)
     desk.tell(m.DropRequested(["k"]))
     desk.run()
     assert disk_bytes(desk) == (15, 10)

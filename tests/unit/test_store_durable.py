@@ -15,7 +15,7 @@ import tierstore as ts
 from tests.stores import numbered
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.spi import Backend
-from tierstore.tensors import TensorSpec, describe, from_text, to_text
+from tierstore.tensors import TensorSpec, describe, found_spec, from_text, to_text
 from tierstore.testing.faults import Faulty, Gate, Operation
 from tierstore_backends.memory import MemoryBackend
 
@@ -206,13 +206,87 @@ def test_a_backend_that_only_says_that_it_is_durable_is_refused() -> None:
         ts.Store(StoreConfig([TierConfig("disk", Boaster(10, is_durable=True), 10)]))
 
 
-def test_a_damaged_note_closes_everything_and_names_it(disk: Disk) -> None:
+def misdescribe(disk: Disk, key: str, note: str) -> None:
+    """Let the next store find another description of a key."""
+    _, memory = disk.backend.image[key]
+    disk.backend.image[key] = (note, memory)
+
+
+MISDESCRIBED = {
+    "gone": "",
+    "gibberish": "gibberish",
+    "of a later torch": '{"dtype":"float1","shape":[10],"stride":[1],"device":"cpu"}',
+    "of more bytes": to_text(describe(torch.zeros(11))),
+    "of fewer bytes": to_text(describe(torch.zeros(9))),
+    "with a gap": '{"dtype":"float32","shape":[2,5],"stride":[10,1],"device":"cpu"}',
+    "of overlaps": '{"dtype":"float32","shape":[2,5],"stride":[0,1],"device":"cpu"}',
+    "with a stride less": '{"dtype":"float32","shape":[2,5],"stride":[1],"device":"cpu"}',
+    "below nothing": '{"dtype":"float32","shape":[-2,-5],"stride":[1,2],"device":"cpu"}',
+    "beyond all": '{"dtype":"float32","shape":[999999999999999999999],"stride":[1],"device":"cpu"}',
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("note", MISDESCRIBED.values(), ids=MISDESCRIBED)
+def test_a_key_whose_description_is_damaged_is_named_when_it_is_read_and_blocks_no_other(
+    disk: Disk, note: str
+) -> None:
     with disk.open() as store:
-        store.put("k", numbered(1))
-    _, memory = disk.backend.image["k"]
-    disk.backend.image["k"] = ("gibberish", memory)
-    with pytest.raises(ts.BackendError, match="not the description of a tensor: 'gibberish'"):
-        disk.open()
+        store.put("k", torch.arange(10, dtype=torch.float32))
+        store.put("other", numbered(1))
+        store.put("more", numbered(1))
+    misdescribe(disk, "k", note)
+    for _ in range(2):  # and again, after a flush has kept it as it is
+        with disk.open() as store:
+            assert set(store) == {"k", "other", "more"}
+            assert torch.equal(store.get("other"), numbered(1))
+            assert (store.spec("k").nbytes, store.spec("k").unread) == (40, note)
+            with pytest.raises(ts.IntegrityError, match="bytes of 'k' are: their description") as refused:
+                store.get("k")
+            assert refused.value.key == "k"
+            for write in (False, True):
+                with pytest.raises(ts.IntegrityError, match="'k'"):
+                    store.lease("other", "k", tier="host", write=write)
+                assert store.where("other") == ("host", "disk")
+            store.put("more", numbered(2), replace=True)
+            store.check()
+        assert disk.backend.image["k"][0] == note
+
+
+def test_a_key_whose_description_is_damaged_can_be_moved_renamed_replaced_and_dropped(disk: Disk) -> None:
+    with disk.open() as store:
+        store.put("a", numbered(1))
+        store.put("b", numbered(1))
+    misdescribe(disk, "a", "")
+    misdescribe(disk, "b", "")
+    with disk.open() as store:
+        store.fetch("a", tier="host").result()
+        store.rename({"a": "c"})
+        with pytest.raises(ts.IntegrityError, match="'c'"):
+            store.lease("c", tier="host")
+        store.put("c", numbered(2), replace=True)
+        store.drop("b")
+        store.check()
+    with disk.open() as store:
+        assert set(store) == {"c"}
+        assert torch.equal(store.get("c"), numbered(2))
+        assert store.spec("c").unread is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, 3).t(),
+        torch.zeros(()),
+        torch.zeros(0, 5),
+        torch.zeros(3, 0, 2).permute(2, 0, 1),
+        torch.zeros(12).as_strided((1, 5), (7, 1)),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}",
+)
+def test_what_describes_the_bytes_is_believed(tensor: torch.Tensor) -> None:
+    spec = describe(tensor)
+    assert found_spec(to_text(spec), spec.nbytes) == spec
 
 
 @pytest.mark.parametrize(
@@ -254,16 +328,18 @@ def test_a_flush_that_changes_nothing_still_looks_whether_the_store_is_there(tmp
 def test_a_backend_that_fails_to_close_does_not_keep_the_others_open() -> None:
     closed: list[str] = []
 
-    class Stubborn(MemoryBackend):
-        def close(self) -> None:
-            closed.append("host")
-            raise ts.BackendError("stuck")
-
     class Willing(MemoryBackend):
         def close(self) -> None:
-            closed.append("disk")
+            closed.append("host")
 
-    tiers = [TierConfig("host", Stubborn(10), 10), TierConfig("disk", Willing(10, is_storage=True), 10)]
+    class Stubborn(MemoryBackend):
+        def close(self) -> None:
+            closed.append("disk")
+            raise ts.BackendError("stuck")
+
+    tiers = [TierConfig("host", Willing(10), 10), TierConfig("disk", Stubborn(10, is_storage=True), 10)]
+    store = ts.Store(StoreConfig(tiers))
     with pytest.raises(ts.BackendError, match="stuck"):
-        ts.Store(StoreConfig(tiers)).close()
-    assert closed == ["host", "disk"]
+        store.close()
+    store.close()
+    assert closed == ["disk", "host"], "host memory last, each once"

@@ -13,6 +13,8 @@ import torch
 import tierstore as ts
 from tests.stores import make_store, numbered
 from tierstore.config import StoreConfig, TierConfig
+from tierstore.stats import Traffic
+from tierstore.units import MIB
 
 
 @pytest.fixture
@@ -28,6 +30,24 @@ def test_get_makes_the_copy_on_the_device_that_is_asked_for(store: ts.Store, tie
     assert elsewhere.device.type == "meta", "the one other device that every machine has"
     assert (elsewhere.shape, elsewhere.dtype, elsewhere.stride()) == ((3, 2), torch.float32, (1, 3))
     assert store.stats().traffic[tier, "caller"].copies == 1
+
+
+def test_what_callers_get_is_counted_by_the_tier_that_it_came_from(store: ts.Store) -> None:
+    store.put("small", numbered(1, 10), tier="disk")
+    store.put("large", numbered(2, 200), tier="disk")
+    for key in ("small", "large", "large"):
+        store.get(key)
+    assert store.stats().traffic["disk", "caller"] == Traffic(3, 410)
+    assert ("device", "caller") not in store.stats().traffic
+
+
+def test_a_closed_store_keeps_no_memory_of_copies_that_it_handed_out() -> None:
+    with make_store(4 * MIB) as store:
+        store.put("k", numbered(1, 2 * MIB))
+        store.get("k")
+        outputs = store._handover._outputs
+        assert outputs._idle_bytes == 2 * MIB
+    assert outputs._idle_bytes == 0
 
 
 def test_a_tensor_whose_storage_was_freed_is_refused(store: ts.Store) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from tests.codec_bytes import KIB, MIB, Lasting, Shelf, random, repeating
 from tierstore.errors import BackendError, IntegrityError
-from tierstore.spi import BatchBackend, Buffer, DurableBackend, Record, held_bytes
+from tierstore.spi import BatchBackend, Buffer, DirectBackend, DurableBackend, Record, held_bytes
 from tierstore.testing.conformance import contents, finish, stored, succeed
 from tierstore.wrappers import Compressed, DurableCompressed, notes, with_codec
-from tierstore.wrappers.notes import DamagedNoteError, Line, agree, packed_note, read_note
+from tierstore.wrappers.notes import DamagedNoteError, Line, agree, packed_note, read_note, split_name
 
 CHUNK = 64 * KIB
 ODD_NAMES = ["k", "", "\x1f", "\x1f=k", "\x1f1 k", "\x1e", "a\nb", "\x1f1 ", "schlüssel"]
@@ -33,7 +35,7 @@ def commit(backend: DurableCompressed, values: dict[str, Buffer], note: str = "n
 
 
 def test_what_survives_is_a_durable_backend_and_nothing_else_is() -> None:
-    durable = with_codec(Lasting(MIB, Shelf()), "lz4", "disk")
+    durable = with_codec(Lasting(MIB, Shelf()), "lz4", "disk").backend
     assert isinstance(durable, DurableBackend)
     assert isinstance(durable, BatchBackend)
     assert durable.capabilities.is_durable
@@ -92,6 +94,107 @@ def test_any_text_is_a_name_and_a_note() -> None:
             assert {name: record.note for name, record in records.items()} == dict.fromkeys(values, note)
             for name, value in values.items():
                 assert torch.equal(contents(again, records[name].slot), value)
+
+
+class Reaching(Lasting):
+    """One that reaches a device's memory."""
+
+    def accepts(self, memory: torch.Tensor) -> bool:
+        return memory.numel() > 0
+
+
+def test_where_nothing_was_packed_nothing_stands_around_the_medium() -> None:
+    shelf = Shelf()
+    for values in ({}, {"k": random(CHUNK), "\x1f1 k": random(10)}):
+        medium = Reaching(64 * MIB, shelf)
+        disk = with_codec(medium, None, "disk")
+        assert disk.backend is medium
+        assert isinstance(disk.backend, DirectBackend)
+        commit_as(medium, values)
+    assert [record.name for record in with_codec(Lasting(MIB, shelf), None, "disk").found] == ["k", "\x1f1 k"]
+
+
+def test_packed_records_make_themselves_known_until_the_last_is_gone() -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"packed": repeating(2 * CHUNK), "plain": random(10)})
+    medium = Reaching(64 * MIB, shelf)
+    disk = with_codec(medium, None, "disk")
+    assert isinstance(disk.backend, DurableCompressed)
+    assert not isinstance(disk.backend, DirectBackend)  # it would have to unpack in a device's memory
+    records = {record.name: record for record in disk.found}
+    assert torch.equal(contents(disk.backend, records["packed"].slot), repeating(2 * CHUNK))
+    succeed(disk.backend.commit([records["plain"]]))
+    assert not isinstance(with_codec(Lasting(MIB, shelf), None, "disk").backend, Compressed)
+
+
+def test_a_codec_that_is_asked_for_looks_at_all_bytes_in_host_memory() -> None:
+    assert not isinstance(with_codec(Reaching(MIB, Shelf()), "lz4", "disk").backend, DirectBackend)
+
+
+def test_what_was_recovered_is_asked_for_once() -> None:
+    class Once(Lasting):
+        asked = 0
+
+        def recovered(self) -> Sequence[Record]:
+            self.asked += 1
+            return super().recovered()
+
+    shelf = Shelf()
+    for codec in (None, "lz4", None):
+        medium = Once(64 * MIB, shelf)
+        disk = with_codec(medium, codec, "disk")
+        assert medium.asked == 1
+        assert [record.name for record in disk.found] == [name for name, _, _ in shelf.records]
+        commit_as(disk.backend, {"k": repeating(CHUNK)})  # type: ignore[arg-type]
+
+
+def commit_as(backend: DurableBackend, values: dict[str, Buffer], note: str = "note") -> None:
+    succeed(backend.commit([Record(name, note, stored(backend, value)) for name, value in values.items()]))
+
+
+@pytest.mark.parametrize("opened_with", ["lz4", None])
+@pytest.mark.parametrize("packs", [True, False])
+def test_names_that_were_written_without_a_wrapper_are_found_with_one(
+    opened_with: str | None, packs: bool
+) -> None:
+    shelf = Shelf()
+    values = {name: random(1000, seed) for seed, name in enumerate(ODD_NAMES)}
+    commit_as(Lasting(64 * MIB, shelf), values)
+    if packs:  # a session with a codec adds a key
+        disk = with_codec(Lasting(64 * MIB, shelf), "lz4", "disk")
+        values["packed"] = repeating(3 * CHUNK)
+        new = Record("packed", "note", stored(disk.backend, values["packed"]))
+        succeed(disk.backend.commit([*disk.found, new]))  # type: ignore[attr-defined]
+    disk = with_codec(Lasting(64 * MIB, shelf), opened_with, "disk")
+    assert isinstance(disk.backend, Compressed) == (packs or opened_with is not None)
+    assert [record.name for record in disk.found] == list(values)
+    for record in disk.found:
+        assert record.note == "note"
+        assert torch.equal(contents(disk.backend, record.slot), values[record.name])
+
+
+def test_keys_are_found_in_the_order_in_which_they_were_committed() -> None:
+    shelf = Shelf()
+    names = ["b", "packed 1", "a", "packed 0", "c"]
+    commit(opened(shelf), {n: repeating(2 * CHUNK) if "packed" in n else random(9) for n in names})
+    assert list(found(opened(shelf))) == names
+
+
+@pytest.mark.parametrize(
+    "name", ["\x1f0 k", "\x1f01 k", "\x1f1", "\x1f\u0661 k", f"\x1f{'9' * 5000} k", "\x1f-1 k"], ids=ascii
+)
+def test_a_name_that_is_not_quite_one_of_ours_is_a_name(name: str) -> None:
+    assert split_name(name) == (name, 0)
+
+
+def test_a_key_named_like_a_part_of_another_is_not_taken_for_it() -> None:
+    shelf = Shelf()
+    values = {"k": repeating(3 * CHUNK), "\x1f1 k": random(10), "\x1f2 k": repeating(2 * CHUNK, 5)}
+    commit(opened(shelf), values)
+    again = opened(shelf)
+    for name, record in found(again).items():
+        assert torch.equal(contents(again, record.slot), values.pop(name))
+    assert not values
 
 
 def test_a_commit_that_fails_says_so() -> None:
@@ -175,6 +278,32 @@ def test_a_part_that_is_missing_makes_the_key_unreadable(lost: int) -> None:
     error = finish(again.read(slot, torch.empty(3 * CHUNK, dtype=torch.uint8)))
     assert isinstance(error, IntegrityError)
     assert "does not agree" in str(error)
+
+
+@pytest.mark.parametrize("opened_with", ["lz4", None])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_note_that_is_gone_is_its_keys_damage_alone(which: int, opened_with: str | None) -> None:
+    shelf = Shelf()
+    values = {"k": repeating(3 * CHUNK), "other": repeating(2 * CHUNK, 9), "plain": random(10)}
+    commit(opened(shelf), values)
+    name, _, data = shelf.records[which]
+    shelf.records[which] = (name, "", data)
+    for _ in range(2):  # and again, after a commit of what was found
+        again = opened(shelf, opened_with)
+        records = found(again)
+        for key in ("other", "plain"):
+            assert torch.equal(contents(again, records[key].slot), values[key])
+        slot = records["k"].slot
+        assert slot.nbytes == 3 * CHUNK
+        error = finish(again.read(slot, torch.empty(3 * CHUNK, dtype=torch.uint8)))
+        assert isinstance(error, IntegrityError)
+        assert "'k'" in str(error)
+        held = sum(held_bytes(record.slot, 1) for record in records.values())
+        assert held == sum(data.numel() for _, _, data in shelf.records)
+        succeed(again.commit(list(records.values())))
+    for record in records.values():
+        succeed(again.free(record.slot))
+    again.reserve(64 * MIB)  # nothing was left behind
 
 
 def test_a_key_of_which_nothing_is_understood_has_the_bytes_that_it_takes() -> None:

@@ -51,6 +51,13 @@ def test_every_fault_is_in_one_message() -> None:
     assert "free_patience_s=-1: accepted: seconds" in text
 
 
+@pytest.mark.parametrize("patience_s", [-1, float("inf"), float("nan"), True, "5"])
+def test_patience_is_a_time_that_ends(patience_s: object) -> None:
+    assert f"free_patience_s={patience_s!r}: accepted: seconds, 0 or more" in fault(
+        free_patience_s=patience_s
+    )
+
+
 def test_a_store_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'path'.*; store is missing: the path"):
         open_backend(capacity_bytes=1, options={"path": "x"})

@@ -21,6 +21,8 @@ Check = Callable[[object], object]
 
 TARGETS = ("cpu", "disk")
 CODECS = ("none", "lz4")
+ENGINE_WITHOUT_AIO = "plain"
+ENGINES = ("threads", "io_uring", "aiofiles", ENGINE_WITHOUT_AIO)
 
 _LARGEST_SIZE = 2**63 - 1  # what the system calls below can express
 _SHOWN_CHARS = 120
@@ -130,10 +132,23 @@ def codec(value: object) -> str | None:
     if value is None or value == "none":
         return None
     if not isinstance(value, str) or value not in CODECS:
-        near = difflib.get_close_matches(str(value).lower(), CODECS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"{hint}accepted: {', '.join(map(repr, CODECS))}, or None")
+        raise ConfigError(f"{_hint(value, CODECS)}accepted: {', '.join(map(repr, CODECS))}, or None")
     return value
+
+
+def aio_engine(value: object) -> str:
+    """Accept the name of an engine that moves the bytes of files."""
+    if not isinstance(value, str) or value not in ENGINES:
+        raise ConfigError(
+            f"{_hint(value, ENGINES)}accepted: {', '.join(map(repr, ENGINES))}, or None: what measured best"
+        )
+    return value
+
+
+def _hint(value: object, known: Sequence[str]) -> str:
+    """Ask whether a near one of the ``known`` was meant, if there is one."""
+    near = difflib.get_close_matches(str(value).lower(), known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def target(value: object) -> str:

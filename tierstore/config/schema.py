@@ -177,7 +177,7 @@ class OffloadConfig:
     """What a training loop offloads, and what it may use for that.
 
     The names and defaults are those of the reference configuration; ``offload_grad``,
-    ``offload_optimizer``, ``device``, ``device_options``, ``eviction``, ``checksum``,
+    ``offload_optimizer``, ``aio_engine``, ``device``, ``device_options``, ``eviction``, ``checksum``,
     ``optimizer_target``, ``codec`` and ``durable`` are ours.  Sizes may be given as text and are kept in
     bytes.
 
@@ -199,6 +199,8 @@ class OffloadConfig:
         aio_block_size: files are read and written in pieces of this size.
         aio_queue_depth: how many of those pieces may be under way.
         enable_aio: whether several may be under way at all.
+        aio_engine: who moves the bytes of files: ``"threads"``, ``"io_uring"``, ``"aiofiles"`` or
+            ``"plain"``, which is used, or refused with the reason; ``None``: what measured best.
         enable_pinned_mem: whether host memory is registered with the device.
         hbm_ratio: the share of the device quota that may be filled before eviction, 0 < x <= 1.
         cpu_ratio: the share of the host quota that may be filled before eviction, 0 < x <= 1.
@@ -230,6 +232,7 @@ class OffloadConfig:
     aio_block_size: Size = "1MB"
     aio_queue_depth: int = 1024
     enable_aio: bool = True
+    aio_engine: str | None = None
     enable_pinned_mem: bool = True
     hbm_ratio: float = 1.0
     cpu_ratio: float = 1.0
@@ -370,6 +373,8 @@ class OffloadConfig:
             "enable_aio": self.enable_aio,
             "checksum": self.checksum,
         }
+        if self.aio_engine is not None:
+            options["engine"] = self.aio_engine
         if self.durable:
             options["durable"] = True
         return [
@@ -392,6 +397,7 @@ _OFFLOAD: dict[str, Check] = {
     "aio_block_size": checks.positive_size,
     "aio_queue_depth": checks.positive_int,
     "enable_aio": checks.flag,
+    "aio_engine": checks.optional(checks.aio_engine),
     "enable_pinned_mem": checks.flag,
     "hbm_ratio": checks.ratio,
     "cpu_ratio": checks.ratio,
@@ -419,6 +425,10 @@ def _judge(values: Mapping[str, object], faults: Faults) -> dict[str, object]:
     if kept.get("durable") and kept.get("offload_disk_size") == 0:
         reason = "needs a disk, and offload_disk_size=0 says that there is none; accepted: False"
         faults.add("durable", kept["durable"], reason)
+    engine = kept.get("aio_engine")
+    if kept.get("enable_aio") is False and engine not in (None, checks.ENGINE_WITHOUT_AIO):
+        reason = "moves bytes in the background, and enable_aio=False forbids that; accepted: 'plain' or None"
+        faults.add("aio_engine", engine, reason)
     return kept
 
 

@@ -148,8 +148,7 @@ def _audit_lanes(moving: Moving) -> None:
 
 def _audit_promises(moving: Moving, commits: Commits) -> None:
     """Rule 9: what commits name and flushes have found is there, and nothing else is kept for them."""
-    images = [commits.committed, *commits.doubtful, *([commits.underway] if commits.underway else [])]
-    promised = [replica for image in images for replica in image.values()]
+    promised = [*commits.committed.values(), *commits.doubtful.values(), *(commits.underway or {}).values()]
     flushes = {
         number: request
         for entry in moving.books.entries.values()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from tierstore.core.entry import STORY_EVENTS, Entry, Life
-from tierstore.core.messages import Command, FreeSlot, Place
+from tierstore.core.messages import Command, Found, FreeSlot, Place
 from tierstore.core.model import Tier
 from tierstore.core.quota import Shelf
 from tierstore.core.residency import Replica, State, Step
@@ -72,7 +72,6 @@ class Books:
         shelf.filling_bytes -= replica.charge_bytes
         shelf.ready_bytes += replica.charge_bytes
         shelf.evictable[replica.entry.uid] = replica
-        replica.last_use = self.tick
         self.note(replica.entry, "ready", replica.tier)
         self._stir(replica)
 
@@ -190,13 +189,11 @@ class Books:
             shelf.kept.pop(uid, None)
             self.stay(replica)
         replica.leases += 1
-        replica.last_use = self.tick
 
     def unhold(self, replica: Replica) -> None:
         """Count one lease less."""
         shelf = self.shelves[replica.tier]
         replica.leases -= 1
-        replica.last_use = self.tick
         if replica.leases:
             return
         shelf.leased_bytes -= replica.charge_bytes
@@ -209,7 +206,6 @@ class Books:
 
     def touch(self, replica: Replica) -> None:
         """Note a use: an evictable replica goes to the end of the order."""
-        replica.last_use = self.tick
         evictable = self.shelves[replica.tier].evictable
         if evictable.pop(replica.entry.uid, None) is not None:
             evictable[replica.entry.uid] = replica
@@ -223,21 +219,26 @@ class Books:
 
     # --- promises -----------------------------------------------------------------------------
 
-    def recover(self, tier: int, key: str, nbytes: int, charge_bytes: int, spec: object) -> Replica:
-        """Enter a key whose bytes are found READY in ``tier``, as an earlier process left them."""
-        entry = self.new_entry(key, nbytes, spec)
-        entry.life = Life.LIVE
-        self.index[key] = entry
+    def recover(self, tier: int, found: Sequence[Found]) -> list[Replica]:
+        """Enter keys whose bytes are found READY in ``tier``, promised to the commit that left them there."""
         shelf = self.shelves[tier]
-        replica = Replica(entry, Place(next(self._replica_numbers), tier), charge_bytes)
-        replica.state = State.READY
-        self.replicas[replica.place.replica] = replica
-        entry.replicas[tier] = replica
-        shelf.charged_bytes += charge_bytes
-        shelf.ready_bytes += charge_bytes
+        replicas: list[Replica] = []
+        for key, nbytes, charge_bytes, spec in found:
+            entry = self.new_entry(key, nbytes, spec)
+            entry.life = Life.LIVE
+            self.index[key] = entry
+            place = Place(next(self._replica_numbers), tier)
+            replica = Replica(entry, place, charge_bytes)
+            replica.state = State.READY
+            replica.promises = 1
+            self.replicas[place.replica] = entry.replicas[tier] = shelf.kept[entry.uid] = replica
+            replicas.append(replica)
+        charged_bytes = sum(replica.charge_bytes for replica in replicas)
+        shelf.charged_bytes += charged_bytes
+        shelf.ready_bytes += charged_bytes
+        shelf.promised_bytes += charged_bytes
         shelf.peak_charged_bytes = max(shelf.peak_charged_bytes, shelf.charged_bytes)
-        shelf.evictable[entry.uid] = replica
-        return replica
+        return replicas
 
     def promise(self, replica: Replica) -> None:
         """Count one more commit or flush that counts on finding a replica's bytes."""

@@ -33,7 +33,9 @@ class Commits:
         tier: its index; ``None``: no tier is durable.
         committed: what the last good commit named.
         underway: what the commit under way names.
-        doubtful: what commits named that failed since the last good one.
+        doubtful: the replicas, by number, that commits named which failed since the last good one: any of
+            those may be what is found.  Each is there once, however many named it, so they are at most as
+            many as the tier holds.
     """
 
     def __init__(self, moving: Moving) -> None:
@@ -42,7 +44,7 @@ class Commits:
         self.tier = next((shelf.index for shelf in self.books.shelves if shelf.tier.is_durable), None)
         self.committed: Image = {}
         self.underway: Image | None = None
-        self.doubtful: list[Image] = []
+        self.doubtful: dict[int, Replica] = {}
         self._flushes: list[Flush] = []  # that wait for the next commit
         self._served: list[Flush] = []  # by the commit under way
         self._numbers = count(1)
@@ -79,12 +81,9 @@ class Commits:
                 needed_bytes=needed,
                 free_bytes=shelf.limit_bytes,
             )
-        for key, nbytes, charge_bytes, spec in event.found:
-            replica = self.books.recover(event.tier, key, nbytes, charge_bytes, spec)
-            self.books.promise(replica)
-            self.committed[key] = replica
-        replicas = [granted(replica) for replica in self.committed.values()]
-        self.books.out.append(Grant(event.request, replicas))
+        replicas = self.books.recover(event.tier, event.found)
+        self.committed.update((replica.entry.key, replica) for replica in replicas)
+        self.books.out.append(Grant(event.request, list(map(granted, replicas))))
 
     def begin(self, flush: Flush) -> None:
         """A flush has found all that it was asked for: it waits for `start`."""
@@ -186,19 +185,23 @@ class Commits:
         image, self.underway = self.underway, None
         served, self._served = self._served, []
         if event.error is None:
-            former = [self.committed, *self.doubtful]
-            self.committed, self.doubtful = image, []
-            for each in former:
-                self._release(each)
+            former = [*self.committed.values(), *self.doubtful.values()]
+            self.committed, self.doubtful = image, {}
+            for replica in former:
+                self.books.unpromise(replica)
         else:
-            self.doubtful.append(image)
+            self._doubt(image)
         for flush in served:
             flush.undo()
             self.books.out.append(Settle(flush.number, event.error))
 
-    def _release(self, image: Image) -> None:
+    def _doubt(self, image: Image) -> None:
+        """What a commit named that failed may have reached the medium: one promise of each is enough."""
         for replica in image.values():
-            self.books.unpromise(replica)
+            if replica.place.replica in self.doubtful:
+                self.books.unpromise(replica)
+            else:
+                self.doubtful[replica.place.replica] = replica
 
     def cancel(self, error: BaseException) -> None:
         """Fail the flushes that wait for a commit which is not under way."""

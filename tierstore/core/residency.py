@@ -70,14 +70,12 @@ class Replica:
         readers: how many copies and gets read it; it is not freed while there are any.
         copy: the number of the copy that writes it, if one does; it is not freed meanwhile.
         promises: how many commits and flushes count on finding it; it is not freed while there are any.
-        last_use: the ledger's tick of the last use.
     """
 
     __slots__ = (
         "charge_bytes",
         "copy",
         "entry",
-        "last_use",
         "leases",
         "place",
         "promises",
@@ -96,7 +94,6 @@ class Replica:
         self.readers = 0
         self.copy: int | None = None
         self.promises = 0
-        self.last_use = 0
 
     @property
     def key(self) -> str:

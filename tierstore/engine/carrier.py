@@ -1,8 +1,9 @@
 """Carries out copies and frees on the backends; what they come to are events.
 
 Small copies between host memory and a medium that takes many at a time travel in batches.  Outcomes
-that are known at once are added to the caller's list; later ones are reported from the backend's thread.
-Knows no ledger and takes no lock: which replicas may be copied or freed is decided elsewhere.
+that are known at once are told, to be taken in by the turn that goes on; later ones are reported from
+the backend's thread.  Knows no ledger and takes no lock: which replicas may be copied or freed is
+decided elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 
 from tierstore.core import messages as m
 from tierstore.engine.batches import SMALL_BYTES
-from tierstore.errors import BackendError, CapacityError, IntegrityError
+from tierstore.engine.progress import Progress
+from tierstore.errors import BackendError, CapacityError, IntegrityError, StoreClosed
 from tierstore.spi import (
     AddressableSlot,
     AdoptingBackend,
@@ -32,7 +34,7 @@ from tierstore.spi import (
     held_bytes,
 )
 
-Tell = Callable[[list[m.Event]], None]
+Tell = Callable[[Sequence[m.Event]], None]
 
 
 class Carrier:
@@ -41,14 +43,15 @@ class Carrier:
     Args:
         backends: one for each tier, fastest first.
         names: the tiers' names, for messages.
-        tell: takes events in at once, in the calling thread.
-        report: takes events in from a backend's thread.
+        tell: queues events for whoever takes them in next: the caller of `start` and the like does.  A
+            function of C, which no interrupt can part from what is done right before it.
+        report: takes events in, from a backend's thread.
     """
 
     def __init__(self, backends: Sequence[Backend], names: Sequence[str], tell: Tell, report: Tell) -> None:
         self._backends = backends
         self._names = names
-        self._tell = tell
+        self.tell = tell
         self._report = report
         self._media = [backend.capabilities.medium for backend in backends]
         self._alignments = [backend.capabilities.alignment_bytes for backend in backends]
@@ -59,6 +62,8 @@ class Carrier:
         # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
         # its FreeSlot, which the ledger never has under way at the same time.
         self._slots: dict[m.Place, Slot] = {}
+        # What an operation may still touch of which nobody knows whether it began: never used again.
+        self._doubtful: set[m.Place] = set()
 
     def slot(self, place: m.Place) -> Slot:
         """Return the slot of a replica that is kept READY."""
@@ -79,17 +84,18 @@ class Carrier:
         self._slots.clear()
 
     def reserve(
-        self, command: m.StartCopy, events: list[m.Event], given: torch.Tensor | None = None
+        self, command: m.StartCopy, progress: Progress, given: torch.Tensor | None = None
     ) -> Slot | None:
-        """Take room for a copy; if there is none, add why to ``events`` and return ``None``.
+        """Take room for a copy; if there is none, tell why and return ``None``.
 
         Args:
             command: the copy.
-            events: what is known of it at once.
+            progress: of carrying it out.
             given: memory that is to be the room, with the bytes in it.
         """
         place = command.target
         backend = self._backends[place.tier]
+        progress.has_begun = True
         try:
             if given is None:
                 slot = backend.reserve(command.nbytes)
@@ -97,20 +103,20 @@ class Carrier:
                 slot = cast("AdoptingBackend", backend).adopt(given)
         except CapacityError as error:
             # Kept by the books: its traceback would keep every frame that led here, and what they refer to.
-            events.append(m.CopyRefused(command.copy, error.with_traceback(None)))
+            self.tell([m.CopyRefused(command.copy, error.with_traceback(None))])
             return None
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            events.append(m.CopyDone(command.copy, self._explain(error, command)))
+            self.tell([m.CopyDone(command.copy, self._explain(error, command))])
             return None
         self._slots[place] = slot
         if place.tier not in self._shrinking:
             self._shrinking[place.tier] = hasattr(slot, "held_bytes")
         return slot
 
-    def start(self, command: m.StartCopy, events: list[m.Event]) -> None:
+    def start(self, command: m.StartCopy, progress: Progress) -> None:
         """Begin a copy between two tiers."""
         assert command.source is not None  # those of callers are the engine's
-        slot = self.reserve(command, events)
+        slot = self.reserve(command, progress)
         if slot is None:
             return
         try:
@@ -118,23 +124,29 @@ class Carrier:
                 command.source.tier, self._slots[command.source], command.target.tier, slot
             )
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            events.append(m.CopyDone(command.copy, self._explain(error, command)))
+            self.tell([m.CopyDone(command.copy, self._explain(error, command))])
             return
-        self._follow(command, completion, events)
+        self._follow(command, completion, progress)
 
-    def _follow(self, command: m.StartCopy, completion: Completion, events: list[m.Event]) -> None:
+    def _follow(self, command: m.StartCopy, completion: Completion, progress: Progress) -> None:
         if completion.is_done:
-            events.append(self._outcome(command, completion.error))
+            outcomes = [self._outcome(command, completion.error)]
+            progress.has_ended = True
+            self.tell(outcomes)
             return
         if completion.is_stream_ordered:
-            # Told at once: the end of the copy, in another thread, must not overtake it.
-            self._tell([m.CopyOrdered(command.copy)])
+            # Told first: the end of the copy, in another thread, must not overtake it.
+            self.tell([m.CopyOrdered(command.copy)])
         completion.add_done_callback(lambda error: self._report([self._outcome(command, error)]))
+        progress.has_ended = True
 
     def _outcome(self, command: m.StartCopy, error: BaseException | None) -> m.CopyDone:
         """Return the event that a copy between two tiers ended with."""
         if error is None:
-            return m.CopyDone(command.copy, charge_bytes=self.charge_bytes(command.target))
+            try:
+                return m.CopyDone(command.copy, charge_bytes=self.charge_bytes(command.target))
+            except Exception as failure:  # noqa: BLE001 - a foreign slot may raise anything
+                error = failure
         return m.CopyDone(command.copy, self._explain(error, command))
 
     def is_batched(self, command: m.StartCopy) -> bool:
@@ -146,20 +158,23 @@ class Carrier:
             return target in self._batching
         return self._media[target] is Medium.HOST and source in self._batching
 
-    def start_batch(self, batch: Sequence[m.StartCopy], events: list[m.Event]) -> None:
+    def start_batch(self, batch: Sequence[m.StartCopy], progress: Progress) -> None:
         """Begin small copies of one direction, all in one call."""
-        begun = [command for command in batch if self.reserve(command, events) is not None]
+        begun = [command for command in batch if self.reserve(command, progress) is not None]
         if not begun:
             return
         try:
             completion = self._move_many(begun)
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            events.extend(self._outcomes(begun, error))
+            self.tell(self._outcomes(begun, error))
             return
         if completion.is_done:
-            events.extend(self._outcomes(begun, completion.error))
+            outcomes = self._outcomes(begun, completion.error)
+            progress.has_ended = True
+            self.tell(outcomes)
             return
         completion.add_done_callback(lambda error: self._report(self._outcomes(begun, error)))
+        progress.has_ended = True
 
     def _move_many(self, copies: Sequence[m.StartCopy]) -> Completion:
         """Begin copies of one direction, between host memory and a medium that takes many at a time."""
@@ -220,23 +235,36 @@ class Carrier:
         self._backends[source].read(source_slot, buffer).add_done_callback(begin_second)
         return both
 
-    def free(self, place: m.Place, events: list[m.Event]) -> None:
+    def free(self, place: m.Place, progress: Progress) -> None:
         """Give a replica's bytes back."""
-        slot = self._slots.pop(place, None)
-        if slot is None:  # the medium had refused it: there is nothing to give back
-            events.append(m.Freed(place))
+        if place in self._doubtful:
+            name = self._names[place.tier]
+            outcomes = [m.Freed(place, BackendError(f"an interrupted copy may still use it in {name!r}."))]
+            progress.has_ended = True
+            self.tell(outcomes)
             return
+        slot = self._slots.get(place)
+        if slot is None:  # the medium had refused it: there is nothing to give back
+            outcomes = [m.Freed(place)]
+            progress.has_ended = True
+            self.tell(outcomes)
+            return
+        progress.has_begun = True
+        del self._slots[place]
         try:
             completion = self._backends[place.tier].free(slot)
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            events.append(m.Freed(place, error))
+            self.tell([m.Freed(place, error)])
             return
         if completion.is_done:
-            events.append(m.Freed(place, completion.error))
+            outcomes = [m.Freed(place, completion.error)]
+            progress.has_ended = True
+            self.tell(outcomes)
             return
         completion.add_done_callback(lambda error: self._report([m.Freed(place, error)]))
+        progress.has_ended = True
 
-    def commit(self, command: m.Commit, note_of: Callable[[object], str], events: list[m.Event]) -> None:
+    def commit(self, command: m.Commit, note_of: Callable[[object], str], progress: Progress) -> None:
         """Make replicas what survives a power loss."""
         name = self._names[command.tier]
 
@@ -247,14 +275,57 @@ class Carrier:
             records = [
                 Record(key, note_of(spec), self._slots[place]) for key, place, spec in command.replicas
             ]
+            progress.has_begun = True
             completion = cast("DurableBackend", self._backends[command.tier]).commit(records)
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            events.append(outcome(error))
+            outcomes = [outcome(error)]
+            progress.has_ended = True
+            self.tell(outcomes)
             return
         if completion.is_done:
-            events.append(outcome(completion.error))
+            outcomes = [outcome(completion.error)]
+            progress.has_ended = True
+            self.tell(outcomes)
             return
         completion.add_done_callback(lambda error: self._report([outcome(error)]))
+        progress.has_ended = True
+
+    def resize(self, tier: int, capacity_bytes: int) -> None:
+        """Tell a medium how much it is to hold at most.
+
+        Raises:
+            BackendError: it refused, with whatever it raised as the cause.
+        """
+        try:
+            self._backends[tier].resize(capacity_bytes)
+        except Exception as error:
+            name = self._names[tier]
+            raise BackendError(
+                f"the medium of {name!r} did not take a capacity of {capacity_bytes} B: {error}. Its quota "
+                "in the books may be the new one: resize it again.",
+                transient=isinstance(error, BackendError) and error.transient,
+                tier=name,
+                needed_bytes=capacity_bytes,
+            ) from error
+
+    def give_up(self, work: m.Command | list[m.StartCopy], interrupt: BaseException) -> list[m.Event]:
+        """Say what work comes to that was interrupted after it had begun.
+
+        Raises:
+            StoreClosed: it is a commit.
+        """
+        kind = type(interrupt).__name__
+        error = BackendError(f"{kind} came in the middle of it, and it may go on.", transient=True)
+        if isinstance(work, m.FreeSlot):
+            return [m.Freed(work.place, error)]
+        if isinstance(work, m.Commit):
+            raise StoreClosed(f"{kind} came while a commit was being begun.")
+        copies = work if isinstance(work, list) else [cast("m.StartCopy", work)]
+        for copy in copies:
+            self._doubtful.add(copy.target)
+            if copy.source is not None and copy.target in self._slots:  # else it has not come to the move
+                self._doubtful.add(copy.source)
+        return [m.CopyDone(copy.copy, self._explain(error, copy)) for copy in copies]
 
     def _explain(self, error: BaseException | None, command: m.StartCopy) -> BaseException | None:
         """Name the key and the tiers in a backend's error, which knows neither."""

@@ -1,17 +1,17 @@
-"""Takes the lock, asks the ledger, lets go of the lock, and does what it says.
+"""The engine as the store sees it: requests, waits for what they come to, and the end.
 
-`Engine.turn` is the only way in: a request from a caller or an outcome from a backend goes to the
-ledger under the one lock; the commands it answers with are carried out after the lock is let go, and
-what they come to are events again.  No I/O, no device call and no callback happens under the lock.
+Requests and outcomes go through `Turns`, which has the books and the one lock; what the books command is
+carried out by `CommandHands`.  Here is who waits for what, and who gives back what was granted to a call that
+was interrupted, so that nothing is held for nobody.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 from typing import TypeVar, cast
@@ -20,55 +20,31 @@ import torch
 
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
-from tierstore.engine.batches import batches
 from tierstore.engine.carrier import Carrier
+from tierstore.engine.hands import CommandHands, Opening, orphaned
 from tierstore.engine.transfer import Transfer
-from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStoreError
-from tierstore.spi import AddressableSlot, Backend, DurableBackend, Medium, Slot, held_bytes
+from tierstore.engine.turns import Turns
+from tierstore.errors import StoreClosed, TierStoreError
+from tierstore.spi import AddressableSlot, Backend, Medium, Record, Slot, held_bytes
 
 T = TypeVar("T")
-_AFTER_CLOSE = (
-    m.CopyDone,
-    m.CopyOrdered,
-    m.CopyRefused,
-    m.CommitDone,
-    m.Freed,
-    m.ReadDone,
-    m.LeaseReleased,
-)
 
 _RECORD_FIELDS = attrgetter("name", "note", "slot")
 
 log = logging.getLogger("tierstore")
 
 
-def _orphaned(key: str) -> BackendError:
-    return BackendError(f"the call that was putting {key!r} was interrupted.", key=key)
+def _when_granted(transfer: Transfer[T], act: Callable[[T], None]) -> None:
+    """Call ``act`` with what a transfer comes to, now or later, if it comes to anything."""
 
-
-def _undo_when_granted(transfer: Transfer[T], undo: Callable[[T], None]) -> None:
-    def act() -> None:
+    def see() -> None:
         try:
             granted = transfer.result()
         except Exception:  # noqa: BLE001 - nothing was granted, and whoever resolves it cares for nobody's wait
             return
-        undo(granted)
+        act(granted)
 
-    transfer.add_done_callback(act)
-
-
-@dataclass(slots=True)
-class Opening:
-    """Room that a caller of ``put`` is to fill."""
-
-    copy: int
-    place: m.Place
-    slot: Slot
-
-    @property
-    def tier(self) -> int:
-        """Index of the tier that the room is in."""
-        return self.place.tier
+    transfer.add_done_callback(see)
 
 
 class Engine:
@@ -79,6 +55,9 @@ class Engine:
         backends: one for each tier, fastest first.
         names: the tiers' names, for messages.
         note_of: puts a caller's description of bytes into text, for those that are to survive.
+
+    Attributes:
+        told: outcomes that callers have to tell.  Append one, which nothing can interrupt, then `take_in`.
     """
 
     def __init__(
@@ -88,39 +67,41 @@ class Engine:
         names: Sequence[str],
         note_of: Callable[[object], str] = str,
     ) -> None:
-        self._lock = threading.Lock()  # guards _ledger, and nothing else
         self._resizing = threading.Lock()  # one resize at a time, lest media hear of them out of order
-        self._ledger = ledger
         self.backends = tuple(backends)
         self.names = tuple(names)
-        self._note_of = note_of
         self.media = tuple(backend.capabilities.medium for backend in backends)
         self._numbers = count(1)
-        self._carrier = Carrier(self.backends, self.names, self._turn, self._report)
-        self._waiting: dict[int, Transfer[Sequence[m.Granted]]] = {}
-        self._openings: dict[int, Transfer[Opening]] = {}
-        self._given: dict[int, torch.Tensor] = {}  # what puts bring as the room itself
+        self.told: deque[m.Event] = deque()
+        self._carrier = Carrier(self.backends, self.names, self.told.extend, self._report)
+        self._hands = CommandHands(self._carrier, note_of)
+        self._turns = Turns(ledger, self._hands, self.told)
         self._is_closed = False
-        self._is_broken = False
+        self._closing = threading.Lock()  # held by whoever closes; guards the next two
+        self._closer: int | None = None
+        # Host memory is closed last: what still moves after a bug, or an interrupt, moves to or from it.
+        in_order = sorted(range(len(self.backends)), key=lambda tier: self.media[tier] is not Medium.HOST)
+        self._open = [self.backends[tier] for tier in in_order]
+
+    def _report(self, events: Sequence[m.Event]) -> None:
+        self._turns.report(events)
 
     # --- requests -----------------------------------------------------------------------------
 
-    def recover(self, tier: int, spec_of: Callable[[str], object]) -> None:
+    def recover(self, tier: int, records: Sequence[Record], spec_of: Callable[[str, int], object]) -> None:
         """Take in what an earlier process made durable in ``tier``.  Once, before anything else.
 
         Args:
             tier: whose backend is a `DurableBackend`.
-            spec_of: reads what ``note_of`` wrote.
+            records: what that has recovered.
+            spec_of: reads what ``note_of`` wrote for so many bytes; never fails, lest one key block all.
 
         Raises:
             CapacityError: the tier's quota cannot hold it.
-            BackendError: the medium failed, or a note cannot be read.
         """
-        backend = cast("DurableBackend", self.backends[tier])
-        alignment_bytes = backend.capabilities.alignment_bytes
-        records = backend.recovered()
+        alignment_bytes = self.backends[tier].capabilities.alignment_bytes
         found = [
-            m.Found(name, slot.nbytes, held_bytes(slot, alignment_bytes), spec_of(note))
+            m.Found(name, slot.nbytes, held_bytes(slot, alignment_bytes), spec_of(note, slot.nbytes))
             for name, note, slot in map(_RECORD_FIELDS, records)
         ]
         number = self.number()
@@ -141,14 +122,60 @@ class Engine:
             UsageError: the call is wrong; nothing was changed.
             StoreClosed: too late.
         """
-        transfer: Transfer[Sequence[m.Granted]] = Transfer(keys, tier)
-        self._waiting[number] = transfer
+        return self._ask(event, number, Transfer(keys, tier))
+
+    def _ask(
+        self, event: m.Event, number: int, transfer: Transfer[Sequence[m.Granted]]
+    ) -> Transfer[Sequence[m.Granted]]:
+        self._hands.waiting[number] = transfer
         try:
             self.turn(event)
-        except BaseException:
-            self._waiting.pop(number, None)
+        except TierStoreError:
+            self._hands.waiting.pop(number, None)
             raise
         return transfer
+
+    def obtain(
+        self,
+        event: m.Event,
+        number: int,
+        keys: tuple[str, ...],
+        end: m.ReadDone | m.LeaseReleased,
+        waited: Callable[[float], None] | None = None,
+    ) -> Sequence[m.Granted]:
+        """Put a request to the ledger that grants replicas; return them.  Blocks.
+
+        A wait is interrupted by ``KeyboardInterrupt`` and the like: nobody is left then to whom anything
+        could be granted, and what is, now or later, is given back.
+
+        Args:
+            event: the request.
+            number: its number.
+            keys: those that it is about.
+            end: what gives back what it grants.
+            waited: told for how many seconds the call had to wait, if it had to.
+
+        Raises:
+            UsageError: the call is wrong; nothing was changed.
+            TierStoreError: the request failed.
+        """
+        transfer: Transfer[Sequence[m.Granted]] = Transfer(keys)
+        try:
+            self._ask(event, number, transfer)
+            if waited is None or transfer.done():
+                return transfer.result()
+            begin = time.perf_counter()
+            try:
+                return transfer.result()
+            finally:
+                waited(time.perf_counter() - begin)
+        except TierStoreError:
+            raise
+        except BaseException:
+            _when_granted(transfer, lambda _: self.tell(end))
+            raise
+        finally:
+            del transfer  # a failed one keeps its error, whose traceback refers to this frame
 
     def put(
         self,
@@ -164,41 +191,33 @@ class Engine:
             given: memory that is to be the room itself, where the backend of the event's tier adopts.
         """
         number, key = event.request, event.key
+        settled: Transfer[Sequence[m.Granted]] = Transfer((key,))
         opening: Transfer[Opening] = Transfer((key,))
-        self._openings[number] = opening
+        self._hands.openings[number] = opening
         if given is not None:
-            self._given[number] = given
+            self._hands.given[number] = given
         try:
-            settled = self.request(event, number, (key,))
-            room = self.wait(opening, lambda room: self.turn(m.CopyDone(room.copy, _orphaned(key))))
+            self._ask(event, number, settled)
+            room = opening.result()
+        except BaseException:
+            if not opening.resolve(error=orphaned(key)):  # it may have been granted, and nobody will fill it
+                _when_granted(opening, lambda room: self.tell(room.end))
+            raise
         finally:
-            del self._openings[number]
-            self._given.pop(number, None)
-        error: BaseException | None = None
+            del self._hands.openings[number]
+            if given is not None:  # without a call, as the line above: no interrupt comes between them
+                del self._hands.given[number]
         try:
             fill(room)
-        except BaseException as failure:
-            error = failure
+            room.end.charge_bytes = self._carrier.charge_bytes(room.place)
+            room.end.error = None
+        except Exception as failure:  # others leave what it says: that the call was interrupted
+            room.end.error = failure
             raise
         finally:
-            charge_bytes = None if error is not None else self._carrier.charge_bytes(room.place)
-            self.turn(m.CopyDone(room.copy, error, charge_bytes))
+            self.told.append(room.end)
+            self.take_in()
         settled.result()
-
-    def wait(self, transfer: Transfer[T], undo: Callable[[T], None]) -> T:
-        """Return what a transfer comes to; if the wait is interrupted, undo it when it comes.
-
-        A wait is interrupted by ``KeyboardInterrupt`` and the like: nobody is left who could release
-        what is granted afterwards.
-        """
-        try:
-            return transfer.result()
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                _undo_when_granted(transfer, undo)
-            raise
-        finally:
-            del transfer  # a failed one keeps its error, whose traceback refers to this frame
 
     def slot(self, granted: m.Granted) -> Slot:
         """Return the slot of a replica that a grant keeps READY."""
@@ -212,133 +231,113 @@ class Engine:
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called, or a bug has stopped everything."""
-        return self._is_closed or self._is_broken
+        return self._is_closed or self._turns.is_broken()
 
     def look(self, question: Callable[[Ledger], T]) -> T:
         """Ask the ledger something, under the lock."""
-        with self._lock:
-            return question(self._ledger)
+        return self._turns.look(question)
 
     def resize(self, event: m.ResizeRequested) -> None:
-        """Change a tier's quota.  Blocks until what has to leave has left."""
-        tier = event.tier
+        """Change a tier's quota.  Blocks until what has to leave has left.
+
+        Raises:
+            CapacityError: leases forbid it; nothing was changed.
+            BackendError: the medium did not take it.
+        """
+        tier, capacity_bytes = event.tier, event.capacity_bytes
         with self._resizing:
             is_larger = self.look(
-                lambda ledger: event.capacity_bytes > ledger.books.shelves[tier].tier.capacity_bytes
+                lambda ledger: capacity_bytes > ledger.books.shelves[tier].tier.capacity_bytes
             )
             if is_larger:
                 # The medium must be able to hold more before the ledger may ask it to.
-                self.backends[tier].resize(event.capacity_bytes)
+                self._hands.tell_quota(tier, capacity_bytes)
             self.request(event, event.request).result()
+            # Again if it refused, or if an earlier resize, whose caller was interrupted, came after that.
+            self._hands.tell_quota(tier, capacity_bytes)
 
     def close(self) -> None:
-        """Fail what waits, wait for what moves, close the backends.  Idempotent."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        if not self._is_broken:
-            number = self.number()
-            transfer: Transfer[Sequence[m.Granted]] = Transfer()
-            self._waiting[number] = transfer
-            self._turn([m.CloseRequested(number)])
-            transfer.result()
-        self._carrier.clear()
-        with contextlib.ExitStack() as all_of_them:  # also those after one that fails
-            for backend in reversed(self.backends):
-                all_of_them.callback(backend.close)
+        """Fail what waits, wait for what moves, close the backends.  Idempotent.
+
+        A call while another one closes waits for it, and does what is left if that one was interrupted.  So
+        do not call it from a callback of a transfer, for which the other one may wait; in the thread that is
+        closing, such a call returns at once.
+
+        Raises:
+            Exception: whatever the first backend raised that could not be closed; the others are closed.
+        """
+        me = threading.get_ident()
+        if self._closer == me:
+            return
+        with self._closing:
+            try:
+                self._closer = me
+                self._is_closed = True
+                self._wait_for_end()
+                self._carrier.clear()
+                close_all(self._open)
+            finally:
+                self._closer = None
+
+    def _wait_for_end(self) -> None:
+        """Let the books come to rest, unless they are broken."""
+        if not self._open or self._turns.is_broken():
+            return
+        number = self.number()  # a new one for each call: the books may not have heard of an interrupted one
+        end: Transfer[Sequence[m.Granted]] = Transfer()
+        self._hands.waiting[number] = end
+        try:
+            self._turns.turn(m.CloseRequested(number))
+            end.result()
+        except Exception:
+            if not self._turns.is_broken():
+                raise
+            log.exception("the store stopped while it was closed")
 
     # --- the turn -----------------------------------------------------------------------------
 
     def turn(self, event: m.Event) -> None:
-        """Tell the ledger what happened; carry out what it decides.  From any thread.
+        """Put a request to the ledger; carry out what it decides.  From any thread.
 
         Raises:
             UsageError: a request is wrong as things are; nothing was changed.
             StoreClosed: a request came after `close`.
         """
-        self._refuse_if_broken()
-        if self._is_closed and not isinstance(event, _AFTER_CLOSE):
+        self._turns.refuse_if_broken()
+        if self._is_closed:
             raise StoreClosed("the store is closed.")
-        self._turn([event])
+        self._turns.turn(event)
 
-    def _refuse_if_broken(self) -> None:
-        if self._is_broken:
-            raise StoreClosed("the store stopped because of a bug in tierstore; see the log.")
+    def tell(self, outcome: m.Event) -> None:
+        """Tell what something came to that a caller did; carry out what follows.  Also after `close`."""
+        self.told.append(outcome)
+        self.take_in()
 
-    def _turn(self, events: list[m.Event]) -> None:
-        while events:
-            try:
-                with self._lock:
-                    commands = self._ledger.apply(*events)
-            except Exception as error:
-                if isinstance(error, TierStoreError) and not isinstance(error, InvariantError):
-                    raise  # a request is refused: nothing was changed
-                self._break(error)
-                raise
-            events = []
-            small: list[m.StartCopy] = []
-            for command in commands:
-                if isinstance(command, m.StartCopy) and self._carrier.is_batched(command):
-                    small.append(command)
-                else:
-                    self._carry_out(command, events)
-            if small:
-                for batch in batches(small):
-                    self._carrier.start_batch(batch, events)
+    def take_in(self) -> None:
+        """See to what was told.  If this is interrupted, or not called, the next call of anybody does.
 
-    def _break(self, error: Exception) -> None:
-        """The books are wrong, which is a bug: let nobody wait for them."""
-        self._is_broken = True
-        for waiting in list(self._waiting.values()):
-            waiting.resolve(error=error)
-        for opening in list(self._openings.values()):
-            opening.resolve(error=error)
+        Raises:
+            StoreClosed: a bug or an interrupt has stopped the store.
+        """
+        self._turns.refuse_if_broken()
+        self._turns.turn()
 
-    def _report(self, events: list[m.Event]) -> None:
-        """Bring in outcomes from a backend's thread, which must not die of our bugs."""
+
+def close_all(backends: list[Backend]) -> None:
+    """Close ``backends``, the last first, also those after one that fails, and take them off the list.
+
+    Raises:
+        Exception: what the first of those that failed raised; the other failures are logged.
+    """
+    first: Exception | None = None
+    while backends:
         try:
-            self._refuse_if_broken()
-            self._turn(events)
-        except (TierStoreError, RuntimeError, LookupError):
-            told = ", ".join(map(repr, events))
-            log.critical("the store is broken by %s", told, exc_info=True)
-
-    def _carry_out(self, command: m.Command, events: list[m.Event]) -> None:
-        """Do one command; add to ``events`` what is already known of its outcome."""
-        if isinstance(command, m.Settle):
-            self._settle(command)
-        elif isinstance(command, m.Grant):
-            self._waiting.pop(command.request).resolve(command.replicas)
-        elif isinstance(command, m.StartCopy):
-            if command.source is None:
-                self._open_room(command, events)
+            backends[-1].close()  # if it is interrupted, it stays, and is closed again by the next call
+        except Exception as error:
+            if first is None:
+                first = error
             else:
-                self._carrier.start(command, events)
-        elif isinstance(command, m.FreeSlot):
-            self._carrier.free(command.place, events)
-        elif isinstance(command, m.Commit):
-            self._carrier.commit(command, self._note_of, events)
-        else:
-            self.backends[command.tier].resize(command.capacity_bytes)
-
-    def _settle(self, command: m.Settle) -> None:
-        transfer = self._waiting.pop(command.request, None)
-        if command.error is not None:
-            command.error.__traceback__ = None  # it would keep the frames of whoever happened to come by
-        if transfer is not None:
-            transfer.resolve((), command.error)
-        opening = self._openings.get(command.request)
-        if opening is not None and command.error is not None:
-            opening.resolve(error=command.error)
-
-    def _open_room(self, command: m.StartCopy, events: list[m.Event]) -> None:
-        """Let the caller of ``put`` fill the room that it waits for."""
-        slot = self._carrier.reserve(command, events, self._given.get(command.request))
-        if slot is None:
-            return
-        opening = self._openings.get(command.request)
-        room = Opening(command.copy, command.target, slot)
-        if opening is None or not opening.resolve(room):
-            # The put has failed meanwhile (its key was dropped): nobody is left to fill the room.
-            events.append(m.CopyDone(command.copy, _orphaned(command.key)))
+                log.exception("a second backend could not be closed")
+        del backends[-1]
+    if first is not None:
+        raise first

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+_log = logging.getLogger("tierstore")
 
 _lock = threading.Lock()  # guards the waiters of every transfer; held for a few instructions
 
@@ -20,15 +22,16 @@ class Transfer(Generic[T]):
         tier: where they move to; None: nowhere in particular.
     """
 
-    __slots__ = ("_callbacks", "_error", "_is_done", "_value", "keys", "tier")
+    __slots__ = ("_callbacks", "_error", "_is_calling", "_is_done", "_value", "keys", "tier")
 
     def __init__(self, keys: tuple[str, ...] = (), tier: str | None = None) -> None:
         self.keys = keys
         self.tier = tier
-        self._is_done = False  # guarded by _lock, as are the next three
+        self._is_done = False  # guarded by _lock, as are the next four
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] | None = None
+        self._is_calling = False
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
@@ -64,17 +67,36 @@ class Transfer(Generic[T]):
         callback()
 
     def resolve(self, value: T | None = None, error: BaseException | None = None) -> bool:
-        """End it, and return True; or return False if it has ended.  For the engine."""
-        with _lock:
-            if self._is_done:
-                return False
-            self._value = value
-            self._error = error
-            self._is_done = True
-            callbacks, self._callbacks = self._callbacks, None
-        for callback in callbacks or ():
-            callback()
-        return True
+        """End it, and return True; or return False if it has ended.  For the engine.
+
+        A callback that raises is logged: it must cost neither those after it nor the engine's turn.  If one
+        is interrupted, the next call, from any thread, goes on with it: it may so be called twice.
+        """
+        is_caller = False
+        try:
+            with _lock:
+                is_first = not self._is_done
+                if is_first:
+                    self._value = value
+                    self._error = error
+                    self._is_done = True
+                if self._callbacks and not self._is_calling:
+                    self._is_calling = is_caller = True
+            if is_caller:
+                self._call_back()
+        finally:
+            if is_caller:
+                self._is_calling = False
+        return is_first
+
+    def _call_back(self) -> None:
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callbacks[0]()
+            except Exception:  # noqa: BLE001 - logged
+                _log.exception("a transfer's callback failed")
+            del callbacks[0]  # only now: it stays until it has run
 
     def __await__(self) -> Generator[object, None, T]:
         """Wait without blocking the event loop."""

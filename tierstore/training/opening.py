@@ -122,34 +122,16 @@ def open_session(
     former = source if isinstance(source, Former) else None
     sets = [_working_set(group, optimizers, former) for group in groups]
     fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
-    has_device = fastest != HOST
-    meter = _meter(store) if has_device else None
-    nbytes: Mapping[str, int] = {}
-    windows = [] if fits and not has_device else _windows(store)
-    follower = Follower(store, windows, lambda key: nbytes.get(key, 0), len(optimizers))
-    session = Session(model, optimizers, store, Placements.of(config, store), follower, meter)
-    nbytes = session.adopter.nbytes
+    meter = None if fastest == HOST else _meter(store)
+    windows = [] if fits and meter is None else _windows(store)
+    session = _new_session(model, optimizers, config, store, windows, meter)
     session.gradients.is_stashing = not fits or config.offload_grad is not None
     if session.gradients.is_stashing:
         give_freed_memory_back()
     try:
         if meter is not None and sets:
-            session.budget = DeviceBudget(
-                store,
-                fastest_bytes,
-                sets,
-                meter,
-                session.bindings.apart,
-                lambda quota_bytes: follower.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
-            )
-            session.bindings.ask_for_more = session.budget.grow
-        if source is not None:
-            source.load_buffers()
-        session.move_buffers()
-        if former is not None:
-            former.prepare(groups)
-        session.adopt(groups, source)
-        session.watch(groups)
+            _bound(session, sets, meter, fastest_bytes)
+        _take_in(session, groups, source)
         if store.is_durable:
             session.make_durable(0 if former is None else former.checkpoints)
             _say_if_small(store, sets)
@@ -160,6 +142,47 @@ def open_session(
         session.restore()
         raise
     return session
+
+
+def _new_session(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: OffloadConfig,
+    store: Store,
+    windows: Sequence[Window],
+    meter: Meter | None,
+) -> Session:
+    """Return a session that has nothing yet; its follower knows the bytes of what will be adopted."""
+    nbytes: Mapping[str, int] = {}
+    follower = Follower(store, windows, lambda key: nbytes.get(key, 0), len(optimizers))
+    session = Session(model, optimizers, store, Placements.of(config, store), follower, meter)
+    nbytes = session.adopter.nbytes
+    return session
+
+
+def _bound(session: Session, sets: Sequence[WorkingSet], meter: Meter, fastest_bytes: int) -> None:
+    """Let the session's store have of the device what activations and workspace leave."""
+    fastest, follower = session.store.tier_names[0], session.follower
+    session.budget = DeviceBudget(
+        session.store,
+        fastest_bytes,
+        sets,
+        meter,
+        session.bindings.apart,
+        lambda quota_bytes: follower.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
+    )
+    session.bindings.ask_for_more = session.budget.grow
+
+
+def _take_in(session: Session, groups: Sequence[ParameterGroup], source: Weights | Former | None) -> None:
+    """Take everything into the store, and register the hooks."""
+    if source is not None:
+        source.load_buffers()
+    session.move_buffers()
+    if isinstance(source, Former):
+        source.prepare(groups)
+    session.adopt(groups, source)
+    session.watch(groups)
 
 
 def give_freed_memory_back() -> None:

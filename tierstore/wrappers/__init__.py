@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from tierstore.errors import ConfigError
-from tierstore.spi import Backend, DurableBackend, Medium
+from tierstore.spi import Backend, DurableBackend, Medium, Record
 from tierstore.wrappers.compressed import Compressed
 from tierstore.wrappers.counts import CodecStats
 from tierstore.wrappers.durable import DurableCompressed
+from tierstore.wrappers.notes import is_ours
 
-__all__ = ["CodecStats", "Compressed", "DurableCompressed", "with_codec"]
+__all__ = ["CodecStats", "Compressed", "DurableCompressed", "Opened", "with_codec"]
 
 
-def with_codec(backend: Backend, codec: str | None, tier: str) -> Backend:
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A tier's backend, ready for the engine.
+
+    Attributes:
+        backend: what the engine calls.
+        found: what it has recovered, if it finds its slots again.  Nobody is to ask it a second time.
+    """
+
+    backend: Backend
+    found: Sequence[Record] = ()
+
+
+def with_codec(backend: Backend, codec: str | None, tier: str) -> Opened:
     """Return a backend that packs what ``backend`` holds, or ``backend`` itself if there is nothing to do.
 
-    One that finds its slots again is wrapped even without a codec, as they may have been packed earlier.
+    One that finds its slots again is asked for them here: where some were packed earlier, it is wrapped even
+    without a codec, so that they can be read.  Where none were, nothing stands between the engine and what
+    the backend can do besides, such as reaching a device's memory.
 
     Args:
         backend: what holds the bytes; the one that is returned owns it.
@@ -23,16 +42,22 @@ def with_codec(backend: Backend, codec: str | None, tier: str) -> Backend:
 
     Raises:
         ConfigError: no such codec, or the bytes of this backend are not behind I/O.
+        BackendError: what it recovered could not be read.
     """
     try:
-        return _wrapped(backend, codec)
+        return _opened(backend, codec)
     except ConfigError as fault:
         raise ConfigError(f"TierConfig {tier!r}: {fault}", tier=tier) from None
 
 
-def _wrapped(backend: Backend, codec: str | None) -> Backend:
-    capabilities = backend.capabilities
-    is_found_again = capabilities.is_durable and capabilities.medium is Medium.STORAGE
-    if is_found_again and isinstance(backend, DurableBackend):
-        return DurableCompressed(backend, codec)
-    return backend if codec is None else Compressed(backend, codec)
+def _opened(backend: Backend, codec: str | None) -> Opened:
+    if not backend.capabilities.is_durable or not isinstance(backend, DurableBackend):
+        return Opened(backend if codec is None else Compressed(backend, codec))
+    if codec is not None:
+        wrapped = DurableCompressed(backend, codec)  # which may refuse: before anything is asked
+        return Opened(wrapped, wrapped.recovered())
+    found = backend.recovered()
+    if backend.capabilities.medium is not Medium.STORAGE or not any(is_ours(record.note) for record in found):
+        return Opened(backend, found)
+    wrapped = DurableCompressed(backend, codec)
+    return Opened(wrapped, wrapped.unpacked(found))

@@ -41,6 +41,9 @@ THREADS: Final = 2
 class Compressed:
     """A `tierstore.spi.BatchBackend` around a backend behind I/O, which it then owns.  Thread-safe.
 
+    It is no `tierstore.spi.DirectBackend`, even where the one within is: bytes are looked at, packed and
+    unpacked in host memory, and whether those of a slot will be is not known when ``accepts`` is asked.
+
     Args:
         backend: what holds the bytes.
         codec: how they are packed: ``"lz4"``; None: they are not, but what was is unpacked.

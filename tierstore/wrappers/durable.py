@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tierstore.errors import ConfigError, IntegrityError
 from tierstore.spi import Completion, DurableBackend, Record, held_bytes
@@ -12,10 +12,11 @@ from tierstore.wrappers.notes import (
     Line,
     agree,
     first_name,
+    is_ours,
     later_name,
     own_note,
     packed_note,
-    plain_note,
+    plain_record,
     read_note,
     split_name,
 )
@@ -24,6 +25,8 @@ from tierstore.wrappers.slots import CHUNK_BYTES, Chunk, CodecSlot, Damage, Shap
 
 class DurableCompressed(Compressed):
     """A `Compressed` that is a `tierstore.spi.DurableBackend`, as the one within is.
+
+    Whatever is damaged is so for its own key alone: that one says so when it is read.
 
     It is told from the other by having these two members, so it cannot be the same class.
     """
@@ -35,6 +38,7 @@ class DurableCompressed(Compressed):
             )
         super().__init__(backend, codec, chunk_bytes=chunk_bytes)
         self._durable = backend
+        self._alignment_bytes = backend.capabilities.alignment_bytes
 
     def commit(self, records: Sequence[Record]) -> Completion:
         """Make ``records`` what survives; see `tierstore.spi.DurableBackend`."""
@@ -42,11 +46,38 @@ class DurableCompressed(Compressed):
 
     def recovered(self) -> Sequence[Record]:
         """Return what the last commit named; what cannot be unpacked is there too, and says so when read."""
+        return self.unpacked(self._durable.recovered())
+
+    def unpacked(self, found: Sequence[Record]) -> list[Record]:
+        """Return our records for those that the backend within has recovered: in place of `recovered`."""
         groups: dict[str, dict[int, Record]] = {}
-        for record in self._durable.recovered():
-            key, chunk = split_name(record.name)
-            groups.setdefault(key, {})[chunk] = record
-        return [self._found(key, group) for key, group in groups.items()]
+        for record in found:
+            if is_ours(record.note):
+                key, chunk = split_name(record.name)
+                groups.setdefault(key, {})[chunk] = record
+        if not groups:
+            return [self._as_it_is(record) for record in found]
+        for record in found:
+            if record.name in groups and not is_ours(record.note):
+                groups[record.name][0] = record  # other parts say that it is one: its note is damaged
+        return list(self._in_order(found, groups))
+
+    def _in_order(self, found: Sequence[Record], groups: Mapping[str, dict[int, Record]]) -> Iterator[Record]:
+        """Yield our records in the order of the first of each that was found."""
+        seen: set[str] = set()
+        for record in found:
+            key = split_name(record.name)[0] if is_ours(record.note) else record.name
+            if key not in groups:
+                yield self._as_it_is(record)
+            elif key not in seen:
+                seen.add(key)
+                yield self._found(key, groups[key])
+
+    def _as_it_is(self, record: Record) -> Record:
+        within, alignment_bytes = record.slot, self._alignment_bytes
+        slot = CodecSlot(within.nbytes, self, within, alignment_bytes)
+        slot.held_bytes = held_bytes(within, alignment_bytes)
+        return Record(record.name, record.note, slot)
 
     def _found(self, key: str, group: Mapping[int, Record]) -> Record:
         """Return our record for those of the backend within that stand for it."""
@@ -56,27 +87,26 @@ class DurableCompressed(Compressed):
         except (ValueError, KeyError, TypeError) as cause:
             return self._damaged(key, group, cause)
         if not lines:
-            slot = CodecSlot(records[0].slot.nbytes, self, records[0].slot, self.capabilities.alignment_bytes)
+            slot = CodecSlot(records[0].slot.nbytes, self, records[0].slot, self._alignment_bytes)
         else:
-            slot = CodecSlot(lines[0].nbytes, self, None, self.capabilities.alignment_bytes)
+            slot = CodecSlot(lines[0].nbytes, self, None, self._alignment_bytes)
             slot.shape = Shape(lines[0].width, lines[0].block_bytes, lines[0].chunk_bytes)
             slot.chunks = [
                 Chunk(record.slot, line.lengths, line.digest)
                 for record, line in zip(records, lines, strict=True)
             ]
-        slot.weigh(self.capabilities.alignment_bytes)
+        slot.weigh(self._alignment_bytes)
         return Record(key, note, slot)
 
     def _damaged(self, key: str, group: Mapping[int, Record], cause: Exception) -> Record:
         """Return a record whose slot is there to be kept or freed, but not to be read."""
         error = IntegrityError(f"the compressed bytes of {key!r} cannot be read: {cause}", key=key)
         error.__cause__ = cause.with_traceback(None)
-        alignment_bytes = self.capabilities.alignment_bytes
-        held = sum(held_bytes(record.slot, alignment_bytes) for record in group.values())
-        slot = CodecSlot(_told_nbytes(group.values()) or held, self, None, alignment_bytes)
+        held = sum(held_bytes(record.slot, self._alignment_bytes) for record in group.values())
+        slot = CodecSlot(_told_nbytes(group.values()) or held, self, None, self._alignment_bytes)
         slot.damage = Damage(error, group)
         slot.chunks = [Chunk(record.slot, (), 0) for record in group.values()]
-        slot.weigh(alignment_bytes)
+        slot.weigh(self._alignment_bytes)
         notes = [own_note(record.note) for chunk, record in group.items() if chunk == 0]
         return Record(key, notes[0] if notes else "", slot)
 
@@ -89,7 +119,7 @@ class DurableCompressed(Compressed):
                 for chunk, found in slot.damage.records.items()
             ]
         if slot.whole is not None:
-            return [Record(_name(record.name, 0), plain_note(record.note), slot.whole)]
+            return [Record(*plain_record(record.name, record.note), slot.whole)]
         return [
             Record(
                 _name(record.name, index),

@@ -1,23 +1,27 @@
 """How packed bytes are described where they are to be found again: in the notes of a backend's records.
 
-A slot that is stored as it is is one record, under its own name and with its own note.  One that is packed is
-a record for each chunk: the first has the slot's name, those after it names that no key has; each says, in a
-line before the slot's own note, which chunk it is of what, so that any of them can be missed.  So a directory
-can be written with a codec and read without one, and the other way round.
+A slot that is stored as it is is one record, under its own name and with its own note, as without a codec.
+One that is packed is a record for each chunk: the first has the slot's name, those after it names of their
+own; each says, in a line before the slot's own note, which chunk it is of what, so that any of them can be
+missed.  So a directory can be written with a codec and read without one, and the other way round.
 
 The line is ``RS lz4 DIGEST JSON``, where ``RS`` is the character 0x1E and ``DIGEST`` the xxh3_64 of the JSON:
 
     {"v": 1, "nbytes": 9000000, "chunk": 0, "chunks": 3, "width": 2,
      "block_bytes": 262144, "chunk_bytes": 4194304, "lengths": [...], "digest": "..."}
 
-Rule 1: names and notes that look like ours but are not are escaped, so that any text can be one.
-Rule 2: a line that is damaged, of a later version, or does not agree with what was found is told apart from
+Rule 1: a record is ours if its note begins with ``RS``, and only then does its name mean anything but itself:
+so a look at the notes tells whether anything was packed.
+Rule 2: names and notes that look like ours but are not are escaped (the line is then empty), so that any text
+can be one.
+Rule 3: a line that is damaged, of a later version, or does not agree with what was found is told apart from
 one that is not there: the bytes are then known to be unreadable, and never taken for something else.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,6 +32,7 @@ VERSION: Final = 1
 
 _MARK: Final = "\x1e"  # "record separator": begins our lines
 _NAME_MARK: Final = "\x1f"  # "unit separator": begins names that are not keys
+_LATER: Final = re.compile(f"{_NAME_MARK}([1-9][0-9]{{0,8}}) (.*)", re.DOTALL | re.ASCII)
 _NAMES: Final = ("nbytes", "chunk", "chunks", "width", "block_bytes", "chunk_bytes")
 
 
@@ -60,8 +65,13 @@ class DamagedNoteError(ValueError):
     """A line of ours cannot be understood."""
 
 
+def is_ours(note: str) -> bool:
+    """Whether a record with such a note was written here, and not by the backend within on its own."""
+    return note.startswith(_MARK)
+
+
 def first_name(key: str) -> str:
-    """Return the name of the only or the first record of ``key``."""
+    """Return the name of the first record of a packed ``key``, or of one that is escaped."""
     return f"{_NAME_MARK}={key}" if key.startswith(_NAME_MARK) else key
 
 
@@ -71,18 +81,20 @@ def later_name(key: str, chunk: int) -> str:
 
 
 def split_name(name: str) -> tuple[str, int]:
-    """Return the key of a record and which chunk its name says it is."""
+    """Return the key of a record that is ours, and which chunk its name says it is."""
     if not name.startswith(_NAME_MARK):
         return name, 0
     if name.startswith(f"{_NAME_MARK}="):
         return name[2:], 0
-    number, _, key = name[1:].partition(" ")
-    return (key, int(number)) if number.isdecimal() else (name, 0)
+    later = _LATER.fullmatch(name)
+    return (later[2], int(later[1])) if later else (name, 0)
 
 
-def plain_note(note: str) -> str:
-    """Return the note of a record that is stored as it is."""
-    return f"{_MARK}\n{note}" if note.startswith(_MARK) else note
+def plain_record(key: str, note: str) -> tuple[str, str]:
+    """Return the name and the note of a record that is stored as it is."""
+    if key.startswith(_NAME_MARK) or is_ours(note):
+        return first_name(key), f"{_MARK}\n{note}"
+    return key, note
 
 
 def packed_note(line: Line, note: str) -> str:
@@ -99,7 +111,7 @@ def read_note(note: str) -> tuple[Line | None, str]:
     Raises:
         DamagedNoteError: it says something that cannot be understood.
     """
-    if not note.startswith(_MARK):
+    if not is_ours(note):
         return None, note
     head, _, own = note[1:].partition("\n")
     return (_parsed(head) if head else None), own

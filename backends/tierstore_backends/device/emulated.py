@@ -183,8 +183,11 @@ class EmulatedDevice:
 
 def _announce(memory: torch.Tensor) -> None:
     """Tell every listener that a storage is the device's."""
-    for listener in tuple(device_storage_listeners):
-        listener(memory.untyped_storage())
+    try:
+        for listener in tuple(device_storage_listeners):
+            listener(memory.untyped_storage())
+    finally:
+        del memory  # a refusal's traceback refers to this frame: let it not hold device memory
 
 
 def _no_room(nbytes: int, error: Exception) -> CapacityError:

@@ -8,9 +8,7 @@ Knows nothing of keys, tiers or policies.
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
+import functools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -19,6 +17,8 @@ import torch
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
+from tierstore_backends.buffers import check_buffer
+from tierstore_backends.ending import Ending
 from tierstore_backends.files.engines.choice import Started, start
 from tierstore_backends.files.engines.drives import StartedDrives, start_all
 from tierstore_backends.files.ground import Ground, scratch_ground
@@ -87,11 +87,8 @@ class FilesBackend:
             alignment_bytes=mode.alignment_bytes,
             depth=1 if self._started.name is EngineName.PLAIN else options.aio_queue_depth,
         )
-        # Also when it is forgotten, and when the interpreter ends: nothing may stay behind.
-        self._finalizer = weakref.finalize(self, _shut, self._started, self._segments, owner)
-        self._closing = threading.Lock()  # held while the first to close waits for the disk
-        self._owner = owner
-        _open_backends.add(self)
+        disown = functools.partial(_disown, self._segments, owner)
+        self._ending = Ending(self, disown, _shut, self._started, self._segments, owner)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -154,14 +151,14 @@ class FilesBackend:
         for slot, buffer in zip(own, into, strict=True):
             if slot.state is not SlotState.WRITTEN and slot.nbytes:
                 raise UsageError(f"{slot} holds no bytes: nothing was written there, or writing failed")
-            self._check_buffer(slot, buffer)
+            check_buffer(buffer, slot.nbytes, accepts=self.accepts)
         return self._move(Direction.READ, own, into)
 
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """Write each buffer; see `write` and `tierstore.spi.BatchBackend`."""
         own = [self._own(slot) for slot in slots]
         for slot, buffer in zip(own, sources, strict=True):
-            self._check_buffer(slot, buffer)
+            check_buffer(buffer, slot.nbytes, accepts=self.accepts)
         for slot in own:
             # From here to the end of the write the old bytes are gone and the new ones not there.
             slot.state = SlotState.RESERVED
@@ -178,8 +175,11 @@ class FilesBackend:
         failed_syncs = self._segments.failed_syncs
         for part in by_piece(slot, self._segments.segment_bytes):
             buffer = torch.empty(part.nbytes, dtype=torch.uint8)
-            wait_for(self._move(Direction.READ, [part], [buffer]))
-            wait_for(self._move(Direction.WRITE, [part], [buffer]))
+            for direction in (Direction.READ, Direction.WRITE):
+                moved = self._move(direction, [part], [buffer])
+                moved.wait()
+                if moved.error is not None:
+                    raise moved.error
         slot.failed_syncs = failed_syncs
 
     def accepts(self, memory: torch.Tensor) -> bool:
@@ -222,20 +222,11 @@ class FilesBackend:
         """
         if self.is_worker():
             raise UsageError("scratch files cannot be closed from a completion's callback")
-        with self._closing:
-            self._finalizer()
-        _open_backends.discard(self)
+        self._ending.close()
 
     def is_worker(self) -> bool:
         """Whether the calling thread moves bytes, and so runs completions' callbacks."""
         return self._engine.is_worker()
-
-    def disown(self) -> None:
-        """Become closed without touching anything: for the child of a fork, which owns nothing."""
-        self._finalizer.detach()
-        self._closing = threading.Lock()  # a thread that the child does not have may hold the old one
-        self._segments.disown()
-        self._owner.disown()
 
     def _move(self, direction: Direction, slots: Sequence[FileSlot], buffers: Sequence[Buffer]) -> Completion:
         transfer = Transfer(direction, slots, buffers)
@@ -247,21 +238,8 @@ class FilesBackend:
         self._engine.submit(pieces)
         return transfer.completion
 
-    def _check_buffer(self, slot: FileSlot, buffer: Buffer) -> None:
-        if (
-            buffer.dtype is not torch.uint8
-            or buffer.dim() != 1
-            or buffer.numel() != slot.nbytes
-            or not buffer.is_contiguous()
-            or not (buffer.is_cpu or self.accepts(buffer))
-        ):
-            raise UsageError(
-                f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
-                f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
-            )
-
     def _check_open(self) -> None:
-        if not self._finalizer.alive:
+        if self._ending.is_over:
             raise StoreClosed("the scratch files were closed")
 
     def _own(self, slot: Slot) -> FileSlot:
@@ -278,15 +256,6 @@ def _after_current_work(memory: torch.Tensor) -> Callable[[], None]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(memory.device))
     return event.synchronize
-
-
-def wait_for(completion: Completion) -> None:
-    """Wait for the end of an operation; raise what it failed with."""
-    ended = threading.Event()
-    completion.add_done_callback(lambda _: ended.set())
-    ended.wait()
-    if completion.error is not None:
-        raise completion.error
 
 
 def _start(
@@ -306,13 +275,7 @@ def _shut(started: Started | StartedDrives, segments: Files, owner: DirectoryOwn
         owner.release()
 
 
-_open_backends: weakref.WeakSet[FilesBackend] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
+def _disown(segments: Files, owner: DirectoryOwner | Owners) -> None:
     """In the child of a fork there are no workers, and the files are the parent's."""
-    for backend in list(_open_backends):
-        backend.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
+    segments.disown()
+    owner.disown()

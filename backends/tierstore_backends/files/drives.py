@@ -15,7 +15,7 @@ from typing import Final
 
 from tierstore_backends.files.layout import Extent
 from tierstore_backends.files.probe import IoMode
-from tierstore_backends.files.segments import Segments
+from tierstore_backends.files.segments import Doubts, Segments
 from tierstore_backends.files.space import Space
 
 SPAN_BYTES: Final = 1 << 48
@@ -78,8 +78,7 @@ class DriveFiles:
         assert SPAN_BYTES % self.segment_bytes == 0  # no file has addresses of two drives
         self._segments = segments
         self._files_per_drive = SPAN_BYTES // self.segment_bytes
-        self.failed_syncs = 0  # of all drives; as are the next, by the number of the file
-        self._doubts: dict[int, int] = {}
+        self._doubts = Doubts()
 
     def locate(self, start: int, end: int) -> tuple[int, int]:
         """See `Files`."""
@@ -116,13 +115,17 @@ class DriveFiles:
         try:
             self._segments[drive].sync(own_index)
         except OSError:
-            self.failed_syncs += 1
-            self._doubts[index] = self.failed_syncs
+            self._doubts.note(index)
             raise
+
+    @property
+    def failed_syncs(self) -> int:
+        """See `Files`.  Of all drives."""
+        return self._doubts.failed_syncs
 
     def is_in_doubt(self, extents: Sequence[Extent], failed_syncs: int) -> bool:
         """See `Files`."""
-        return any(self._doubts.get(index, 0) > failed_syncs for index in self.indices(extents))
+        return self._doubts.are_about(self.indices(extents), failed_syncs)
 
     def check(self) -> None:
         """See `Files`."""

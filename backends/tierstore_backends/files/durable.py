@@ -6,9 +6,6 @@ change it.  What is written and not committed is gone when the directory is open
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,8 +13,8 @@ import torch
 
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, PartialError, Record, Slot
+from tierstore_backends.ending import Ending
 from tierstore_backends.files.backend import QUIET_S, SEGMENT_BYTES, STRIDE_BYTES, FilesBackend
-from tierstore_backends.files.collecting import paused_collector
 from tierstore_backends.files.commits import Commits
 from tierstore_backends.files.ground import durable_ground
 from tierstore_backends.files.meter import IoStats
@@ -66,9 +63,7 @@ class DurableFiles:
         self._lost = recovered.lost
         self._commits = Commits(ground.owner, manifest, ground.segments, recovered, files)
         self._recovered: Recovered | None = recovered
-        self._finalizer = weakref.finalize(self, _shut, self._commits, files)
-        self._closing = threading.Lock()  # held while the first to close waits for the disk
-        _open_backends.add(self)
+        self._ending = Ending(self, self._commits.disown, _shut, self._commits, files)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -98,11 +93,10 @@ class DurableFiles:
         recovered, self._recovered = self._recovered, None
         if recovered is None:
             raise UsageError("what was recovered was asked for before")
-        with paused_collector():
-            return [
-                Record(decode_text(name), decode_text(note), slot)
-                for (_, _, name, note, _, _), slot in zip(recovered.rows, recovered.slots, strict=True)
-            ]
+        return [
+            Record(decode_text(name), decode_text(note), slot)
+            for (_, _, name, note, _, _), slot in zip(recovered.rows, recovered.slots, strict=True)
+        ]
 
     def commit(self, records: Sequence[Record]) -> Completion:
         """Keep ``records`` and nothing else.
@@ -168,18 +162,10 @@ class DurableFiles:
         """
         if self._commits.is_committer() or self._files.is_worker():
             raise UsageError("files cannot be closed from a completion's callback")
-        with self._closing:
-            self._finalizer()
-        _open_backends.discard(self)
-
-    def disown(self) -> None:
-        """Become closed without touching anything: for the child of a fork, which owns nothing."""
-        self._finalizer.detach()
-        self._closing = threading.Lock()  # a thread that the child does not have may hold the old one
-        self._commits.disown()
+        self._ending.close()
 
     def _check_open(self) -> None:
-        if not self._finalizer.alive:
+        if self._ending.is_over:
             raise StoreClosed("the files were closed")
 
     def _read_what_is_there(self, slots: Sequence[Slot], into: Sequence[Buffer]) -> Completion:
@@ -216,15 +202,3 @@ def _shut(commits: Commits, files: FilesBackend) -> None:
         commits.close()
     finally:
         files.close()
-
-
-_open_backends: weakref.WeakSet[DurableFiles] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    """In the child of a fork the manifest is the parent's."""
-    for backend in list(_open_backends):
-        backend.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from pathlib import Path
 
 import torch
@@ -60,8 +59,6 @@ def _engine_fault(path: Path, name: EngineName, direct: object) -> str | None:
 
 
 def _outcome(completion: Completion) -> BaseException | None:
-    ended = threading.Event()
-    completion.add_done_callback(lambda _: ended.set())
-    if not ended.wait(_PATIENCE_S):
+    if not completion.wait(_PATIENCE_S):
         return TimeoutError(f"no answer for {_PATIENCE_S} s")
     return completion.error

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
-from tierstore_backends.files.collecting import paused_collector
 from tierstore_backends.files.drives import Drive, DriveFiles, split_by_drive
 from tierstore_backends.files.engines.choice import direct_for
 from tierstore_backends.files.identity import store_of, written
@@ -135,18 +134,17 @@ def durable_ground(
     store_of(options.folders)
     owner = claim(options.folders, Keeping.DURABLE)
     try:
-        with paused_collector():
-            manifest, recovered = _open_manifest(owner, options, syscalls, segment_bytes)
-            try:
-                owner.note_commit(manifest.meta.commit)
-                owner.sweep()
-                modes = _modes(options, manifest.meta, syscalls)
-                ground = _stand(
-                    capacity_bytes, options, owner, modes, manifest, recovered, syscalls, stride_bytes
-                )
-            except BaseException:
-                manifest.close()
-                raise
+        manifest, recovered = _open_manifest(owner, options, syscalls, segment_bytes)
+        try:
+            owner.note_commit(manifest.meta.commit)
+            owner.sweep()
+            modes = _modes(options, manifest.meta, syscalls)
+            ground = _stand(
+                capacity_bytes, options, owner, modes, manifest, recovered, syscalls, stride_bytes
+            )
+        except BaseException:
+            manifest.close()
+            raise
     except BaseException:
         if (options.path / MANIFEST_NAME).exists():
             owner.leave()

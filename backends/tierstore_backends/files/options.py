@@ -6,21 +6,20 @@ Knows nothing of what the options do; that is told where they are used.
 
 from __future__ import annotations
 
-import difflib
 import enum
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from tierstore.errors import ConfigError
-from tierstore.units import GIB, MIB, parse_bytes
+from tierstore.units import MIB, parse_bytes
+from tierstore_backends.options import Reader, count, read_all, size, switch
 
 _MOST_THREADS = 1024
 _MOST_DRIVES = 256
-_LARGEST_BLOCK_BYTES = GIB  # Linux moves less than 2 GiB at a time
 
 
 class Direct(enum.Enum):
@@ -106,22 +105,7 @@ def parse_options(options: Mapping[str, object]) -> FilesOptions:
     Raises:
         ConfigError: unknown names, with near misses, and bad values, with what is accepted.
     """
-    faults: list[str] = []
-    values: dict[str, object] = {}
-    for name, given in options.items():
-        read = _READERS.get(name)
-        if read is None:
-            faults.append(_unknown(name))
-            continue
-        try:
-            values[name] = read(given)
-        except ConfigError as error:
-            faults.append(f"{name}={given!r}: {error}")
-    if "path" not in options:
-        faults.append("path is missing: the directory to keep files in")
-    faults += _contradictions(values)
-    if faults:
-        raise ConfigError("options of the 'files' backend: " + "; ".join(faults))
+    values = read_all("files", options, _READERS, needed=_NEEDED, contradictions=_contradictions)
     drives = cast("tuple[DriveOption, ...]", values.pop("path"))
     values |= {"path": drives[0].path, "drives": drives if len(drives) > 1 else ()}
     return FilesOptions(**values)  # type: ignore[arg-type]  # each reader returns its field's type
@@ -137,13 +121,6 @@ def _contradictions(values: Mapping[str, object]) -> Iterator[str]:
         )
     if values.get("direct") is Direct.ALWAYS and engine is EngineName.AIOFILES:
         yield "engine='aiofiles' goes through the page cache and direct=True forbids that: leave one out"
-
-
-def _unknown(name: str) -> str:
-    known = list(_READERS)
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"unknown option {name!r}{hint}; accepted: {', '.join(known)}"
 
 
 def _drives(given: object) -> tuple[DriveOption, ...]:
@@ -192,32 +169,6 @@ def _path(given: object) -> Path:
     return Path(text).expanduser().absolute()
 
 
-def _block_size(given: object) -> int:
-    if isinstance(given, int | str) and not isinstance(given, bool):
-        nbytes = parse_bytes(given)
-        if 0 < nbytes <= _LARGEST_BLOCK_BYTES:
-            return nbytes
-    raise ConfigError("accepted: a size from 1 to 1GiB, in bytes or as text such as '1MiB'")
-
-
-def _positive_int(given: object) -> int:
-    if isinstance(given, bool) or not isinstance(given, int) or given <= 0:
-        raise ConfigError("accepted: an int above 0")
-    return given
-
-
-def _threads(given: object) -> int:
-    if (threads := _positive_int(given)) > _MOST_THREADS:
-        raise ConfigError(f"accepted: an int from 1 to {_MOST_THREADS}")
-    return threads
-
-
-def _switch(given: object) -> bool:
-    if not isinstance(given, bool):
-        raise ConfigError("accepted: True or False")
-    return given
-
-
 def _direct(given: object) -> Direct:
     if given == "auto":
         return Direct.AUTO
@@ -235,16 +186,18 @@ def _engine(given: object) -> EngineName:
     raise ConfigError(f"accepted: {', '.join(repr(name.value) for name in EngineName)}")
 
 
-_READERS: Mapping[str, Callable[[object], object]] = {
+_READERS: Mapping[str, Reader] = {
     "path": _drives,
-    "aio_block_size": _block_size,
-    "aio_queue_depth": _positive_int,
-    "enable_aio": _switch,
-    "checksum": _switch,
-    "threads": _threads,
+    "aio_block_size": size("1GiB", example="1MiB"),  # Linux moves less than 2 GiB at a time
+    "aio_queue_depth": count(),
+    "enable_aio": switch,
+    "checksum": switch,
+    "threads": count(_MOST_THREADS),
     "direct": _direct,
     "engine": _engine,
-    "durable": _switch,
-    "create": _switch,
-    "salvage": _switch,
+    "durable": switch,
+    "create": switch,
+    "salvage": switch,
 }
+
+_NEEDED = {"path": "the directory to keep files in"}

@@ -11,8 +11,9 @@ Not thread-safe: the engine's lock guards it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
-from tierstore_backends.files.transfer import Piece
+from tierstore_backends.files.transfer import Direction, Piece
 
 BATCH_PIECES = 512
 """The most pieces in one call: each needs two I/O vectors at most, and Linux takes 1,024."""
@@ -86,3 +87,29 @@ class PieceQueue:
             del self._by_start[piece.address]
         if self._by_end.get(piece.end) is piece:
             del self._by_end[piece.end]
+
+
+class PieceQueues:
+    """A queue for each direction; whoever takes gets reads before writes (rule 1 of an engine).
+
+    Args:
+        batch_bytes: the most that is moved at once.
+        segment_bytes: a batch does not cross a multiple of this.
+    """
+
+    def __init__(self, batch_bytes: int, segment_bytes: int) -> None:
+        self.reads = PieceQueue(batch_bytes, segment_bytes)
+        self.writes = PieceQueue(batch_bytes, segment_bytes)
+
+    def __bool__(self) -> bool:
+        return bool(self.reads or self.writes)
+
+    def put(self, pieces: Sequence[Piece]) -> None:
+        """Let pieces of one transfer wait."""
+        queue = self.reads if pieces[0].transfer.direction is Direction.READ else self.writes
+        for piece in pieces:
+            queue.put(piece)
+
+    def take(self, most: int) -> list[Piece]:
+        """Return the oldest read and its neighbours, or else those of a write: at most ``most``; or none."""
+        return self.reads.take(most) or self.writes.take(most)

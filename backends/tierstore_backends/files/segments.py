@@ -21,7 +21,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -104,6 +104,26 @@ class Files(Protocol):
         ...
 
 
+class Doubts:
+    """What failed syncs leave in doubt, by the number of the file.
+
+    The kernel drops what it could not write, and tells so only once: syncing again proves nothing.
+    """
+
+    def __init__(self) -> None:
+        self.failed_syncs = 0
+        self._last: dict[int, int] = {}  # how many had failed when that of the file did
+
+    def note(self, index: int) -> None:
+        """Note that a file could not be synced."""
+        self.failed_syncs += 1
+        self._last[index] = self.failed_syncs
+
+    def are_about(self, indices: Collection[int], failed_syncs: int) -> bool:
+        """Whether a sync of one of the files failed after so many failed syncs."""
+        return any(self._last.get(index, 0) > failed_syncs for index in indices)
+
+
 class Segments:
     """The files of one directory, growing and shrinking with what is written.
 
@@ -138,8 +158,7 @@ class Segments:
         self._limit = 0
         self._is_dense = True
         self._has_new_names = False
-        self._doubts: dict[int, int] = {}  # when a sync of a file failed, by its number
-        self.failed_syncs = 0
+        self._doubts = Doubts()
 
     def reopen(self, end: int) -> None:
         """Open the files of addresses below ``end``, empty ones where they are missing; remove those above.
@@ -189,14 +208,17 @@ class Segments:
         try:
             self._syscalls.sync(self._fds[index])
         except OSError:
-            # The kernel drops what it could not write, and tells so only once: syncing again proves nothing.
-            self.failed_syncs += 1
-            self._doubts[index] = self.failed_syncs
+            self._doubts.note(index)
             raise
+
+    @property
+    def failed_syncs(self) -> int:
+        """How many syncs have failed."""
+        return self._doubts.failed_syncs
 
     def is_in_doubt(self, extents: Sequence[Extent], failed_syncs: int) -> bool:
         """Whether a sync failed of what was written at ``extents`` after so many failed syncs."""
-        return any(self._doubts.get(index, 0) > failed_syncs for index in self.indices(extents))
+        return self._doubts.are_about(self.indices(extents), failed_syncs)
 
     def check(self) -> None:
         """Look whether every file is still under a name.

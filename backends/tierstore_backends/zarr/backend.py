@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
-import weakref
 from collections.abc import Callable, Coroutine
-
-import torch
 
 from tierstore.errors import CapacityError, StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import format_bytes
+from tierstore_backends.buffers import check_buffer
+from tierstore_backends.ending import Ending
 from tierstore_backends.quota import Quota
 from tierstore_backends.zarr import owner
 from tierstore_backends.zarr.arrays import Arrays, CodecCounts
@@ -49,10 +47,8 @@ class ZarrBackend:
         except BaseException:
             self._loop.close()
             raise
-        # Also when it is forgotten, and when the interpreter ends: nothing may stay behind.
-        self._finalizer = weakref.finalize(self, _shut, self._loop, self._arrays, claim)
-        self._closing = threading.Lock()  # held while the first to close waits for the store
-        _open_backends.add(self)
+        # A fork's child has no loop, and the arrays are its parent's: nothing that it could let go of.
+        self._ending = Ending(self, lambda: None, _shut, self._loop, self._arrays, claim)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -102,7 +98,7 @@ class ZarrBackend:
         own = self._own(slot)
         if own.state is not SlotState.WRITTEN and own.nbytes:
             raise UsageError(f"{own} holds no bytes: nothing was written there, or writing failed")
-        _check_buffer(own, into)
+        check_buffer(into, own.nbytes)
         if not own.nbytes:
             return Completion.done()
         return self._begin(lambda: self._arrays.read(own, into.numpy()))
@@ -119,7 +115,7 @@ class ZarrBackend:
             StoreClosed: after ``close``.
         """
         own = self._own(slot)
-        _check_buffer(own, source)
+        check_buffer(source, own.nbytes)
         if not own.nbytes:
             own.state = SlotState.WRITTEN
             return Completion.done()
@@ -178,14 +174,7 @@ class ZarrBackend:
         """
         if self._loop.is_own_thread():
             raise UsageError("scratch arrays cannot be closed from a completion's callback")
-        with self._closing:
-            self._finalizer()
-        _open_backends.discard(self)
-
-    def disown(self) -> None:
-        """Become closed without touching anything: for the child of a fork, which owns nothing."""
-        self._finalizer.detach()
-        self._closing = threading.Lock()  # a thread that the child does not have may hold the old one
+        self._ending.close()
 
     def _begin(self, work: Callable[[], Coroutine[None, None, None]]) -> Completion:
         completion = Completion()
@@ -208,7 +197,7 @@ class ZarrBackend:
         return completion
 
     def _check_open(self) -> None:
-        if not self._finalizer.alive:
+        if self._ending.is_over:
             raise StoreClosed(f"the arrays in {self._arrays.place.name} were closed")
 
     def _own(self, slot: Slot) -> ZarrSlot:
@@ -296,30 +285,3 @@ async def _end(loop: LoopThread, arrays: Arrays, claim: owner.Claim) -> None:
         await claim.release()
     finally:
         await arrays.place.close()
-
-
-def _check_buffer(slot: ZarrSlot, buffer: Buffer) -> None:
-    if (
-        buffer.dtype is not torch.uint8
-        or buffer.dim() != 1
-        or buffer.numel() != slot.nbytes
-        or not buffer.is_cpu
-        or not buffer.is_contiguous()
-    ):
-        raise UsageError(
-            f"a buffer of {slot.nbytes} contiguous torch.uint8 in host memory is needed, "
-            f"not {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
-        )
-
-
-_open_backends: weakref.WeakSet[ZarrBackend] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    """In the child of a fork there is no loop, and the arrays are the parent's."""
-    owner.forget_all()
-    for backend in list(_open_backends):
-        backend.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)

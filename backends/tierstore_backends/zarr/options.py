@@ -6,20 +6,19 @@ Promises: all faults in one message, each with what was given and what is accept
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zarr.abc.store import Store
 
 from tierstore.errors import ConfigError
-from tierstore.units import GIB, MIB, parse_bytes
+from tierstore.units import MIB
+from tierstore_backends.options import Reader, count, read_all, seconds, size, switch
 from tierstore_backends.zarr.codecs import Chain, parse_codec
 from tierstore_backends.zarr.places import check_store
 
 _MOST_CONCURRENCY = 1024
-_LARGEST_CHUNK_BYTES = GIB
 _SECRET = "storage_options"
 
 
@@ -57,28 +56,16 @@ def parse_options(options: Mapping[str, object]) -> ZarrOptions:
     Raises:
         ConfigError: unknown names, with near misses, and bad values, with what is accepted.
     """
-    faults: list[str] = []
-    values: dict[str, object] = {}
-    for name, given in options.items():
-        read = _READERS.get(name)
-        if read is None:
-            faults.append(_unknown(name))
-            continue
-        try:
-            values[name] = read(given)
-        except ConfigError as error:
-            shown = "..." if name == _SECRET else repr(given)
-            faults.append(f"{name}={shown}: {error}")
-    if "store" not in options:
-        faults.append("store is missing: the path, URL or zarr store to keep arrays in")
-    elif "store" in values:
-        faults += _store_faults(values)
-    if faults:
-        raise ConfigError("options of the 'zarr' backend: " + "; ".join(faults))
+    values = read_all(
+        "zarr", options, _READERS, needed=_NEEDED, contradictions=_contradictions, secret=(_SECRET,)
+    )
     return ZarrOptions(**values)  # type: ignore[arg-type]  # each reader returns its field's type
 
 
-def _store_faults(values: Mapping[str, object]) -> list[str]:
+def _contradictions(values: Mapping[str, object]) -> list[str]:
+    """Return what is wrong with the store, which its own options are part of."""
+    if "store" not in values:
+        return []
     try:
         check_store(values["store"], values.get(_SECRET))  # type: ignore[arg-type]  # read above
     except ConfigError as error:
@@ -86,28 +73,7 @@ def _store_faults(values: Mapping[str, object]) -> list[str]:
     return []
 
 
-def _unknown(name: str) -> str:
-    known = [each.name for each in fields(ZarrOptions)]
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"unknown option {name!r}{hint}; accepted: {', '.join(known)}"
-
-
 def _as_given(given: object) -> object:
-    return given
-
-
-def _chunk_bytes(given: object) -> int:
-    if isinstance(given, int | str) and not isinstance(given, bool):
-        nbytes = parse_bytes(given)
-        if 0 < nbytes <= _LARGEST_CHUNK_BYTES:
-            return nbytes
-    raise ConfigError("accepted: a size from 1 to 1GiB, in bytes or as text such as '4MiB'")
-
-
-def _concurrency(given: object) -> int:
-    if isinstance(given, bool) or not isinstance(given, int) or not 0 < given <= _MOST_CONCURRENCY:
-        raise ConfigError(f"accepted: an int from 1 to {_MOST_CONCURRENCY}")
     return given
 
 
@@ -117,24 +83,14 @@ def _storage_options(given: object) -> Mapping[str, object] | None:
     raise ConfigError("accepted: a mapping from names to what fsspec's file system takes")
 
 
-def _switch(given: object) -> bool:
-    if not isinstance(given, bool):
-        raise ConfigError("accepted: True or False")
-    return given
-
-
-def _seconds(given: object) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < float("inf"):
-        raise ConfigError("accepted: seconds, 0 or more")
-    return float(given)
-
-
-_READERS: Mapping[str, Callable[[object], object]] = {
+_READERS: Mapping[str, Reader] = {
     "store": _as_given,
-    "chunk_bytes": _chunk_bytes,
+    "chunk_bytes": size("1GiB", example="4MiB"),
     "codec": parse_codec,
-    "concurrency": _concurrency,
+    "concurrency": count(_MOST_CONCURRENCY),
     "storage_options": _storage_options,
-    "checksum": _switch,
-    "free_patience_s": _seconds,
+    "checksum": switch,
+    "free_patience_s": seconds,
 }
+
+_NEEDED = {"store": "the path, URL or zarr store to keep arrays in"}

@@ -141,11 +141,14 @@ class Claim:
             _forget(self.note)
 
 
-def forget_all() -> None:
+def _forget_all() -> None:
     """Own nothing: in the child of a fork, whose parent does."""
     global _guard  # noqa: PLW0603 - a thread that the child does not have may hold the old one
     _guard = threading.Lock()
     _live.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _forget(note: Note) -> None:

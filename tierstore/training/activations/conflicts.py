@@ -62,7 +62,7 @@ def _both(recompute: RecomputeConfig, layers: Layers) -> Iterator[str]:
         for what in _in_layer(again, swapped):
             found.setdefault(what, []).append(again.layer_id)
     for what, ids in found.items():
-        yield f"{what} in {_layers(ids)}: recompute wins, the swap has no effect there"
+        yield f"{_layers(ids)}: {what}; recompute wins, the swap has no effect there"
 
 
 def _in_layer(again: LayerRecompute, swapped: LayerSwap) -> Iterator[str]:
@@ -70,14 +70,14 @@ def _in_layer(again: LayerRecompute, swapped: LayerSwap) -> Iterator[str]:
     names = [pattern.text for pattern, _ in swapped.operators]
     if again.is_whole:
         if swapped.prefetch is not None:
-            yield "the whole layer is in recompute and in layer_swap"
-        yield from (f"op_swap names '{name}', and recompute has the whole layer," for name in names)
+            yield "in recompute and in layer_swap"
+        yield from (f"op_swap names '{name}', and recompute has the whole layer" for name in names)
         return
     for pattern in again.operators:
         if pattern.text in names:
             yield f"'{pattern.text}' is in select_recompute and in op_swap"
         if swapped.prefetch is not None:
-            yield f"'{pattern.text}' is in select_recompute, and layer_swap has the whole layer,"
+            yield f"'{pattern.text}' is in select_recompute, and layer_swap has the whole layer"
 
 
 def _not_excluded(recompute: RecomputeConfig) -> Iterator[str]:

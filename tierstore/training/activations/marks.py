@@ -1,6 +1,7 @@
 r"""What a configuration marks in a model: a `Scope` for each module that is meant, and the log's lines.
 
-1. A pattern that names submodules marks all operators that run in them.
+1. A pattern that names submodules marks all operators that run in them, and in the submodules of these.
+   What several layers share is marked only while it runs in what is.
 2. ``aten\.mul`` marks an operator wherever it runs in the layer.
 3. A pattern that names no submodule of a layer means, by its last level, an ATen operator in the own forward
    of the module that the levels before name: ``feed_forward\.mul``.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,18 +47,21 @@ def mark(layers: Sequence[nn.Module], plan: ActivationPlan) -> Marks:
     marked: set[nn.Module] = set()
     found: list[LayerMatches] = []
     asked: dict[Pattern, bool] = {}
+    owners = Counter(inner for module in layers for inner in module.modules())
     for module, each in zip(layers, plan.layers, strict=True):
         layer = _Layer(module, each)
         for pattern, _ in each.swap.operators:
             asked[pattern] = bool(layer.meant[pattern]) or asked.get(pattern, False)
-        own = list(layer.scopes())
-        if own:
+        for inner, scope in layer.scopes():
             marked.add(module)
-        for inner, scope in own:
             scopes.setdefault(inner, []).append(scope)
-            if scope.reach is Reach.OWN:
+            if scope.reach is Reach.OWN:  # what runs in submodules has to be told apart
                 for below in module.modules():
                     scopes.setdefault(below, [])
+                continue
+            for below in inner.modules():  # whose forward may be called by others than their parent
+                if below is not inner and owners[below] == 1:
+                    scopes.setdefault(below, []).append(scope)
         found.append(replace(layer.matches, swap=tuple(layer.lines())))
     return Marks(
         scopes, frozenset(marked), found, [pattern for pattern, is_used in asked.items() if not is_used]

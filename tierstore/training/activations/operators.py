@@ -210,11 +210,16 @@ class Watch(TorchDispatchMode):
         """Come into force in this thread."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
-    def end(self) -> None:
-        """Be in force no more; below another mode that stays, only see nothing any more."""
+    def end(self) -> bool:
+        """See nothing any more, and be in force no more, unless a mode of others is above.
+
+        Returns whether it is in force no more; if not, call it again later.
+        """
         self.is_over = True
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is self:  # noqa: SLF001
+        is_on_top = torch.utils._python_dispatch._get_current_dispatch_mode() is self  # noqa: SLF001
+        if is_on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return is_on_top
 
     # torch's signature: the types of arguments and result are those of the operation.
     def __torch_dispatch__(

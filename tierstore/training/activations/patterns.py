@@ -50,7 +50,7 @@ class Pattern:
 
     @property
     def is_single_level(self) -> bool:
-        """Whether it names children of the layer itself: its lines in the log begin with a point."""
+        """Whether it names children of the layer, which the log prints with a point before them."""
         return len(self.levels) == 1
 
     def matches(self, path: Sequence[str]) -> bool:

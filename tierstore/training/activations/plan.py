@@ -144,7 +144,7 @@ def plan_layers(
             ``recompute`` counts layers of stages although swap is on.
     """
     chosen = swap or SwapConfig()
-    again = (recompute or RecomputeConfig()).with_swap(chosen.swap)
+    again = (recompute or RecomputeConfig()).with_swap(on=chosen.swap)
     geometry = lay_out(num_layers, pipeline_stage, pp_interleave_num, offset)
     whole = again.decide_all(geometry)
     layers = tuple(LayerPlan(each.layer_id, each, chosen.decide(each.layer_id)) for each in whole)

@@ -128,13 +128,13 @@ class RecomputeConfig:
         faults.raise_if_any()
         return cls(**cast("dict[str, Any]", kept), swap=swap)
 
-    def with_swap(self, swap: bool) -> RecomputeConfig:
+    def with_swap(self, *, on: bool) -> RecomputeConfig:
         """Return the same configuration, its numbers read as they are when swap is on, or off.
 
         Raises:
             ConfigError: a value is not accepted then.
         """
-        return self if self.swap == swap else replace(self, swap=swap)
+        return self if self.swap == on else replace(self, swap=on)
 
     def tables(
         self,

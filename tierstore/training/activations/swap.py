@@ -193,9 +193,11 @@ def _check_tiers(store: Store) -> None:
 
 
 class _Running(threading.local):
-    """The forward pass that this thread makes."""
+    """The forward pass that this thread makes, and those that have ended below a mode of others."""
 
-    current: ForwardPass | None = None
+    def __init__(self) -> None:
+        self.current: ForwardPass | None = None
+        self.stuck: list[ForwardPass] = []
 
 
 class SwapHooks:
@@ -269,12 +271,16 @@ class SwapHooks:
 
     def _end(self, current: ForwardPass) -> None:
         self._running.current = None
-        current.end()
+        if not current.end():
+            self._running.stuck.append(current)
         self.operators += current.operators
         self.triggers += current.triggers.made
 
     def _discard_interrupted(self) -> None:
         """End a pass that a ``KeyboardInterrupt`` or its like has ended: PyTorch calls no hooks then."""
+        stuck = self._running.stuck
+        while stuck and stuck[-1].end():
+            stuck.pop()
         current = self._running.current
         if current is not None and self.model not in modules_on_the_stack(sys._getframe()):  # noqa: SLF001
             self._end(current)

@@ -152,10 +152,7 @@ def _judge(values: Mapping[str, object], faults: Faults) -> dict[str, object]:
 
 
 def _layer_swap(value: object) -> tuple[Mark, ...]:
-    marks = [
-        entry if isinstance(entry, Mark) else _mark(entry, ("layers", "backward_prefetch"), number)
-        for number, entry in enumerate(_entries(value))
-    ]
+    marks = [mark for mark, _ in _marks(value, {"layers": _layers, "backward_prefetch": _prefetch})]
     return _collapsed(marks, "layer_swap")
 
 
@@ -165,10 +162,9 @@ def _op_swap(value: object) -> dict[str, tuple[Mark, ...]]:
         assert isinstance(value, Mapping)
         return {pattern_text(text): _collapsed(marks, f"'{text}'") for text, marks in value.items()}
     marks: dict[str, list[Mark]] = {}
-    for number, entry in enumerate(_entries(value)):
-        mark = _mark(entry, ("op_name", "layers", "backward_prefetch"), number)
-        assert isinstance(entry, Mapping)
-        for text in _names(entry["op_name"], number):
+    known: dict[str, Check] = {"op_name": _names, "layers": _layers, "backward_prefetch": _prefetch}
+    for mark, names in _marks(value, known):
+        for text in names:
             marks.setdefault(text, []).append(mark)
     return {text: _collapsed(each, f"'{text}'") for text, each in marks.items()}
 
@@ -189,28 +185,47 @@ def _entries(value: object) -> Sequence[object]:
     raise ConfigError("accepted: a list of mappings, or one mapping")
 
 
-def _mark(entry: object, known: tuple[str, ...], number: int) -> Mark:
-    """Return what an entry marks."""
+def _marks(value: object, known: Mapping[str, Check]) -> list[tuple[Mark, Sequence[str]]]:
+    """Return what each entry marks, and the operators that it names.
+
+    Raises:
+        ConfigError: lists the faults of every entry.
+    """
+    found, wrong = [], []
+    for number, entry in enumerate(_entries(value)):
+        try:
+            found.append(_mark(entry, known, number))
+        except ConfigError as fault:
+            wrong.append(str(fault))
+    if wrong:
+        raise ConfigError("\n  ".join(wrong))
+    return found
+
+
+def _mark(entry: object, known: Mapping[str, Check], number: int) -> tuple[Mark, Sequence[str]]:
+    """Return what an entry marks, and the operators that it names."""
+    if isinstance(entry, Mark) and "op_name" not in known:
+        return entry, ()
     if not isinstance(entry, Mapping):
         raise ConfigError(f"entry {number}: accepted: a mapping with {', '.join(known)}")
     faults = Faults(f"entry {number}")
-    given = require_keys(entry, dict.fromkeys(known), faults)
+    given = require_keys(entry, known, faults)
     for key in known:
         if key not in given:
             faults.add(key, None, "missing; every entry has to give it")
-    present: dict[str, Check] = {"layers": _layers, "backward_prefetch": _prefetch}
-    kept = faults.checked(given, {key: check for key, check in present.items() if key in given})
+    kept = cast("dict[str, Any]", faults.checked(given, {key: known[key] for key in known if key in given}))
     faults.raise_if_any()
-    return Mark(**cast("dict[str, Any]", kept))
+    names = kept.pop("op_name", ())
+    return Mark(**kept), names
 
 
-def _names(value: object, number: int) -> list[str]:
-    """Return the names of an entry."""
+def _names(value: object) -> tuple[str, ...]:
+    """Accept a pattern, or a list of them."""
     names = value if isinstance(value, list | tuple) and value else [value]
     try:
-        return [pattern_text(name) for name in names]
+        return tuple(map(pattern_text, names))
     except ConfigError as fault:
-        raise ConfigError(f"entry {number}: op_name={value!r}: {fault}, or a list of those") from fault
+        raise ConfigError(f"{fault}; or a list of those") from fault
 
 
 def _layers(value: object) -> bool | tuple[int, ...]:

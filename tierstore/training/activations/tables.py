@@ -185,11 +185,14 @@ def _is_names(value: object) -> bool:
 
 
 def _by_pattern(value: Mapping[object, object], check: Check) -> dict[str, object]:
-    kept = {}
+    kept: dict[str, object] = {}
+    wrong = []
     for key, each in value.items():
-        text = pattern_text(key)
         try:
+            text = pattern_text(key)
             kept[text] = check(each)
         except ConfigError as fault:
-            raise ConfigError(f"'{text}': {fault}") from fault
+            wrong.append(f"'{key}': {fault}")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
     return kept

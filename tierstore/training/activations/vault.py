@@ -446,10 +446,10 @@ class Vault:
     def _send_down(self, key: str) -> bool:
         """Free a key's memory on the device, when its copy has arrived; return whether it is free."""
         for tier in self._below:
-            leaving = self.store.evict(key, to=tier)
-            if not leaving.done():
-                self._counts.add("stalls")
             try:
+                leaving = self.store.evict(key, to=tier)
+                if not leaving.done():
+                    self._counts.add("stalls")
                 leaving.result()
             except LeaseError:  # it is wanted again: whoever asks last is heard
                 return False
@@ -526,8 +526,12 @@ class Vault:
                 self._lent.pop(estate, None)
             if held is None:
                 self._drop(estate)
-            elif estate.takes >= estate.uses:
-                self._release(estate)
+            elif estate.takes >= estate.uses and self._below:
+                # Whoever refers to it still has a graph that is retained.  Nobody waits for this.
+                self.store.evict(estate.key, to=self._below[0])
+                estate.takes = 0
+                estate.is_released = True
+                self._counts.add("released", estate.nbytes)
         finally:
             estate.lock.release()
 

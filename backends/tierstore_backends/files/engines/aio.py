@@ -20,9 +20,9 @@ from typing import ParamSpec, TypeVar
 from tierstore.errors import StoreClosed
 from tierstore_backends.files.engine import Pace, count_off, note_unforeseen, tidy_or_log
 from tierstore_backends.files.lane import Lane, Outcome
-from tierstore_backends.files.piece_queue import PieceQueue
+from tierstore_backends.files.piece_queue import PieceQueues
 from tierstore_backends.files.syscalls import Streams, Syscalls
-from tierstore_backends.files.transfer import Direction, Piece
+from tierstore_backends.files.transfer import Piece
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -43,8 +43,7 @@ class AsyncEngine:
         lanes: one for each task.
         syscalls: opens the streams.
         path_of: names the file that holds an address.
-        reads: the empty queue of reads.
-        writes: the empty queue of writes.
+        waiting: the empty queues.
         pace: how much at a time, and what comes after.
     """
 
@@ -53,15 +52,13 @@ class AsyncEngine:
         lanes: Sequence[Lane],
         syscalls: Syscalls,
         path_of: Callable[[int], Path],
-        reads: PieceQueue,
-        writes: PieceQueue,
+        waiting: PieceQueues,
         pace: Pace,
     ) -> None:
         self._lanes = lanes
         self._pace = pace
         self._lock = threading.Lock()  # guards the queues and the flags below
-        self._reads = reads
-        self._writes = writes
+        self._waiting = waiting
         self._is_told = False  # the loop will look into the queues
         self._is_closed = False
         self._is_tidy_due = False
@@ -84,12 +81,10 @@ class AsyncEngine:
 
     def submit(self, pieces: Sequence[Piece]) -> None:
         """See `Engine`."""
-        waiting = self._reads if pieces[0].transfer.direction is Direction.READ else self._writes
         with self._lock:
             if self._is_closed:
                 raise StoreClosed("the scratch files were closed")
-            for piece in pieces:
-                waiting.put(piece)
+            self._waiting.put(pieces)
             self._tell()
 
     def tidy_when_quiet(self) -> None:
@@ -159,7 +154,7 @@ class AsyncEngine:
         room = self._pace.depth - self._in_flight
         with self._lock:
             if room > 0 and not self._is_tidying:
-                batch = self._reads.take(room) or self._writes.take(room)
+                batch = self._waiting.take(room)
                 if batch:
                     self._in_flight += len(batch)
                     self.most_in_flight = max(self.most_in_flight, self._in_flight)

@@ -26,7 +26,7 @@ from tierstore_backends.files.gpu import GpuFiles
 from tierstore_backends.files.lane import Lane, carry_out
 from tierstore_backends.files.meter import IoStats, total
 from tierstore_backends.files.options import Direct, EngineName, FilesOptions
-from tierstore_backends.files.piece_queue import PieceQueue
+from tierstore_backends.files.piece_queue import PieceQueues
 from tierstore_backends.files.probe import IoMode
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.space import Space
@@ -100,18 +100,44 @@ def start(
         BackendError: the engine was asked for by name and cannot run here; the message says why.
     """
     name = chosen(options)
-
-    reads, writes = (PieceQueue(block_bytes, segments.segment_bytes) for _ in range(2))
-    pace = Pace(depth=options.aio_queue_depth, tidy=space.trim, quiet_s=quiet_s)
-    entries = min(options.aio_queue_depth, MOST_ENTRIES)
-    if name is EngineName.IO_URING:
-        # One lane for all that is in flight: every batch may have a tail that bounces, some bounce whole.
-        bounces = [Bounce(2 * block_bytes + entries * mode.alignment_bytes)]
-    else:
-        bounces = [Bounce(block_bytes) for _ in range(options.threads)]
     # Only workers may wait for a GPU, and checksums are made in host memory.
     gpu = GpuFiles(options.path, segments) if name is EngineName.THREADS and not options.checksum else None
-    lanes = [
+    lanes = _lanes(name, options, mode, segments, space, block_bytes, gpu)
+    waiting = PieceQueues(block_bytes, segments.segment_bytes)
+    pace = Pace(depth=options.aio_queue_depth, tidy=space.trim, quiet_s=quiet_s)
+    moves: list[Move] = [functools.partial(_move, lane, syscalls) for lane in lanes]
+    engine: Engine
+    match name:
+        case EngineName.PLAIN:
+            engine = PlainEngine(moves)
+        case EngineName.IO_URING:
+            ring = _open_ring(options.path, mode, syscalls, _entries(options))
+            engine = RingEngine(lanes[0], ring, _entries(options), waiting, pace)
+        case EngineName.AIOFILES:
+            engine = AsyncEngine(lanes, syscalls, segments.path, waiting, pace)
+        case EngineName.THREADS | EngineName.AUTO:
+            engine = ThreadEngine(moves, waiting, pace)
+        case _:
+            assert_never(name)
+    return Started(engine, name, mode.is_direct, lanes, gpu)
+
+
+def _entries(options: FilesOptions) -> int:
+    """Return how many calls a ring has in the kernel at a time."""
+    return min(options.aio_queue_depth, MOST_ENTRIES)
+
+
+def _lanes(
+    name: EngineName,
+    options: FilesOptions,
+    mode: IoMode,
+    segments: Files,
+    space: Space,
+    block_bytes: int,
+    gpu: GpuFiles | None,
+) -> list[Lane]:
+    """Return a lane for each worker; one for all that a ring has in flight."""
+    return [
         Lane(
             segments,
             space.give_back,
@@ -122,23 +148,16 @@ def start(
             is_joining=name is EngineName.AIOFILES,
             gpu=gpu,
         )
-        for bounce in bounces
+        for bounce in _bounces(name, options, mode, block_bytes)
     ]
-    moves: list[Move] = [functools.partial(_move, lane, syscalls) for lane in lanes]
-    engine: Engine
-    match name:
-        case EngineName.PLAIN:
-            engine = PlainEngine(moves)
-        case EngineName.IO_URING:
-            ring = _open_ring(options.path, mode, syscalls, entries)
-            engine = RingEngine(lanes[0], ring, entries, reads, writes, pace)
-        case EngineName.AIOFILES:
-            engine = AsyncEngine(lanes, syscalls, segments.path, reads, writes, pace)
-        case EngineName.THREADS | EngineName.AUTO:
-            engine = ThreadEngine(moves, reads, writes, pace)
-        case _:
-            assert_never(name)
-    return Started(engine, name, mode.is_direct, lanes, gpu)
+
+
+def _bounces(name: EngineName, options: FilesOptions, mode: IoMode, block_bytes: int) -> list[Bounce]:
+    """Return bounce memory for each lane: a worker moves one batch at a time, a ring all at once."""
+    if name is EngineName.IO_URING:
+        # One lane for all that is in flight: every batch may have a tail that bounces, some bounce whole.
+        return [Bounce(2 * block_bytes + _entries(options) * mode.alignment_bytes)]
+    return [Bounce(block_bytes) for _ in range(options.threads)]
 
 
 def _open_ring(folder: Path, mode: IoMode, syscalls: Syscalls, entries: int) -> Ring:

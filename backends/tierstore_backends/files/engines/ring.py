@@ -24,7 +24,7 @@ from tierstore.errors import BackendError, StoreClosed
 from tierstore.units import MIB
 from tierstore_backends.files.engine import Pace, count_off, log, note_unforeseen, tidy_or_log
 from tierstore_backends.files.lane import Lane, Outcome
-from tierstore_backends.files.piece_queue import PieceQueue
+from tierstore_backends.files.piece_queue import PieceQueues
 from tierstore_backends.files.syscalls import Ring
 from tierstore_backends.files.transfer import Direction, Piece
 
@@ -71,21 +71,17 @@ class RingEngine:
         lane: what is asked of the kernel; its memory is shared by all that is in flight.
         ring: where it is asked.
         entries: the most batches in flight: what the ring was opened for.
-        reads: the empty queue of reads.
-        writes: the empty queue of writes.
+        waiting: the empty queues.
         pace: how much at a time, and what comes after.
     """
 
-    def __init__(
-        self, lane: Lane, ring: Ring, entries: int, reads: PieceQueue, writes: PieceQueue, pace: Pace
-    ) -> None:
+    def __init__(self, lane: Lane, ring: Ring, entries: int, waiting: PieceQueues, pace: Pace) -> None:
         self._lane = lane
         self._ring = ring
         self._entries = entries
         self._pace = pace
-        self._lock = threading.Lock()  # guards the next six
-        self._reads = reads
-        self._writes = writes
+        self._lock = threading.Lock()  # guards the next five
+        self._waiting = waiting
         self._is_asleep = False
         self._is_closed = False
         self._is_tidy_due = False
@@ -105,14 +101,12 @@ class RingEngine:
 
     def submit(self, pieces: Sequence[Piece]) -> None:
         """See `Engine`."""
-        waiting = self._reads if pieces[0].transfer.direction is Direction.READ else self._writes
         with self._lock:
             if self._broken_by is not None:
                 raise BackendError(f"the ring broke: {self._broken_by!r}. Open it with engine='threads'")
             if self._is_closed:
                 raise StoreClosed("the scratch files were closed")
-            for piece in pieces:
-                waiting.put(piece)
+            self._waiting.put(pieces)
             self._rouse()
 
     def tidy_when_quiet(self) -> None:
@@ -177,13 +171,13 @@ class RingEngine:
         with self._lock:
             if not self._may_begin():
                 return []
-            return self._reads.take(room) or self._writes.take(room)
+            return self._waiting.take(room)
 
     def _may_begin(self) -> bool:
         """Whether something waits that may begin.  Called with the lock."""
         if self._stalled or self._in_flight >= self._pace.depth or self._batches >= self._entries:
             return False
-        return bool(self._reads or (self._writes and self._write_bytes < _MOST_WRITE_BYTES))
+        return bool(self._waiting.reads or (self._waiting.writes and self._write_bytes < _MOST_WRITE_BYTES))
 
     def _begin_one(self, batch: Sequence[Piece]) -> int:
         """Begin a batch; return how many bytes it moves."""
@@ -274,7 +268,7 @@ class RingEngine:
         log.critical("the ring of the scratch files broke", exc_info=error)
         with self._lock:
             self._broken_by = error
-            waiting = list(iter(lambda: self._reads.take(1) or self._writes.take(1), []))
+            waiting = list(iter(lambda: self._waiting.take(1), []))
         lost = [*self._flights.values(), *self._ended, *self._stalled]
         for batch in [*(flight.batch for flight in lost), *waiting]:
             note_unforeseen(batch, error)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from tierstore.errors import StoreClosed
 from tierstore_backends.files.engine import Move, Pace, count_off, move_or_note, tidy_or_log
-from tierstore_backends.files.piece_queue import PieceQueue
-from tierstore_backends.files.transfer import Direction, Piece
+from tierstore_backends.files.piece_queue import PieceQueues
+from tierstore_backends.files.transfer import Piece
 
 
 class _Order(enum.Enum):
@@ -29,23 +29,20 @@ class ThreadEngine:
 
     Args:
         moves: one for each worker.
-        reads: the empty queue of reads.
-        writes: the empty queue of writes.
+        waiting: the empty queues.
         pace: how much at a time, and what comes after.
     """
 
     def __init__(
         self,
         moves: Sequence[Move],
-        reads: PieceQueue,
-        writes: PieceQueue,
+        waiting: PieceQueues,
         pace: Pace,
     ) -> None:
         self._pace = pace
         self._lock = threading.Lock()  # guards all below
         self._changed = threading.Condition(self._lock)
-        self._reads = reads
-        self._writes = writes
+        self._waiting = waiting
         self._handed_out = 0
         self.most_in_flight = 0
         self._waiting_workers = 0
@@ -67,12 +64,10 @@ class ThreadEngine:
 
     def submit(self, pieces: Sequence[Piece]) -> None:
         """See `Engine`."""
-        waiting = self._reads if pieces[0].transfer.direction is Direction.READ else self._writes
         with self._lock:
             if self._is_closed:
                 raise StoreClosed("the scratch files were closed")
-            for piece in pieces:
-                waiting.put(piece)
+            self._waiting.put(pieces)
             self._wake_one()
 
     def tidy_when_quiet(self) -> None:
@@ -116,11 +111,11 @@ class ThreadEngine:
             while True:
                 room = self._pace.depth - self._handed_out
                 if room > 0 and not self._is_tidying:
-                    batch = self._reads.take(room) or self._writes.take(room)
+                    batch = self._waiting.take(room)
                     if batch:
                         self._handed_out += len(batch)
                         self.most_in_flight = max(self.most_in_flight, self._handed_out)
-                        if self._reads or self._writes:
+                        if self._waiting:
                             self._wake_one()
                         return batch
                     if self._is_closed:

@@ -1,0 +1,63 @@
+"""Where the figures of `Store.stats` come from: the books, the media, and what callers got.
+
+Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from types import MappingProxyType
+
+from tierstore.core.quota import Shelf
+from tierstore.engine.engine import Engine
+from tierstore.spi import Backend
+from tierstore.stats import StoreStats, TierStats, Traffic, io_of
+from tierstore.wrappers import Compressed
+
+
+def collect(
+    engine: Engine, tier_names: Sequence[str], got: Mapping[int, Traffic], stall_seconds: float
+) -> StoreStats:
+    """Ask the books and the media of a store.
+
+    Args:
+        engine: of the store.
+        tier_names: fastest first.
+        got: what callers got, by the number of the tier that it came from.
+        stall_seconds: how long they were blocked.
+    """
+    tiers = engine.look(lambda ledger: [_tier_stats(shelf) for shelf in ledger.books.shelves])
+    lanes = engine.look(
+        lambda ledger: {d: Traffic(x.copies, x.moved_bytes) for d, x in ledger.moving.traffic.lanes.items()}
+    )
+    names = (*tier_names, "caller")  # index -1 is the caller
+    traffic = {(names[source], names[target]): moved for (source, target), moved in lanes.items()}
+    traffic.update({(names[tier], "caller"): moved for tier, moved in got.items()})
+    by_name = {
+        name: _with_medium(tier, backend)
+        for name, tier, backend in zip(tier_names, tiers, engine.backends, strict=True)
+    }
+    return StoreStats(MappingProxyType(by_name), MappingProxyType(traffic), stall_seconds)
+
+
+def _tier_stats(shelf: Shelf) -> TierStats:
+    return TierStats(
+        capacity_bytes=shelf.tier.capacity_bytes,
+        charged_bytes=shelf.charged_bytes,
+        ready_bytes=shelf.ready_bytes,
+        in_flight_bytes=shelf.filling_bytes,
+        peak_charged_bytes=shelf.peak_charged_bytes,
+        reserved_bytes=shelf.charged_bytes,
+        **asdict(shelf.counters),
+    )
+
+
+def _with_medium(tier: TierStats, backend: Backend) -> TierStats:
+    """Add what the medium itself says; one that keeps more than its slots, such as a pool, what it holds."""
+    return replace(
+        tier,
+        reserved_bytes=int(getattr(backend, "reserved_bytes", tier.charged_bytes)),
+        codec=backend.codec_stats if isinstance(backend, Compressed) else None,
+        io=io_of(backend),
+    )

@@ -1,0 +1,155 @@
+"""Bytes between a caller's tensors and the slots of a store: in for a put, out for a get, lent for a lease.
+
+Promises: what is put is stored as `TensorSpec` says, whatever the tensor's device and view; what is got is
+the caller's alone.  Knows nothing of the books: who calls has a grant, and ends it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tierstore.core.messages import Granted
+from tierstore.engine.engine import Engine
+from tierstore.engine.hands import Opening
+from tierstore.outputs import OutputPool
+from tierstore.spi import AddressableSlot, Completion
+from tierstore.stats import Traffic
+from tierstore.tensors import TensorSpec, bytes_of, check_known, view_bytes
+
+
+class Handover:
+    """Moves bytes between tensors and the slots of one engine.  From any thread; blocks while they move.
+
+    Args:
+        engine: whose slots.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._outputs = OutputPool()
+        self._lock = threading.Lock()  # guards the next
+        self._got: dict[int, Traffic] = {}
+
+    @property
+    def got(self) -> Mapping[int, Traffic]:
+        """What was handed out, by the number of the tier that it came from."""
+        with self._lock:
+            return dict(self._got)
+
+    def fill(self, room: Opening, tensor: torch.Tensor, spec: TensorSpec) -> None:
+        """Bring a tensor's bytes into the slot that was reserved for them.
+
+        Raises:
+            BackendError: the medium failed.
+        """
+        if spec.nbytes == 0:
+            return
+        slot = self._engine.addressable(room.slot, room.tier)
+        if slot is not None:
+            slot.acquire()
+            try:
+                with torch.no_grad():
+                    view_bytes(slot.memory, spec).copy_(tensor)
+            finally:
+                slot.release()
+            return
+        is_plain = tensor.device.type == "cpu" and tensor.stride() == spec.stride
+        if not is_plain or tensor.is_conj() or tensor.is_neg():
+            copy = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            tensor = copy.copy_(tensor)
+        _wait(self._engine.backends[room.tier].write(room.slot, bytes_of(tensor)))
+
+    def copy_out(self, granted: Granted, device: torch.device | str | None) -> torch.Tensor:
+        """Return an independent copy of a replica on ``device``; None: where it was when it was put.
+
+        Raises:
+            BackendError: reading failed; ``IntegrityError`` if what the bytes mean is lost.
+        """
+        spec = spec_of(granted)
+        target = spec.device if device is None else torch.device(device)
+        if target.type != "cpu":
+            out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=target)
+        else:
+            out = view_bytes(self._outputs.take(spec.nbytes), spec)
+        if spec.nbytes:
+            self._read_into(out, granted, spec)
+        check_known(granted.key, spec)  # only now: a medium that cannot read them says why
+        self._count(granted.place.tier, spec.nbytes)
+        return out
+
+    def _read_into(self, out: torch.Tensor, granted: Granted, spec: TensorSpec) -> None:
+        source = self._engine.slot(granted)
+        slot = self._engine.addressable(source, granted.place.tier)
+        if slot is not None:
+            slot.acquire()
+            try:
+                with torch.no_grad():
+                    out.copy_(view_bytes(slot.memory, spec))
+            finally:
+                slot.release()
+            return
+        is_host = out.device.type == "cpu"
+        host = bytes_of(out) if is_host else self._outputs.take(spec.nbytes)
+        _wait(self._engine.backends[granted.place.tier].read(source, host))
+        if not is_host:
+            out.copy_(view_bytes(host, spec))
+
+    def _count(self, tier: int, nbytes: int) -> None:
+        with self._lock:
+            former = self._got.get(tier, Traffic(0, 0))
+            self._got[tier] = Traffic(former.copies + 1, former.nbytes + nbytes)
+
+    def lend(self, granted: Sequence[Granted]) -> tuple[dict[str, torch.Tensor], list[AddressableSlot]]:
+        """Return the replicas as tensors by key, and their slots, acquired: release them in the end.
+
+        Raises:
+            IntegrityError: what a replica's bytes mean is lost.
+        """
+        for replica in granted:
+            check_known(replica.key, spec_of(replica))
+        tensors: dict[str, torch.Tensor] = {}
+        slots: list[AddressableSlot] = []
+        for replica in granted:
+            slot = self._engine.addressable(self._engine.slot(replica), replica.place.tier)
+            assert slot is not None  # a lease is refused where bytes cannot be used in place
+            slot.acquire()
+            slots.append(slot)
+            tensors[replica.key] = view_bytes(slot.memory, spec_of(replica))
+        return tensors, slots
+
+    def close(self) -> None:
+        """Keep no memory for copies any more."""
+        self._outputs.clear()
+
+
+def spec_of(granted: Granted) -> TensorSpec:
+    """Return what kind of tensor a replica holds."""
+    assert isinstance(granted.spec, TensorSpec)
+    return granted.spec
+
+
+def _wait(completion: Completion) -> None:
+    """Block until a backend's operation has ended; if this is interrupted, nevertheless.
+
+    Until then bytes and room are the backend's: whoever gave them back earlier would let it write into what
+    is somebody else's by then.
+
+    Raises:
+        BackendError: it failed.
+    """
+    interrupt: BaseException | None = None
+    while not completion.is_done:
+        try:
+            completion.wait()
+        except BaseException as error:  # noqa: BLE001 - raised when the operation has ended
+            interrupt = error
+    if interrupt is not None:
+        try:
+            raise interrupt
+        finally:
+            del interrupt
+    if completion.error is not None:
+        raise completion.error
