@@ -27,6 +27,8 @@ from tierstore.training.binding import natively
 from tierstore.training.saved import Delegated, Kept, restore, top_hooks
 
 _DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
+_Excluded = torch._C._SetExcludeDispatchKeyGuard  # noqa: SLF001
+_ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 
 Arguments = tuple[object, ...]
@@ -313,9 +315,15 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without its graph; it shares the counter of versions."""
-    above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003, SLF001
-    with natively(), above:
+    with natively(), versions_are_shared():
         return tensor.detach()
+
+
+@contextlib.contextmanager
+def versions_are_shared() -> Iterator[None]:
+    """Let aliases that are made inside share the counter of versions, also where a mode sees an operator."""
+    with _Excluded(_ADInplaceOrView, False):  # noqa: FBT003 - torch's own signature
+        yield
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

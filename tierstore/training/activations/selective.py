@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tierstore.errors import UsageError
-from tierstore.training.activations.calls import is_plain, tensors_in
+from tierstore.training.activations.calls import is_plain, tensors_in, versions_are_shared
 from tierstore.training.activations.vault import Parked, Vault
 
 SMALL_BYTES = 4096
@@ -172,7 +172,8 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
         is_own = id(storage) not in given and tensor.device.type == self._vault.store.device.type
         if not is_own or storage.nbytes() < SMALL_BYTES:
             return cached
-        parked = self._vault.keep(tensor, f"activation/{name}/{self._operators}")
+        with versions_are_shared():
+            parked = self._vault.keep(tensor, f"activation/{name}/{self._operators}")
         self._parked.append(parked)
         self._due.append((self._operators, parked))
         return _Away(parked)
