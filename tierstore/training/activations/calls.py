@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch._ops import OpOverload
 
-from tierstore.training.activations import scopes
 from tierstore.training.binding import natively
 from tierstore.training.saved import Delegated, Kept, restore, top_hooks
 
@@ -168,8 +167,6 @@ class Call:
             kwargs = mapped(self._kwargs, Input, Input.get)
             with random:
                 result = self._operator(*args, **kwargs)
-            if scopes.is_collective(self._operator):
-                result = mapped(result, torch.Tensor, torch.ops._c10d_functional.wait_tensor)  # noqa: SLF001
         return list(tensors_in(result))
 
 

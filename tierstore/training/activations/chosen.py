@@ -79,9 +79,6 @@ class ChosenLayer:
         for path in matches.exclude:
             layer._exclude(path)
         if is_distributed():
-            for path in matches.comm:
-                layer._mark(path, Scope(has_collectives=True))
-                layer.has_operators = True
             for path in matches.comm_exclude:
                 layer._mark(path, Scope(without_collectives=True))
         return layer

@@ -19,7 +19,6 @@ from tierstore.training.activations.calls import (
     Named,
     RandomState,
     alias_of,
-    can_repeat,
     is_plain,
     mapped,
     random_state_for,
@@ -120,7 +119,7 @@ def _is_asked(is_kept: Asked, func: object) -> bool:
 
 def _output(func: OpOverload, args: Arguments, kwargs: Named, result: object) -> _Output | None:
     """Return what is kept of a result; ``None``: it is not the operator's own."""
-    if not can_repeat(args, kwargs) or not _is_own(result, (args, kwargs)):
+    if not _is_own(result, (args, kwargs)):
         return None
     aliases = mapped(result, torch.Tensor, alias_of)
     versions = [each._version for each in tensors_in(aliases)]  # noqa: SLF001
@@ -132,5 +131,5 @@ def _is_own(result: object, given: object) -> bool:
     made = list(tensors_in(result))
     if not all(map(is_plain, made)):
         return False
-    storages = {id(tensor.untyped_storage()) for tensor in tensors_in(given)}
+    storages = {id(tensor.untyped_storage()) for tensor in tensors_in(given) if is_plain(tensor)}
     return bool(made) and not any(id(tensor.untyped_storage()) in storages for tensor in made)
