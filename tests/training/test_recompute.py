@@ -170,6 +170,14 @@ def test_buffers_are_the_same_objects_afterwards() -> None:
             assert buffer._version == before[name][1]
 
 
+def test_a_copy_of_a_buffer_is_kept_only_if_the_buffer_changed() -> None:
+    model = llama(2)
+    for layer in model.children():
+        layer.register_buffer("mask", torch.ones(1 << 18))
+    with recompute(model, {"recompute": True}):
+        assert saved_bytes(model) < 1 << 20
+
+
 def test_a_buffer_that_fails_to_run_again_is_put_right() -> None:
     model = Model(CountingLayer)
     with recomputing(model, {"recompute": True}):

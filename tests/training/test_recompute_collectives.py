@@ -15,16 +15,16 @@ from tierstore.training import recompute
 
 DIM = 8
 
-_gather: Any = (
-    getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-)
+_NAMES = ("all_gather_single_autograd", "all_gather_tensor_autograd")  # the second in older versions
+_gather: Any = next(getattr(collectives, name) for name in _NAMES if hasattr(collectives, name))
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
 
 
 @pytest.fixture
 def _group() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
