@@ -195,7 +195,7 @@ class ForwardPass:
             near = self.triggers.end(outputs)
             for _, _, parked in sorted(self._due):
                 if parked.key not in near:
-                    parked.release()
+                    parked.leave()  # what was kept last is wanted first: nobody waits for it to be gone
 
 
 def _is_asked_by_checkpoint(frame: FrameType | None) -> bool:
