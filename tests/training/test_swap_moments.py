@@ -366,8 +366,8 @@ def test_the_end_of_forward_waits_for_no_copy_and_backward_gets_what_has_not_lef
     plain, model = Llama().eval(), Llama().eval()
     model.load_state_dict(plain.state_dict())
     plain(inputs()).sum().backward()
-    slow = {"device_options": {"link_latency_s": 2.0}}
-    with swapping(model, config(tmp_path, whole_layers(60), **slow)) as active:
+    settings = config(tmp_path, whole_layers(60), device_options={"link_latency_s": 2.0})
+    with swapping(model, settings) as active:
         scores = model(inputs())
         kept = active.stats().activations
         assert kept.kept > 0
