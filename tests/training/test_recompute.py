@@ -28,9 +28,10 @@ from tests.training.recompute_models import (
     recomputing,
     train,
 )
+from tests.training.twins import assert_equal_models
 from tierstore.errors import ConfigError, UsageError
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training import RecomputeConfig, recompute
+from tierstore.training import RecomputeConfig, recompute, swap
 
 WIDE = 64
 
@@ -283,6 +284,21 @@ def test_the_program_may_recompute_inside_of_what_is_recomputed() -> None:
         assert run.stats().repetitions + run.stats().operators > 0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
+@pytest.mark.parametrize("part", ["feed_forward", ""])
+def test_parts_of_a_layer_may_be_compiled(part: str) -> None:
+    def build() -> nn.Module:
+        model = Model(LlamaLayer)
+        for layer in model.layers:
+            layer.get_submodule(part).compile(backend="eager")
+        return model
+
+    for config in _WHOLE_AND_SELECTED:
+        run = assert_same_bits(build, train, config)
+        assert run.stats().repetitions + run.stats().operators > 0
+        torch._dynamo.reset()
+
+
 # ---------------------------------------------------------------------- changes in place
 
 
@@ -313,6 +329,39 @@ class _Changing(nn.Module):
 def test_what_changes_in_place_after_it_was_saved_is_made_before(change: str, pattern: str) -> None:
     run = assert_same_bits(lambda: Model(lambda: _Changing(change)), train, {"select_recompute": [pattern]})
     assert run.stats().replaced > 0
+
+
+def test_what_is_swapped_and_then_changed_is_made_before(tmp_path: Path) -> None:
+    document = {
+        "recompute_config": {"select_recompute": {"aten.relu": True}},
+        "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": True}]},
+        "offload_config": {
+            "device": "emulated",
+            "max_device_memory": "8MB",
+            "offload_cpu_size": "8MB",
+            "offload_disk_size": 0,
+            "offload_path": str(tmp_path),
+        },
+    }
+
+    def steps(model: nn.Module) -> list[Tensor | None]:
+        model(inputs(batch=WIDE)).square().mean().backward()
+        return []
+
+    def swapped(model: nn.Module) -> list[Tensor | None]:
+        with swap(model, document, layers="layers") as active:
+            steps(model)
+            assert active.stats().activations.kept > 0
+        return []
+
+    torch.manual_seed(0)
+    plain = Model(lambda: _Changing("input"))
+    model = copy.deepcopy(plain)
+    steps(plain)
+    with recompute(model, document, layers="layers") as run:
+        swapped(model)
+    assert run.stats().replaced > 0
+    assert_equal_models(plain, model)
 
 
 def test_a_change_that_plain_autograd_refuses_is_refused() -> None:
