@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.place import PlaceError, scratch
 from bench.record import Circumstances, Figure, Verdict, as_text, summary, write, write_page
 
 FIGURES = (
@@ -58,24 +57,35 @@ Question = Callable[[Settings], Figure]
 
 
 def main(module: str, questions: dict[str, Question], argv: Sequence[str] | None = None) -> int:
-    """Measure what the command line asks for; return 0 if every bar was reached, else 1."""
+    """Measure what the command line asks for; return 0 if every bar was reached, 1 if not, 2 if none ran."""
     arguments = _parser(module, questions).parse_args(argv)
     names = arguments.figure or list(questions)
+    try:
+        figures = _measure(module, questions, names, arguments)
+    except PlaceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if arguments.write:
+        write_page(arguments.results, FIGURES)
+    print("\n" + as_text(summary(figures)))
+    return 1 if any(figure.verdict is Verdict.MISSED for figure in figures) else 0
+
+
+def _measure(
+    module: str, questions: dict[str, Question], names: Sequence[str], arguments: argparse.Namespace
+) -> list[Figure]:
     figures = []
-    with _scratch(arguments.path) as scratch:
-        settings = Settings(scratch, arguments.repeats, arguments.warmups, arguments.scale)
+    with scratch(arguments.path) as room:
+        settings = Settings(room, arguments.repeats, arguments.warmups, arguments.scale)
         for name in names:
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
-            circumstances = Circumstances.now(_command(module, name, settings), scratch)
+            circumstances = Circumstances.now(_command(module, name, settings), room)
             figure = questions[name](settings)
             figures.append(figure)
             _print_details(figure)
             if arguments.write:
                 write(figure, circumstances, arguments.results)
-    if arguments.write:
-        write_page(arguments.results, FIGURES)
-    print("\n" + as_text(summary(figures)))
-    return 1 if any(figure.verdict is Verdict.MISSED for figure in figures) else 0
+    return figures
 
 
 def _parser(module: str, questions: dict[str, Question]) -> argparse.ArgumentParser:
@@ -110,10 +120,3 @@ def _print_details(figure: Figure) -> None:
     print(f"\n{figure.name}: {figure.what}")
     for name, value in figure.details.items():
         print(f"  {name}: {value}")
-
-
-@contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as directory:
-        yield Path(directory)

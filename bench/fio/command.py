@@ -1,7 +1,7 @@
 """The command line: ``python -m bench JOBFILE...``.
 
 Exit code 0: every job ran without error; 1: one had an error, or fio could not run; 2: a job file or an
-argument is wrong, and nothing ran.
+argument is wrong, and nothing ran; 130: it was interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import json
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from bench.fio.plan import Planned, plan
 from bench.fio.report import Json, Outcome
 from bench.fio.runner import Spaces, measure_batch
 from bench.fio.shelf import Shelf
+from bench.place import PlaceError, made, scratch
 from bench.record import Circumstances
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -59,9 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.showcmd:
         print("\n".join(_as_command(each) for batch in batches for each in batch))
         return 0
-    circumstances = _circumstances(arguments, argv)
     formats = _formats(arguments.output_format)
-    run = run_batches(batches, arguments.path, has_bins="json+" in formats)
+    try:
+        with made(arguments.path) as path:
+            circumstances = _circumstances(path, argv)
+            run = run_batches(batches, path, has_bins="json+" in formats)
+    except PlaceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was recorded, and what was made is removed", file=sys.stderr)
+        return 130  # 128 + SIGINT, as shells count
     document = report.document(run.outcomes, list(run.disks.values()), _global_options(batches))
     _print(run, batches, document, formats, arguments.output)
     if arguments.plots:
@@ -159,18 +167,16 @@ def _global_options(batches: Sequence[Sequence[Planned]]) -> dict[str, str]:
 def run_batches(batches: Sequence[Sequence[Planned]], path: Path, *, has_bins: bool = True) -> Run:
     """Run batches one after the other, in a directory under ``path`` that goes away again."""
     run = Run()
-    path.mkdir(parents=True, exist_ok=True)
     jobs = [each.job for batch in batches for each in batch if each.job is not None]
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=path) as directory:
-        scratch = Path(directory)
+    with scratch(path) as room:
         spaces = Spaces()
-        with Shelf(scratch, jobs) as shelf:
+        with Shelf(room, jobs) as shelf:
             for number, batch in enumerate(batches):
                 print(f"running {', '.join(each.name for each in batch)} ...", file=sys.stderr, flush=True)
                 if batch[0].job is None:
-                    _run_outside(run, batch, scratch / f"fio-{number}")
+                    _run_outside(run, batch, room / f"fio-{number}")
                     continue
-                measured = measure_batch(batch, shelf, spaces, scratch)
+                measured = measure_batch(batch, shelf, spaces, room)
                 run.outcomes += report.outcomes(measured.finished, measured.pid, has_bins=has_bins)
                 _add_disks(run, [measured.disk] if measured.disk else [])
     return run
@@ -216,27 +222,35 @@ def _print(
     if output is None:
         print(text, end="")
     else:
-        output.write_text(text)
+        _put(output, text)
     for line in run.skipped:
         print(f"skipped {line}", file=sys.stderr)
     for line in run.failed:
         print(line, file=sys.stderr)
 
 
+def _put(output: Path, text: str) -> None:
+    """Write the results; where that cannot be, to the terminal, so that they are not lost."""
+    try:
+        output.write_text(text)
+    except OSError as error:
+        print(text, end="")
+        print(f"the results are above, for {output} cannot be written: {error}", file=sys.stderr)
+
+
 def _draw(run: Run, directory: Path) -> None:
     try:
         paths = plots.draw(run.outcomes, directory)
-    except plots.NoMatplotlibError as error:
-        print(error, file=sys.stderr)
+    except (plots.NoMatplotlibError, OSError) as error:
+        print(f"no plots are drawn: {error}", file=sys.stderr)
         return
     for path in paths:
         print(f"drew {path}", file=sys.stderr)
 
 
-def _circumstances(arguments: argparse.Namespace, argv: Sequence[str] | None) -> Circumstances:
+def _circumstances(path: Path, argv: Sequence[str] | None) -> Circumstances:
     words = sys.argv[1:] if argv is None else argv
-    arguments.path.mkdir(parents=True, exist_ok=True)
-    return Circumstances.now(shlex.join(["python", "-m", "bench", *words]), arguments.path)
+    return Circumstances.now(shlex.join(["python", "-m", "bench", *words]), path)
 
 
 def _record(paths: Sequence[Path], document: Json, circumstances: Circumstances, directory: Path) -> None:

@@ -241,6 +241,12 @@ OUR_KEYS: dict[str, Key] = {
 STORE_KEYS = FIO_KEYS | OUR_KEYS
 
 
+def is_nearly_ours(engine: str) -> bool:
+    """Whether an engine is none, but the store's was probably meant."""
+    is_near = difflib.get_close_matches(engine.lower().replace("-", ""), [ENGINE], cutoff=0.75)
+    return engine != ENGINE and bool(is_near)
+
+
 def canonical(name: str) -> str:
     """Return the name that fio's tables have for a key."""
     return ALIASES.get(name, name)

@@ -102,6 +102,11 @@ def _planned(raw: RawJob, faults: list[str]) -> Planned | None:
     engine = entries["ioengine"].value if "ioengine" in entries else "psync"
     is_store_job = engine == ENGINE
     found = len(faults)
+    if keys.is_nearly_ours(engine):
+        faults.append(
+            f"{entries['ioengine'].place}: ioengine={engine}: did you mean {ENGINE!r}? fio has no such engine"
+        )
+        return None
     for key, entry in entries.items():
         if not (key in keys.STORE_KEYS if is_store_job else _is_left_to_fio(key, entry, raw)):
             faults.append(f"{entry.place}: {keys.unknown(entry.key, is_store_job=is_store_job)}")

@@ -27,6 +27,7 @@ from bench.fio.sequence import Io, chance, tensor_sizes
 from bench.fio.sequence import Sequence as Order
 from bench.fio.shelf import Held, Shelf
 from bench.fio.traces import Optimum, accesses, optimum
+from bench.place import PlaceError
 from tierstore.planning import plan_from
 
 _MOVING = frozenset({"fetch", "evict", "flush"})
@@ -130,7 +131,7 @@ class JobThread:
             self._tensors = self._spaces.take(job, self.finished.clone, held)
             operations = Operations(job, held, self._tensors)
             operations.lay_out()
-        except (ts.TierStoreError, OSError) as error:
+        except (ts.TierStoreError, OSError, PlaceError) as error:
             self._fail(error)
             return
         budget = float(job.number_ios) if job.number_ios else float("inf")

@@ -5,6 +5,7 @@ Uses public names of tierstore only.  Not for several threads.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from types import TracebackType
 
 import tierstore as ts
 from bench.fio.job import Job, StoreKeys
+from bench.place import scratch
 
 
 class Held:
@@ -50,32 +52,32 @@ class Shelf:
 
     def __init__(self, scratch: Path, jobs: Iterable[Job]) -> None:
         self._scratch = scratch
-        self._held: dict[tuple[StoreKeys, str], Held] = {}
+        self._held: dict[tuple[StoreKeys, str], tuple[Held, contextlib.ExitStack]] = {}
         self._awaited = Counter((job.store, job.directory) for job in jobs for _ in range(job.numjobs))
-        self._opened = 0
 
     def take(self, job: Job) -> Held:
         """Return the job's store, opened now if it is the first.
 
         Raises:
             TierStoreError: it cannot be opened so.
-            OSError: its directory cannot be made.
+            PlaceError: its directory cannot be made.
         """
         place = (job.store, job.directory)
         if place not in self._held:
-            self._opened += 1
-            parent = Path(job.directory) if job.directory else self._scratch
-            directory = parent / f"store-{self._opened}"
-            directory.mkdir(parents=True)
-            self._held[place] = Held(job.store, directory)
-        return self._held[place]
+            with contextlib.ExitStack() as room:
+                parent = Path(job.directory) if job.directory else self._scratch
+                directory = room.enter_context(scratch(parent, "store-"))
+                held = Held(job.store, directory)
+                room.callback(lambda: held.store.close(flush=False))  # whatever it is by then
+                self._held[place] = held, room.pop_all()
+        return self._held[place][0]
 
     def give(self, job: Job) -> None:
         """One thread of the job has ended; after the last that awaits it, the store is closed."""
         place = (job.store, job.directory)
         self._awaited[place] -= 1
         if not self._awaited[place] and place in self._held:
-            self._held.pop(place).store.close()
+            self._held.pop(place)[1].close()
 
     def __enter__(self) -> Shelf:
         return self
@@ -83,8 +85,8 @@ class Shelf:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for held in self._held.values():
-            held.store.close()
+        for _, room in self._held.values():
+            room.close()
         self._held.clear()
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from bench.peers import disk, disk_peers, inference, training
 from bench.peers.diskjob import KIB, MIB
 from bench.peers.result import Result, write, write_page
 from bench.peers.turns import ModelSettings
+from bench.place import PlaceError, scratch
 from bench.record import Circumstances
 
 _RESULTS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
@@ -24,10 +23,10 @@ Comparison = Callable[[argparse.Namespace, Path], Result]
 """Takes the command line and a directory of its own on the disk to measure."""
 
 
-def _disk(words: argparse.Namespace, scratch: Path) -> Result:
+def _disk(words: argparse.Namespace, room: Path) -> Result:
     return disk.compare(
         disk.DiskSettings(
-            scratch=scratch,
+            scratch=room,
             peers=_chosen(words.peers.split(","), list(disk_peers.PEERS), "peer"),
             against=words.against or disk.DiskSettings.against,
             repeats=words.repeats or disk.DiskSettings.repeats,
@@ -40,12 +39,12 @@ def _disk(words: argparse.Namespace, scratch: Path) -> Result:
     )
 
 
-def _training(words: argparse.Namespace, scratch: Path) -> Result:
-    return training.compare(_asked(words, training.usual(scratch)))
+def _training(words: argparse.Namespace, room: Path) -> Result:
+    return training.compare(_asked(words, training.usual(room)))
 
 
-def _inference(words: argparse.Namespace, scratch: Path) -> Result:
-    return inference.compare(_asked(words, inference.usual(scratch)))
+def _inference(words: argparse.Namespace, room: Path) -> Result:
+    return inference.compare(_asked(words, inference.usual(room)))
 
 
 def _asked(words: argparse.Namespace, usual: ModelSettings) -> ModelSettings:
@@ -65,15 +64,19 @@ COMPARISONS: dict[str, Comparison] = {"io": _disk, "training": _training, "infer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; return 0 if every bar was reached, else 1."""
+    """Run what the command line asks for; return 0 if every bar was reached, 1 if not, 2 if none ran."""
     given = list(sys.argv[1:] if argv is None else argv)
     words = _parser().parse_args(given)
     is_missed = False
     for name in _chosen(words.comparison, list(COMPARISONS), "comparison"):
         print(f"comparing {name} ...", file=sys.stderr, flush=True)
-        with _scratch(words.path) as scratch:
-            circumstances = Circumstances.now(shlex.join(["python", "-m", "bench.peers", *given]), scratch)
-            result = COMPARISONS[name](words, scratch)
+        try:
+            with scratch(words.path.resolve(), "peers-") as room:
+                circumstances = Circumstances.now(shlex.join(["python", "-m", "bench.peers", *given]), room)
+                result = COMPARISONS[name](words, room)
+        except PlaceError as error:
+            print(error, file=sys.stderr)
+            return 2
         print(f"\n{result.to_text()}")
         if words.write:
             write(result, circumstances, words.results)
@@ -119,12 +122,3 @@ def _chosen(given: Sequence[str], known: Sequence[str], what: str) -> list[str]:
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"no {what} is called {', '.join(unknown)}; there are {', '.join(known)}")
     return names
-
-
-@contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix="peers-", dir=parent.resolve(), ignore_cleanup_errors=True
-    ) as directory:
-        yield Path(directory)

@@ -20,9 +20,6 @@ Exit code 0: trained, equal, within the budget; 1: not so; 2: the command line w
 
 from __future__ import annotations
 
-import copy
-import gc
-import os
 import sys
 import tempfile
 import time
@@ -35,10 +32,10 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import tierstore as ts
+from device_budget import AllocatorBudget, device_budget, make_deterministic, moved_to_device
 from llama import Llama
 from llama_job import Job, command_line, read_job
 from llama_report import History, print_job, print_losses, print_peak, print_table, print_times, tier_rows
-from tierstore.testing.memory import DeviceBudget
 from tierstore.training import offload
 
 # ---------------------------------------------------------------------- the loop
@@ -89,7 +86,7 @@ def run_without_offload(job: Job) -> str | None:
     """Train as usual under the budget; return the error that ended it, or ``None`` if it all fitted."""
     model = new_model(job)
     try:
-        with device_budget(job) as budget:
+        with device_budget(job.device, job.budget_bytes) as budget:
             if isinstance(budget, AllocatorBudget):
                 budget.enforce()
             model = moved_to_device(model, job.device)
@@ -109,7 +106,7 @@ def run_with_offload(job: Job) -> tuple[History, list[list[str]], int]:
     """
     model = new_model(job)
     optimizer = new_optimizer(model)
-    with device_budget(job) as budget:
+    with device_budget(job.device, job.budget_bytes) as budget:
         with offload(model, optimizer, job.config) as run:
             losses, step_s = train(model, optimizer, job, "ON")
             tiers = tier_rows(run.store)
@@ -124,58 +121,6 @@ def run_unlimited(job: Job) -> History:
     optimizer = new_optimizer(model)
     losses, step_s = train(model, optimizer, job, "unlimited")
     return History(losses, step_s, parameters_of(model))
-
-
-# ---------------------------------------------------------------------- the device and its budget
-
-
-class AllocatorBudget:
-    """`DeviceBudget` on CUDA, whose allocator knows the peak of live tensors by itself.
-
-    It can enforce a limit too, but on the memory it keeps in reserve, which is more than tensors use.
-    So the limit is set only for the run that exceeds it by far; the other run's peak is compared.
-    """
-
-    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
-        self._device = device
-        self._share = min(1.0, capacity_bytes / torch.cuda.get_device_properties(device).total_memory)
-
-    def __enter__(self) -> AllocatorBudget:
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return self
-
-    def enforce(self) -> None:
-        """Make the allocator raise beyond the capacity, until this budget is left."""
-        torch.cuda.set_per_process_memory_fraction(self._share, self._device)
-
-    def __exit__(self, *exception: object) -> None:
-        torch.cuda.set_per_process_memory_fraction(1.0, self._device)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that tensors had at one moment since entering."""
-        return torch.cuda.max_memory_allocated(self._device)
-
-
-def device_budget(job: Job) -> DeviceBudget | AllocatorBudget:
-    """Meter the device from outside the store, and raise where the program takes more than the budget."""
-    if job.device.type == "cuda":
-        return AllocatorBudget(job.device, job.budget_bytes)
-    return DeviceBudget(job.budget_bytes)
-
-
-def moved_to_device(model: Llama, device: torch.device) -> Llama:
-    """Put all of the model on the device: a copy made under an emulated device's budget is on it."""
-    return model.to(device) if device.type == "cuda" else copy.deepcopy(model)
-
-
-def make_deterministic(device: torch.device) -> None:
-    """Ask CUDA for the same bits every time, as two plain runs differ otherwise; a CPU does so anyway."""
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-        torch.use_deterministic_algorithms(mode=True)
 
 
 # ---------------------------------------------------------------------- all of it

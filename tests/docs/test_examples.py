@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from device_budget import moved_to_device
 from llama import Llama, LlamaConfig, rotary_tables, rotate
 from llama_job import command_line, documentation_text, draw_batches, read_job
 from llama_report import History, print_losses, print_peak
 from tierstore.testing.memory import DeviceBudget
-from train_llama import main, moved_to_device, run_without_offload
+from train_llama import main, run_without_offload
 
 SMALL = LlamaConfig(dim=32, layers=2, heads=2)
 

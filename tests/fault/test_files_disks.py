@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import subprocess
 import tempfile
@@ -10,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import tierstore as ts
 from tests.files_disk import PAGE, blank, buffer, finish, open_durable, open_files, outcome
+from tierstore.cli import main
 from tierstore.errors import BackendError
 from tierstore.spi import Record
 from tierstore.units import KIB, MIB
@@ -226,3 +230,36 @@ def test_a_durable_directory_that_cannot_be_written_is_refused_with_its_name(dis
     files = open_durable(disk / "store", MIB)
     assert [record.name for record in files.recovered()] == ["a"]
     files.close()
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "verify"])
+def test_a_store_on_read_only_media_can_be_looked_into(
+    disk: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = disk / "store"
+    options = {"path": str(store), "durable": True}
+    with ts.Store(ts.StoreConfig([ts.TierConfig("disk", "files", 4 * MIB, options=options)])) as kept:
+        kept.put("a.b", torch.ones(1000))
+        kept.flush()
+        shutil.copytree(store, disk / "killed")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    for folder in (store, disk / "killed"):
+        assert main([verb, str(folder)]) == 0
+        assert ("a.b" in capsys.readouterr().out) or verb != "ls"
+    assert main(["import", str(store), "anything.safetensors"]) != 0
+
+
+def test_who_gets_no_room_above_a_disk_that_is_full_is_told_that_it_is(disk: Path) -> None:
+    tiers = [
+        ts.TierConfig("host", "pinned", 2 * MIB),
+        ts.TierConfig("disk", "files", 8 * DISK, options={"path": str(disk / "scratch")}),
+    ]
+    with ts.Store(ts.StoreConfig(tiers)) as store, pytest.raises(ts.CapacityError) as failure:
+        _put_for_ever(store)
+    assert "could not be moved to a lower tier" in str(failure.value)
+    assert "ENOSPC (No space left on device)" in str(failure.value)
+
+
+def _put_for_ever(store: ts.Store) -> None:
+    for number in itertools.count():
+        store.put(str(number), torch.ones(MIB, dtype=torch.uint8), tier="host")

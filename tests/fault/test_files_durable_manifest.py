@@ -111,6 +111,73 @@ def test_a_lost_manifest_is_refused_and_the_files_stay(tmp_path: Path) -> None:
     assert look(path) == {"a": "0"}
 
 
+NAMES = {f"name {n}": 100 for n in range(200)}
+
+
+def inside(path: Path) -> dict[str, bytes]:
+    """Everything but who was there last."""
+    return {entry.name: entry.read_bytes() for entry in path.iterdir() if entry.name != "tierstore.lock"}
+
+
+def cut(path: Path, nbytes: int | None = None) -> bytes:
+    """Let a manifest be shorter than it was: by a third of its pages, if nothing is said; return it."""
+    whole = (path / DB).read_bytes()
+    (path / DB).write_bytes(whole[: len(whole) * 2 // 3 // 4096 * 4096 if nbytes is None else nbytes])
+    return (path / DB).read_bytes()
+
+
+def test_a_manifest_that_is_cut_off_says_what_can_be_salvaged_and_salvage_does_it(tmp_path: Path) -> None:
+    path = kept(tmp_path / "store", NAMES)
+    left = cut(path)
+    before = inside(path)
+    with pytest.raises(
+        IntegrityError, match=r"of 200 records \d+ can be read\. Nothing was changed\. salvage=True goes on"
+    ) as refusal:
+        open_durable(path, segment_bytes=SEGMENT)
+    assert inside(path) == before
+    found_again = look(path, salvage=True)
+    assert 0 < len(found_again) < 200
+    assert f"200 records {len(found_again)} can be read" in str(refusal.value)
+    assert set(found_again.values()) == {"0"}
+    assert (path / f"{DB}.damaged").read_bytes() == left
+    assert look(path) == found_again  # for good
+
+
+def test_what_can_be_salvaged_can_be_looked_at_before(tmp_path: Path) -> None:
+    path = kept(tmp_path / "store", NAMES)
+    cut(path)
+    before = inside(path)
+    seen = look(path, salvage=True, read_only=True)
+    assert inside(path) == before
+    assert seen == look(path, salvage=True)
+
+
+def test_a_cut_off_manifest_with_a_log_is_salvaged_with_what_the_log_has(tmp_path: Path) -> None:
+    files = open_durable(tmp_path / "owned", segment_bytes=SEGMENT)
+    first = write(files, NAMES)
+    finish(files.commit(first))
+    files.close()
+    files = open_durable(tmp_path / "owned", segment_bytes=SEGMENT)
+    finish(files.commit([*files.recovered(), *write(files, {"late": 100})]))
+    path = tmp_path / "killed"
+    shutil.copytree(tmp_path / "owned", path)
+    files.close()
+    cut(path)
+    found_again = look(path, salvage=True)
+    assert found_again["late"] == "0"
+    assert look(path) == found_again
+
+
+@pytest.mark.parametrize("nbytes", [600, 4096, 8192])
+def test_salvage_that_would_keep_nothing_is_refused(tmp_path: Path, nbytes: int) -> None:
+    path = kept(tmp_path / "store", NAMES)
+    cut(path, nbytes)
+    before = inside(path)
+    with pytest.raises(IntegrityError, match=r"nothing can be salvaged.*put a copy of it back"):
+        open_durable(path, segment_bytes=SEGMENT, options={"salvage": True})
+    assert inside(path) == before
+
+
 @pytest.mark.parametrize("content", [b"", b"SQLite format 3\0", b"garbage" * 1000])
 def test_what_is_no_manifest_is_refused_and_nothing_is_touched(tmp_path: Path, content: bytes) -> None:
     path = kept(tmp_path / "store", {"a": 5000})

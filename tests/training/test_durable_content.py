@@ -65,6 +65,19 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     run.close()
 
 
+@pytest.mark.parametrize("extra", [[1], [], 0, "step", torch.ones(3)])
+def test_what_is_no_mapping_is_refused_with_what_is_accepted(tmp_path: Path, extra: object) -> None:
+    _, run = begin("disk", tmp_path)
+    run.checkpoint({"step": 0})
+    with pytest.raises(UsageError, match=f"given a {type(extra).__name__}; accepted is a mapping of text to"):
+        run.checkpoint(extra)  # type: ignore[arg-type]
+    run.close()
+    _, run = begin("disk", tmp_path)
+    assert run.resumed is not None
+    assert run.resumed.extra == {"step": 0}
+    run.close()
+
+
 def test_a_value_that_cannot_be_kept_is_named_and_the_former_checkpoint_stays(tmp_path: Path) -> None:
     trial, run = begin("disk", tmp_path)
     run.checkpoint({"step": 0})

@@ -133,6 +133,8 @@ def test_a_retained_graph_holds_no_device_bytes(tmp_path: Path) -> None:
         loss.backward(retain_graph=True)
         active.stats()
         assert len(active.store) > 20
+        active.store.evict(*active.store, to="host").result()  # waits for what is under way
+        assert active.stats().activations.released >= len(active.store) + active.stats().activations.brought
         assert active.store.stats().tiers["device"].charged_bytes == 0
         loss.backward()
 
@@ -319,6 +321,15 @@ def test_fake_tensors_pass(tmp_path: Path) -> None:
             parameter.grad = None
         train(model)
         assert active.stats().activations.kept > 0
+
+
+def test_tensors_on_another_device_pass(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Llama()
+    with swapping(model, config(tmp_path, whole_layers(1))) as active:
+        model(torch.empty(2, 16, DIM, device="meta")).sum().backward()
+        assert active.stats().passes == 1
+        assert active.stats().activations.kept == 0
 
 
 def test_functional_transforms_pass(tmp_path: Path) -> None:

@@ -135,6 +135,19 @@ def test_a_key_that_is_taken_gets_a_mark(vault: Vault) -> None:
     assert vault.keep(base(), "k").key == "k"
 
 
+def test_storages_that_have_died_leave_no_trace(vault: Vault) -> None:
+    x = base()
+    parked = [vault.keep(x, "k"), vault.keep(base()[:9], "k"), vault.keep(torch.ones(5), "k")]
+    assert vault._known
+    del x
+    for each in parked:
+        each.release()
+    del each
+    parked.clear()
+    vault.sweep()
+    assert (vault._known, vault._lent, vault._parked) == ({}, {}, {})
+
+
 def test_bytes_are_dropped_when_the_last_reference_goes(vault: Vault) -> None:
     x = base()
     one, other = vault.keep(x, "k"), vault.keep(x, "k")
@@ -174,6 +187,17 @@ def test_a_late_end_drops_no_other_bytes_of_the_same_name(vault: Vault) -> None:
     gc.collect()
     vault.sweep()
     assert torch.equal(third.take(), torch.zeros(4096))
+
+
+def test_an_end_that_is_noticed_twice_drops_no_other_bytes(vault: Vault) -> None:
+    first = vault.keep(base(), "k")
+    estate = first._bytes.estate
+    vault._settle(estate, None)  # the garbage collector clears weak references before it calls finalisers
+    second = vault.keep(torch.ones(4096), "k")
+    del first
+    vault.sweep()
+    assert second.key == "k"
+    assert torch.equal(second.take(), torch.ones(4096))
 
 
 def test_what_every_use_has_taken_goes_down_again(vault: Vault) -> None:
@@ -283,6 +307,52 @@ def test_a_copy_that_fails_is_an_error_and_the_bytes_are_unharmed() -> None:
         assert torch.equal(parked.take(), base())
         parked.release()
         assert torch.equal(parked.take(), base())
+
+
+def _narrow(host_bytes: int, disk_bytes: int) -> Store:
+    device = open_device(capacity_bytes=MIB, options={"device": "emulated"})
+    disk = open_memory(capacity_bytes=disk_bytes, options={"storage": True})
+    tiers = [TierConfig("device", device, MIB), _host(host_bytes), TierConfig("disk", disk, disk_bytes)]
+    return Store(StoreConfig(tiers))
+
+
+def test_what_host_memory_cannot_hold_goes_to_disk() -> None:
+    with _narrow(4096, MIB) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        parked.release()
+        assert store.where("k") == ("disk",)
+        assert torch.equal(parked.take(), base())
+
+
+def test_what_neither_device_nor_host_memory_can_hold_goes_to_disk_at_once() -> None:
+    with _narrow(4096, MIB) as store:
+        vault = Vault(store)
+        store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
+        with store.lease("parameters"):
+            lent = vault.keep(base(), "first").take()
+            parked = vault.keep(base() + 1, "k")
+            assert store.where("k") == ("disk",)
+            del lent
+            assert torch.equal(parked.take(), base() + 1)
+
+
+def test_what_no_tier_below_can_hold_stays() -> None:
+    with _narrow(4096, 4096) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        parked.release()
+        assert store.where("k") == ("device",)
+        assert not parked.is_released
+        assert vault.stats.refused == 1
+
+
+def test_what_a_user_leases_stays(vault: Vault) -> None:
+    parked = vault.keep(base(), "k")
+    with vault.store.lease("k") as lease:
+        parked.release()
+        assert not parked.is_released
+        assert torch.equal(lease.tensor.view(torch.float32), base())
 
 
 def test_a_closed_store_is_no_trouble_for_what_ends_later(store: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,12 +107,6 @@ def test_sections_can_be_chosen_and_keys_set(tmp_path: Path, capsys: pytest.Capt
     assert (job["jobname"], job["read"]["total_ios"]) == ("b", 32)
     assert main([file, "--section", "z"]) == 2
     assert "no section z; there are: a, b, c" in capsys.readouterr().err
-
-
-def test_nothing_is_left_on_the_disk(tmp_path: Path) -> None:
-    file = write(tmp_path, "[x]\nrw=write\n")
-    assert main([file, "--path", str(tmp_path / "scratch"), "--output", str(tmp_path / "out")]) == 0
-    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_showcmd_prints_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,3 +277,67 @@ def test_every_key_stands_in_the_reference() -> None:
 def test_every_job_file_stands_in_the_reference() -> None:
     page = (JOBS.parents[1] / "docs" / "reference" / "bench-jobs.md").read_text(encoding="utf-8")
     assert [path.name for path in ALL_JOBS if f"`{path.name}`" not in page] == []
+
+
+# ---------------------------------------------------------------------- what is left behind
+
+
+def test_the_directory_that_was_made_for_it_is_gone_afterwards(tmp_path: Path) -> None:
+    file = write(tmp_path, "[x]\nrw=write\n")
+    assert main([file, "--path", str(tmp_path / "made" / "for" / "it")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["j.fio"]
+
+
+def test_a_directory_that_was_there_stays_with_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    file = write(tmp_path, "[x]\nrw=write\n")
+    assert main([file, "--path", str(tmp_path / "there")]) == 0
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_stores_in_a_directory_of_a_job_are_gone_afterwards(tmp_path: Path) -> None:
+    file = write(tmp_path, f"[x]\nrw=write\nop=put\ndurable=1\nend_fsync=1\ndirectory={tmp_path}/own\n")
+    assert main([file, "--path", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["j.fio"]
+
+
+def test_a_directory_that_cannot_be_made_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "[x]\nrw=write\n")
+    assert main([file, "--path", f"{file}/below"]) == 2
+    err = capsys.readouterr().err
+    assert f"{file}/below cannot be made" in err
+    assert err.count("\n") == 1
+
+
+def test_results_are_not_lost_where_they_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "[x]\nrw=write\n")
+    assert main([file, "--path", str(tmp_path), "--output", str(tmp_path / "nowhere" / "x.txt")]) == 0
+    printed = capsys.readouterr()
+    assert "Run status group 0 (all jobs):" in printed.out
+    assert f"the results are above, for {tmp_path}/nowhere/x.txt cannot be written" in printed.err
+
+
+@pytest.mark.parametrize("engine", ["tierstor", "tierstores", "TierStore", "tier-store", "tiersotre"])
+def test_an_engine_that_is_nearly_the_stores_is_not_left_to_fio(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "[x]\nrw=write\n")
+    assert main([file, "--path", str(tmp_path), "--set", f"ioengine={engine}"]) == 2
+    assert f"ioengine={engine}: did you mean 'tierstore'?" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_so_in_a_line_and_leaves_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path, "[x]\nrw=write\nop=put\ntime_based=1\nruntime=100\n")
+    command = [sys.executable, "-m", "bench", file, "--path", str(tmp_path / "made")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        assert running.stderr.readline() == "running x ...\n"
+        running.send_signal(signal.SIGINT)
+        err = running.stderr.read()
+    assert err == "interrupted: nothing was recorded, and what was made is removed\n"
+    assert running.returncode == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["j.fio"]

@@ -145,7 +145,8 @@ def test_a_store_that_does_not_find_its_keys_again_is_an_error(
 ) -> None:
     monkeypatch.setattr(ts.Store, "flush", lambda _: None)
 
-    def forget(store: ts.Store) -> None:
+    def forget(store: ts.Store, *, flush: bool = True) -> None:
+        del flush
         with contextlib.suppress(ts.StoreClosed):
             store.drop(*store.keys())
         CLOSE(store)

@@ -54,8 +54,10 @@ def test_whoever_trained_fewer_steps_is_not_equal() -> None:
 # ---------------------------------------------------------------------- what it comes to
 
 
-@pytest.mark.parametrize(("quota_bytes", "least_bytes"), [(0, 300), (40, 260), (299, 1), (300, 0), (999, 0)])
-def test_what_the_quota_cannot_hold_has_to_be_written(quota_bytes: int, least_bytes: int) -> None:
+@pytest.mark.parametrize(("quota_bytes", "least_bytes"), [(0, 400), (40, 360), (399, 1), (400, 0), (999, 0)])
+def test_what_exists_at_the_end_of_backward_and_exceeds_the_quota_has_to_be_written(
+    quota_bytes: int, least_bytes: int
+) -> None:
     assert least_written_bytes(100, quota_bytes) == least_bytes
 
 
@@ -66,6 +68,9 @@ def test_bytes_written_are_held_against_the_least() -> None:
     (figure,) = training.figures(found, workload, MIB)
     assert figure.name == "peers-bytes-written"
     assert figure.reached == pytest.approx(2.0)
+    without = training.least_without_gradients_bytes(workload.parameter_bytes, MIB)
+    assert without == least - workload.parameter_bytes
+    assert figure.details["if gradients did not count"].startswith(f"{2 * least / without:.2f} x")
 
 
 def test_a_step_is_held_against_the_faster_deepspeed() -> None:

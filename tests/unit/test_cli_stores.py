@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ import tierstore as ts
 from tierstore.cli import main
 from tierstore.spi import DurableBackend
 from tierstore.testing.conformance import succeed
+from tierstore.units import format_bytes
 from tierstore_backends.files import open_backend
 
 _Output = pytest.CaptureFixture[str]
@@ -104,7 +109,7 @@ def test_du_is_readable(directory: Path, capsys: _Output) -> None:
     assert main(["du", str(directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r" +102 B +3 keys  layers\*", lines[0])
-    assert re.fullmatch(r" +110 B +5 keys  in all", lines[-2])
+    assert re.fullmatch(r" +110 B +5 keys  in all", lines[-3])
 
 
 # ------------------------------------------------------------------------------ verify
@@ -220,7 +225,7 @@ def test_an_import_that_fails_leaves_nothing_of_itself(
         store.put("layers.0.weight", torch.zeros(1))
     capsys.readouterr()
     assert main(["import", str(tmp_path / "other"), str(tmp_path / "out.safetensors")]) == 2
-    assert "'layers.0.weight' is there already" in capsys.readouterr().err
+    assert "other already: --replace takes" in capsys.readouterr().err
     assert {key: value.tolist() for key, value in contents(tmp_path / "other").items()} == {
         "layers.0.weight": [0.0]
     }
@@ -238,7 +243,197 @@ def test_a_dtype_that_safetensors_does_not_know_is_named_before_anything_is_writ
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
 
 
+# ------------------------------------------------------------------------------ only looking
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "verify", "export"])
+def test_verbs_that_look_change_nothing(verb: str, directory: Path, tmp_path: Path) -> None:
+    with open_store(directory) as store:
+        store.flush()
+        shutil.copytree(directory, tmp_path / "killed")  # with a lock and a log
+    before = {path: path.read_bytes() for path in (tmp_path / "killed").iterdir()}
+    target = [str(tmp_path / "out.safetensors")] if verb == "export" else []
+    assert main([verb, str(tmp_path / "killed"), *target]) == 0
+    assert {path: path.read_bytes() for path in (tmp_path / "killed").iterdir()} == before
+
+
+def test_several_may_look_at_a_time(directory: Path, capsys: _Output) -> None:
+    options = {"path": str(directory), "durable": True, "read_only": True}
+    with ts.Store(ts.StoreConfig([ts.TierConfig("disk", "files", "64MiB", options=options)])):
+        assert main(["verify", str(directory)]) == 0
+    assert "5 of 5 keys are whole" in capsys.readouterr().out
+
+
+def test_du_shows_what_the_files_take_beside_what_is_in_them(directory: Path, capsys: _Output) -> None:
+    assert main(["du", "--json", str(directory)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["nbytes"] < found["store_held_bytes"] < found["store_disk_bytes"]
+    assert found["store_disk_bytes"] == 512 * sum(path.stat().st_blocks for path in directory.iterdir())
+    assert main(["du", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].split("  ")[-2].strip() == format_bytes(found["store_disk_bytes"])
+    assert "that its files take of the disk" in lines[-1]
+
+
+STRANGE = {
+    "two\nlines": "two\\nlines",
+    "\x1b[31mred": "\\x1b[31mred",
+    "back\\slash": "back\\\\slash",
+    "ü €": "ü €",
+}
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "verify"])
+def test_a_key_is_one_line_whatever_is_in_it(verb: str, tmp_path: Path, capsys: _Output) -> None:
+    with open_store(tmp_path / "store") as store:
+        for key in STRANGE:
+            store.put(key, torch.arange(100))
+    if verb == "verify":  # which names those that are damaged
+        (tmp_path / "store" / "tierstore-0000.bin").write_bytes(b"")
+    assert main([verb, str(tmp_path / "store")]) == (verb == "verify")
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == len(STRANGE) + {"ls": 1, "du": 3, "verify": 1}[verb]
+    assert all(shown in out for shown in STRANGE.values())
+    assert out.replace("\n", "").isprintable()
+
+
 # ------------------------------------------------------------------------------ wrong calls
+
+
+def test_a_key_that_looks_like_a_pattern_is_itself(tmp_path: Path, capsys: _Output) -> None:
+    with open_store(tmp_path / "store") as store:
+        store.put("layers[0]", torch.zeros(1))
+        store.put("layers[1]", torch.zeros(1))
+    assert main(["ls", "--json", str(tmp_path / "store"), "layers[0]"]) == 0
+    assert [row["key"] for row in json.loads(capsys.readouterr().out)] == ["layers[0]"]
+
+
+def test_each_pattern_has_to_match_something(directory: Path, tmp_path: Path, capsys: _Output) -> None:
+    target = tmp_path / "out.safetensors"
+    assert main(["export", str(directory), str(target), "layers.*", "stepp"]) == 2
+    assert "none of 5 keys matches stepp" in capsys.readouterr().err
+    assert not target.exists()
+
+
+def test_keys_are_not_called_required(capsys: _Output) -> None:
+    assert main(["ls"]) == 2
+    assert "required: STORE_PATH;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("depth", ["-1", "half", "1.5", ""])
+def test_a_depth_that_is_none_is_refused(depth: str, directory: Path, capsys: _Output) -> None:
+    assert main(["du", "--depth", depth, str(directory)]) == 2
+    assert "accepted: a whole number, 0 or more" in capsys.readouterr().err
+
+
+def test_a_codec_is_refused_where_the_format_has_none(
+    directory: Path, tmp_path: Path, capsys: _Output
+) -> None:
+    assert main(["export", "--codec", "zstd", str(directory), str(tmp_path / "out.safetensors")]) == 2
+    assert "a safetensors file, which knows no codecs" in capsys.readouterr().err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.zarr"])
+def test_an_export_to_no_directory_is_refused(
+    directory: Path, name: str, tmp_path: Path, capsys: _Output
+) -> None:
+    assert main(["export", str(directory), str(tmp_path / "nowhere" / name)]) == 2
+    assert f"'{tmp_path}/nowhere' is not a directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_target_may_have_as_long_a_name_as_a_file(directory: Path, tmp_path: Path) -> None:
+    assert main(["export", str(directory), str(tmp_path / ("x" * 255)), "step"]) == 0
+    assert (tmp_path / ("x" * 255)).exists()
+
+
+def test_a_key_that_a_safetensors_file_cannot_have_is_named(tmp_path: Path, capsys: _Output) -> None:
+    with open_store(tmp_path / "store") as store:
+        store.put("__metadata__", torch.zeros(1))
+    assert main(["export", str(tmp_path / "store"), str(tmp_path / "out.safetensors")]) == 2
+    assert "'__metadata__' is a name that the safetensors format keeps for itself" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "store"), str(tmp_path / "out.zarr")]) == 0
+
+
+def test_a_source_that_is_none_makes_no_store(directory: Path, tmp_path: Path, capsys: _Output) -> None:
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "folder").mkdir()
+    for source, why in {
+        "empty.safetensors": "header too small",
+        "folder": "is not a zarr group",
+        directory.name: "is itself a durable store: export it",
+    }.items():
+        assert main(["import", str(tmp_path / "new"), str(tmp_path / source)]) == 2
+        assert why in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("path", ["", ",", "a,", ",a"])
+def test_a_path_that_is_none_is_not_the_current_directory(path: str, capsys: _Output) -> None:
+    assert main(["ls", path]) == 2
+    assert "names no directory, or has a comma too many" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.zarr"])
+def test_an_export_that_cannot_be_written_names_what_was_asked_for(
+    directory: Path, shut_out: Path, name: str, capsys: _Output
+) -> None:
+    os.seteuid(0)
+    shutil.copytree(directory, shut_out / "readable")
+    for path in (shut_out / "readable").iterdir():
+        path.chmod(0o644)
+    os.seteuid(65534)
+    assert main(["export", str(shut_out / "readable"), str(shut_out / name)]) == 1
+    err = capsys.readouterr().err
+    assert f"'{shut_out}/{name}' could not be written" in err
+    assert "Permission denied" in err
+    assert ".tierstore-export" not in err
+
+
+def test_an_import_that_meets_a_key_names_the_switch(
+    directory: Path, tmp_path: Path, capsys: _Output
+) -> None:
+    assert main(["export", str(directory), str(tmp_path / "out.safetensors")]) == 0
+    assert main(["import", str(directory), str(tmp_path / "out.safetensors")]) == 2
+    assert "already: --replace takes the new tensor" in capsys.readouterr().err
+
+
+@pytest.fixture
+def shut_out(directory: Path) -> Iterator[Path]:
+    """The store of somebody else, and a file beside it; this process may not look into either."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    with tempfile.TemporaryDirectory() as room:
+        place = Path(room)
+        place.chmod(0o755)
+        shutil.copytree(directory, place / "store")
+        (place / "store").chmod(0o700)
+        safetensors.torch.save_file({"x": torch.zeros(1)}, place / "in.safetensors")
+        shutil.copyfile(place / "in.safetensors", place / "all.safetensors")
+        (place / "in.safetensors").chmod(0o600)
+        (place / "all.safetensors").chmod(0o644)
+        os.seteuid(65534)
+        try:
+            yield place
+        finally:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("verb", ["ls", "du", "verify", "import"])
+def test_a_store_of_somebody_else_says_whose_it_is(verb: str, shut_out: Path, capsys: _Output) -> None:
+    source = [str(shut_out / "all.safetensors")] if verb == "import" else []
+    assert main([verb, str(shut_out / "store"), *source]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "store belongs to user 0 and has mode 0700, and this process is user 65534" in err
+
+
+def test_a_source_that_may_not_be_read_is_not_called_missing(shut_out: Path, capsys: _Output) -> None:
+    assert main(["import", str(shut_out / "own"), str(shut_out / "in.safetensors")]) == 1
+    err = capsys.readouterr().err
+    assert "in.safetensors' cannot be read" in err
+    assert "Permission denied" in err
 
 
 @pytest.mark.parametrize("verb", ["ls", "du", "verify"])

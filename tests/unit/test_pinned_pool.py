@@ -127,6 +127,46 @@ def test_free_bytes_in_pieces_are_refused_with_the_longest_piece() -> None:
     pool.reserve(256 * KIB)
 
 
+def test_free_bytes_in_pieces_serve_a_long_slot_if_their_pages_go_back() -> None:
+    pool = PinnedPool(64 * MIB, block_bytes=64 * MIB)
+    slots = [pool.reserve(8 * MIB) for _ in range(8)]
+    memories = [_memory(slot).fill_(1) for slot in slots]
+    for slot in slots[::2]:
+        pool.free(slot)
+    long = pool.reserve(24 * MIB)
+    memories.append(_memory(long).fill_(2))
+    assert pool.used_bytes == 56 * MIB
+    assert sum(map(_resident_bytes, memories)) <= pool.reserved_bytes <= 64 * MIB
+    pool.free(long)
+    assert pool.mapped_bytes == 64 * MIB
+
+
+def test_pieces_of_page_locked_memory_are_refused_to_a_long_slot() -> None:
+    pool = PinnedPool(64 * MIB, block_bytes=64 * MIB, registrar=Ledger())
+    slots = [pool.reserve(8 * MIB) for _ in range(8)]
+    for slot in slots[::2]:
+        pool.free(slot)
+    with pytest.raises(CapacityError, match=r"in pieces of 8\.0 MiB"):
+        pool.reserve(16 * MIB)
+
+
+def test_memory_that_went_back_and_was_used_again_goes_back_again() -> None:
+    pool = PinnedPool(64 * MIB, block_bytes=64 * MIB)
+    slots = [pool.reserve(8 * MIB) for _ in range(8)]
+    memories = [_memory(slot).fill_(1) for slot in slots]
+    for _ in range(2):
+        for slot in slots[::2]:
+            pool.free(slot)
+        long = pool.reserve(24 * MIB)
+        assert (
+            sum(map(_resident_bytes, [*memories, _memory(long).fill_(2)])) <= pool.reserved_bytes <= 64 * MIB
+        )
+        pool.free(long)
+        slots[::2] = [pool.reserve(8 * MIB) for _ in range(4)]
+        for slot in slots[::2]:
+            _memory(slot).fill_(1)
+
+
 def test_empty_blocks_make_room_for_a_larger_one() -> None:
     pool = PinnedPool(4 * MIB, block_bytes=MIB)
     slots = [pool.reserve(MIB) for _ in range(4)]

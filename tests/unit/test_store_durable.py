@@ -343,3 +343,27 @@ def test_a_backend_that_fails_to_close_does_not_keep_the_others_open() -> None:
         store.close()
     store.close()
     assert closed == ["disk", "host"], "host memory last, each once"
+
+
+def test_a_flush_that_finds_no_room_is_not_told_to_flush(disk: Disk) -> None:
+    store = disk.open()
+    store.put("k", numbered(0, CAPACITY * 3 // 4))
+    store.flush()
+    store.put("k", numbered(1, CAPACITY * 3 // 4), replace=True)
+    with pytest.raises(ts.CapacityError, match="only for the last flush") as failure:
+        store.flush()
+    advice = str(failure.value).partition("only for the last flush. ")[2]
+    assert advice.startswith("A flush needs room beside them: flush some keys at a time. Drop keys, or raise")
+    crash(store)
+
+
+def test_where_a_durable_store_is_can_be_read_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ts.StoreConfig.default("cpu", None, "16MB", "16MB", durable=True)  # and no path
+    with ts.Store(config) as store:
+        store.put("k", torch.zeros(3))
+    with caplog.at_level(logging.INFO, "tierstore"), ts.Store(config):
+        pass
+    assert f"a durable store is open in {tmp_path / 'offload'}: 1 keys were found there" in caplog.messages

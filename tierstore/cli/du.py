@@ -21,7 +21,10 @@ def add_to(
     directory.add_store(parser)
     directory.add_patterns(parser)
     parser.add_argument(
-        "--depth", type=int, default=1, help="how many parts of names, between '.', '/' or ':', to tell apart"
+        "--depth",
+        type=_depth,
+        default=1,
+        help="how many parts of names, between '.', '/' or ':', to tell apart",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=_run)
@@ -36,16 +39,25 @@ def _run(options: argparse.Namespace) -> int:
             keys[prefix] += 1
             nbytes[prefix] += store.spec(key).nbytes
         held_bytes = store.stats().tiers[directory.TIER].charged_bytes
+    disk_bytes = directory.disk_bytes(options.store)
     if options.json:
         groups = [{"prefix": p, "keys": keys[p], "nbytes": nbytes[p]} for p in sorted(keys)]
-        total = {"keys": keys.total(), "nbytes": nbytes.total(), "store_held_bytes": held_bytes}
+        total = {"keys": keys.total(), "nbytes": nbytes.total()}
+        total |= {"store_held_bytes": held_bytes, "store_disk_bytes": disk_bytes}
         print(json.dumps({**total, "groups": groups}))
         return 0
     for prefix, count in nbytes.most_common():
-        print(f"{format_bytes(count):>12}  {keys[prefix]:>8} keys  {prefix}")
+        print(f"{format_bytes(count):>12}  {keys[prefix]:>8} keys  {directory.shown(prefix)}")
     print(f"{format_bytes(nbytes.total()):>12}  {keys.total():>8} keys  in all")
-    print(f"{format_bytes(held_bytes):>12}  that the whole store takes of the disk")
+    print(f"{format_bytes(held_bytes):>12}  that the whole store takes of a tier's capacity")
+    print(f"{format_bytes(disk_bytes):>12}  that its files take of the disk, with what is free in them")
     return 0
+
+
+def _depth(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r}; accepted: a whole number, 0 or more")
 
 
 def _prefix(key: str, depth: int) -> str:

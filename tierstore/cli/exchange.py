@@ -11,6 +11,8 @@ that numpy does not have are shown.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,7 @@ import torch
 
 from tierstore.arrays import from_array_view, to_array_view
 from tierstore.cli import directory
-from tierstore.errors import BackendError, IntegrityError, UsageError
+from tierstore.errors import BackendError, IntegrityError, KeyExists, UsageError
 from tierstore.store import Store
 from tierstore.training.tensorfile import Entry, TensorFile, write_file
 from tierstore.units import format_bytes
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("safetensors", "zarr")
 _KEY = "key"
+_METADATA = "__metadata__"
 _CODECS: dict[str, Literal["auto"] | None] = {"none": None, "zstd": "auto"}  # zarr's own default is zstd
 
 
@@ -45,7 +48,7 @@ def add_export(
     parser.add_argument("target", metavar="TARGET", help="a new file or directory, or a zarr store's URL")
     directory.add_patterns(parser)
     _add_format(parser)
-    parser.add_argument("--codec", choices=_CODECS, default="none", help="of zarr arrays (default: none)")
+    parser.add_argument("--codec", choices=_CODECS, help="of zarr arrays (default: none)")
     parser.set_defaults(run=_export)
 
 
@@ -77,17 +80,30 @@ def _format(options: argparse.Namespace, place: str) -> str:
 
 def _export(options: argparse.Namespace) -> int:
     target = str(options.target)
-    if "://" not in target and Path(target).exists():
-        raise UsageError(f"{target!r} is there already.")
+    is_zarr = _format(options, target) == "zarr"
+    if options.codec is not None and not is_zarr:
+        raise UsageError(
+            f"--codec={options.codec} is for zarr, and {target!r} becomes a safetensors file, which knows no "
+            f"codecs: leave it out, or say --format=zarr."
+        )
+    if "://" not in target:
+        _require_place(Path(target))
     with directory.open_store(options.store) as store:
         keys = directory.chosen(store, options.patterns)
         sizes = [store.spec(key).nbytes for key in keys]
-        if _format(options, target) == "zarr":
-            _to_zarr_place(store, keys, sizes, target, str(options.codec))
+        if is_zarr:
+            _to_zarr_place(store, keys, sizes, target, options.codec or "none")
         else:
             _to_safetensors(store, keys, sizes, Path(target))
     print(f"{len(keys)} tensors ({format_bytes(sum(sizes))}) are in {target}")
     return 0
+
+
+def _require_place(target: Path) -> None:
+    if target.exists():
+        raise UsageError(f"'{target}' is there already.")
+    if not target.parent.is_dir():
+        raise UsageError(f"'{target}' cannot be made: '{target.parent}' is not a directory.")
 
 
 def _read(store: Store, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,13 +112,14 @@ def _read(store: Store, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[t
 
 
 def _to_safetensors(store: Store, keys: Sequence[str], sizes: Sequence[int], target: Path) -> None:
+    if _METADATA in keys:
+        raise UsageError(
+            f"{_METADATA!r} is a name that the safetensors format keeps for itself: export that key to zarr.",
+            key=_METADATA,
+        )
     entries = [Entry(key, store.spec(key).dtype, tuple(store.spec(key).shape)) for key in keys]
-    fresh = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    with _in_the_end(target) as fresh:
         write_file(fresh, entries, (tensor for _, tensor in _read(store, keys, sizes)), {})
-        fresh.rename(target)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def _to_zarr_place(store: Store, keys: Sequence[str], sizes: Sequence[int], target: str, codec: str) -> None:
@@ -110,12 +127,27 @@ def _to_zarr_place(store: Store, keys: Sequence[str], sizes: Sequence[int], targ
     if "://" in target:
         _to_zarr(store, keys, sizes, target, codec)
         return
-    place = Path(target)
-    fresh = place.with_name(f".{place.name}.{os.getpid()}")
-    try:
+    with _in_the_end(Path(target)) as fresh:
         _to_zarr(store, keys, sizes, str(fresh), codec)
-        fresh.rename(place)
+
+
+@contextlib.contextmanager
+def _in_the_end(target: Path) -> Iterator[Path]:
+    """Yield a path beside ``target``; what is there in the end becomes it, unless an error is raised.
+
+    Raises:
+        BackendError: the file system failed.  Named is ``target``, which is what its user knows.
+    """
+    fresh = target.with_name(f".tierstore-export.{os.getpid()}")
+    try:
+        yield fresh
+        fresh.rename(target)
+    except OSError as error:
+        why = str(error).replace(str(fresh), str(target))
+        raise BackendError(f"{str(target)!r} could not be written: {why}") from error
     finally:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
         shutil.rmtree(fresh, ignore_errors=True)
 
 
@@ -146,20 +178,45 @@ def _array_name(key: str) -> str:
 
 def _import(options: argparse.Namespace) -> int:
     source = str(options.source)
-    if "://" not in source and not Path(source).exists():
-        raise UsageError(f"{source!r} is not there.")
+    if "://" not in source:
+        _require_readable(source)
     count = nbytes = 0
     tensors = _from_zarr(source) if _format(options, source) == "zarr" else _from_safetensors(Path(source))
-    store = directory.open_store(options.store, creates=True)
+    first = list(itertools.islice(tensors, 1))  # what cannot be read makes no store
+    store = directory.open_store(options.store, directory.Access.CHANGE)
     try:
-        for key, tensor in tensors:
-            store.put(key, tensor, replace=bool(options.replace))
+        for key, tensor in itertools.chain(first, tensors):
+            try:
+                store.put(key, tensor, replace=bool(options.replace))
+            except KeyExists as error:
+                raise UsageError(
+                    f"{key!r} is in {options.store} already: --replace takes the new tensor.", key=key
+                ) from error
             count, nbytes = count + 1, nbytes + tensor.nbytes
         store.flush()
     finally:
         store.close(flush=False)
     print(f"{count} tensors ({format_bytes(nbytes)}) of {source} are in {options.store}")
     return 0
+
+
+def _require_readable(source: str) -> None:
+    """Tell what is not there from what may not be read: libraries call both missing.
+
+    Raises:
+        UsageError: it is not there.
+        BackendError: it cannot be read.
+    """
+    try:
+        if Path(source).is_dir():
+            next(Path(source).iterdir(), None)
+        else:
+            with Path(source).open("rb"):
+                pass
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(f"{source!r} is not there.") from error
+    except OSError as error:
+        raise BackendError(f"{source!r} cannot be read: {error}") from error
 
 
 def _from_safetensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,6 +229,8 @@ def _from_safetensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _from_zarr(source: str) -> Iterator[tuple[str, torch.Tensor]]:
     import zarr
 
+    if "://" not in source and (Path(source) / "tierstore.db").exists():
+        raise UsageError(f"{source!r} is itself a durable store: export it, and import what that makes.")
     try:
         group = zarr.open_group(source, mode="r")
     except (OSError, ValueError, KeyError) as error:

@@ -28,7 +28,12 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(rows))
         return 0
     lines = [
-        (str(row["key"]), str(row["dtype"]), str(row["shape"]), format_bytes(int(str(row["nbytes"]))))
+        (
+            directory.shown(str(row["key"])),
+            str(row["dtype"]),
+            str(row["shape"]),
+            format_bytes(int(str(row["nbytes"]))),
+        )
         for row in rows
     ]
     tiers = [",".join(row["tiers"]) for row in rows if isinstance(row["tiers"], list)]

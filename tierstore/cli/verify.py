@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps({"keys": len(keys), "nbytes": sum(sizes), "damaged": damaged}))
     else:
         for key, error in damaged.items():
-            print(f"damaged: {key}: {error}")
+            print(f"damaged: {directory.shown(key)}: {error}")
         whole = len(keys) - len(damaged)
         print(f"{whole} of {len(keys)} keys are whole ({format_bytes(sum(sizes))} read)")
     return _DAMAGED if damaged else 0

@@ -150,7 +150,7 @@ class Commits:
 
     def _image(self, flushes: Sequence[Flush]) -> Image:
         """Decide what survives: a key's present bytes, those that were found, or what survived before."""
-        is_whole = any(flush.keys is None for flush in flushes)
+        is_whole = None in [flush.keys for flush in flushes]
         names = {key for flush in flushes for key in flush.keys or ()}
         found = {uid: replica for flush in flushes for uid, replica in flush.found.items()}
         former = {id(replica) for replica in self.committed.values()}

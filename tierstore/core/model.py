@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -42,10 +42,12 @@ class Plan:
     Attributes:
         accesses: the keys in the order of their use.
         aliases: other keys that will be used when the ones they stand for are.
+        residents: keys that stay where they are as long as anything else can go.
     """
 
     accesses: Sequence[str]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    residents: Collection[str] = frozenset()
     _positions: Mapping[str, list[int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -59,9 +61,12 @@ class Plan:
         """Return how many accesses after ``position`` the key is used next; ``None``: never.
 
         The access at ``position`` itself counts as past: a key used only there is a whole
-        cycle away.
+        cycle away.  Residents count as used at once.
         """
-        positions = self._positions.get(self.aliases.get(key, key))
+        key = self.aliases.get(key, key)
+        if key in self.residents:
+            return 0
+        positions = self._positions.get(key)
         if positions is None:
             return None
         index = bisect.bisect_right(positions, position)

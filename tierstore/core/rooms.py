@@ -15,6 +15,7 @@ from tierstore.core.eviction import Policy, by_next_use
 from tierstore.core.messages import Urgency
 from tierstore.core.model import Plan
 from tierstore.core.quota import Shelf
+from tierstore.core.requests import Flush
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError
 from tierstore.units import format_bytes
@@ -155,6 +156,8 @@ class Rooms:
             below = self.books.shelves[shelf.index + 1 :]
             free = ", ".join(f"{format_bytes(each.free_bytes)} free in {each.tier.name!r}" for each in below)
             message += f"; {len(shelf.stuck)} replicas could not be moved to a lower tier ({free})"
+            if shelf.trouble is not None:  # else one would look for room in quotas where the medium has none
+                message += f", because of: {shelf.trouble}"
             names += [each.tier.name for each in below]
             full += below
         retained = [each for each in full if each.retained_bytes]
@@ -162,7 +165,9 @@ class Rooms:
             where = "there" if each is shelf else f"in {each.tier.name!r}"
             message += f"; {format_bytes(each.retained_bytes)} are kept {where} only for the last flush"
         advice = "Release a lease, or raise" if leased else "Drop keys, or raise"
-        if retained:
+        if retained and any(isinstance(request, Flush) for request in want.requests.values()):
+            advice = f"A flush needs room beside them: flush some keys at a time. {advice}"
+        elif retained:
             advice = f"Flush, so that newer bytes take their place. {advice}"
         error = CapacityError(
             f"{message}. {advice} the capacity of {' or '.join(map(repr, names))}.",

@@ -6,6 +6,7 @@ the training loop's prefetch follow.  Pure: no torch, threads, clocks or files.
 
 from tierstore.core.model import Plan
 from tierstore.planning.planner import plan_from
+from tierstore.planning.residents import Trained, choose_residents
 from tierstore.planning.trace import Trace
 
-__all__ = ["Plan", "Trace", "plan_from"]
+__all__ = ["Plan", "Trace", "Trained", "choose_residents", "plan_from"]

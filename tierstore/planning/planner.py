@@ -6,7 +6,7 @@ more: `Place` finds its way back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tierstore.core.model import Plan
 from tierstore.planning.trace import Trace
@@ -15,14 +15,20 @@ LOOK_AHEAD = 64
 """How far past the expected access a key is searched before the access counts as a surprise."""
 
 
-def plan_from(trace: Trace | Sequence[str], aliases: Mapping[str, str] | None = None) -> Plan:
+def plan_from(
+    trace: Trace | Sequence[str],
+    aliases: Mapping[str, str] | None = None,
+    residents: Collection[str] = frozenset(),
+) -> Plan:
     """Return the plan that expects every step to be as the one recorded.
 
     Args:
         trace: of one step.
         aliases: other keys that will be used when the ones they stand for are.
+        residents: keys that stay where they are as long as anything else can go.
     """
-    return Plan(trace.accesses if isinstance(trace, Trace) else tuple(trace), aliases or {})
+    accesses = trace.accesses if isinstance(trace, Trace) else tuple(trace)
+    return Plan(accesses, aliases or {}, residents)
 
 
 class Place:

@@ -20,6 +20,7 @@ changes early, in whatever thread somebody looks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import time
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 
-from tierstore.errors import TierStoreError
+from tierstore.errors import KeyNotFound, LeaseError, TierStoreError
 from tierstore.leases import Lease
 from tierstore.training import guard
 from tierstore.training.binding import Binding, Bindings, natively
@@ -111,6 +112,8 @@ class StepsAhead:
         self._is_possible = is_known and len(self._store.tier_names) > 1
         self.tier = self._store.tier_names[0]
         self.is_affordable: Callable[[], bool] = lambda: True
+        self.is_resident: Callable[[Binding], bool] = lambda _: False
+        self._without_others: set[Binding] = set()
         self.seconds = 0.0
 
     # --- learning -----------------------------------------------------------------------------
@@ -147,6 +150,8 @@ class StepsAhead:
             return
         tenant = guard.tenant_of(parameter)
         assert tenant is not None
+        if self.is_resident(tenant.binding):  # two versions of it would push others out
+            return
         if not all(map(self._is_complete, tenant.binding.tensors)) or not self.is_affordable():
             return
         turn = self._turn_of(tenant.binding)
@@ -208,6 +213,7 @@ class StepsAhead:
         stashed = self._gradients.bindings_of(turn.parameters)
         lease = self._lease_beside(needed)
         if lease is None:
+            self._without_others.add(turn.bundle)
             return
         made: MadeStep | None = None
         try:
@@ -227,13 +233,14 @@ class StepsAhead:
         """Lease what is to become the new values, beside the old ones; ``None``: there are no others."""
         names = {binding.key: next_version(binding.key) for binding in needed}
         with self._bindings.alone():
-            for binding in needed:
-                self._bindings.note_access(binding)
             if any(name in self._store for name in names.values()):
                 return None  # another optimizer of the same parameters was faster
             lease = self._store.lease(*names, tier=self.tier, write=True)
             is_split = False
             try:
+                # Held first: what the plan has passed is what prefetches push out.
+                for binding in needed:
+                    self._bindings.note_access(binding)
                 is_split = lease.split(names)
             finally:
                 if not is_split:
@@ -320,6 +327,18 @@ class StepsAhead:
             and _settings() == made.settings
             and all(_is_equal(self.optimizer.state.get(p, {}), made.former[p]) for p in turn.parameters)
         )
+
+    def push_down(self, turn: Turn) -> None:
+        """A bundle was stepped in place: if only because its one copy is in the way, bring it down.
+
+        Else it would be in the way of the next step ahead, too.
+        """
+        if turn.bundle in self._without_others:
+            self._without_others.remove(turn.bundle)
+            for binding in (turn.bundle, *self._states(turn)):
+                # Dropped or leased meanwhile: then there is nothing to bring down.
+                with contextlib.suppress(KeyNotFound, LeaseError):
+                    self._store.evict(binding.key)
 
     # --- forgetting ---------------------------------------------------------------------------
 

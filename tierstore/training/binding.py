@@ -212,7 +212,7 @@ class Bindings:
         except CapacityError as error:
             if len(order) == 1:
                 raise
-            _let_frames_go(error)
+            let_frames_go(error)
             self._empty(order[0].tier)
             self._open_or_none(order, classes)
 
@@ -279,7 +279,7 @@ class Bindings:
         try:
             lease = self.store.lease(binding.key, tier=binding.tier, write=True)
         except CapacityError as error:
-            _let_frames_go(error)
+            let_frames_go(error)
             lease = self._lease_after_making_room(binding)
         flat = lease.tensor
         storage = flat.untyped_storage()
@@ -301,7 +301,7 @@ class Bindings:
         except CapacityError as error:
             if not self.ask_for_more():
                 raise
-            _let_frames_go(error)
+            let_frames_go(error)
             return self.store.lease(binding.key, tier=binding.tier, write=True)
 
     def _empty(self, tier: str) -> None:
@@ -315,7 +315,7 @@ class Bindings:
                 if names[index] in self.store.where(key):
                     self.store.evict(key, to=names[index + 1]).result()
             except (KeyNotFound, LeaseError, CapacityError) as error:
-                _let_frames_go(error)
+                let_frames_go(error)
 
     def _settle(self, binding: Binding) -> None:
         """A binding has no window: release its lease, or let it linger while it is referred to."""
@@ -346,7 +346,7 @@ class Bindings:
             self._release(binding)
 
 
-def _let_frames_go(error: BaseException) -> None:
+def let_frames_go(error: BaseException) -> None:
     """Free what the frames of a handled error refer to, which may be activations, now and not by chance."""
     error.__traceback__ = None
     error.__context__ = None

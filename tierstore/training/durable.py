@@ -86,11 +86,15 @@ class DurableState:
     def commit(self, extra: Mapping[str, object]) -> None:
         """Make everything as it is now durable.  Blocks until it would survive a power loss.
 
+        Args:
+            extra: see `tierstore.training.Offload.checkpoint`.
+
         Raises:
             UsageError: a step or the model is under way, something refers to the bytes of a parameter, or
-                a value cannot be kept.
+                ``extra`` is no mapping, or a value cannot be kept.
             CapacityError, BackendError: as from `Store.flush`; the former checkpoint is unharmed.
         """
+        _require_mapping(extra)
         begin = time.perf_counter()
         self._windows.discard_interrupted()
         if not self._windows.is_outermost:
@@ -174,6 +178,14 @@ class DurableState:
 
         described = describe_optimizer(steps.index, optimizer, optimizer.state, _name, encode_one)
         return {"kind": kind_of(optimizer), **described}
+
+
+def _require_mapping(extra: object) -> None:
+    if not isinstance(extra, Mapping):
+        raise UsageError(
+            f"run.checkpoint({extra!r:.80}) is given a {type(extra).__name__}; accepted is a mapping of text "
+            "to numbers, text, tensors, and lists, tuples and dicts of these, such as {'step': 100}."
+        )
 
 
 def _name(parameter: torch.Tensor) -> str:

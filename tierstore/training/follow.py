@@ -46,6 +46,10 @@ class Follower:
         windows: what is prefetched where; empty: everything fits, and nothing needs to be known.
         nbytes_of: the bytes of a key.
         optimizers: how many there are.
+
+    Attributes:
+        residents: keys that the plan followed lets stay where they are.
+        choose_residents: says which, from the keys that a step used and those of gradients among them.
     """
 
     def __init__(
@@ -59,6 +63,11 @@ class Follower:
         self._place: Place | None = None
         self._followed: tuple[str, ...] = ()
         self._last = ""
+        self._gradients: dict[str, None] = {}
+        self.residents: frozenset[str] = frozenset()
+        self.choose_residents: Callable[[Sequence[str], Sequence[str]], frozenset[str]] = (
+            lambda _accesses, _gradients: frozenset()
+        )
 
     @property
     def is_needed(self) -> bool:
@@ -94,6 +103,11 @@ class Follower:
             self._pass(window, place, before)
             self._prefetch(window, place)
 
+    def note_gradient(self, key: str) -> None:
+        """Take in that a gradient comes to be under ``key``: it is there until the step ends."""
+        self._gradients[key] = None
+        self.note(key)
+
     def note_step(self, optimizer: int) -> None:
         """Take in that an optimizer has stepped."""
         self._steps[optimizer] += 1
@@ -112,13 +126,20 @@ class Follower:
 
     def _end_step(self) -> None:
         accesses = self._trace.take()
+        gradients, self._gradients = tuple(self._gradients), {}
         self._last = ""
         if not accesses:
             return
         if accesses == self._followed and self._place is not None:
             self._place.begin_cycle()
             return
-        plan = plan_from(accesses, {next_version(key): key for key in dict.fromkeys(accesses)})
+        self.residents = self.choose_residents(accesses, gradients)
+        # Its end is what a gradient is kept for, whether anybody looks at it or not.
+        plan = plan_from(
+            (*accesses, *gradients),
+            {next_version(key): key for key in dict.fromkeys(accesses)},
+            self.residents,
+        )
         self._followed = accesses
         self._store.follow(plan)
         self._place = Place(plan)

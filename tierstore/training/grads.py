@@ -75,9 +75,14 @@ class Gradient:
         """What ``p.grad`` is while it is stashed."""
         return None if self.binding is None else self.binding.tensors[0]
 
+    @property
+    def usual_key(self) -> str:
+        """The key that it is under: the same one in every step, as plans know it by name."""
+        return f"grad/{self.name}"
+
     def new_key(self, store: Store) -> str:
-        """Return a key that nothing is under: the same one in every step, as plans know it by name."""
-        key = f"grad/{self.name}"
+        """Return a key that nothing is under."""
+        key = self.usual_key
         while key in store:  # somebody still has an alias of an older gradient
             key += "'"
         return key

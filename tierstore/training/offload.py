@@ -21,6 +21,11 @@ from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.store import Store
+from tierstore.training.activations import Sections, both, read_sections, sections_of
+from tierstore.training.activations.both import Activations
+from tierstore.training.activations.layers import Names
+from tierstore.training.activations.sections import SECTIONS
+from tierstore.training.activations.vault import Vault
 from tierstore.training.checkpoint import Checkpoint, ordinary_access
 from tierstore.training.former import Resumed
 from tierstore.training.opening import check_model, find_former, open_session
@@ -80,8 +85,10 @@ class Offload:
         optimizers: Sequence[torch.optim.Optimizer],
         session: Session | None,
         resumed: Resumed | None = None,
+        activations: Activations | None = None,
     ) -> None:
         self.resumed = resumed
+        self._activations = Activations() if activations is None else activations
         self._model = model
         self._optimizers = tuple(optimizers)
         self._session = session
@@ -182,7 +189,7 @@ class Offload:
                 "the disk tier is scratch space: a checkpoint would not survive. Set durable=True in the "
                 "configuration, or use run.save(path)."
             )
-        session.durable.commit(extra or {})
+        session.durable.commit({} if extra is None else extra)
 
     def close(self) -> None:
         """Make parameters, gradients and state ordinary tensors again, and close the store.  Idempotent.
@@ -190,6 +197,7 @@ class Offload:
         They lie in host memory then, or on the accelerator if they did before.  Nothing is made durable:
         what survives is the last `checkpoint`.
         """
+        self._activations.close()
         if self._is_closed or self._session is None:
             return
         self._is_closed = True
@@ -218,6 +226,7 @@ def offload(
     *,
     weights: str | Path | None = None,
     resume: bool = True,
+    layers: Names = None,
 ) -> Offload:
     """Train ``model`` with its parameters, gradients and optimizer state in a tiered store.
 
@@ -228,11 +237,15 @@ def offload(
     Args:
         model: any module.
         optimizer: the optimizers that train it: one, several, or none for inference.
-        config: an `OffloadConfig`, a mapping of its keys, or the path of a YAML file.
+        config: an `OffloadConfig`, a mapping of its keys, or a document: a mapping of sections, or the path
+            of a YAML file of them.  A document's ``swap_config`` and ``recompute_config`` are applied, too:
+            activations are then kept in the same store, within the same quotas.
         weights: a safetensors file that parameters and buffers get their values from; needed where the
             model was built under ``torch.device("meta")``.  Not read if training is resumed.
         resume: whether it is.  If not, training begins anew, and the checkpoint that is there stays
             until the first one of this run.
+        layers: names of the containers of the model's layers, such as ``"model.layers"``, for documents that
+            swap or recompute; ``None``: the only ``nn.ModuleList`` or ``nn.Sequential`` of like modules.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit this machine.
@@ -241,7 +254,7 @@ def offload(
             lists every difference, and nothing was changed.
         CapacityError: the tiers together cannot hold it, or one module does not fit on the device.
     """
-    settings = read_config(config)
+    settings, sections = _read(config)
     optimizers = _as_tuple(optimizer)
     with contextlib.ExitStack() as files:
         source = None if weights is None else files.enter_context(Weights(model, Path(weights)))
@@ -249,28 +262,33 @@ def offload(
             if source is not None:
                 source.load_buffers()
                 source.load_ordinary()
-            return Offload(model, optimizers, None)
+            return Offload(
+                model, optimizers, None, activations=both.apply(model, sections, layers, None, Vault)
+            )
         check_model(model, optimizers, has_weights=source is not None or settings.durable)
         store = Store(settings.store_config())
         try:
             former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
             check_model(model, optimizers, has_weights=source is not None or former is not None)
             session = open_session(model, optimizers, settings, store, former or source)
+            session.apply_to_activations(sections, layers)
         except BaseException:
             store.close(flush=False)
             raise
     return Offload(model, optimizers, session, None if former is None else former.resumed)
 
 
-def read_config(config: Config) -> OffloadConfig:
-    """Return the configuration, whatever form it came in."""
+def _read(config: Config) -> tuple[OffloadConfig, Sections]:
+    """Return what a configuration says, whatever form it came in."""
     if config is None:
-        return OffloadConfig()
+        return OffloadConfig(), Sections()
     if isinstance(config, OffloadConfig):
-        return config
+        return config, Sections()
     if isinstance(config, str | Path):
-        return OffloadConfig.from_yaml(config)
-    return OffloadConfig.from_mapping(config)
+        return OffloadConfig.from_yaml(config), read_sections(config)
+    if any(section in config for section in SECTIONS):
+        return OffloadConfig.from_document(config), sections_of(config)
+    return OffloadConfig.from_mapping(config), Sections()
 
 
 def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:

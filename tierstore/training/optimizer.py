@@ -193,6 +193,7 @@ class OptimizerSteps:
         for parameter, value in changed:  # the step itself forgot or replaced them
             self._gradients.assign(parameter, value)
         self.take_in_state(turn.bundle)
+        self.ahead.push_down(turn)
 
     # --- state --------------------------------------------------------------------------------
 

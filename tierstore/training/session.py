@@ -17,8 +17,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import KeyNotFound
+from tierstore.planning import Trained, choose_residents
 from tierstore.store import Store
 from tierstore.training import guard, hooks
+from tierstore.training.activations import both
+from tierstore.training.activations.both import Activations
+from tierstore.training.activations.layers import Names
+from tierstore.training.activations.sections import Sections
+from tierstore.training.activations.vault import Vault
 from tierstore.training.binding import Binding, Bindings, ordinary_mode
 from tierstore.training.budget import DeviceBudget, Phase
 from tierstore.training.bundles import Adopter
@@ -32,7 +38,7 @@ from tierstore.training.groups import ParameterGroup
 from tierstore.training.optimizer import OptimizerSteps
 from tierstore.training.saved import SavedTensors
 from tierstore.training.statedicts import StateDicts
-from tierstore.training.tiers import Placements
+from tierstore.training.tiers import HOST, Placements
 from tierstore.training.weights import Weights
 
 
@@ -68,7 +74,8 @@ class Session:
         self.saved = SavedTensors(self.bindings)
         self.windows = hooks.ModuleWindows(self.bindings, self.saved)
         self.gradients = Gradients(store, self.bindings, self, placements.gradients)
-        self.gradients.note_put = self._note
+        self.gradients.note_put = lambda binding: follower.note_gradient(binding.key)
+        follower.choose_residents = self._choose_residents
         self.gradients.note_change = self._forget_steps_ahead
         self.adopter = Adopter(store, self.bindings, self)
         self.state_dicts = StateDicts(self.adopter)
@@ -76,6 +83,7 @@ class Session:
         self.bundles: list[Binding] = []
         self.steps: list[OptimizerSteps] = []
         self.durable: DurableState | None = None
+        self.activations = Activations()
         self._handles: list[RemovableHandle] = []
         self._step_hooks: list[tuple[OrderedDict[int, Any], int]] = []
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
@@ -116,6 +124,33 @@ class Session:
             self.model, self.store, self.bindings, self.windows, self.bundles, self.steps, checkpoints
         )
 
+    def apply_to_activations(self, sections: Sections, layers: Names) -> None:
+        """Swap and recompute what a document says, in this store and its quotas; else end the session."""
+        try:
+            self.activations = both.apply(self.model, sections, layers, self.store, self._new_vault)
+        except BaseException:
+            self.remove_hooks()
+            self.restore()
+            raise
+
+    def _new_vault(self, store: Store) -> Vault:
+        ask_budget = self.bindings.ask_for_more
+
+        def make_room() -> bool:
+            self.bindings.sweep()
+            ask_budget()
+            return True
+
+        vault = Vault(store, self.bindings.apart, note_use=self.follower.note, make_room=make_room)
+
+        def ask_all() -> bool:
+            vault.sweep()
+            ask_budget()
+            return True
+
+        self.bindings.ask_for_more = ask_all
+        return vault
+
     def move_buffers(self) -> None:
         """Bring buffers to where the model computes; `restore` brings them back."""
         for buffer in self.model.buffers():
@@ -137,6 +172,7 @@ class Session:
             )
             steps.ahead.tier = self.placements.optimizer_tier
             steps.ahead.is_affordable = self._can_afford_a_step
+            steps.ahead.is_resident = lambda binding: binding.key in self.follower.residents
             self.steps.append(steps)
 
     def watch(self, groups: Sequence[ParameterGroup]) -> None:
@@ -202,6 +238,38 @@ class Session:
 
     def _note(self, binding: Binding) -> None:
         self.follower.note(binding.key)
+
+    def _choose_residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+        """Choose what stays in host memory, where that is where computing happens.
+
+        Args:
+            accesses: the keys that a step used, first use first.
+            gradients: those of them that came to be in it.
+        """
+        fastest = self.store.tier_names[0]
+        if fastest != HOST:
+            return frozenset()
+        bundles = {binding.key: binding for binding in self.bundles}
+        order = [bundles[key] for key in dict.fromkeys(accesses) if key in bundles]
+        trained = [self._trained(bundle, frozenset(gradients)) for bundle in order]
+        return choose_residents(
+            [each for each in trained if each.gradients], self.store.stats().tiers[fastest].capacity_bytes
+        )
+
+    def _trained(self, bundle: Binding, gradients: frozenset[str]) -> Trained:
+        """Return what is trained together with a bundle."""
+        parts = [bundle, *(state for steps in self.steps if (state := steps.states.get(bundle)) is not None)]
+        found = {
+            gradient.usual_key: place.nbytes
+            for parameter, place in zip(bundle.tensors, bundle.places, strict=True)
+            if (gradient := self.gradients.find(parameter)) is not None and gradient.usual_key in gradients
+        }
+        return Trained(
+            keys=tuple(part.key for part in parts),
+            gradients=tuple(found),
+            kept_bytes=sum(part.nbytes for part in parts),
+            gradient_bytes=sum(found.values()),
+        )
 
     def _advise(self, keys: Sequence[str]) -> None:
         """Prefetch what the next turn needs, while no plan does it."""
@@ -286,6 +354,7 @@ class Session:
 
     def restore(self) -> None:
         """Make everything ordinary tensors again."""
+        self.activations.close()
         if self.budget is not None:
             self.budget.close()
         self.windows.discard_interrupted()

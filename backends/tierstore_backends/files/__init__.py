@@ -23,6 +23,7 @@ The rooms, each ignorant of the ones after it:
 - `rows`, `manifest`: what is kept, as bytes and as a database that may be damaged.
 - `recovery`, `commits`, `durable`: from the manifest to slots, back again, and the
   `tierstore.spi.DurableBackend`.
+- `reader`, `reading`: the same directory to look into, without changing anything in it.
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ from tierstore_backends.files.engines.drives import StartedDrives, start_all
 from tierstore_backends.files.ground import Ground, scratch_ground
 from tierstore_backends.files.meter import IoStats
 from tierstore_backends.files.options import EngineName, FilesOptions
-from tierstore_backends.files.owner import DirectoryOwner
 from tierstore_backends.files.segments import Files
-from tierstore_backends.files.several import Owners
+from tierstore_backends.files.several import Right
 from tierstore_backends.files.space import Space
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
 from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, by_piece, cut
@@ -266,7 +265,7 @@ def _start(
     return start_all(options, ground.drives, ground.segments, ground.space, syscalls, block_bytes, quiet_s)
 
 
-def _shut(started: Started | StartedDrives, segments: Files, owner: DirectoryOwner | Owners) -> None:
+def _shut(started: Started | StartedDrives, segments: Files, owner: Right) -> None:
     """End everything: the engine first, so that nothing moves when files go."""
     try:
         started.close()
@@ -275,7 +274,7 @@ def _shut(started: Started | StartedDrives, segments: Files, owner: DirectoryOwn
         owner.release()
 
 
-def _disown(segments: Files, owner: DirectoryOwner | Owners) -> None:
+def _disown(segments: Files, owner: Right) -> None:
     """In the child of a fork there are no workers, and the files are the parent's."""
     segments.disown()
     owner.disown()

@@ -27,11 +27,11 @@ from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStor
 from tierstore.spi import Completion, Record, Slot
 from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.manifest import Manifest, Meta
-from tierstore_backends.files.owner import DirectoryOwner
+from tierstore_backends.files.reader import Reader
 from tierstore_backends.files.recovery import Recovered
 from tierstore_backends.files.rows import Place, Row, Sums, decode_text, encode, encode_text, row_check
 from tierstore_backends.files.segments import Files
-from tierstore_backends.files.several import Owners
+from tierstore_backends.files.several import Right
 from tierstore_backends.files.transfer import FileSlot, SlotState
 
 _log = logging.getLogger("tierstore.files")
@@ -53,7 +53,7 @@ class Commits:
 
     def __init__(
         self,
-        owner: DirectoryOwner | Owners,
+        owner: Right,
         manifest: Manifest,
         segments: Files,
         recovered: Recovered,
@@ -119,7 +119,8 @@ class Commits:
     def _commit(self, records: Sequence[Record]) -> None:
         if self._is_closed:
             raise StoreClosed("the files were closed")
-        if not self._manifest.is_open:
+        is_read_only = isinstance(self._owner, Reader)
+        if not self._manifest.is_open and not is_read_only:
             self._manifest, rows = self._manifest.reopen()
             self._entries, self._found = None, (rows, None)
         if self._entries is None:
@@ -132,6 +133,11 @@ class Commits:
         if change.is_nothing:
             self._owner.note_commit(self._manifest.meta.commit)
             return
+        if is_read_only:
+            raise BackendError(
+                f"{self._owner.folder} was opened with read_only=True: "
+                f"what was put, replaced or dropped since cannot be kept there"
+            )
         self._remove_doubts(change.slots)
         self._sync(change.slots)
         self._manifest.commit(change.meta(), change.dropped, change.rows)

@@ -6,12 +6,13 @@ change it.  What is written and not committed is gone when the directory is open
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from tierstore.errors import StoreClosed, UsageError
+from tierstore.errors import BackendError, StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, PartialError, Record, Slot
 from tierstore_backends.ending import Ending
 from tierstore_backends.files.backend import QUIET_S, SEGMENT_BYTES, STRIDE_BYTES, FilesBackend
@@ -19,10 +20,13 @@ from tierstore_backends.files.commits import Commits
 from tierstore_backends.files.ground import durable_ground
 from tierstore_backends.files.meter import IoStats
 from tierstore_backends.files.options import FilesOptions
+from tierstore_backends.files.reading import ReadOnly, reading_ground
 from tierstore_backends.files.recovery import Recovered
 from tierstore_backends.files.rows import decode_text
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
 from tierstore_backends.files.transfer import FileSlot
+
+_log = logging.getLogger("tierstore.files")
 
 
 class DurableFiles:
@@ -48,9 +52,15 @@ class DurableFiles:
         stride_bytes: int = STRIDE_BYTES,
         quiet_s: float = QUIET_S,
     ) -> None:
-        ground, manifest, recovered = durable_ground(
-            capacity_bytes, options, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
-        )
+        if options.read_only:
+            ground, manifest, recovered = reading_ground(
+                capacity_bytes, options, syscalls, stride_bytes=stride_bytes
+            )
+            syscalls = ReadOnly(syscalls)
+        else:
+            ground, manifest, recovered = durable_ground(
+                capacity_bytes, options, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
+            )
         try:
             files = FilesBackend(capacity_bytes, options, syscalls=syscalls, quiet_s=quiet_s, ground=ground)
         except BaseException:
@@ -61,8 +71,15 @@ class DurableFiles:
         self._files = files
         self._capabilities = replace(files.capabilities, is_durable=True)
         self._lost = recovered.lost
+        self._read_only_folder = ground.owner.folder if options.read_only else None
         self._commits = Commits(ground.owner, manifest, ground.segments, recovered, files)
         self._recovered: Recovered | None = recovered
+        # Above all for who gave no path, and keeps files in one that is relative to where the program began.
+        _log.info(
+            "a durable store is open in %s: %d keys were found there",
+            ", ".join(map(str, options.folders)),
+            len(recovered.rows),
+        )
         self._ending = Ending(self, self._commits.disown, _shut, self._commits, files)
 
     @property
@@ -111,7 +128,16 @@ class DurableFiles:
         return self._commits.begin(records)
 
     def reserve(self, nbytes: int) -> FileSlot:
-        """Take addresses for ``nbytes``; touches no disk.  See `FilesBackend.reserve`."""
+        """Take addresses for ``nbytes``; touches no disk.  See `FilesBackend.reserve`.
+
+        Raises:
+            BackendError: besides, the directory was opened with ``read_only``.
+        """
+        self._check_open()
+        if self._read_only_folder is not None:
+            raise BackendError(
+                f"{self._read_only_folder} was opened with read_only=True: nothing can be put there"
+            )
         return self._files.reserve(nbytes)
 
     def read(self, slot: Slot, into: Buffer) -> Completion:
@@ -141,7 +167,8 @@ class DurableFiles:
 
     def accepts(self, memory: torch.Tensor) -> bool:
         """Say whether ``memory`` can be moved straight.  See `FilesBackend.accepts`."""
-        return self._files.accepts(memory)
+        # Whether it can is found out by writing.
+        return self._read_only_folder is None and self._files.accepts(memory)
 
     def free(self, slot: Slot) -> Completion:
         """Give the slot's addresses to others.  See `FilesBackend.free`."""

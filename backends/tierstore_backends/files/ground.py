@@ -20,13 +20,21 @@ from tierstore_backends.files.engines.choice import direct_for
 from tierstore_backends.files.identity import store_of, written
 from tierstore_backends.files.manifest import FORMAT, Manifest, Meta, digest
 from tierstore_backends.files.options import Direct, FilesOptions
-from tierstore_backends.files.owner import DRIVE_NAME, MANIFEST_NAME, DirectoryOwner, Keeping, segment_index
+from tierstore_backends.files.owner import (
+    DRIVE_NAME,
+    MANIFEST_NAME,
+    DirectoryOwner,
+    Keeping,
+    explain,
+    segment_index,
+)
 from tierstore_backends.files.probe import IoMode, probe
 from tierstore_backends.files.recovery import Recovered, find_missing, recover
 from tierstore_backends.files.rows import Sums, decode_place, encode
 from tierstore_backends.files.segments import Files, Segments
 from tierstore_backends.files.several import (
     Owners,
+    Right,
     bandwidths,
     claim,
     given_bandwidths,
@@ -56,7 +64,7 @@ class Ground:
         drives: the directories, if there are several.
     """
 
-    owner: DirectoryOwner | Owners
+    owner: Right
     mode: IoMode
     segments: Files
     space: Space | Stripes
@@ -129,8 +137,8 @@ def durable_ground(
         BackendError: the directory cannot be made or used.
     """
     home = options.folders[0]
-    if not options.create and not _has_kept(home):
-        raise UsageError(f"{home} is not a durable store: it has no {MANIFEST_NAME}")
+    if not options.create:
+        require_kept(home)
     store_of(options.folders)
     owner = claim(options.folders, Keeping.DURABLE)
     try:
@@ -162,13 +170,13 @@ def _open_manifest(
     if path.exists() or path.is_symlink():
         manifest, rows = Manifest.open(options.path, salvage=options.salvage, at_least=owner.noted_commit)
         try:
-            _check_drives(options.folders, store, manifest)
+            check_drives(options.folders, store, manifest)
             recovered = recover(rows, manifest.meta.alignment_bytes, len(options.folders), str(path))
         except BaseException:
             manifest.close()
             raise
         return manifest, recovered
-    _check_nothing_is_kept(options.folders, store)
+    check_nothing_is_kept(options.folders, store)
     modes = [probe(folder, direct_for(options), syscalls) for folder in options.folders]
     meta = Meta(
         format=FORMAT,
@@ -184,8 +192,12 @@ def _open_manifest(
         return Manifest.create(options.path, meta), Recovered(())
 
 
-def _check_drives(folders: Sequence[Path], store: str | None, manifest: Manifest) -> None:
-    """Refuse directories that are not those of the manifest."""
+def check_drives(folders: Sequence[Path], store: str | None, manifest: Manifest) -> None:
+    """Refuse directories that are not those of the manifest.
+
+    Raises:
+        UsageError: they are not.
+    """
     meta = manifest.meta
     count = max(1, len(meta.bandwidths))
     if count != len(folders) or (store is None) != (count == 1) or store not in (None, meta.directory):
@@ -196,16 +208,30 @@ def _check_drives(folders: Sequence[Path], store: str | None, manifest: Manifest
         )
 
 
-def _has_kept(folder: Path) -> bool:
-    """Whether a store was ever kept in a directory, be it damaged."""
-    return folder.is_dir() and any(
-        entry.name == MANIFEST_NAME or segment_index(entry.name, Keeping.DURABLE) is not None
-        for entry in folder.iterdir()
-    )
+def require_kept(folder: Path) -> None:
+    """Refuse a directory in which no store was ever kept; one that is damaged passes.
+
+    Raises:
+        UsageError: there is none.
+        BackendError: the directory cannot be read.
+    """
+    try:
+        has_kept = folder.is_dir() and any(
+            entry.name == MANIFEST_NAME or segment_index(entry.name, Keeping.DURABLE) is not None
+            for entry in folder.iterdir()
+        )
+    except OSError as error:
+        raise BackendError(f"{folder} cannot be read: {explain(error)}") from error
+    if not has_kept:
+        raise UsageError(f"{folder} is not a durable store: it has no {MANIFEST_NAME}")
 
 
-def _check_nothing_is_kept(folders: Sequence[Path], store: str | None) -> None:
-    """Refuse files whose manifest is gone: what they hold would be written over."""
+def check_nothing_is_kept(folders: Sequence[Path], store: str | None) -> None:
+    """Refuse files whose manifest is gone: what they hold would be written over.
+
+    Raises:
+        IntegrityError, UsageError: there are such files.
+    """
     if store is not None:
         raise IntegrityError(
             f"{folders[0]} is the first drive of the store {store}, and has no {MANIFEST_NAME}, which says "
@@ -279,21 +305,23 @@ def _stand(
         for files, live in zip(segments, split_by_drive(recovered.live, len(segments)), strict=True):
             files.reopen(live[-1][1] if live else 0)
         silent = find_missing(recovered, DriveFiles(segments) if options.drives else segments[0])
-        ground = _settled(capacity_bytes, options, owner, modes, segments, manifest.meta, recovered)
+        ground = settled(capacity_bytes, options, owner, modes, segments, manifest.meta, recovered)
         _note_losses(manifest, recovered, silent)
     except BaseException as error:
         for files in segments:
             files.close()
         if isinstance(error, OSError):
-            raise BackendError(f"the files in {owner.folder} cannot be opened again: {error}") from error
+            raise BackendError(
+                f"the files in {owner.folder} cannot be opened again: {explain(error)}"
+            ) from error
         raise
     return ground
 
 
-def _settled(
+def settled(
     capacity_bytes: int,
     options: FilesOptions,
-    owner: DirectoryOwner | Owners,
+    owner: Right,
     modes: Sequence[IoMode],
     segments: Sequence[Segments],
     meta: Meta,

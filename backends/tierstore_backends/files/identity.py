@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
-from tierstore_backends.files.owner import DRIVE_NAME
+from tierstore_backends.files.owner import DRIVE_NAME, explain
 
 _MOST_BYTES = 4096
 
@@ -100,7 +100,7 @@ def _read(folder: Path) -> Identity | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise BackendError(f"{path} cannot be read: {error}") from error
+        raise BackendError(f"{path} cannot be read: {explain(error)}") from error
     try:
         found = json.loads(content)
         store, drive, drives = found["store"], found["drive"], found["drives"]

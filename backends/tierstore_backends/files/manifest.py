@@ -20,7 +20,9 @@ import errno
 import json
 import logging
 import os
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +31,7 @@ import numpy
 import xxhash
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
-from tierstore_backends.files.owner import MANIFEST_NAME
+from tierstore_backends.files.owner import MANIFEST_NAME, explain
 from tierstore_backends.files.rows import Damage, RawRow, Row, flips, is_whole, mend
 
 _log = logging.getLogger("tierstore.files")
@@ -51,6 +53,9 @@ CREATE TABLE records (
 _PUT = "INSERT OR REPLACE INTO records VALUES (?, ?, CAST(? AS TEXT), CAST(? AS TEXT), ?, ?)"
 _DAMAGED = (MemoryError, OverflowError, UnicodeError)  # what else damage makes of lengths and of messages
 _FAILURES = (sqlite3.Error, *_DAMAGED)
+_NO_SUCH = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR})  # page, or table
+# Or SQLite opens no database that is shorter than it says.  Only for what is read, never written.
+_TOLERANT = "PRAGMA writable_schema = ON"
 _ERRNO = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -90,12 +95,12 @@ class Meta:
 
 
 class Manifest:
-    """One open manifest.  Made by `create` and `open`."""
+    """One open manifest.  Made by `create`, `open` and `look`."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, meta: Meta) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection | None, meta: Meta) -> None:
         self.path = path
         self.meta = meta
-        self._connection: sqlite3.Connection | None = connection
+        self._connection = connection
         self._inode = path.stat().st_ino
 
     @classmethod
@@ -143,8 +148,12 @@ class Manifest:
         """
         path = folder / MANIFEST_NAME
         _check_magic(path)
-        with _explained(path, "opened"):
-            connection = _connect(path)
+        try:
+            with _explained(path, "opened"):
+                connection = _connect(path)
+        except IntegrityError:  # SQLite does not even begin: it is shorter than it says
+            manifest, rows, _ = cls._look(folder, salvage=salvage, at_least=at_least)
+            return manifest._replace(rows), rows
         try:
             with _explained(path, "read"):
                 reading = _Reading(path, connection)
@@ -159,6 +168,40 @@ class Manifest:
         if reading.is_damaged:
             manifest = manifest._replace(reading.rows)
         return manifest, reading.rows
+
+    @classmethod
+    def look(cls, folder: Path, *, salvage: bool, at_least: int = 0) -> tuple[Manifest, Sequence[Row]]:
+        """Read the manifest of ``folder`` and change nothing there: its rows, as `open` returns them.
+
+        SQLite cannot read a database in WAL mode without files of its own beside it.  So one without a log
+        is opened as immutable, which needs none; and of one with a log, which a process left that was
+        killed, a copy in the system's temporary directory is opened.  Damage is put right in what is
+        returned, not in the file.
+
+        Returns:
+            The manifest, which is not open, and its rows.
+
+        Raises:
+            IntegrityError, UsageError, BackendError: as from `open`.
+        """
+        manifest, rows, is_damaged = cls._look(folder, salvage=salvage, at_least=at_least)
+        if is_damaged:
+            _log.warning("%s is damaged: what is wrong is put right here, not in the file", manifest.path)
+        return manifest, rows
+
+    @classmethod
+    def _look(cls, folder: Path, *, salvage: bool, at_least: int) -> tuple[Manifest, Sequence[Row], bool]:
+        """Read a manifest; return whether it is damaged, too."""
+        path = folder / MANIFEST_NAME
+        _check_magic(path)
+        with contextlib.ExitStack() as room:
+            with _explained(path, "opened"):
+                connection = room.enter_context(contextlib.closing(_connect_to_read(path, room)))
+            with _explained(path, "read"):
+                reading = _Reading(path, connection)
+                reading.run()
+            reading.judge(salvage=salvage, at_least=at_least)
+        return cls(path, None, reading.meta), reading.rows, reading.is_damaged
 
     def reopen(self) -> tuple[Manifest, Sequence[Row]]:
         """Open and read it again after an error.
@@ -268,7 +311,7 @@ class _Reading:
         return bool(self._damage)
 
     def run(self) -> None:
-        self.meta, is_mended = _read_meta(self._path, self._connection)
+        self.meta, is_mended = _meta(self._path, self._connection)
         if is_mended:
             self._damage.append("a bit of what it says of itself")
         try:
@@ -305,6 +348,10 @@ class _Reading:
             )
         else:
             return
+        if not self.rows and self.meta.records:  # going on would give back every byte
+            raise IntegrityError(
+                f"{message}: nothing can be salvaged, put a copy of it back. Nothing was changed"
+            )
         if not salvage:
             raise IntegrityError(f"{message}. Nothing was changed. salvage=True goes on with what is there")
         _log.error("%s. Going on with what is there", message)
@@ -338,10 +385,13 @@ def digest(rows: Iterable[Row]) -> int:
     return int(checks.sum(dtype=numpy.uint64))
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path, *first: str) -> sqlite3.Connection:
+    """Open a database, after the statements ``first``."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         connection.text_factory = bytes
+        for statement in first:
+            connection.execute(statement)
         # Before the first access: so that the log's index is in memory, not in a file that is mapped.
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         connection.execute("PRAGMA journal_mode = WAL")
@@ -354,22 +404,49 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def _connect_to_read(path: Path, room: contextlib.ExitStack) -> sqlite3.Connection:
+    """Open a database, or a copy that ``room`` removes: see `Manifest.look`."""
+    log = _wal(path)
+    if not (log.exists() and log.stat().st_size):
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
+        connection.text_factory = bytes
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute(_TOLERANT)
+        return connection
+    folder = Path(room.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-")))
+    for each in (path, log):
+        shutil.copyfile(each, folder / each.name)
+    return _connect(folder / path.name, _TOLERANT)
+
+
 def _check_magic(path: Path) -> None:
     try:
         with path.open("rb") as file:
             begin = file.read(512)
     except OSError as error:
-        raise BackendError(f"the manifest {path} cannot be read: {error}") from error
+        raise BackendError(f"the manifest {path} cannot be read: {explain(error)}") from error
     if len(begin) < 512 or not begin.startswith(_MAGIC):
         # Never let SQLite have it: it takes an empty file for a new one, and deletes the log beside it.
         raise IntegrityError(
             f"{path} is not a manifest: it is {path.stat().st_size} bytes long and begins with "
-            f"{begin[:16]!r}. Nothing was changed"
+            f"{begin[:16]!r}: nothing can be salvaged from it, put a copy of it back. Nothing was changed"
         )
 
 
-def _read_meta(path: Path, connection: sqlite3.Connection) -> tuple[Meta, bool]:
+def _meta(path: Path, connection: sqlite3.Connection) -> tuple[Meta, bool]:
     """Return what a manifest says of itself, and whether that had to be mended."""
+    try:
+        return _read_meta(path, connection)
+    except sqlite3.DatabaseError as error:
+        if _primary(error) not in _NO_SUCH:
+            raise
+        raise IntegrityError(
+            f"{path} is damaged: what it says of itself cannot be read ({error}), and without that "
+            f"nothing can be salvaged: put a copy of it back. Nothing was changed"
+        ) from error
+
+
+def _read_meta(path: Path, connection: sqlite3.Connection) -> tuple[Meta, bool]:
     row = connection.execute("SELECT body, sum FROM meta").fetchone() or (None, None)
     for body, total in _candidates(*row):
         if meta_sum(body) == total:
@@ -381,7 +458,8 @@ def _read_meta(path: Path, connection: sqlite3.Connection) -> tuple[Meta, bool]:
                 )
             return Meta(**fields), body != row[0] or total != row[1]
     raise IntegrityError(
-        f"{path} is damaged: what it says of itself has a wrong checksum. Nothing was changed"
+        f"{path} is damaged: what it says of itself has a wrong checksum, and without that nothing can be "
+        f"salvaged: put a copy of it back. Nothing was changed"
     )
 
 
@@ -409,16 +487,21 @@ def _explained(path: Path, done: str) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        primary = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+        primary = _primary(error)
         code = errno.errorcode.get(_ERRNO.get(primary, 0), "")
         name = getattr(error, "sqlite_errorname", None) or type(error).__name__
         kind = IntegrityError if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) else BackendError
         why = f"{code}, {name}" if code else name
         raise kind(f"the manifest {path} could not be {done}: {error} ({why})") from error
     except OSError as error:
-        raise BackendError(f"the manifest {path} could not be {done}: {error}") from error
+        raise BackendError(f"the manifest {path} could not be {done}: {explain(error)}") from error
     except _DAMAGED as error:
         raise IntegrityError(f"the manifest {path} could not be {done}: {error!r}") from error
+
+
+def _primary(error: sqlite3.Error) -> int:
+    """Return SQLite's code for a kind of error; 0: it is Python's own."""
+    return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
 def _wal(path: Path) -> Path:

@@ -77,6 +77,8 @@ class FilesOptions:
         create: whether a directory that nothing is kept in becomes a durable one; ``False`` refuses it.
         salvage: open a durable directory also if its manifest is damaged and names are lost: with what
             can be read, for good.
+        read_only: look into a durable directory and change nothing in it: no lock, no repair, no new bytes.
+            It may be on read-only media, and several may look at a time.
         drives: the directories if ``path`` is a list of several, in its order; not in the mapping.
     """
 
@@ -91,6 +93,7 @@ class FilesOptions:
     durable: bool = False
     create: bool = True
     salvage: bool = False
+    read_only: bool = False
     drives: tuple[DriveOption, ...] = ()
 
     @property
@@ -121,6 +124,13 @@ def _contradictions(values: Mapping[str, object]) -> Iterator[str]:
         )
     if values.get("direct") is Direct.ALWAYS and engine is EngineName.AIOFILES:
         yield "engine='aiofiles' goes through the page cache and direct=True forbids that: leave one out"
+    if values.get("read_only") and not values.get("durable"):
+        yield "read_only=True is for what was kept: say durable=True, too"
+    if values.get("read_only") and engine in (EngineName.IO_URING, EngineName.AIOFILES):
+        yield (
+            f"engine={engine.value!r} needs files that it can write and read_only=True forbids that: "
+            "leave one out"
+        )
 
 
 def _drives(given: object) -> tuple[DriveOption, ...]:
@@ -198,6 +208,7 @@ _READERS: Mapping[str, Reader] = {
     "durable": switch,
     "create": switch,
     "salvage": switch,
+    "read_only": switch,
 }
 
 _NEEDED = {"path": "the directory to keep files in"}

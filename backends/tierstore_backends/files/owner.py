@@ -21,11 +21,12 @@ import errno
 import fcntl
 import os
 import re
+import stat
 from pathlib import Path
 
 from tierstore.errors import BackendError, UsageError
 
-_LOCK_NAME = "tierstore.lock"  # one for both, so that they keep each other out
+LOCK_NAME = "tierstore.lock"  # one for both, so that they keep each other out
 _CLAIM_ATTEMPTS = 100
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -85,7 +86,7 @@ class DirectoryOwner:
                     return cls._settle(folder, lock_fd, made, keeping)
         except OSError as error:
             _unmake(folder, made)
-            raise BackendError(f"files cannot be kept in {folder}: {error}") from error
+            raise BackendError(f"files cannot be kept in {folder}: {explain(error)}") from error
         raise BackendError(f"{folder} is taken and given up again and again by others", transient=True)
 
     @classmethod
@@ -100,7 +101,7 @@ class DirectoryOwner:
         except BaseException:
             if keeping is Keeping.SCRATCH:
                 with contextlib.suppress(OSError):  # the error under way says more
-                    (folder / _LOCK_NAME).unlink(missing_ok=True)
+                    (folder / LOCK_NAME).unlink(missing_ok=True)
             os.close(lock_fd)
             raise
         return owner
@@ -118,7 +119,7 @@ class DirectoryOwner:
             BackendError: it, or its lock, was removed or replaced.
         """
         assert self._lock_fd is not None  # nobody commits after release
-        path = self.folder / _LOCK_NAME
+        path = self.folder / LOCK_NAME
         try:
             is_ours = path.stat().st_ino == os.fstat(self._lock_fd).st_ino
         except OSError as error:
@@ -157,7 +158,7 @@ class DirectoryOwner:
         try:
             if self._keeping is Keeping.SCRATCH:
                 _sweep(self.folder)
-            (self.folder / _LOCK_NAME).unlink(missing_ok=True)
+            (self.folder / LOCK_NAME).unlink(missing_ok=True)
             _unmake(self.folder, self._made)
         except OSError as error:
             raise BackendError(f"scratch files cannot be removed from {self.folder}: {error}") from error
@@ -174,7 +175,7 @@ class DirectoryOwner:
     def _take_over(self) -> None:
         """Keep what a dead owner noted, and say who owns the directory now."""
         assert self._lock_fd is not None
-        _, made, self.noted_commit = _read_note(self._lock_fd)
+        _, made, self.noted_commit = read_note(self._lock_fd)
         self._made = max(self._made, made)
         try:
             self._write_note()
@@ -221,7 +222,7 @@ def _unmake(folder: Path, made: int) -> None:
 
 def _lock(folder: Path) -> int | None:
     """Lock the directory; ``None`` if it or its lock file vanished meanwhile: try again."""
-    path = folder / _LOCK_NAME
+    path = folder / LOCK_NAME
     try:
         lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
@@ -232,13 +233,9 @@ def _lock(folder: Path) -> int | None:
         if path.stat().st_ino == os.fstat(lock_fd).st_ino:
             return lock_fd
     except BlockingIOError:
-        pid = _read_note(lock_fd)[0]
+        refusal = _in_use(folder, read_note(lock_fd)[0])
         os.close(lock_fd)
-        whose = "this process" if pid == os.getpid() else f"process {pid}" if pid else "another process"
-        raise UsageError(
-            f"{folder} is in use by a live backend of {whose} (pid {pid or 'unknown'}): "
-            f"close that one, or give this one a directory of its own"
-        ) from None
+        raise refusal from None
     except FileNotFoundError:
         pass
     except BaseException:
@@ -248,7 +245,78 @@ def _lock(folder: Path) -> int | None:
     return None
 
 
-def _read_note(lock_fd: int) -> tuple[int, int, int]:
+def lock_shared(folder: Path) -> int | None:
+    """Keep owners out of a directory, but not others who do the same; ``None``: there is no lock file.
+
+    Changes nothing.
+
+    Raises:
+        UsageError: a live backend owns it; the message names its process.
+        OSError: the lock file cannot be opened or locked.
+    """
+    try:
+        lock_fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refusal = _in_use(folder, read_note(lock_fd)[0])
+        os.close(lock_fd)
+        raise refusal from None
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return lock_fd
+
+
+def _in_use(folder: Path, pid: int) -> UsageError:
+    """Return the refusal of a directory whose lock somebody holds; its last owner was ``pid``."""
+    if pid and not _is_alive(pid):
+        # A reader holds the lock and notes nothing; or the owner is in another container.
+        return UsageError(
+            f"{folder} is in use by a process that only reads it, or that cannot be seen from here (its last "
+            f"owner was pid {pid}): wait for it, or give this one a directory of its own"
+        )
+    if not pid:  # it has the lock and has not yet noted who it is
+        return UsageError(
+            f"{folder} is in use by another process (pid unknown): "
+            f"wait for it, or give this one a directory of its own"
+        )
+    whose = "this process" if pid == os.getpid() else f"process {pid}"
+    return UsageError(
+        f"{folder} is in use by a live backend of {whose} (pid {pid}): "
+        f"close that one, or give this one a directory of its own"
+    )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True  # it is somebody else's
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def explain(error: OSError) -> str:
+    """Say what an error of the system means, where permissions stand in the way: whose, and who asks."""
+    if error.errno not in (errno.EACCES, errno.EPERM) or not isinstance(error.filename, str):
+        return str(error)
+    path = Path(error.filename)
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            found = place.stat()
+            return (
+                f"{error} ({place} belongs to user {found.st_uid} and has mode "
+                f"{stat.S_IMODE(found.st_mode):04o}, and this process is user {os.geteuid()}: "
+                f"run it as that user, or change the mode)"
+            )
+    return str(error)
+
+
+def read_note(lock_fd: int) -> tuple[int, int, int]:
     """Return the owner's process, how many directories were made for it, and its last commit; 0: unknown."""
     lines = os.pread(lock_fd, 64, 0).decode("ascii", errors="replace").split("\n")
     pid, made, commit = (

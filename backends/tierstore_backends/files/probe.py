@@ -78,6 +78,49 @@ def probe(folder: Path, direct: Direct, syscalls: Syscalls) -> IoMode:
     return IoMode(is_direct=False, alignment_bytes=block_bytes, memory_alignment_bytes=1)
 
 
+def probe_reading(path: Path, alignment_bytes: int, direct: Direct, syscalls: Syscalls) -> IoMode:
+    """Find out how to read ``path``, a file whose extents have a given alignment.  Changes nothing.
+
+    Raises:
+        BackendError: direct I/O is demanded and refused.
+    """
+    found = None if direct is Direct.NEVER else _probe_reads(path, alignment_bytes, syscalls)
+    if found is None and direct is Direct.ALWAYS:
+        raise BackendError(
+            f"{path} cannot be read by direct I/O, and direct=True demands it: use direct='auto'"
+        )
+    return IoMode(
+        is_direct=found is not None, alignment_bytes=alignment_bytes, memory_alignment_bytes=found or 1
+    )
+
+
+def _probe_reads(path: Path, alignment_bytes: int, syscalls: Syscalls) -> int | None:
+    """Return the finest alignment in memory with which a page can be read; ``None``: none can."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return None
+    try:
+        with mmap.mmap(-1, 2 * _PAGE_BYTES + _LARGEST_BLOCK_BYTES) as pages, memoryview(pages) as memory:
+            return _first(
+                _MEMORY_ALIGNMENTS,
+                lambda n: _can_read(fd, memory, alignment_bytes, n % _PAGE_BYTES, syscalls),
+            )
+    finally:
+        os.close(fd)
+
+
+def _can_read(fd: int, memory: memoryview, nbytes: int, start: int, syscalls: Syscalls) -> bool:
+    window = memory[start : start + nbytes]
+    try:
+        syscalls.read(fd, [window], 0)
+    except OSError:
+        return False  # whatever it is: reading through the cache meets it if it matters
+    finally:
+        window.release()
+    return True
+
+
 def _block_bytes(folder: Path) -> int:
     """Return the unit in which the file system gives out disk, at least a sector."""
     block_bytes = os.statvfs(folder).f_frsize

@@ -175,6 +175,21 @@ class Segments:
             while len(self._fds) < count:
                 self._open(self._flags)
 
+    def look(self, end: int) -> None:
+        """Open the files of addresses below ``end`` as they are; one that is missing has no bytes.
+
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        count = -(-end // self.segment_bytes)
+        with self._lock:
+            while len(self._fds) < count:
+                try:
+                    self._open(self._flags)
+                except FileNotFoundError:
+                    self._fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                    self._lengths.append(0)
+
     def indices(self, extents: Sequence[Extent]) -> set[int]:
         """Return the numbers of the files that ``extents`` lie in."""
         return {

@@ -18,6 +18,7 @@ from tierstore_backends.files.layout import Extent
 from tierstore_backends.files.options import FilesOptions
 from tierstore_backends.files.owner import DirectoryOwner, Keeping
 from tierstore_backends.files.probe import IoMode
+from tierstore_backends.files.reader import Reader
 from tierstore_backends.files.segments import Segments
 from tierstore_backends.files.space import Space
 from tierstore_backends.files.stripes import Stripes, allot
@@ -83,6 +84,10 @@ class Owners:
         """Forget the directories without touching them, in the child of a fork."""
         for owner in self._owners:
             owner.disown()
+
+
+Right = DirectoryOwner | Owners | Reader
+"""What a backend has of its directories."""
 
 
 def claim(folders: Sequence[Path], keeping: Keeping) -> DirectoryOwner | Owners:

@@ -3,9 +3,9 @@
 Memory comes in blocks of ``host_mem_block_size``, page-locked once each where a CUDA device is there;
 slots of exact size are cut out of them.
 
-1. The bytes of the blocks never exceed the capacity.  After a ``resize`` below what the blocks
-   hold, the slots fit in the new capacity, blocks are given back as soon as they are empty, and the
-   free pages of blocks that are not page-locked at once.
+1. The memory in use never exceeds the capacity, nor do the bytes of the blocks, but for rule 5.
+   After a ``resize`` below what the blocks hold, the slots fit in the new capacity, blocks are given
+   back as soon as they are empty, and the free pages of blocks that are not page-locked at once.
 2. Slots take multiples of 512 bytes; slots of 64 KiB and more begin on a page, so that a disk can
    use them without a bounce buffer.
 3. A block that becomes empty is kept for the next slot: memory that was touched before is several
@@ -14,7 +14,11 @@ slots of exact size are cut out of them.
    that no slot had while slots took as many bytes as the pool keeps.  Bytes handed out are the clock,
    so giving back stays in proportion to the traffic.  Shorter stretches are holes between slots, the
    next to be filled.  Page-locked memory stays.
-5. A slot is freed at once.  Nobody guards the events of a device that still reads it, and nobody
+5. Free bytes in pieces are no reason to refuse a slot: pieces of 2 MiB and more go back to the system,
+   and an *extra* block of the slot's size is mapped in their stead, until it is empty.  Then the blocks
+   hold more addresses than the capacity, twice as many at most, and memory in use stays within it.
+   Not where blocks are page-locked, as that memory cannot be given back in parts.
+6. A slot is freed at once.  Nobody guards the events of a device that still reads it, and nobody
    needs to: the engine frees a slot after every copy and lease on it has ended.
 
 Options:
@@ -37,6 +41,7 @@ from tierstore.units import GIB, KIB, MIB, align_up, format_bytes
 from tierstore_backends import host
 from tierstore_backends.options import Options
 from tierstore_backends.pinned.blocks import PAGE_BYTES, Block, CudaRegistrar, Registrar
+from tierstore_backends.pinned.pages import HUGE_PAGE_BYTES
 from tierstore_backends.pinned.ranges import FreeRanges
 from tierstore_backends.quota import Quota
 
@@ -81,6 +86,9 @@ class PinnedPool:
         self._blocks: dict[int, Block] = {}
         self._next_number = 1
         self._mapped_bytes = 0
+        self._extra: dict[int, int] = {}  # the bytes of the blocks that are beyond the capacity
+        # Free ranges whose pages went back: length, and how much of it the blocks count nevertheless.
+        self._hollow: dict[int, tuple[int, int]] = {}
         self._until_sweep_bytes = 0  # to be handed out before the next block in turn is swept
         self._swept_number = 0
         self._is_closed = False
@@ -178,6 +186,7 @@ class PinnedPool:
             blocks = list(self._blocks.values())
             self._blocks.clear()
             self._free = FreeRanges()
+            self._extra.clear()
             self._mapped_bytes = 0
         _release(blocks)
 
@@ -193,8 +202,12 @@ class PinnedPool:
         if start is None:
             return None
         block = self._blocks[start >> _SPAN_BITS]
-        block.used_bytes += room_bytes
         memory = block.memory(start & _OFFSET_MASK, nbytes)
+        if self._extra and not self._give_pages_back(0):
+            self._discard(start, room_bytes)
+            self._free.give(start, room_bytes)
+            return None
+        block.used_bytes += room_bytes
         self._until_sweep_bytes -= room_bytes
         if self._until_sweep_bytes <= 0:
             self._sweep()
@@ -216,8 +229,38 @@ class PinnedPool:
         block.age()
         self._until_sweep_bytes = self._resident_bytes() // len(self._blocks)
 
+    def _give_pages_back(self, nbytes: int) -> bool:
+        """Give free pages back until there is memory for ``nbytes`` more; return whether there is.
+
+        Short ranges first: they are of the least use.  Under the lock.
+        """
+        excess_bytes = self._resident_bytes() + nbytes - self._quota.capacity_bytes
+        for start, range_bytes in self._free.of_at_least(HUGE_PAGE_BYTES) if excess_bytes > 0 else ():
+            excess_bytes -= self._hollow_out(start, range_bytes)
+            if excess_bytes <= 0:
+                break
+        return excess_bytes <= 0
+
+    def _hollow_out(self, start: int, nbytes: int) -> int:
+        """Give the pages of a free range back, parts of huge pages too; return how many bytes those were.
+
+        Under the lock.
+        """
+        if start in self._hollow and self._hollow[start][0] == nbytes:
+            return 0
+        block = self._blocks[start >> _SPAN_BITS]
+        before_bytes = block.resident_bytes
+        edge_bytes = self._discard(start, nbytes)
+        self._hollow[start] = nbytes, edge_bytes
+        return before_bytes - block.resident_bytes + edge_bytes
+
     def _resident_bytes(self) -> int:
-        return sum(block.resident_bytes for block in self._blocks.values())
+        """Return how much memory is in use at most.  Under the lock."""
+        for start, (nbytes, _) in list(self._hollow.items()):
+            if not self._free.has(start, nbytes):
+                del self._hollow[start]
+        edge_bytes = sum(edge_bytes for _, edge_bytes in self._hollow.values())
+        return sum(block.resident_bytes for block in self._blocks.values()) - edge_bytes
 
     def _grow(self, room_bytes: int, nbytes: int) -> tuple[int, torch.Tensor]:
         """Make a block and take a range out of it.
@@ -231,17 +274,20 @@ class PinnedPool:
             while cut is None:
                 block = self._map(self._plan_block(room_bytes))
                 with self._lock:
-                    self._add(block)
+                    number = self._add(block)
+                    if self._mapped_bytes > self._quota.capacity_bytes:
+                        self._extra[number] = block.nbytes
                     cut = self._take(room_bytes, nbytes)  # a best fit: it may lie in another block
             return cut
 
-    def _add(self, block: Block) -> None:
-        """Make a block part of the pool.  Under the lock."""
+    def _add(self, block: Block) -> int:
+        """Make a block part of the pool; return its number.  Under the lock."""
         number = self._next_number
         self._next_number += 1
         self._blocks[number] = block
         self._mapped_bytes += block.nbytes
         self._free.give(number << _SPAN_BITS, block.nbytes)
+        return number
 
     def _plan_block(self, nbytes: int) -> int:
         """Return how large a block may be that holds ``nbytes``; give empty blocks back if it needs that.
@@ -254,7 +300,11 @@ class PinnedPool:
             empty = self._withdraw_empty(nbytes - room_bytes, or_none=True)
             room_bytes = (self._quota.capacity_bytes - self._mapped_bytes) // GRANULE_BYTES * GRANULE_BYTES
             free_bytes, largest_bytes = self._free.free_bytes, self._free.largest_bytes
+            extra_bytes = align_up(nbytes, PAGE_BYTES)
+            is_extra = room_bytes < nbytes and self._may_be_extra(extra_bytes)
         _release(empty)
+        if is_extra:
+            return extra_bytes
         if room_bytes < nbytes:
             raise CapacityError(
                 f"no free range of the 'pinned' backend has {format_bytes(nbytes)}: "
@@ -265,6 +315,14 @@ class PinnedPool:
                 free_bytes=free_bytes + max(room_bytes, 0),
             )
         return min(max(self._block_bytes, nbytes), room_bytes)
+
+    def _may_be_extra(self, nbytes: int) -> bool:
+        """Make memory free for a block beyond the capacity; return whether there may be one.
+
+        Under the lock.
+        """
+        is_bounded = self._mapped_bytes + nbytes <= 2 * self._quota.capacity_bytes
+        return is_bounded and self._give_pages_back(nbytes)
 
     def _map(self, nbytes: int) -> Block:
         try:
@@ -295,17 +353,20 @@ class PinnedPool:
             block.used_bytes -= place.nbytes
             block.note_use(place.start & _OFFSET_MASK, place.nbytes)
             freed = self._free.give(place.start, place.nbytes)
+            self._hollow.pop(freed[0], None)
             if self._is_over():
                 self._discard(*freed)
-                empty = self._withdraw_empty(self._mapped_bytes - self._quota.capacity_bytes)
+            empty = self._withdraw_empty(self._mapped_bytes - self._quota.capacity_bytes)
+            if self._extra:  # what merged counts as in memory with its edges
+                self._give_pages_back(0)
         _release(empty)
 
     def _is_over(self) -> bool:
-        """Whether blocks hold more than the capacity, which was lowered.  Under the lock."""
-        return self._mapped_bytes > self._quota.capacity_bytes
+        """Whether blocks hold more than the capacity because it was lowered.  Under the lock."""
+        return self._mapped_bytes - sum(self._extra.values()) > self._quota.capacity_bytes
 
-    def _discard(self, start: int, nbytes: int) -> None:
-        self._blocks[start >> _SPAN_BITS].discard(start & _OFFSET_MASK, nbytes)
+    def _discard(self, start: int, nbytes: int) -> int:
+        return self._blocks[start >> _SPAN_BITS].discard(start & _OFFSET_MASK, nbytes)
 
     def _withdraw_empty(self, excess_bytes: int, *, or_none: bool = False) -> list[Block]:
         """Take empty blocks of ``excess_bytes`` or more out of the pool.  Under the lock.
@@ -322,6 +383,7 @@ class PinnedPool:
             block = self._blocks.pop(number)
             self._free.remove(number << _SPAN_BITS, block.nbytes)
             self._mapped_bytes -= block.nbytes
+            self._extra.pop(number, None)
             excess_bytes -= block.nbytes
             withdrawn.append(block)
         return withdrawn

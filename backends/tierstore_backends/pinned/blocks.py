@@ -121,20 +121,27 @@ class Block:
         The storage begins at the first of these bytes and keeps the whole mapping alive.
         """
         self._pages.use(offset, nbytes)
+        if not self.is_pinned:
+            # The first write to a huge page brings all of it: now, before what is beside the range goes back.
+            for edge in (offset, offset + nbytes - 1):
+                self._map[edge] = self._map[edge]
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=nbytes)
 
     def note_use(self, offset: int, nbytes: int) -> None:
         """Take in that a range was in use until now."""
         self._pages.use(offset, nbytes)
 
-    def discard(self, offset: int, nbytes: int) -> None:
+    def discard(self, offset: int, nbytes: int) -> int:
         """Give the pages that lie wholly inside a range back to the system; their bytes are lost.
+
+        Returns how many of the bytes that went back `resident_bytes` still counts, as their huge pages
+        have others beside them.
 
         Page-locked memory stays: it cannot be given back in parts.  So does what the system does not
         take, such as memory that the program locked as a whole.
         """
         if self.is_pinned:
-            return
+            return 0
         first, end = align_up(offset, PAGE_BYTES), offset + nbytes
         if end < self.nbytes:  # a page that the block ends in is its own
             end = end // PAGE_BYTES * PAGE_BYTES
@@ -142,6 +149,8 @@ class Block:
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
                 self._pages.forget(offset, nbytes)
+                return end - first - self._pages.whole_bytes(offset, nbytes)
+        return 0
 
     def discard_idle(self, offset: int, nbytes: int, least_bytes: int) -> None:
         """Give back what of a free range nobody used since the last `age`: stretches of ``least_bytes``."""

@@ -59,6 +59,12 @@ class HugePages:
         first, end = self._inside(offset, nbytes)
         self._states[first:end] = _ABSENT * (end - first)
 
+    def whole_bytes(self, offset: int, nbytes: int) -> int:
+        """Return the bytes of the huge pages that lie wholly inside a range."""
+        first, end = self._inside(offset, nbytes)
+        begin_bytes = max(first * HUGE_PAGE_BYTES - self._lead_bytes, 0)
+        return max(0, min(end * HUGE_PAGE_BYTES - self._lead_bytes, self._nbytes) - begin_bytes)
+
     def idle(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Iterate over the runs of idle pages wholly inside a range, as (offset, nbytes)."""
         for run in _IDLE_RUN.finditer(bytes(self._states), *self._inside(offset, nbytes)):

@@ -44,6 +44,10 @@ class FreeRanges:
         """The length of the longest free range."""
         return self._by_size[-1][0] if self._by_size else 0
 
+    def has(self, start: int, nbytes: int) -> bool:
+        """Whether this is one whole free range."""
+        return self._nbytes_by_start.get(start) == nbytes
+
     def take(self, nbytes: int, alignment_bytes: int) -> int | None:
         """Take the best fitting range and return where it starts; ``None`` if none fits.
 

@@ -18,6 +18,8 @@ from tierstore.training.activations.swap_config import SwapConfig
 
 RECOMPUTE = "recompute_config"
 SWAP = "swap_config"
+SECTIONS = (SWAP, RECOMPUTE, "offload_config", "context")
+"""What makes a mapping a document: the sections that are read."""
 _LAYOUT = {
     "pipeline_stage": ("parallel_config",),
     "pp_interleave_num": ("model", "model_config"),

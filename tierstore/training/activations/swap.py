@@ -29,7 +29,7 @@ from tierstore.training.activations.layers import Names, find_layers
 from tierstore.training.activations.marks import Marks, mark
 from tierstore.training.activations.operators import Scope, is_backward
 from tierstore.training.activations.plan import ActivationPlan, plan_layers
-from tierstore.training.activations.sections import RECOMPUTE, SWAP, Sections, read_sections, sections_of
+from tierstore.training.activations.sections import SECTIONS, Sections, read_sections, sections_of
 from tierstore.training.activations.swap_config import SwapConfig
 from tierstore.training.activations.vault import Vault, VaultStats
 from tierstore.training.hooks import Hook, modules_on_the_stack
@@ -37,7 +37,6 @@ from tierstore.training.hooks import Hook, modules_on_the_stack
 log = logging.getLogger("tierstore")
 
 Config = SwapConfig | Mapping[str, object] | str | Path
-_SECTIONS = (SWAP, RECOMPUTE, "offload_config", "context")
 _are_hooks_allowed: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # noqa: SLF001
 
 
@@ -154,7 +153,7 @@ def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store
         return Swap(model, marks, None, owns_store=False)
     kept = Store(offloading.store_config()) if store is None else store
     try:
-        _check_tiers(kept)
+        check_tiers(kept)
         return Swap(model, marks, Vault(kept), owns_store=store is None)
     except BaseException:
         if store is None:
@@ -167,20 +166,26 @@ def _read(config: Config) -> tuple[Sections, OffloadConfig]:
         return Sections(swap=config), OffloadConfig()
     if isinstance(config, str | Path):
         return read_sections(config), OffloadConfig.from_yaml(config)
-    if any(key in config for key in _SECTIONS):
+    if any(key in config for key in SECTIONS):
         return sections_of(config), OffloadConfig.from_document(config)
     return Sections(swap=SwapConfig.from_mapping(config)), OffloadConfig()
 
 
 def _say(plan: ActivationPlan, marks: Marks) -> None:
     lines.say(plan, marks.matches)
+    warn_of_idle(marks)
+
+
+def warn_of_idle(marks: Marks) -> None:
+    """Log patterns that mean nothing."""
     for pattern in marks.idle:
         log.warning(
             "op_swap '%s' means nothing in any of its layers: nothing is swapped for it", pattern.text
         )
 
 
-def _check_tiers(store: Store) -> None:
+def check_tiers(store: Store) -> None:
+    """Raise ``UsageError`` if there is no tier that activations could go to."""
     if store.can_adopt and len(store.tier_names) < 2:
         raise UsageError(
             f"the store has no tier below {store.tier_names[0]!r} that activations could go to. Give it host "

@@ -36,7 +36,7 @@ import torch
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed
 from tierstore.leases import Lease
 from tierstore.store import Store
-from tierstore.training.binding import Apart, ordinary_mode, set_data
+from tierstore.training.binding import Apart, let_frames_go, ordinary_mode, set_data
 from tierstore.training.saved import refuse_if_changed
 
 log = logging.getLogger("tierstore")
@@ -293,13 +293,25 @@ class Vault:
     Args:
         store: where they go.
         apart: what is allocated inside this context is the store's.
+        note_use: told the key of whatever is kept or taken.
+        make_room: called where leases leave no room on the device for what is taken; whether to try again.
     """
 
-    def __init__(self, store: Store, apart: Apart = ordinary_mode) -> None:
+    def __init__(
+        self,
+        store: Store,
+        apart: Apart = ordinary_mode,
+        *,
+        note_use: Callable[[str], None] = lambda _: None,
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.store = store
         self._apart = apart
+        self._note_use = note_use
+        self._make_room = make_room
         self._counts = _Counts()
-        self._below = store.tier_names[1:] if store.can_adopt else ()
+        self._can_adopt = store.can_adopt
+        self._below = store.tier_names[1:] if self._can_adopt else ()
         self._heirless: collections.deque[_Estate] = collections.deque()  # nobody refers to their bytes
         self._lock = threading.Lock()  # guards the rest
         self._known: dict[tuple[int, int, int], tuple[_Known, weakref.ref[_Bytes]]] = {}
@@ -378,6 +390,7 @@ class Vault:
         if high - low < storage.nbytes():
             flat = flat[low:high].clone()
         estate = self._store(flat, name)
+        self._note_use(estate.key)
         held = _Bytes(self, estate, version, self._heirless.append)
         known = _Known(storage, self._forget)
         known.key = (id(storage), low, high)
@@ -390,15 +403,14 @@ class Vault:
     def _store(self, flat: torch.Tensor, name: str) -> _Estate:
         """Put bytes under a key of that name, and begin their way down."""
         while True:
-            if name not in self.store:
-                estate = _Estate(name, flat.numel())
-                with contextlib.suppress(KeyExists):  # another thread was faster
-                    self._store_as(flat, estate)
-                    return estate
+            estate = _Estate(name, flat.numel())
+            with contextlib.suppress(KeyExists):
+                self._store_as(flat, estate)
+                return estate
             name += "'"
 
     def _store_as(self, flat: torch.Tensor, estate: _Estate) -> None:
-        if not self.store.can_adopt:
+        if not self._can_adopt:
             self.store.put(estate.key, flat)
             return
         try:
@@ -463,7 +475,7 @@ class Vault:
     def bring(self, estate: _Estate) -> None:
         """See `Parked.bring`."""
         with self._working():
-            if estate.lease is None and not self._is_here(estate.key):
+            if estate.lease is None:
                 self.store.prefetch(estate.key)
 
     def take(self, held: _Bytes, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -481,7 +493,16 @@ class Vault:
         is_here = self._is_here(estate.key)
         if not is_here:
             self._counts.add("stalls")
-        estate.hold(self.store.lease(estate.key))
+        try:
+            lease = self.store.lease(estate.key)
+        except CapacityError as error:
+            if not self._make_room():
+                raise
+            let_frames_go(error)
+            lease = self.store.lease(estate.key)
+        self._note_use(estate.key)
+        estate.hold(lease)
+        del lease
         if estate.takes == 0:
             is_back = estate.is_released or not is_here
             self._counts.add("brought" if is_back else "handed_over", estate.nbytes)

@@ -1,0 +1,104 @@
+"""Who looks into a directory without owning it: nothing there is written, not even a lock file.
+
+Rule 1: where a lock file is, it is locked, shared with other readers: an owner is kept out as long as one
+looks, and where one is in already, the reader is refused.
+Rule 2: where there is none nobody is in, and nobody can be kept out, for a file would have to be made.
+So the reader looks at the end whether the manifest is still what it was: what one commit named stays where
+it is until the next, which changes the manifest.
+
+Stands where a `DirectoryOwner` or `Owners` would, and does nothing of what changes a directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierstore.errors import BackendError
+from tierstore_backends.files.owner import MANIFEST_NAME, explain, lock_shared, read_note
+
+_Signs = tuple[object, ...]
+
+
+class Reader:
+    """The right to look at one directory, or at several of one store.
+
+    Args:
+        folders: the first has the manifest.
+
+    Raises:
+        UsageError: a live backend owns one; the message names its process.
+        BackendError: one cannot be read.
+
+    Attributes:
+        noted_commit: the last commit that an owner noted who died; 0: none did.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folder = folders[0]
+        self.noted_commit = 0
+        self._locks: list[int] = []
+        try:
+            for folder in folders:
+                lock_fd = lock_shared(folder)
+                if lock_fd is None:
+                    continue
+                self._locks.append(lock_fd)
+                if folder == self.folder:
+                    self.noted_commit = read_note(lock_fd)[2]
+            self._signs = self._look()
+        except OSError as error:
+            self.release()
+            raise BackendError(f"{self.folder} cannot be read: {explain(error)}") from error
+        except BaseException:
+            self.release()
+            raise
+
+    def check(self) -> None:
+        """Look whether everything is still as it was found.
+
+        Raises:
+            BackendError: somebody else has changed it meanwhile.
+        """
+        try:
+            signs = self._look()
+        except OSError as error:
+            raise BackendError(f"{self.folder} was taken away while it was read: {error}") from error
+        if signs != self._signs:
+            raise BackendError(
+                f"{self.folder} was changed by another process while it was read here: what was read may be "
+                f"partly old and partly new. Read it again when nobody else has it open",
+                transient=True,
+            )
+
+    def note_commit(self, commit: int) -> None:
+        """Note nothing: a reader commits nothing."""
+        del commit
+
+    def sweep(self) -> None:
+        """Remove nothing: what a dead owner left is the next owner's affair."""
+
+    def leave(self) -> None:
+        """Let owners in again.  Idempotent."""
+        locks, self._locks = self._locks, []
+        for lock_fd in locks:
+            os.close(lock_fd)
+
+    def release(self) -> None:
+        """Let owners in again.  Idempotent."""
+        self.leave()
+
+    def disown(self) -> None:
+        """Forget the directory in the child of a fork."""
+        self.leave()
+
+    def _look(self) -> _Signs:
+        """Return what changes when somebody commits."""
+        found = (self.folder / MANIFEST_NAME).stat()
+        log_bytes = log_time = 0
+        with contextlib.suppress(FileNotFoundError):
+            log = (self.folder / f"{MANIFEST_NAME}-wal").stat()
+            log_bytes, log_time = log.st_size, log.st_mtime_ns if log.st_size else 0  # empty: as if none
+        return found.st_ino, found.st_size, found.st_mtime_ns, log_bytes, log_time

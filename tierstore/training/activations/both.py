@@ -1,0 +1,97 @@
+"""Swap and recompute of one model in one store: one plan, one log, and both applied.
+
+What is recomputed is settled first: whatever it keeps is no longer swap's to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from tierstore.store import Store
+from tierstore.training.activations import lines, recompute
+from tierstore.training.activations.chosen import match_layers
+from tierstore.training.activations.layers import Names, find_layers
+from tierstore.training.activations.marks import Marks, mark
+from tierstore.training.activations.plan import ActivationPlan, plan_layers
+from tierstore.training.activations.recompute import Recompute
+from tierstore.training.activations.sections import Sections
+from tierstore.training.activations.swap import Swap, check_tiers, warn_of_idle
+from tierstore.training.activations.vault import Vault
+
+log = logging.getLogger("tierstore")
+
+
+class Activations:
+    """What is done with one model's activations.  Made by `apply`.
+
+    Attributes:
+        recompute: what is computed again; ``None``: nothing was asked for.
+        swap: what is swapped; ``None``: nothing.
+    """
+
+    def __init__(self, recomputed: Recompute | None = None, swapped: Swap | None = None) -> None:
+        self.recompute = recomputed
+        self.swap = swapped
+
+    def close(self) -> None:
+        """Remove all hooks.  Idempotent."""
+        with contextlib.ExitStack() as both:
+            for each in (self.recompute, self.swap):
+                if each is not None:
+                    both.callback(each.close)
+
+
+def apply(
+    model: nn.Module,
+    sections: Sections,
+    layers: Names,
+    store: Store | None,
+    vault_of: Callable[[Store], Vault],
+) -> Activations:
+    """Do what a document says about activations; log it once, in the order of the layers.
+
+    Args:
+        model: whose.
+        sections: of the document.
+        layers: names of the containers of its layers; ``None``: to be found.
+        store: where swapped activations go; ``None``: nothing is offloaded, and they stay.
+        vault_of: makes the vault that keeps them there.
+
+    Raises:
+        ConfigError: the configuration does not fit the number of layers.
+        UsageError: no layers were found, or the store has no tier below the device.
+    """
+    if sections.recompute is None and sections.swap is None:
+        return Activations()
+    found = find_layers(model, layers)
+    modules = list(found.values())
+    layout: Mapping[str, Any] = sections.layout
+    plan = plan_layers(sections.recompute, sections.swap, num_layers=len(modules), **layout)
+    marks = mark(modules, plan)
+    _say(modules, plan, marks)
+    done = Activations()
+    try:
+        if sections.recompute is not None:
+            done.recompute = recompute.apply(model, modules, plan)
+        if plan.swap.swap and store is not None:
+            check_tiers(store)
+            done.swap = Swap(model, marks, vault_of(store), owns_store=False)
+        elif plan.swap.swap:
+            log.warning("memory_offload is OFF: activations are not swapped either.")
+    except BaseException:
+        done.close()
+        raise
+    return done
+
+
+def _say(modules: list[nn.Module], plan: ActivationPlan, marks: Marks) -> None:
+    again = match_layers(modules, plan)
+    found = [replace(mine, swap=swapped.swap) for mine, swapped in zip(again, marks.matches, strict=True)]
+    lines.say(plan, found)
+    warn_of_idle(marks)
