@@ -127,7 +127,7 @@ def test_what_was_made_again_is_gone_when_backward_is_through_with_it() -> None:
 
 
 def test_an_operator_runs_again_once_in_each_backward_however_many_want_it() -> None:
-    layer = nn.Sequential(nn.Linear(DIM, DIM), nn.Sigmoid(), nn.Tanh())
+    layer = nn.Sequential(nn.Linear(DIM, DIM), nn.Sigmoid(), nn.SiLU())  # both save the sigmoid
     model = nn.Sequential(layer, copy.deepcopy(layer))
     with recompute(model, {"select_recompute": ["1"]}, layers="") as run:
         loss = model(inputs()).sum()
@@ -200,8 +200,12 @@ def test_a_kept_random_operator_draws_its_numbers_from_nobody_else() -> None:
             noisy = self.linear(x) * torch.rand_like(x)
             return functional.dropout(noisy, 0.5).square()
 
-    config = {"recompute": True, "select_recompute_exclude": ["aten.rand_like"]}
-    assert_same_bits(lambda: Model(Noisy), train, config)
+    for config in (
+        {"recompute": True, "select_recompute_exclude": ["aten.rand_like"]},
+        {"select_recompute": ["aten.rand_like"]},
+    ):
+        run = assert_same_bits(lambda: Model(Noisy), train, config)
+        assert run.stats().repetitions + run.stats().operators > 0
 
 
 def test_what_is_excluded_runs_once() -> None:
@@ -312,6 +316,7 @@ class _Changing(nn.Module):
         h = self.linear(x)
         kept = torch.relu(h)  # saves its output, not h
         product = kept.clone() + 1
+        early = h * 2  # nobody has saved it when its input changes
         if self.change == "input":
             h += 3
         elif self.change == "output":
@@ -321,10 +326,12 @@ class _Changing(nn.Module):
         elif self.change == "data":
             with torch.no_grad():
                 h.zero_()
-        return product.square() * torch.sigmoid(h.detach())
+        elif self.change == "unseen":
+            product.data.mul_(2)
+        return product.square() * torch.sigmoid(h.detach()) + early.square()
 
 
-@pytest.mark.parametrize("change", ["input", "output", "view", "data"])
+@pytest.mark.parametrize("change", ["input", "output", "view", "data", "unseen"])
 @pytest.mark.parametrize("pattern", ["aten.relu", r"aten\..*", "relu"])
 def test_what_changes_in_place_after_it_was_saved_is_made_before(change: str, pattern: str) -> None:
     run = assert_same_bits(lambda: Model(lambda: _Changing(change)), train, {"select_recompute": [pattern]})
@@ -362,6 +369,23 @@ def test_what_is_swapped_and_then_changed_is_made_before(tmp_path: Path) -> None
         swapped(model)
     assert run.stats().replaced > 0
     assert_equal_models(plain, model)
+
+
+def test_a_change_outside_of_the_layer_is_refused_and_never_taken_for_what_was_there() -> None:
+    class Chain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = (x + 1) * 2
+            return torch.sin(made)
+
+    model = nn.Sequential(Chain(), Chain())
+    with recompute(model, {"select_recompute": ["aten.add", "aten.mul"]}, layers=""):
+        x = inputs().requires_grad_()
+        start = x * 1
+        loss = model(start).sum()
+        with torch.no_grad():
+            start.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_a_change_that_plain_autograd_refuses_is_refused() -> None:
