@@ -328,7 +328,8 @@ class _Changing(nn.Module):
                 h.zero_()
         elif self.change == "unseen":
             product.data.mul_(2)
-        return product.square() * torch.sigmoid(h.detach()) + early.square()
+        output: Tensor = product.square() * torch.sigmoid(h.detach()) + early.square()
+        return output
 
 
 @pytest.mark.parametrize("change", ["input", "output", "view", "data", "unseen"])
