@@ -28,9 +28,10 @@ from tests.training.recompute_models import (
     recomputing,
     train,
 )
+from tests.training.twins import assert_equal_models
 from tierstore.errors import ConfigError, UsageError
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training import RecomputeConfig, recompute
+from tierstore.training import RecomputeConfig, recompute, swap
 
 WIDE = 64
 
@@ -126,7 +127,7 @@ def test_what_was_made_again_is_gone_when_backward_is_through_with_it() -> None:
 
 
 def test_an_operator_runs_again_once_in_each_backward_however_many_want_it() -> None:
-    layer = nn.Sequential(nn.Linear(DIM, DIM), nn.Sigmoid(), nn.Tanh())
+    layer = nn.Sequential(nn.Linear(DIM, DIM), nn.Sigmoid(), nn.SiLU())  # both save the sigmoid
     model = nn.Sequential(layer, copy.deepcopy(layer))
     with recompute(model, {"select_recompute": ["1"]}, layers="") as run:
         loss = model(inputs()).sum()
@@ -199,8 +200,12 @@ def test_a_kept_random_operator_draws_its_numbers_from_nobody_else() -> None:
             noisy = self.linear(x) * torch.rand_like(x)
             return functional.dropout(noisy, 0.5).square()
 
-    config = {"recompute": True, "select_recompute_exclude": ["aten.rand_like"]}
-    assert_same_bits(lambda: Model(Noisy), train, config)
+    for config in (
+        {"recompute": True, "select_recompute_exclude": ["aten.rand_like"]},
+        {"select_recompute": ["aten.rand_like"]},
+    ):
+        run = assert_same_bits(lambda: Model(Noisy), train, config)
+        assert run.stats().repetitions + run.stats().operators > 0
 
 
 def test_what_is_excluded_runs_once() -> None:
@@ -283,6 +288,21 @@ def test_the_program_may_recompute_inside_of_what_is_recomputed() -> None:
         assert run.stats().repetitions + run.stats().operators > 0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
+@pytest.mark.parametrize("part", ["feed_forward", ""])
+def test_parts_of_a_layer_may_be_compiled(part: str) -> None:
+    def build() -> nn.Module:
+        model = Model(LlamaLayer)
+        for layer in model.layers:
+            layer.get_submodule(part).compile(backend="eager")
+        return model
+
+    for config in _WHOLE_AND_SELECTED:
+        run = assert_same_bits(build, train, config)
+        assert run.stats().repetitions + run.stats().operators > 0
+        torch._dynamo.reset()
+
+
 # ---------------------------------------------------------------------- changes in place
 
 
@@ -296,6 +316,7 @@ class _Changing(nn.Module):
         h = self.linear(x)
         kept = torch.relu(h)  # saves its output, not h
         product = kept.clone() + 1
+        early = h * 2  # nobody has saved it when its input changes
         if self.change == "input":
             h += 3
         elif self.change == "output":
@@ -305,14 +326,67 @@ class _Changing(nn.Module):
         elif self.change == "data":
             with torch.no_grad():
                 h.zero_()
-        return product.square() * torch.sigmoid(h.detach())
+        elif self.change == "unseen":
+            product.data.mul_(2)
+        output: Tensor = product.square() * torch.sigmoid(h.detach()) + early.square()
+        return output
 
 
-@pytest.mark.parametrize("change", ["input", "output", "view", "data"])
+@pytest.mark.parametrize("change", ["input", "output", "view", "data", "unseen"])
 @pytest.mark.parametrize("pattern", ["aten.relu", r"aten\..*", "relu"])
 def test_what_changes_in_place_after_it_was_saved_is_made_before(change: str, pattern: str) -> None:
     run = assert_same_bits(lambda: Model(lambda: _Changing(change)), train, {"select_recompute": [pattern]})
     assert run.stats().replaced > 0
+
+
+def test_what_is_swapped_and_then_changed_is_made_before(tmp_path: Path) -> None:
+    document = {
+        "recompute_config": {"select_recompute": {"aten.relu": True}},
+        "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": True}]},
+        "offload_config": {
+            "device": "emulated",
+            "max_device_memory": "8MB",
+            "offload_cpu_size": "8MB",
+            "offload_disk_size": 0,
+            "offload_path": str(tmp_path),
+        },
+    }
+
+    def steps(model: nn.Module) -> list[Tensor | None]:
+        model(inputs(batch=WIDE)).square().mean().backward()
+        return []
+
+    def swapped(model: nn.Module) -> list[Tensor | None]:
+        with swap(model, document, layers="layers") as active:
+            steps(model)
+            assert active.stats().activations.kept > 0
+        return []
+
+    torch.manual_seed(0)
+    plain = Model(lambda: _Changing("input"))
+    model = copy.deepcopy(plain)
+    steps(plain)
+    with recompute(model, document, layers="layers") as run:
+        swapped(model)
+    assert run.stats().replaced > 0
+    assert_equal_models(plain, model)
+
+
+def test_a_change_outside_of_the_layer_is_refused_and_never_taken_for_what_was_there() -> None:
+    class Chain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = (x + 1) * 2
+            return torch.sin(made)
+
+    model = nn.Sequential(Chain(), Chain())
+    with recompute(model, {"select_recompute": ["aten.add", "aten.mul"]}, layers=""):
+        x = inputs().requires_grad_()
+        start = x * 1
+        loss = model(start).sum()
+        with torch.no_grad():
+            start.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_a_change_that_plain_autograd_refuses_is_refused() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 
 import torch
+from torch.autograd import function
 from torch.utils import checkpoint
 
 from tierstore.training import saved
@@ -45,7 +46,7 @@ SMALLEST_BYTES = 4096
 """Smaller storages stay on the device: a key would cost more than they do."""
 
 
-_HOOKS = (__file__, saved.__file__)
+_HOOKS = (__file__, saved.__file__, function.__file__)
 _CHECKPOINT = checkpoint.__file__
 
 
