@@ -332,6 +332,25 @@ def test_tensors_on_another_device_pass(tmp_path: Path) -> None:
         assert active.stats().activations.kept == 0
 
 
+class Tagged(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+def test_tensors_of_other_classes_pass(tmp_path: Path) -> None:
+    class Tagging(nn.Module):
+        """Saves a tensor of another class that it has made, and one of PyTorch's."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Transform."""
+            y = (x + 1).as_subclass(Tagged)
+            return (y * y).as_subclass(torch.Tensor).exp()
+
+    model = nn.Sequential(Tagging(), Tagging())
+    with swapping(model, config(tmp_path, whole_layers(1))) as active:
+        model(inputs().requires_grad_()).sum().backward()
+        assert active.stats().activations.kept == 2
+
+
 def test_functional_transforms_pass(tmp_path: Path) -> None:
     model = Llama().eval()
     named: dict[str, Tensor] = dict(model.named_parameters())

@@ -202,11 +202,11 @@ def test_the_input_of_a_layer_that_is_recomputed_stays(tmp_path: Path, is_reentr
             self.is_reentrant = is_reentrant
 
         def forward(self, x: Tensor) -> Tensor:
-            """Transform; the layer in the middle is recomputed."""
-            x = self.layers[0](x)
-            x = checkpoint(self.layers[1], x, use_reentrant=self.is_reentrant)
-            result: Tensor = self.layers[2](x)
-            return result
+            """Transform; the layer in the middle is recomputed, and its input is saved by others, too."""
+            first: Tensor = self.layers[0](x)
+            second = checkpoint(self.layers[1], first, use_reentrant=self.is_reentrant)
+            third: Tensor = self.layers[2](second)
+            return third + first * first
 
     class Sine(nn.Module):
         """Saves its input."""
