@@ -138,6 +138,12 @@ def test_what_a_backward_pass_inside_forward_saves_stays(tmp_path: Path, prefetc
 
     with mock.patch.object(Vault, "keep", kept):
         assert_same_bits(build, train, config(tmp_path, whole_layers(prefetch)), least=10)
+        with swapping(build(), config(tmp_path, whole_layers(prefetch))) as active:
+            model = build()
+            with swap(model, {"swap": True, **whole_layers(prefetch)}, store=active.store) as own:
+                model(inputs())
+                # In each layer the exponential twice, the sigmoid and the tangent: not the slope.
+                assert own.stats().activations.kept == 2 * 4
 
 
 def _checkpointed_by_the_user(model: nn.Module) -> list[Tensor]:

@@ -7,6 +7,7 @@ import gc
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from tierstore.errors import CapacityError, ConfigError, StoreClosed, UsageError
 from tierstore.store import Store
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Swap, SwapConfig, swap
+from tierstore.training.activations.vault import Vault
 from tierstore.training.saved import top_hooks
 
 
@@ -349,6 +351,31 @@ def test_tensors_of_other_classes_pass(tmp_path: Path) -> None:
     with swapping(model, config(tmp_path, whole_layers(1))) as active:
         model(inputs().requires_grad_()).sum().backward()
         assert active.stats().activations.kept == 2
+
+
+def test_hooks_outside_get_what_stays(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+    model = Llama().eval()
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    def saved_outside() -> int:
+        seen.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+            model(inputs())
+        return len(seen)
+
+    everything = saved_outside()
+    with (
+        swapping(model, config(tmp_path, whole_layers(1))),
+        mock.patch.object(Vault, "keep", autospec=True, side_effect=Vault.keep) as keep,
+    ):
+        outside = saved_outside()
+        assert outside > 0
+        assert keep.call_count > 0
+        assert outside + keep.call_count == everything
 
 
 def test_functional_transforms_pass(tmp_path: Path) -> None:
