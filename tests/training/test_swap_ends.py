@@ -428,6 +428,36 @@ def test_small_tensors_stay(tmp_path: Path) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("name", ["aten.silu", r"aten\.silu", r"feed_forward\.silu", r".*\.silu"])
+def test_an_operator_is_swapped_by_its_name(tmp_path: Path, name: str) -> None:
+    model = Llama(3)
+    with swapping(model, config(tmp_path, operators(name))) as active:
+        model(inputs())
+        assert active.stats().activations.kept == 3
+
+
+def test_what_layers_share_is_swapped_only_in_those_that_are_marked(tmp_path: Path) -> None:
+    class Sharing(nn.Module):
+        """A layer with a module that others have as well."""
+
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.shared = shared
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Transform."""
+            result: Tensor = self.shared(x)
+            return result
+
+    shared = nn.Tanh()
+    model = nn.Sequential(*(Sharing(shared) for _ in range(4)))
+    marks: dict[str, object] = {"layer_swap": {"backward_prefetch": 1, "layers": [1, 2]}}
+    with swapping(model, config(tmp_path, marks)) as active:
+        scores = model(inputs().requires_grad_())
+        assert set(active.store) == {"activation/1/0", "activation/2/0"}
+        scores.sum().backward()
+
+
 # ---------------------------------------------------------------------- configurations and the end
 
 
