@@ -307,10 +307,11 @@ class Recursive(nn.Module):
 
     def forward(self, x: Tensor, times: int = 3) -> Tensor:
         """Transform, several times."""
+        if times > 1:
+            x = self(x, times - 1)
         for layer in self.layers:
             x = layer(x)
-        result: Tensor = self(x, times - 1) if times > 1 else x
-        return result
+        return x
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
