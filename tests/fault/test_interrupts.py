@@ -38,7 +38,10 @@ T = TypeVar("T")
 
 
 class InterruptAt:
-    """Raises ``KeyboardInterrupt`` at one moment of what this thread does in our code.
+    """Raises ``KeyboardInterrupt`` at one moment of what this thread does in our code: where a function begins.
+
+    Not where one of C returns: a profile function that raises there makes CPython 3.11 mix up objects
+    ("'traceback' object is not callable"), and in the end crash.
 
     Attributes:
         moment: a description of it; ``None``: it has not come.
@@ -57,7 +60,7 @@ class InterruptAt:
         sys.setprofile(None)
 
     def _look(self, frame: FrameType, event: str, argument: object) -> None:
-        if event not in ("call", "c_return") or not self._is_ours(frame):
+        if event != "call" or not self._is_ours(frame):
             return
         self.left -= 1
         if self.left == 0:
@@ -316,7 +319,7 @@ def test_an_interrupt_outside_the_books_loses_no_bytes_and_hangs_nobody(
         count += 1
         assert not store._engine.is_closed, moment
         check_that_all_is_well(store, moment)
-    assert count > 15
+    assert count > 10
 
 
 def test_an_interrupt_costs_nothing_of_what_a_codec_packs() -> None:
