@@ -26,6 +26,7 @@ from tierstore.core.model import Plan, Tier
 from tierstore.engine.collecting import no_collections
 from tierstore.engine.engine import Engine, close_all
 from tierstore.engine.hands import Opening
+from tierstore.engine.progress import Progress
 from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
@@ -225,14 +226,19 @@ class Store:
 
     def _lend(self, number: int, granted: Sequence[m.Granted]) -> Lease:
         tensors, slots = self._handover.lend(granted)
+        progress = Progress()
 
         def end(written: bool) -> None:
+            if progress.has_ended:
+                return
             released = m.LeaseReleased(number, written)
+            tell = self._engine.told.append
             try:
                 for slot in slots:
                     slot.release()
             finally:
-                self._engine.told.append(released)
+                progress.has_ended = True
+                tell(released)
                 self._engine.take_in()
 
         places = {each.key: each.place for each in granted}

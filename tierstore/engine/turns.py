@@ -71,10 +71,11 @@ _NO_PROGRESS = Progress()  # most turns have nothing to do: they make neither
 class _Turn:
     """How far a turn has come."""
 
-    __slots__ = ("commands", "interrupt", "progress", "request", "work")
+    __slots__ = ("commands", "has_listened", "interrupt", "progress", "request", "work")
 
     def __init__(self, request: m.Event | None) -> None:
         self.request = request  # until the books have it
+        self.has_listened = False  # what was told before the request came is not overtaken by it
         self.commands: Sequence[m.Command] = ()  # until they are planned
         self.work = _NO_WORK  # what is left; its first is under way
         self.progress = _NO_PROGRESS  # of that first one
@@ -184,24 +185,26 @@ class Turns:
                 raise
 
     def _decide(self, turn: _Turn) -> None:
-        """Let the books take in the request, or else what was told."""
+        """Let the books take in what was told, if anything was, and the request after that."""
         with self._lock:
-            if self.fault is not None:
-                self.refuse_if_broken()
+            self.refuse_if_broken()
             if self._changing is not None:
                 raise StoreClosed("the store stopped: a call that was changing its books was interrupted.")
             if self._taken:
                 self._forget_taken()
-            told = _NONE_TOLD if turn.request is not None else self.told.copy()
-            events = (turn.request,) if turn.request is not None else self._without_repeated(told)
+            request = turn.request if turn.has_listened or not self.told else None
+            turn.has_listened = True
+            told = _NONE_TOLD if request is not None else self.told.copy()
+            events = (request,) if request is not None else self._without_repeated(told)
             self._changing = turn
             try:
                 turn.commands = self._ledger.apply(*events)
             except TierStoreError as error:
-                if turn.request is not None and not isinstance(error, InvariantError):
+                if request is not None and not isinstance(error, InvariantError):
                     self._changing = None  # it is refused: nothing was changed
                 raise
-            turn.request = None
+            if request is not None:
+                turn.request = None
             if told:
                 self._taken = told
             self._changing = None
