@@ -26,7 +26,6 @@ from tierstore.core.model import Plan, Tier
 from tierstore.engine.collecting import no_collections
 from tierstore.engine.engine import Engine, close_all
 from tierstore.engine.hands import Opening
-from tierstore.engine.progress import Progress
 from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
@@ -215,34 +214,35 @@ class Store:
         event = m.LeaseRequested(
             number, tuple(map(check_key, keys)), index, access, threading.current_thread().name
         )
-        unused = m.LeaseReleased(number, written=False)
-        granted = self._engine.obtain(event, number, keys, unused, self._count_stall)
+        released = m.LeaseReleased(number, written=False)
+        granted = self._engine.obtain(event, number, keys, released, self._count_stall)
         try:
-            return self._lend(number, granted)
+            return self._lend(granted, released)
         except BaseException:
-            self._engine.told.append(unused)
+            self._engine.told.append(released)
             self._engine.take_in()
             raise
 
-    def _lend(self, number: int, granted: Sequence[m.Granted]) -> Lease:
+    def _lend(self, granted: Sequence[m.Granted], released: m.LeaseReleased) -> Lease:
         tensors, slots = self._handover.lend(granted)
-        progress = Progress()
+        is_told = False
 
         def end(written: bool) -> None:
-            if progress.has_ended:
+            nonlocal is_told
+            if is_told:
                 return
-            released = m.LeaseReleased(number, written)
+            released.written = written
             tell = self._engine.told.append
             try:
                 for slot in slots:
                     slot.release()
             finally:
-                progress.has_ended = True
+                is_told = True
                 tell(released)
                 self._engine.take_in()
 
         places = {each.key: each.place for each in granted}
-        return Lease(tensors, places, end, functools.partial(self._split, number))
+        return Lease(tensors, places, end, functools.partial(self._split, released.request))
 
     def _split(self, lease: int, names: Mapping[m.Place, str]) -> bool:
         number = self._engine.number()

@@ -148,6 +148,68 @@ def test_a_consumer_that_leads_nowhere_gets_no_trigger_and_its_bytes_leave(tmp_p
         assert len(active.store) == 0
 
 
+class Waiting(nn.Module):
+    """A layer whose operator is followed by others that backward knows nothing of."""
+
+    def __init__(self, operators: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([OneOperator()])
+        self._operators = operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform."""
+        y: Tensor = self.layers[0](x)
+        with torch.no_grad():
+            for _ in range(self._operators):
+                y.sin()
+        return y + 1
+
+
+@pytest.mark.parametrize(
+    ("count", "triggers", "is_pushed_out"),
+    [(0, 0, False), (30, 1, False), (0, 1, True)],
+    ids=["still here", "released", "pushed out"],
+)
+def test_what_is_near_the_end_comes_with_the_first_node_if_it_has_gone(
+    tmp_path: Path,
+    count: int,
+    triggers: int,
+    is_pushed_out: bool,
+) -> None:
+    model = Waiting(count)
+
+    def push_out(*_: object) -> None:
+        active.store.evict("activation/0/0", to="host").result()  # as a quota does
+
+    with swapping(model, config(tmp_path, whole_layers(4))) as active, recorded() as events:
+        if is_pushed_out:
+            model.layers[0].register_forward_hook(push_out)
+        scores = model(inputs().requires_grad_())
+        assert ("device" in active.store.where("activation/0/0")) == (triggers == 0)
+        loss = scores.sum()
+        watch_nodes(loss, events)
+        loss.backward()
+        assert active.stats().triggers == triggers
+        # Backward reaches the model's last node, the addition's, one node before the operator's.
+        assert nodes_ahead(events, "activation/0/0") == (1 if triggers else None)
+
+
+def test_keys_are_numbered_by_layer_and_the_same_in_every_step(tmp_path: Path) -> None:
+    model = Llama(3)
+    with swapping(model, config(tmp_path, whole_layers(1))) as active:
+        for number in range(3):
+            scores = model(inputs(number))
+            keys = set(active.store)
+            assert keys == {
+                f"activation/{layer}/{each}" for layer in range(3) for each in range(len(keys) // 3)
+            }
+            second = model(inputs(number))
+            assert set(active.store) - keys == {f"{key}'" for key in keys}
+            scores.sum().backward()
+            del second
+            active.stats()
+
+
 # ---------------------------------------------------------------------- release
 
 
@@ -311,3 +373,22 @@ def test_a_step_is_the_same_when_everything_below_is_too_small(tmp_path: Path) -
         found = _slopes(model, inputs())
         assert all(map(torch.equal, expected, found))
         assert active.stats().activations.refused > 0
+
+
+def test_the_end_of_forward_waits_for_no_copy_and_backward_gets_what_has_not_left(tmp_path: Path) -> None:
+    plain, model = Llama().eval(), Llama().eval()
+    model.load_state_dict(plain.state_dict())
+    plain(inputs()).sum().backward()
+    settings = config(tmp_path, whole_layers(60), device_options={"link_latency_s": 2.0})
+    with swapping(model, settings) as active:
+        scores = model(inputs())
+        kept = active.stats().activations
+        assert kept.kept > 0
+        assert (kept.released, kept.stalls) == (0, 0)
+        scores.sum().backward()
+        assert active.stats().activations.handed_over == kept.kept
+        assert active.stats().activations.brought == 0
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)

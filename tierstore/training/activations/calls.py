@@ -15,17 +15,19 @@ import contextlib
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
 
-from tierstore.training.activations import scopes
 from tierstore.training.binding import natively
 from tierstore.training.saved import Delegated, Kept, restore, top_hooks
 
 _DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
+_Excluded = torch._C._SetExcludeDispatchKeyGuard  # noqa: SLF001
+_ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 
 Arguments = tuple[object, ...]
@@ -36,12 +38,13 @@ class Input:
     """A tensor that an operator was given; kept as it is until somebody saves the operator's output.
 
     Args:
-        packed: the tensor; or a reference to it.
+        packed: the tensor; or a reference to a bundle, or to what another call made: whose bytes others
+            look after.
         unpack: follows the reference; ``None``: it is the tensor.
         is_cloned: whether the operator is given a copy when it runs again.
     """
 
-    __slots__ = ("_is_cloned", "_packed", "_unpack")
+    __slots__ = ("_is_cloned", "_packed", "_storage", "_unpack")
 
     def __init__(
         self, packed: object, unpack: Callable[[Any], torch.Tensor] | None, *, is_cloned: bool
@@ -49,13 +52,12 @@ class Input:
         self._packed = packed
         self._unpack = unpack
         self._is_cloned = is_cloned
+        self._storage = weakref.ref(packed.untyped_storage()) if isinstance(packed, torch.Tensor) else None
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage that it lies in, if nobody else looks after that."""
-        packed = self._packed
-        tensor = packed.tensor if isinstance(packed, Kept) else packed
-        return tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+        """The storage that it lies in, while that lives; ``None`` as well if others look after its bytes."""
+        return None if self._storage is None else self._storage()
 
     def pack(self) -> None:
         """Keep it as autograd would, by the hooks that are in force."""
@@ -111,6 +113,11 @@ class Call:
             for each in found((self._args, self._kwargs), Input):
                 each.pack()
 
+    @property
+    def arguments(self) -> tuple[Arguments, Named]:
+        """What the operator was given."""
+        return self._args, self._kwargs
+
     def was_given(self, storage: torch.UntypedStorage) -> bool:
         """Whether an input lies in a storage, and whoever changes that changes the input."""
         return any(each.storage is storage for each in found((self._args, self._kwargs), Input))
@@ -139,12 +146,13 @@ class Call:
     def value(self, index: int, number: int) -> torch.Tensor:
         """Return an output to whoever follows a reference."""
         with self._lock:
-            if self._values is None:
-                self._values = self._run()
-                self._waiting = set(self._references)
-            value = self._values[index]
+            values = self._values
+            if values is None:
+                values = self._run()
+                self._waiting = set(self._references)  # before the values, which go when nobody waits
+                self._values = values
             self._followed(number)
-        return value
+        return values[index]
 
     def _followed(self, number: int) -> None:
         self._waiting.discard(number)
@@ -154,13 +162,12 @@ class Call:
     def _run(self) -> Sequence[torch.Tensor]:
         self._counts.made += 1
         random = contextlib.nullcontext() if self._random is None else self._random.again()
-        with torch.no_grad(), _DisableAutocast(), natively():
+        # Some kernels look whether gradients are wanted.  None of the inputs asks for one.
+        with torch.enable_grad(), _DisableAutocast(), natively():
             args = mapped(self._args, Input, Input.get)
             kwargs = mapped(self._kwargs, Input, Input.get)
             with random:
                 result = self._operator(*args, **kwargs)
-            if scopes.is_collective(self._operator):
-                result = mapped(result, torch.Tensor, torch.ops._c10d_functional.wait_tensor)  # noqa: SLF001
         return list(tensors_in(result))
 
 
@@ -223,13 +230,14 @@ class RandomState(NamedTuple):
     def again(self) -> Iterator[None]:
         """Be in that state inside, and afterwards in the one before."""
         before = self.now(self.device)
-        self._set()
+        self.set()
         try:
             yield
         finally:
-            before._set()  # noqa: SLF001 - of the same class
+            before.set()
 
-    def _set(self) -> None:
+    def set(self) -> None:
+        """Put the generator into that state."""
         if self.device.type == "cpu":
             torch.set_rng_state(self.state)
         else:
@@ -247,6 +255,29 @@ class Counts:
     def __init__(self) -> None:
         self.saved = 0
         self.made = 0
+
+
+class Givens:
+    """Which calls were given what: asked before something changes.  Storages are told by the live object."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, weakref.WeakSet[Call]] = {}
+        self._limit = 1024  # when those without calls are looked for
+
+    def add(self, call: Call) -> None:
+        """Take a call in."""
+        for each in found(call.arguments, Input):
+            if each.storage is not None:
+                self._calls.setdefault(id(each.storage), weakref.WeakSet()).add(call)
+        if len(self._calls) > self._limit:
+            self._calls = {key: calls for key, calls in self._calls.items() if len(calls)}
+            self._limit = 2 * len(self._calls) + 1024
+
+    def settle(self, storage: torch.UntypedStorage) -> None:
+        """Let every call that was given a storage depend on it no more: it is about to change."""
+        for call in list(self._calls.get(id(storage), ())):
+            if call.was_given(storage):
+                call.settle()
 
 
 # ---------------------------------------------------------------------- arguments
@@ -282,9 +313,15 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without its graph; it shares the counter of versions."""
-    above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003, SLF001
-    with natively(), above:
+    with natively(), versions_are_shared():
         return tensor.detach()
+
+
+@contextlib.contextmanager
+def versions_are_shared() -> Iterator[None]:
+    """Let aliases that are made inside share the counter of versions, also where a mode sees an operator."""
+    with _Excluded(_ADInplaceOrView, False):  # noqa: FBT003 - torch's own signature
+        yield
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -292,7 +329,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
     with natively():
-        return tensor.layout is torch.strided and not tensor.is_inference() and not _is_functional(tensor)
+        if tensor.layout is not torch.strided or tensor.is_inference() or _is_functional(tensor):
+            return False
+        try:
+            tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # as inside of torch.func's transforms
+            return False
+        return True
 
 
 _is_functional: Callable[[torch.Tensor], bool] = torch._is_functional_tensor  # noqa: SLF001

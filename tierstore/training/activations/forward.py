@@ -3,6 +3,9 @@
 What autograd saves of a marked storage becomes a `Swapped`: the store's from then on, on its way down.  Its
 device memory is given up ``3 * backward_prefetch`` operators later, or when the pass ends, or sooner when the
 device's quota demands it; what is wanted again before backward could tell stays.
+
+What ``torch.utils.checkpoint`` recomputes is not swapped, nor is what that needs: a storage that it keeps
+as an input is marked no more.
 """
 
 from __future__ import annotations
@@ -10,11 +13,16 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 
 import torch
+from torch.autograd import function
+from torch.utils import checkpoint
 
+from tierstore.training import saved
 from tierstore.training.activations.nodes import Triggers
 from tierstore.training.activations.operators import Scope, Scopes, Watch, is_backward, storage_of
 from tierstore.training.activations.regions import is_for_recompute
@@ -36,6 +44,10 @@ RELEASE_FACTOR = 3
 
 SMALLEST_BYTES = 4096
 """Smaller storages stay on the device: a key would cost more than they do."""
+
+
+_HOOKS = (__file__, saved.__file__, function.__file__)
+_CHECKPOINT = checkpoint.__file__
 
 
 class Swapped:
@@ -131,7 +143,7 @@ class ForwardPass:
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         with self.apart():
-            scope = None if is_backward() or is_for_recompute() else self._scope_of(tensor)
+            scope = None if is_backward() else self._scope_of(tensor)
             if scope is not None:
                 return self._swap(tensor, scope)
             if self._outer is None:
@@ -146,7 +158,11 @@ class ForwardPass:
         storage = storage_of(tensor)
         if storage is None or storage.nbytes() < SMALLEST_BYTES or storage.device != self._vault.store.device:
             return None
-        return self.watch.storages.scope_of(storage)
+        scope = self.watch.storages.scope_of(storage)
+        if scope is not None and (is_for_recompute() or _is_asked_by_checkpoint(sys._getframe())):  # noqa: SLF001
+            self.watch.storages.unmark(storage)
+            return None
+        return scope
 
     def _swap(self, tensor: torch.Tensor, scope: Scope) -> Swapped:
         number = self._names[scope.layer_id]
@@ -180,8 +196,17 @@ class ForwardPass:
             near = self.triggers.end(outputs)
             for _, _, parked in sorted(self._due):
                 if parked.key not in near:
-                    parked.release()
-            self._due.clear()
+                    parked.leave()  # what was kept last is wanted first: nobody waits for it to be gone
+
+
+def _is_asked_by_checkpoint(frame: FrameType | None) -> bool:
+    """Say whether a tensor is saved as the input of what ``torch.utils.checkpoint`` will recompute.
+
+    It has its inputs saved as nodes have; only who calls the hook tells.
+    """
+    while frame is not None and frame.f_code.co_filename in _HOOKS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _CHECKPOINT
 
 
 def are_recomputed() -> bool:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed
+from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, TierStoreError
 from tierstore.leases import Lease
 from tierstore.store import Store
 from tierstore.training.binding import Apart, let_frames_go, ordinary_mode, set_data
@@ -270,9 +270,18 @@ class WeakParked:
 
     @property
     def is_here(self) -> bool:
-        """Whether the bytes are kept, and their device's memory was not given up."""
+        """Whether the bytes are kept and on the device: neither given up, nor sent down by a quota."""
         held = self._bytes()
-        return held is not None and not held.estate.is_released
+        return held is not None and not held.estate.is_released and held.vault.is_here(self.key)
+
+    def leave(self) -> None:
+        """Let the device's memory go when the copy down has ended.  Does not wait for it.
+
+        If the bytes are wanted again before that, they stay: no byte comes back.
+        """
+        held = self._bytes()
+        if held is not None:
+            held.vault.leave(held.estate)
 
     def release(self) -> None:
         """See `Parked.release`."""
@@ -310,7 +319,8 @@ class Vault:
         self._note_use = note_use
         self._make_room = make_room
         self._counts = _Counts()
-        self._below = store.tier_names[1:] if store.can_adopt else ()
+        self._can_adopt = store.can_adopt
+        self._below = store.tier_names[1:] if self._can_adopt else ()
         self._heirless: collections.deque[_Estate] = collections.deque()  # nobody refers to their bytes
         self._lock = threading.Lock()  # guards the rest
         self._known: dict[tuple[int, int, int], tuple[_Known, weakref.ref[_Bytes]]] = {}
@@ -402,15 +412,14 @@ class Vault:
     def _store(self, flat: torch.Tensor, name: str) -> _Estate:
         """Put bytes under a key of that name, and begin their way down."""
         while True:
-            if name not in self.store:
-                estate = _Estate(name, flat.numel())
-                with contextlib.suppress(KeyExists):  # another thread was faster
-                    self._store_as(flat, estate)
-                    return estate
+            estate = _Estate(name, flat.numel())
+            with contextlib.suppress(KeyExists):
+                self._store_as(flat, estate)
+                return estate
             name += "'"
 
     def _store_as(self, flat: torch.Tensor, estate: _Estate) -> None:
-        if not self.store.can_adopt:
+        if not self._can_adopt:
             self.store.put(estate.key, flat)
             return
         try:
@@ -458,10 +467,10 @@ class Vault:
     def _send_down(self, key: str) -> bool:
         """Free a key's memory on the device, when its copy has arrived; return whether it is free."""
         for tier in self._below:
-            leaving = self.store.evict(key, to=tier)
-            if not leaving.done():
-                self._counts.add("stalls")
             try:
+                leaving = self.store.evict(key, to=tier)
+                if not leaving.done():
+                    self._counts.add("stalls")
                 leaving.result()
             except LeaseError:  # it is wanted again: whoever asks last is heard
                 return False
@@ -472,10 +481,32 @@ class Vault:
         self._counts.add("refused")
         return False
 
+    def leave(self, estate: _Estate) -> None:
+        """See `WeakParked.leave`."""
+        with self._working(), estate.lock:
+            if estate.is_released or estate.is_dropped or not self._below or not estate.let_go():
+                return
+            estate.takes = 0
+            with contextlib.suppress(LeaseError):  # somebody else uses the bytes
+                leaving = self.store.evict(estate.key, to=self._below[0])
+                leaving.add_done_callback(lambda: self._has_left(estate, leaving.result))
+
+    def _has_left(self, estate: _Estate, come_to: Callable[[], object]) -> None:
+        """The copy down has ended; runs in any thread, and without the estate's lock."""
+        try:
+            come_to()
+        except TierStoreError as error:  # wanted again, or no room below: it stays where it is
+            log.debug("%s stays on the device: %s", estate.key, error)
+            let_frames_go(error)  # those of whoever happened to come by, and their activations
+            return
+        if estate.lease is None and estate.takes == 0:
+            estate.is_released = True
+        self._counts.add("released", estate.nbytes)
+
     def bring(self, estate: _Estate) -> None:
         """See `Parked.bring`."""
         with self._working():
-            if estate.lease is None and not self._is_here(estate.key):
+            if estate.lease is None:
                 self.store.prefetch(estate.key)
 
     def take(self, held: _Bytes, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -490,7 +521,7 @@ class Vault:
 
     def _lend(self, held: _Bytes) -> None:
         estate = held.estate
-        is_here = self._is_here(estate.key)
+        is_here = self.is_here(estate.key)
         if not is_here:
             self._counts.add("stalls")
         try:
@@ -510,7 +541,8 @@ class Vault:
         with self._lock:
             self._lent[estate] = weakref.ref(held)
 
-    def _is_here(self, key: str) -> bool:
+    def is_here(self, key: str) -> bool:
+        """Say whether a key's bytes are in the fastest tier."""
         return self.store.tier_names[0] in self.store.where(key)
 
     # --- the end of bytes ---------------------------------------------------------------------
@@ -547,8 +579,12 @@ class Vault:
                 self._lent.pop(estate, None)
             if held is None:
                 self._drop(estate)
-            elif estate.takes >= estate.uses:
-                self._release(estate)
+            elif estate.takes >= estate.uses and self._below:
+                # Whoever refers to it still has a graph that is retained.  Nobody waits for this.
+                self.store.evict(estate.key, to=self._below[0])
+                estate.takes = 0
+                estate.is_released = True
+                self._counts.add("released", estate.nbytes)
         finally:
             estate.lock.release()
 
