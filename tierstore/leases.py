@@ -19,6 +19,12 @@ class Lease:
     """Tensors that stay ready in one tier while the lease is held.
 
     A context manager; it is held from the call of `Store.lease` until the block ends or `release`.
+
+    Args:
+        tensors: by key.
+        places: by key, where they are.
+        end: ends the lease, given whether bytes were written; does nothing if it had come to its end.
+        split: makes replicas keys of their own; returns whether it did.
     """
 
     def __init__(
@@ -51,7 +57,7 @@ class Lease:
         return self[next(iter(self._tensors), "")]
 
     def release(self, *, written: bool = True) -> None:
-        """End the lease.  A second call does nothing.
+        """End the lease.  A second call does nothing, but for one that was interrupted: then it ends it.
 
         Args:
             written: for a write lease, whether the bytes were changed; if not, the other replicas
@@ -59,9 +65,13 @@ class Lease:
         """
         if not self._is_held:
             return
-        self._is_held = False
         self._tensors = {}
-        self._end(written)
+        try:
+            self._end(written)
+        except Exception:
+            self._is_held = False
+            raise
+        self._is_held = False
 
     def split(self, names: Mapping[str, str]) -> bool:
         """Make the leased replicas keys of their own, with the same bytes.  For write leases; moves no bytes.
@@ -92,8 +102,11 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release it."""
-        self.release()
+        """Release it, even if that is interrupted."""
+        try:
+            self.release()
+        finally:
+            self.release()
 
 
 def check_key(key: object) -> str:

@@ -225,14 +225,20 @@ class Store:
 
     def _lend(self, granted: Sequence[m.Granted], released: m.LeaseReleased) -> Lease:
         tensors, slots = self._handover.lend(granted)
+        is_told = False
 
         def end(written: bool) -> None:
+            nonlocal is_told
+            if is_told:
+                return
             released.written = written
+            tell = self._engine.told.append
             try:
                 for slot in slots:
                     slot.release()
             finally:
-                self._engine.told.append(released)
+                is_told = True
+                tell(released)
                 self._engine.take_in()
 
         places = {each.key: each.place for each in granted}

@@ -346,6 +346,24 @@ def test_an_interrupt_costs_nothing_of_what_a_codec_packs() -> None:
     assert count > 50
 
 
+def test_a_lease_whose_release_is_interrupted_is_held_no_more() -> None:
+    for number in itertools.count(2):  # the first moment is before anything of ours runs
+        store = filled_store(memory())
+        lease = store.lease("b", "c", write=True)
+        interrupted = InterruptAt(number)
+        try:
+            with interrupted:
+                lease.__exit__(None, None, None)
+        except KeyboardInterrupt:
+            pass
+        store.drop("b", "c")  # at once: what was told before is not overtaken
+        store.check()
+        close_soon(store, interrupted.moment or "")
+        if interrupted.moment is None:
+            break
+    assert number > 20
+
+
 def test_an_interrupt_during_a_flush_stops_the_store_at_most_where_its_commit_begins() -> None:
     stopped: list[str] = []
     for store, moment in moments(flush, durable_memory):

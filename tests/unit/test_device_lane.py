@@ -241,3 +241,33 @@ def test_what_is_still_to_be_told_is_told_at_the_end() -> None:
     delivery.end("i", completion)
     delivery.close()
     assert completion.is_done
+
+
+def _interrupted_lane(monkeypatch: pytest.MonkeyPatch) -> Lane:
+    """A lane whose first copy was interrupted before its thread had begun."""
+
+    def interrupt(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    lane = Lane("h2d", Link(), PromptDelivery())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lane.copy(_buffer(INLINE_BELOW_BYTES), _buffer(INLINE_BELOW_BYTES), Completion())
+    return lane
+
+
+def test_a_lane_copies_after_an_interrupt_before_its_thread_had_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lane = _interrupted_lane(monkeypatch)
+    second = Completion()
+    lane.copy(_buffer(INLINE_BELOW_BYTES), _buffer(INLINE_BELOW_BYTES), second)
+    assert second.wait(_TIMEOUT_S)
+    lane.close()
+
+
+def test_a_lane_closes_after_an_interrupt_before_its_thread_had_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _interrupted_lane(monkeypatch).close()

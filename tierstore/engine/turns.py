@@ -69,13 +69,14 @@ _NO_WORK: list[Work] = []  # most turns have nothing to do; nobody changes this
 class _Turn:
     """How far a turn has come; of the piece that is under way it is the `Progress`."""
 
-    __slots__ = ("commands", "has_begun", "has_ended", "interrupt", "request", "work")
+    __slots__ = ("commands", "has_begun", "has_ended", "has_listened", "interrupt", "request", "work")
 
     def __init__(self, request: m.Event | None) -> None:
         self.request = request  # until the books have it
         self.commands = _NO_COMMANDS  # until they are planned
         self.work = _NO_WORK  # what is left; its last is under way
         self.has_begun = self.has_ended = False
+        self.has_listened = False  # what was told before the request came is not overtaken by it
         self.interrupt: BaseException | None = None
 
 
@@ -161,12 +162,13 @@ class Turns:
     # In what follows, what has come to be is noted without a call, so that no interrupt comes between.
 
     def _step(self, turn: _Turn) -> None:
-        """Let the books take in the request, or else what was told; carry out what they decide."""
+        """Let the books take in what was told, or after that the request; carry out what they decide."""
         try:
             with self._lock:
                 if self.fault is not None or self._changing is not None:
                     self._refuse()
-                if turn.request is None:
+                if turn.request is None or (self.told and not turn.has_listened):
+                    turn.has_listened = True
                     told: Sequence[m.Event] = self.told[:]
                     count = len(told)
                     if self._given_up:

@@ -82,13 +82,13 @@ class Lane:
             self._delivery.end(self._direction, completion)
             return
         with self._lock:
+            self._asked.put((copy, completion, time.monotonic()))
             self._queued += 1
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # its start may have been interrupted
                 self._thread = threading.Thread(
                     target=self._run, name=f"tierstore-{self._direction}", daemon=True
                 )
                 self._thread.start()
-            self._asked.put((copy, completion, time.monotonic()))
 
     def close(self) -> None:
         """End after what was asked for, without waiting for the link."""
@@ -96,7 +96,7 @@ class Lane:
         with self._lock:
             thread, self._thread = self._thread, None
             self._asked.put(None)
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             thread.join()
 
     def _run(self) -> None:
