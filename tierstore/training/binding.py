@@ -52,11 +52,33 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     _set_data(tensor, data)
 
 
-def ordinary_mode() -> AbstractContextManager[object]:
-    """Leave inference mode: slots and views made under it could never be trained."""
-    if torch.is_inference_mode_enabled():
-        return torch.inference_mode(mode=False)
-    return _AS_IT_IS
+class _OwnWork(threading.local):
+    """How deep this thread is in the library's own work."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_own_work = _OwnWork()
+
+
+@contextlib.contextmanager
+def ordinary_mode() -> Iterator[None]:
+    """Do the library's own work inside the context: what happens is no part of the model.
+
+    Inference mode is left: slots and views made under it could never be trained.
+    """
+    _own_work.depth += 1
+    try:
+        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
+            yield
+    finally:
+        _own_work.depth -= 1
+
+
+def is_own_work() -> bool:
+    """Say whether this thread does the library's own work, such as moving bytes for the store."""
+    return _own_work.depth > 0
 
 
 class Binding:
