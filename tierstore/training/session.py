@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -141,7 +141,13 @@ class Session:
             ask_budget()
             return True
 
-        vault = Vault(store, self.bindings.apart, note_use=self.follower.note, make_room=make_room)
+        vault = Vault(
+            store,
+            self.bindings.apart,
+            note_use=self.follower.note,
+            make_room=make_room,
+            note_adopted=_unheard if self._meter is None else self._meter.hand_over,
+        )
 
         def ask_all() -> bool:
             vault.sweep()
@@ -391,6 +397,11 @@ class Session:
         tenant = guard.tenant_of(part[0])
         assert tenant is not None
         self.steps[index].take_in_state(tenant.binding)
+
+
+def _unheard(storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+    """Nobody counts what the program has."""
+    del storage, is_held
 
 
 Needs = dict[nn.Module, tuple[list[Binding], list[Binding]]]

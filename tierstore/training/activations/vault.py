@@ -42,6 +42,8 @@ from tierstore.training.saved import refuse_if_changed
 log = logging.getLogger("tierstore")
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
+NoteAdopted = Callable[[torch.UntypedStorage, Callable[[], bool]], None]
+
 _PART = 2  # a view of less than one part in so many of its storage is kept without the rest
 
 
@@ -295,6 +297,7 @@ class Vault:
         apart: what is allocated inside this context is the store's.
         note_use: told the key of whatever is kept or taken.
         make_room: called where leases leave no room on the device for what is taken; whether to try again.
+        note_adopted: told of a storage that the store has adopted, and how to ask whether it has it still.
     """
 
     def __init__(
@@ -304,11 +307,13 @@ class Vault:
         *,
         note_use: Callable[[str], None] = lambda _: None,
         make_room: Callable[[], bool] = lambda: False,
+        note_adopted: NoteAdopted = lambda _storage, _is_held: None,
     ) -> None:
         self.store = store
         self._apart = apart
         self._note_use = note_use
         self._make_room = make_room
+        self._note_adopted = note_adopted
         self._counts = _Counts()
         self._below = store.tier_names[1:] if store.can_adopt else ()
         self._heirless: collections.deque[_Estate] = collections.deque()  # nobody refers to their bytes
@@ -419,18 +424,29 @@ class Vault:
             if not self._below:
                 raise
             log.debug("%s goes down at once: %s", estate.key, error)
+            let_frames_go(error)  # they refer to these bytes
             self._counts.add("stalls")
             self._put_below(estate.key, flat)
             estate.is_released = True
             self._counts.add("released", estate.nbytes)
             return
+        self._note_adopted(flat.untyped_storage(), lambda: self._is_adopted(estate))
         if self._below:
             self.store.fetch(estate.key, tier=self._below[0])
 
+    def _is_adopted(self, estate: _Estate) -> bool:
+        """Say whether the memory that the program allocated is on the device for the store."""
+        with contextlib.suppress(KeyNotFound, StoreClosed):
+            return not estate.is_dropped and self._is_here(estate.key)
+        return False
+
     def _put_below(self, key: str, flat: torch.Tensor) -> None:
         for tier in self._below[:-1]:
-            with contextlib.suppress(CapacityError):
+            try:
                 self.store.put(key, flat, tier=tier)
+            except CapacityError as error:
+                let_frames_go(error)
+            else:
                 return
         self.store.put(key, flat, tier=self._below[-1])
 
@@ -463,10 +479,12 @@ class Vault:
                 self._counts.add("stalls")
             try:
                 leaving.result()
-            except LeaseError:  # it is wanted again: whoever asks last is heard
+            except LeaseError as error:  # it is wanted again: whoever asks last is heard
+                let_frames_go(error)
                 return False
             except CapacityError as error:
                 log.debug("%s does not go to %s: %s", key, tier, error)
+                let_frames_go(error)
             else:
                 return True
         self._counts.add("refused")
