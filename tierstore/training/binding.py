@@ -34,6 +34,8 @@ from tierstore.training.groups import Place
 Access = Callable[["Binding"], None]
 Apart = Callable[[], AbstractContextManager[object]]
 Classes = Callable[["Binding"], Sequence[type]]
+MakeRoom = Callable[[int], bool]
+"""Lets go of what nobody uses, and raises a quota that leaves no room for so many bytes; says if it did."""
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
@@ -169,7 +171,7 @@ class Bindings:
         self.store = store
         self._note_access = note_access
         self.apart = apart
-        self.ask_for_more: Callable[[], bool] = lambda: False  # raises the quota, if it can be
+        self.ask_for_more: MakeRoom = lambda _: False
         self._lock = threading.RLock()  # guards all bindings and the next two
         self._by_storage: dict[int, Binding] = {}
         self._lingering: dict[Binding, None] = {}
@@ -318,13 +320,9 @@ class Bindings:
         gc.collect()
         self.sweep()
         self._empty(binding.tier)
-        try:
-            return self.store.lease(binding.key, tier=binding.tier, write=True)
-        except CapacityError as error:
-            if not self.ask_for_more():
-                raise
-            let_frames_go(error)
-            return self.store.lease(binding.key, tier=binding.tier, write=True)
+        return lease_with_room(
+            lambda: self.store.lease(binding.key, tier=binding.tier, write=True), self.ask_for_more
+        )
 
     def _empty(self, tier: str) -> None:
         """Push everything that is not leased out of a tier, so that its free bytes are in one piece."""
@@ -366,6 +364,23 @@ class Bindings:
             binding.windows = 0
             self._lingering.pop(binding, None)
             self._release(binding)
+
+
+def lease_with_room(lease: Callable[[], Lease], make_room: MakeRoom) -> Lease:
+    """Return what ``lease`` returns, with as much room made for it as can be.
+
+    Raises:
+        CapacityError: it finds none.
+    """
+    is_second = False
+    while True:
+        try:
+            return lease()
+        except CapacityError as error:
+            let_frames_go(error)
+            if not make_room(error.needed_bytes or 0) and is_second:
+                raise
+            is_second = True
 
 
 def let_frames_go(error: BaseException) -> None:

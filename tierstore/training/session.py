@@ -136,10 +136,9 @@ class Session:
     def _new_vault(self, store: Store) -> Vault:
         ask_budget = self.bindings.ask_for_more
 
-        def make_room() -> bool:
+        def make_room(needed_bytes: int) -> bool:
             self.bindings.sweep()
-            ask_budget()
-            return True
+            return ask_budget(needed_bytes)
 
         vault = Vault(
             store,
@@ -149,10 +148,9 @@ class Session:
             note_adopted=_unheard if self._meter is None else self._meter.hand_over,
         )
 
-        def ask_all() -> bool:
+        def ask_all(needed_bytes: int) -> bool:
             vault.sweep()
-            ask_budget()
-            return True
+            return ask_budget(needed_bytes)
 
         self.bindings.ask_for_more = ask_all
         return vault

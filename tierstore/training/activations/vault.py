@@ -36,7 +36,14 @@ import torch
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed
 from tierstore.leases import Lease
 from tierstore.store import Store
-from tierstore.training.binding import Apart, let_frames_go, ordinary_mode, set_data
+from tierstore.training.binding import (
+    Apart,
+    MakeRoom,
+    lease_with_room,
+    let_frames_go,
+    ordinary_mode,
+    set_data,
+)
 from tierstore.training.saved import refuse_if_changed
 
 log = logging.getLogger("tierstore")
@@ -296,7 +303,7 @@ class Vault:
         store: where they go.
         apart: what is allocated inside this context is the store's.
         note_use: told the key of whatever is kept or taken.
-        make_room: called where leases leave no room on the device for what is taken; whether to try again.
+        make_room: called where leases leave no room on the device for what is taken.
         note_adopted: told of a storage that the store has adopted, and how to ask whether it has it still.
     """
 
@@ -306,7 +313,7 @@ class Vault:
         apart: Apart = ordinary_mode,
         *,
         note_use: Callable[[str], None] = lambda _: None,
-        make_room: Callable[[], bool] = lambda: False,
+        make_room: MakeRoom = lambda _: False,
         note_adopted: NoteAdopted = lambda _storage, _is_held: None,
     ) -> None:
         self.store = store
@@ -511,13 +518,7 @@ class Vault:
         is_here = self._is_here(estate.key)
         if not is_here:
             self._counts.add("stalls")
-        try:
-            lease = self.store.lease(estate.key)
-        except CapacityError as error:
-            if not self._make_room():
-                raise
-            let_frames_go(error)
-            lease = self.store.lease(estate.key)
+        lease = lease_with_room(lambda: self.store.lease(estate.key), self._make_room)
         self._note_use(estate.key)
         estate.hold(lease)
         del lease
