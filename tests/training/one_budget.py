@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ RECOMPUTES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "a layer recomputed": ({"recompute": [1]}, {"recompute": [0]}),
     "operators recomputed": (
         {"select_recompute": {"feed_forward": True}},
-        {"select_recompute": {"feed_forward": [0, 2]}},
+        {"select_recompute": {"feed_forward": [0]}},
     ),
 }
 TIERS: dict[str, dict[str, object]] = {
@@ -48,10 +48,20 @@ def document(
     swap: str = "layers swapped",
     recompute: str = "no recompute",
     tiers: str = "device and host",
+    marks: Mapping[str, object] | None = None,
     **more: object,
 ) -> dict[str, object]:
-    """Return a document with all sections; ``more`` goes into its ``offload_config``."""
-    marks = SWAPS[swap]
+    """Return a document with all sections.
+
+    Args:
+        path: where files go.
+        swap: one of `SWAPS`.
+        recompute: one of `RECOMPUTES`.
+        tiers: one of `TIERS`.
+        marks: instead of those of ``swap``.
+        more: goes into its ``offload_config``.
+    """
+    marks = SWAPS[swap] if marks is None else marks
     offload_config: dict[str, object] = {
         "device": "emulated",
         "device_options": LATE_AND_OVERWRITTEN,

@@ -55,7 +55,7 @@ def _assert_same(path: Path, swap: str, recompute: str, tiers: str, way: Way) ->
     assert_equal_states(plain.optimizer, ours.optimizer)
 
 
-@pytest.mark.parametrize(("swap", "recompute", "tiers", "way"), _some())
+@pytest.mark.parametrize(("swap", "recompute", "tiers", "way"), list(_some()))
 def test_whatever_is_combined_the_bits_are_the_same(
     tmp_path: Path, swap: str, recompute: str, tiers: str, way: str
 ) -> None:

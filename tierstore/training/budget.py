@@ -141,8 +141,10 @@ class DeviceBudget:
     def _expect_more(self, phase: Phase, lesson: _Lesson, elements: int) -> None:
         """The inputs are larger than any before: so will be what is made of them."""
         if phase in self._program:
-            expected_bytes = self._program[phase] * elements // max(1, lesson.seen_elements)
-            self._quotas[phase] = self._rest(phase, expected_bytes)
+            # Inputs, and what was computed of them, are there as well when the optimizer steps.
+            for each in (phase, Phase.OPTIMIZER) if phase is Phase.MODEL else (phase,):
+                expected_bytes = self._program.get(each, 0) * elements // max(1, lesson.seen_elements)
+                self._quotas[each] = self._rest(each, expected_bytes)
             self._give(self._quotas[phase])
             lesson.steps_to_learn = LEARNING_STEPS
         lesson.seen_elements = elements
