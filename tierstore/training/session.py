@@ -128,10 +128,15 @@ class Session:
         """Swap and recompute what a document says, in this store and its quotas; else end the session."""
         try:
             self.activations = both.apply(self.model, sections, layers, self.store, self._new_vault)
+            self.windows.discard_inner = self._discard_swap
         except BaseException:
             self.remove_hooks()
             self.restore()
             raise
+
+    def _discard_swap(self, is_beginning: bool) -> None:
+        if self.activations.swap is not None:
+            self.activations.swap.discard_interrupted(int(is_beginning))
 
     def _new_vault(self, store: Store) -> Vault:
         ask_budget = self.bindings.ask_for_more
@@ -143,7 +148,7 @@ class Session:
         vault = Vault(
             store,
             self.bindings.apart,
-            note_use=self.follower.note,
+            note_use=self.follower.note_passing,
             make_room=make_room,
             note_adopted=_unheard if self._meter is None else self._meter.hand_over,
         )
@@ -358,10 +363,10 @@ class Session:
 
     def restore(self) -> None:
         """Make everything ordinary tensors again."""
+        self.windows.discard_interrupted()  # the inner hooks first
         self.activations.close()
         if self.budget is not None:
             self.budget.close()
-        self.windows.discard_interrupted()
         self.gradients.restore()
         for steps in self.steps:
             for binding in steps.states.values():

@@ -302,7 +302,7 @@ class Vault:
     Args:
         store: where they go.
         apart: what is allocated inside this context is the store's.
-        note_use: told the key of whatever is kept or taken.
+        note_use: told the key of whatever is kept or taken, and its bytes.
         make_room: called where leases leave no room on the device for what is taken.
         note_adopted: told of a storage that the store has adopted, and how to ask whether it has it still.
     """
@@ -312,7 +312,7 @@ class Vault:
         store: Store,
         apart: Apart = ordinary_mode,
         *,
-        note_use: Callable[[str], None] = lambda _: None,
+        note_use: Callable[[str, int], None] = lambda _key, _nbytes: None,
         make_room: MakeRoom = lambda _: False,
         note_adopted: NoteAdopted = lambda _storage, _is_held: None,
     ) -> None:
@@ -401,7 +401,7 @@ class Vault:
         if high - low < storage.nbytes():
             flat = flat[low:high].clone()
         estate = self._store(flat, name)
-        self._note_use(estate.key)
+        self._note_use(estate.key, estate.nbytes)
         held = _Bytes(self, estate, version, self._heirless.append)
         known = _Known(storage, self._forget)
         known.key = (id(storage), low, high)
@@ -519,7 +519,7 @@ class Vault:
         if not is_here:
             self._counts.add("stalls")
         lease = lease_with_room(lambda: self.store.lease(estate.key), self._make_room)
-        self._note_use(estate.key)
+        self._note_use(estate.key, estate.nbytes)
         estate.hold(lease)
         del lease
         if estate.takes == 0:
