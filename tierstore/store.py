@@ -118,7 +118,7 @@ class Store:
 
     @property
     def can_adopt(self) -> bool:
-        """Whether the fastest tier takes tensors as they lie: see `adopt`."""
+        """Whether the fastest tier takes tensors as they lie; see `adopt`."""
         return isinstance(self._engine.backends[0], AdoptingBackend)
 
     def adopt(self, key: str, tensor: torch.Tensor) -> None:

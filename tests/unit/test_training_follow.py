@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 
 import tierstore as ts
@@ -26,3 +28,43 @@ def test_a_gradient_is_needed_until_the_step_ends() -> None:
         begin_step()  # by the plan: what comes next is the end, and then "first"
         store.put("new", torch.zeros(1024, dtype=torch.uint8), tier="host")
         assert (store.where("gradient"), store.where("first")) == (("host",), ("disk",))
+
+
+def test_an_activation_is_brought_to_host_memory_ahead_of_its_use_and_no_further() -> None:
+    tiers = [
+        ts.TierConfig("device", "memory", 4096),
+        ts.TierConfig("host", "memory", 8192),
+        ts.TierConfig("disk", "memory", 65536),
+    ]
+    with ts.Store(ts.StoreConfig(tiers=tiers, eviction="next-use")) as store:
+        follower = Follower(store, [Window("device", 4096), Window("host", 8192)], lambda _: 0, optimizers=1)
+        follower.note("first")
+        follower.note_passing("activation", 1024)
+        follower.note("last")
+        follower.note_step(0)
+        follower.begin_forward()
+        store.put("activation", torch.zeros(1024, dtype=torch.uint8), tier="disk")
+        asked: list[tuple[str, str]] = []
+        prefetch = store.prefetch
+
+        def note_prefetch(*keys: str, tier: str) -> None:
+            asked.extend((key, tier) for key in keys)
+            prefetch(*keys, tier=tier)
+
+        with mock.patch.object(store, "prefetch", note_prefetch):
+            follower.note("first")
+        assert asked == [("activation", "host")]
+
+
+def test_a_window_that_a_key_has_passed_is_free_again_whatever_became_of_its_bytes() -> None:
+    tiers = [ts.TierConfig("device", "memory", 4096), ts.TierConfig("host", "memory", 8192)]
+    with ts.Store(ts.StoreConfig(tiers=tiers)) as store:
+        window = Window("host", 1024)
+        follower = Follower(store, [window], lambda _: 0, optimizers=1)
+        for nbytes in (1024, 64, 4096, 512):
+            follower.begin_forward()
+            follower.note("first")
+            follower.note_passing("activation", nbytes)
+            follower.note("last")
+            follower.note_step(0)
+        assert window.ahead_bytes == sum(window.ahead) <= 1024

@@ -193,3 +193,43 @@ def test_sparse_tensors_have_no_storage_to_count(watching: EmulatedMeter) -> Non
     values = torch.eye(4).to_sparse()
     watching.live_bytes()
     assert values.is_sparse
+
+
+def test_memory_that_the_store_adopted_is_the_programs_until_nobody_else_refers_to_it() -> None:
+    meter = EmulatedMeter()
+    meter.begin(())
+    mine = torch.zeros(1000, dtype=torch.uint8)
+    stores = mine.detach()
+    meter.hand_over(mine.untyped_storage(), lambda: True)
+    assert meter.live_bytes() == 1000
+    del mine
+    assert meter.live_bytes() == 0
+    again = stores.view(10, 100)  # by a lease
+    assert meter.live_bytes() == 0
+    del again, stores
+    assert meter.live_bytes() == 0
+    meter.end()
+
+
+def test_memory_that_the_store_has_let_go_of_stays_the_programs() -> None:
+    meter = EmulatedMeter()
+    meter.begin(())
+    mine = torch.zeros(1000, dtype=torch.uint8)
+    meter.hand_over(mine.untyped_storage(), lambda: False)
+    assert meter.live_bytes() == 1000
+    assert meter.take_peak() == 1000
+    meter.end()
+
+
+def test_a_peak_leaves_out_what_the_store_alone_refers_to() -> None:
+    meter = EmulatedMeter()
+    meter.begin(())
+    kept = []
+    for _ in range(5):
+        made = torch.zeros(1000, dtype=torch.uint8)
+        kept.append(made.detach())
+        meter.hand_over(made.untyped_storage(), lambda: True)
+        del made
+    assert meter.take_peak() == 1000
+    assert len(kept) == 5
+    meter.end()

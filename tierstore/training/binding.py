@@ -34,6 +34,8 @@ from tierstore.training.groups import Place
 Access = Callable[["Binding"], None]
 Apart = Callable[[], AbstractContextManager[object]]
 Classes = Callable[["Binding"], Sequence[type]]
+MakeRoom = Callable[[int], bool]
+"""Lets go of what nobody uses, and raises a quota that leaves no room for so many bytes; says if it did."""
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
@@ -52,11 +54,33 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     _set_data(tensor, data)
 
 
-def ordinary_mode() -> AbstractContextManager[object]:
-    """Leave inference mode: slots and views made under it could never be trained."""
-    if torch.is_inference_mode_enabled():
-        return torch.inference_mode(mode=False)
-    return _AS_IT_IS
+class _OwnWork(threading.local):
+    """How deep this thread is in the library's own work."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_own_work = _OwnWork()
+
+
+@contextlib.contextmanager
+def ordinary_mode() -> Iterator[None]:
+    """Do the library's own work inside the context: what happens is no part of the model.
+
+    Inference mode is left: slots and views made under it could never be trained.
+    """
+    _own_work.depth += 1
+    try:
+        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
+            yield
+    finally:
+        _own_work.depth -= 1
+
+
+def is_own_work() -> bool:
+    """Say whether this thread does the library's own work, such as moving bytes for the store."""
+    return _own_work.depth > 0
 
 
 class Binding:
@@ -147,7 +171,7 @@ class Bindings:
         self.store = store
         self._note_access = note_access
         self.apart = apart
-        self.ask_for_more: Callable[[], bool] = lambda: False  # raises the quota, if it can be
+        self.ask_for_more: MakeRoom = lambda _: False
         self._lock = threading.RLock()  # guards all bindings and the next two
         self._by_storage: dict[int, Binding] = {}
         self._lingering: dict[Binding, None] = {}
@@ -296,13 +320,9 @@ class Bindings:
         gc.collect()
         self.sweep()
         self._empty(binding.tier)
-        try:
-            return self.store.lease(binding.key, tier=binding.tier, write=True)
-        except CapacityError as error:
-            if not self.ask_for_more():
-                raise
-            let_frames_go(error)
-            return self.store.lease(binding.key, tier=binding.tier, write=True)
+        return lease_with_room(
+            lambda: self.store.lease(binding.key, tier=binding.tier, write=True), self.ask_for_more
+        )
 
     def _empty(self, tier: str) -> None:
         """Push everything that is not leased out of a tier, so that its free bytes are in one piece."""
@@ -344,6 +364,23 @@ class Bindings:
             binding.windows = 0
             self._lingering.pop(binding, None)
             self._release(binding)
+
+
+def lease_with_room(lease: Callable[[], Lease], make_room: MakeRoom) -> Lease:
+    """Return what ``lease`` returns, with as much room made for it as can be.
+
+    Raises:
+        CapacityError: it finds none.
+    """
+    is_second = False
+    while True:
+        try:
+            return lease()
+        except CapacityError as error:
+            let_frames_go(error)
+            if not make_room(error.needed_bytes or 0) and is_second:
+                raise
+            is_second = True
 
 
 def let_frames_go(error: BaseException) -> None:

@@ -6,7 +6,9 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
 1. At first the store has in each phase only what the largest bundle needs there, and a prefetch.
 2. What the program takes beside it is measured in the first two steps; from then on the store has the
    rest of the budget, less a margin.
-3. When inputs grow, the store makes room in proportion before the model runs, and it is measured
+3. Where leases need more together than that, the store is given what the program leaves at that moment,
+   and the program is measured in every step.
+4. When inputs grow, the store makes room in proportion before the model runs, and it is measured
    again.
 """
 
@@ -105,6 +107,7 @@ class DeviceBudget:
         self._step_bytes = 0
         self._before_step_bytes = 0
         self._quota_bytes = 0
+        self._grown_bytes = 0  # the most that leases needed together so far
         self._phase = Phase.MODEL
         self._lessons = {Phase.MODEL: _Lesson(), Phase.EVALUATION: _Lesson()}
         self._learning: _Lesson | None = None
@@ -130,7 +133,7 @@ class DeviceBudget:
         elements = sum(tensor.numel() for tensor in tensors_in(inputs))
         if elements > lesson.seen_elements:
             self._expect_more(phase, lesson, elements)
-        if lesson.steps_to_learn and self._learning is None:
+        if (lesson.steps_to_learn or self._is_tight) and self._learning is None:
             self._learning = lesson
             self._at_gradients_bytes = 0
             self._meter.begin(inputs)
@@ -138,8 +141,10 @@ class DeviceBudget:
     def _expect_more(self, phase: Phase, lesson: _Lesson, elements: int) -> None:
         """The inputs are larger than any before: so will be what is made of them."""
         if phase in self._program:
-            expected_bytes = self._program[phase] * elements // max(1, lesson.seen_elements)
-            self._quotas[phase] = self._rest(phase, expected_bytes)
+            # Inputs, and what was computed of them, are there as well when the optimizer steps.
+            for each in (phase, Phase.OPTIMIZER) if phase is Phase.MODEL else (phase,):
+                expected_bytes = self._program.get(each, 0) * elements // max(1, lesson.seen_elements)
+                self._quotas[each] = self._rest(each, expected_bytes)
             self._give(self._quotas[phase])
             lesson.steps_to_learn = LEARNING_STEPS
         lesson.seen_elements = elements
@@ -166,7 +171,7 @@ class DeviceBudget:
         assert lesson is not None
         self._note_peak()
         self.close()
-        lesson.steps_to_learn -= 1
+        lesson.steps_to_learn = max(0, lesson.steps_to_learn - 1)
         if lesson.steps_to_learn == 0:
             for phase, program_bytes in self._program.items():
                 self._quotas[phase] = self._rest(phase, program_bytes)
@@ -198,6 +203,11 @@ class DeviceBudget:
                 self._step_bytes = max(0, self._program[self._phase] - self._before_step_bytes)
 
     @property
+    def _is_tight(self) -> bool:
+        """Whether leases may need more than the quota again: then the program is measured from then on."""
+        return self._grown_bytes > self._quotas[Phase.MODEL]
+
+    @property
     def allows_steps_in_backward(self) -> bool:
         """Whether an optimizer may step while there are activations: it is known what both take."""
         return (
@@ -227,14 +237,15 @@ class DeviceBudget:
         self._quota_bytes = quota_bytes
         self._resized(quota_bytes)
 
-    def grow(self) -> bool:
-        """Give the store what the program does not use now; return whether that is more than it had.
+    def grow(self, needed_bytes: int) -> bool:
+        """Give the store so much more of what the program does not use now; return whether there was any.
 
         For what must be on the device together though no bundle needs it, such as the weights that a
-        graph of gradients keeps.
+        graph of gradients keeps, or the activations that one node of it uses.
         """
-        quota_bytes = self._limit_bytes - int(self._meter.live_bytes() * MARGIN)
-        is_more = quota_bytes > self._quota_bytes
-        if is_more:
-            self._give(quota_bytes)
-        return is_more
+        free_bytes = self._limit_bytes - int(self._meter.live_bytes() * MARGIN) - self._quota_bytes
+        if free_bytes <= 0:
+            return False
+        self._give(self._quota_bytes + min(free_bytes, max(1, needed_bytes)))
+        self._grown_bytes = max(self._grown_bytes, self._quota_bytes)
+        return True

@@ -2,14 +2,16 @@
 
 The first step is recorded; from the second on the store follows the plan made of it, and what comes
 next is prefetched: to the fastest tier within a share of it, and from disk to host memory further
-ahead.  A step that goes another way is recorded anew.
+ahead.  Activations are brought to host memory only: the graph tells when the device needs them.  A step
+that goes another way is recorded anew.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierstore.errors import KeyNotFound
 from tierstore.planning import Trace, plan_from
@@ -29,13 +31,27 @@ class Window:
         tier: where to.
         limit_bytes: how many bytes of keys may lie ahead.
         turn: up to where it was prefetched, exclusive.
-        ahead_bytes: of the keys between where the step is and ``turn``.
+        ahead: the bytes of each key between where the step is and ``turn``.
+        ahead_bytes: of them together.
     """
 
     tier: str
     limit_bytes: int
     turn: int = 0
+    ahead: collections.deque[int] = field(default_factory=collections.deque)
     ahead_bytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """The next key lies ahead now."""
+        self.turn += 1
+        self.ahead.append(nbytes)
+        self.ahead_bytes += nbytes
+
+    def begin_at(self, turn: int) -> None:
+        """Nothing lies ahead: the step is at ``turn``."""
+        self.turn = turn
+        self.ahead.clear()
+        self.ahead_bytes = 0
 
 
 class Follower:
@@ -64,6 +80,7 @@ class Follower:
         self._followed: tuple[str, ...] = ()
         self._last = ""
         self._gradients: dict[str, None] = {}
+        self._passing: dict[str, int] = {}  # the bytes of activations, as they were last
         self.residents: frozenset[str] = frozenset()
         self.choose_residents: Callable[[Sequence[str], Sequence[str]], frozenset[str]] = (
             lambda _accesses, _gradients: frozenset()
@@ -102,6 +119,14 @@ class Follower:
         for window in self._windows:
             self._pass(window, place, before)
             self._prefetch(window, place)
+
+    def note_passing(self, key: str, nbytes: int) -> None:
+        """Take in that an activation is used now.
+
+        Its user tells when it has to be on the device; until then it is prefetched to the tiers below.
+        """
+        self._passing[key] = nbytes
+        self.note(key)
 
     def note_gradient(self, key: str) -> None:
         """Take in that a gradient comes to be under ``key``: it is there until the step ends."""
@@ -144,29 +169,33 @@ class Follower:
         self._store.follow(plan)
         self._place = Place(plan)
         for window in self._windows:
-            window.turn = window.ahead_bytes = 0
+            window.begin_at(0)
 
     # --- prefetch -----------------------------------------------------------------------------
 
     def _pass(self, window: Window, place: Place, before: int) -> None:
         """What was ahead has been reached."""
-        for turn in range(before, min(place.turn, window.turn)):
-            window.ahead_bytes -= self._nbytes_of(place.key_at(turn))
+        for _ in range(before, min(place.turn, window.turn)):
+            window.ahead_bytes -= window.ahead.popleft()
         if window.turn < place.turn:
-            window.turn, window.ahead_bytes = place.turn, 0
+            window.begin_at(place.turn)
 
     def _prefetch(self, window: Window, place: Place) -> None:
         """Prefetch within the window, and the next one whatever its size."""
         last = place.turn + place.length - 1
         while window.turn < last:
             key = place.key_at(window.turn)
-            nbytes = self._nbytes_of(key)
+            nbytes = self._bytes_in(window, key)
             if window.ahead_bytes and window.ahead_bytes + nbytes > window.limit_bytes:
                 return
-            window.turn += 1
-            window.ahead_bytes += nbytes
+            window.add(nbytes)
             if nbytes:
                 self._advise(key, window.tier)
+
+    def _bytes_in(self, window: Window, key: str) -> int:
+        """Return what a window has to bring for a key; nothing if somebody else tells when it comes there."""
+        nbytes = self._nbytes_of(key)
+        return nbytes if nbytes or window.tier == self._store.tier_names[0] else self._passing.get(key, 0)
 
     def _advise(self, key: str, tier: str) -> None:
         # A gradient that is not there yet, or was dropped: nothing to bring.

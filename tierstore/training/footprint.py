@@ -45,6 +45,17 @@ class Meter(Protocol):
         """Do not take what is allocated inside the context for the program's."""
         ...
 
+    def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+        """Take in that the store has adopted a storage of the program's.
+
+        It is the program's until nobody else refers to it, as the store may let go of it at any time.
+
+        Args:
+            storage: that is charged to the store.
+            is_held: says whether the store has it still.
+        """
+        ...
+
 
 def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples and mappings."""
@@ -56,6 +67,9 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
         elif isinstance(value, Mapping):
             yield from tensors_in(value.values())
 
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
+_ALONE = 2  # one tensor refers to a storage, beside the storage's object in Python
 
 # ---------------------------------------------------------------------- an emulated device
 
@@ -81,12 +95,16 @@ class EmulatedMeter:
 
     def live_bytes(self) -> int:
         """See `Meter.live_bytes`."""
-        return self._peak_bytes if self._mode is None else self._mode.live_bytes
+        if self._mode is None:
+            return self._peak_bytes
+        self._mode.settle()
+        return self._mode.live_bytes
 
     def take_peak(self) -> int:
         """See `Meter.take_peak`."""
         mode = self._mode
         if mode is not None:
+            mode.settle()
             self._peak_bytes, mode.peak_bytes = mode.peak_bytes, mode.live_bytes
         return self._peak_bytes
 
@@ -95,6 +113,11 @@ class EmulatedMeter:
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.end()
+
+    def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+        """See `Meter.hand_over`."""
+        if self._mode is not None:
+            self._mode.hand_over(storage, is_held)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -125,6 +148,7 @@ class _Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, _Storage] = {}
+        self._adopted: dict[int, Callable[[], bool]] = {}  # by key: the store has them, and maybe others
         self.live_bytes = 0
         self.peak_bytes = 0
         self.is_paused = False
@@ -144,10 +168,30 @@ class _Counting(TorchDispatchMode):
                 entry.key, entry.nbytes = id(storage), storage.nbytes()
                 self._live[entry.key] = entry
                 self.live_bytes += entry.nbytes
+        if self.live_bytes > self.peak_bytes:
+            self.settle()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+        """Let a storage count no more as soon as the store alone refers to it."""
+        if id(storage) in self._live:
+            self._adopted[id(storage)] = is_held
+
+    def settle(self) -> None:
+        """Leave out what the store alone refers to."""
+        for key, is_held in list(self._adopted.items()):
+            entry = self._live.get(key)
+            storage = None if entry is None else entry()
+            if entry is None or storage is None:
+                self._adopted.pop(key, None)
+            elif _use_count(storage._cdata) <= _ALONE:  # noqa: SLF001
+                del self._adopted[key]
+                if is_held():  # from now on others get at it by the store's leases only
+                    self._forget(entry)
 
     def _forget(self, entry: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(entry, _Storage)
+        self._adopted.pop(entry.key, None)
         if self._live.pop(entry.key, None) is not None:
             self.live_bytes -= entry.nbytes
 
@@ -234,6 +278,9 @@ class AllocatorMeter:
     def end(self) -> None:
         """See `Meter.end`."""
         self._least_stored_bytes = None
+
+    def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+        """See `Meter.hand_over`: the allocator counts it, and the store's charge is subtracted."""
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -63,11 +64,16 @@ class ModuleWindows:
     Args:
         bindings: of the model.
         saved: is in force while a window is open.
+
+    Attributes:
+        discard_inner: ends what others put into force inside the outermost window, before it is discarded;
+            told whether the model's next call has begun.
     """
 
     def __init__(self, bindings: Bindings, saved: SavedTensors) -> None:
         self._bindings = bindings
         self._saved = saved
+        self.discard_inner: Callable[[bool], None] = lambda _is_beginning: None
         self._running = _Running()
         self._classes: dict[Binding, list[type]] = {}
 
@@ -93,16 +99,25 @@ class ModuleWindows:
             self._saved.pop()
         self._bindings.close_all(entry.bindings)
 
-    def discard_interrupted(self) -> None:
+    def discard_interrupted(self, beginning: nn.Module | None = None) -> None:
         """Close what modules left open that a ``KeyboardInterrupt`` or its like has ended.
 
         PyTorch calls no hooks then.
+
+        Args:
+            beginning: the module whose call has only begun: it has opened nothing yet.
         """
         entries = self._running.entries
         if not entries:
             return
-        running = modules_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
-        while entries and entries[-1].owner.module not in running:
+        calls = calls_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
+        if beginning is not None:
+            calls[beginning] -= 1
+        opened = Counter(entry.owner.module for entry in entries)
+        while entries and opened[entries[-1].owner.module] > calls[entries[-1].owner.module]:
+            opened[entries[-1].owner.module] -= 1
+            if len(entries) == 1:
+                self.discard_inner(beginning is not None)
             self._end(entries.pop())
 
     def _open_classes(self, binding: Binding) -> list[type]:
@@ -114,11 +129,16 @@ class ModuleWindows:
 
 def modules_on_the_stack(frame: FrameType | None) -> set[nn.Module]:
     """Return the modules that run in ``frame`` or in those that called it."""
-    found: set[nn.Module] = set()
+    return set(calls_on_the_stack(frame))
+
+
+def calls_on_the_stack(frame: FrameType | None) -> Counter[nn.Module]:
+    """Return how often each module runs in ``frame`` and in those that called it."""
+    found: Counter[nn.Module] = Counter()
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code is nn.Module._call_impl.__code__ else None  # noqa: SLF001
         if isinstance(module, nn.Module):
-            found.add(module)
+            found[module] += 1
         frame = frame.f_back
     return found
 
@@ -204,7 +224,7 @@ class RootHooks(ModuleHooks):
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model begins to run."""
-        self.windows.discard_interrupted()
+        self.windows.discard_interrupted(self.module)
         if self.windows.is_outermost:
             self._begin((*args, *kwargs.values()))
         super().before(args, kwargs)

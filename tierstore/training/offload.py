@@ -24,8 +24,9 @@ from tierstore.store import Store
 from tierstore.training.activations import Sections, both, read_sections, sections_of
 from tierstore.training.activations.both import Activations
 from tierstore.training.activations.layers import Names
+from tierstore.training.activations.recompute import RecomputeStats
 from tierstore.training.activations.sections import SECTIONS
-from tierstore.training.activations.vault import Vault
+from tierstore.training.activations.vault import Vault, VaultStats
 from tierstore.training.checkpoint import Checkpoint, ordinary_access
 from tierstore.training.former import Resumed
 from tierstore.training.opening import check_model, find_former, open_session
@@ -48,6 +49,8 @@ class RunStats:
         stall_s: how long all of these waited for bytes.
         checkpoints: how many `Offload.checkpoint` has made, with those of the runs before.
         checkpoint_s: seconds that those of this run took.
+        activations: which of them were swapped, and how; ``None`` if none are to be.
+        recompute: what was computed again; ``None`` if nothing is to be.
     """
 
     store: StoreStats | None
@@ -57,6 +60,8 @@ class RunStats:
     stall_s: float
     checkpoints: int = 0
     checkpoint_s: float = 0.0
+    activations: VaultStats | None = None
+    recompute: RecomputeStats | None = None
 
     @property
     def tiers(self) -> Mapping[str, TierStats]:
@@ -109,7 +114,7 @@ class Offload:
         """Return what the run did so far."""
         session = self._session
         if session is None:
-            return RunStats(None, 0.0, 0.0, 0.0, 0.0)
+            return RunStats(None, 0.0, 0.0, 0.0, 0.0, recompute=self._activations.recompute_stats)
         store = session.store.stats()
         optimizer_s = sum(steps.seconds for steps in session.steps)
         clock = session.clock
@@ -122,6 +127,8 @@ class Offload:
             store.stall_seconds,
             0 if durable is None else durable.checkpoints,
             0.0 if durable is None else durable.seconds,
+            session.activations.swap_stats,
+            session.activations.recompute_stats,
         )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -128,25 +128,34 @@ class Session:
         """Swap and recompute what a document says, in this store and its quotas; else end the session."""
         try:
             self.activations = both.apply(self.model, sections, layers, self.store, self._new_vault)
+            self.windows.discard_inner = self._discard_swap
         except BaseException:
             self.remove_hooks()
             self.restore()
             raise
 
+    def _discard_swap(self, is_beginning: bool) -> None:
+        if self.activations.swap is not None:
+            self.activations.swap.discard_interrupted(int(is_beginning))
+
     def _new_vault(self, store: Store) -> Vault:
         ask_budget = self.bindings.ask_for_more
 
-        def make_room() -> bool:
+        def make_room(needed_bytes: int) -> bool:
             self.bindings.sweep()
-            ask_budget()
-            return True
+            return ask_budget(needed_bytes)
 
-        vault = Vault(store, self.bindings.apart, note_use=self.follower.note, make_room=make_room)
+        vault = Vault(
+            store,
+            self.bindings.apart,
+            note_use=self.follower.note_passing,
+            make_room=make_room,
+            note_adopted=_unheard if self._meter is None else self._meter.hand_over,
+        )
 
-        def ask_all() -> bool:
+        def ask_all(needed_bytes: int) -> bool:
             vault.sweep()
-            ask_budget()
-            return True
+            return ask_budget(needed_bytes)
 
         self.bindings.ask_for_more = ask_all
         return vault
@@ -354,10 +363,10 @@ class Session:
 
     def restore(self) -> None:
         """Make everything ordinary tensors again."""
+        self.windows.discard_interrupted()  # the inner hooks first
         self.activations.close()
         if self.budget is not None:
             self.budget.close()
-        self.windows.discard_interrupted()
         self.gradients.restore()
         for steps in self.steps:
             for binding in steps.states.values():
@@ -391,6 +400,11 @@ class Session:
         tenant = guard.tenant_of(part[0])
         assert tenant is not None
         self.steps[index].take_in_state(tenant.binding)
+
+
+def _unheard(storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+    """Nobody counts what the program has."""
+    del storage, is_held
 
 
 Needs = dict[nn.Module, tuple[list[Binding], list[Binding]]]

@@ -19,10 +19,10 @@ from tierstore.training.activations.chosen import match_layers
 from tierstore.training.activations.layers import Names, find_layers
 from tierstore.training.activations.marks import Marks, mark
 from tierstore.training.activations.plan import ActivationPlan, plan_layers
-from tierstore.training.activations.recompute import Recompute
+from tierstore.training.activations.recompute import Recompute, RecomputeStats
 from tierstore.training.activations.sections import Sections
 from tierstore.training.activations.swap import Swap, check_tiers, warn_of_idle
-from tierstore.training.activations.vault import Vault
+from tierstore.training.activations.vault import Vault, VaultStats
 
 log = logging.getLogger("tierstore")
 
@@ -38,6 +38,16 @@ class Activations:
     def __init__(self, recomputed: Recompute | None = None, swapped: Swap | None = None) -> None:
         self.recompute = recomputed
         self.swap = swapped
+
+    @property
+    def swap_stats(self) -> VaultStats | None:
+        """What was swapped so far; ``None``: nothing is to be."""
+        return None if self.swap is None else self.swap.stats().activations
+
+    @property
+    def recompute_stats(self) -> RecomputeStats | None:
+        """What was computed again so far; ``None``: nothing is to be."""
+        return None if self.recompute is None else self.recompute.stats()
 
     def close(self) -> None:
         """Remove all hooks.  Idempotent."""

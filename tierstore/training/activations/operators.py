@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from tierstore.training.binding import natively
+from tierstore.training.binding import is_own_work, natively
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -242,7 +242,7 @@ class Watch(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401
         """Run the operation and take in what it made."""
         result = func(*args, **(kwargs or {}))
-        if not (self.is_paused or self.is_over or is_backward()):
+        if not (self.is_paused or self.is_over or is_own_work() or is_backward()):
             given: dict[int, bool] = {}
             self._look(args, given)
             if kwargs:

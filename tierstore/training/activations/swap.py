@@ -32,7 +32,7 @@ from tierstore.training.activations.plan import ActivationPlan, plan_layers
 from tierstore.training.activations.sections import SECTIONS, Sections, read_sections, sections_of
 from tierstore.training.activations.swap_config import SwapConfig
 from tierstore.training.activations.vault import Vault, VaultStats
-from tierstore.training.hooks import Hook, modules_on_the_stack
+from tierstore.training.hooks import Hook, calls_on_the_stack
 
 log = logging.getLogger("tierstore")
 
@@ -96,6 +96,11 @@ class Swap:
         if self._vault is None:
             raise UsageError("nothing is swapped: set swap to true in the configuration.")
         return self._vault
+
+    def discard_interrupted(self, own_calls: int = 0) -> None:
+        """See `SwapHooks.discard_interrupted`; for those whose hooks are around these."""
+        if self._hooks is not None:
+            self._hooks.discard_interrupted(own_calls)
 
     def close(self) -> None:
         """Remove every hook, and close the store if it is the swap's own.  Idempotent.
@@ -245,11 +250,11 @@ class SwapHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._discard_interrupted()
+        self.discard_interrupted()
 
     def before(self) -> None:
         """The model begins to run."""
-        self._discard_interrupted()
+        self.discard_interrupted(own_calls=1)
         self._vault.sweep()
         current = self._running.current
         if current is not None:
@@ -281,13 +286,19 @@ class SwapHooks:
         self.operators += current.operators
         self.triggers += current.triggers.made
 
-    def _discard_interrupted(self) -> None:
-        """End a pass that a ``KeyboardInterrupt`` or its like has ended: PyTorch calls no hooks then."""
+    def discard_interrupted(self, own_calls: int = 0) -> None:
+        """End a pass that a ``KeyboardInterrupt`` or its like has ended: PyTorch calls no hooks then.
+
+        Args:
+            own_calls: how many calls of the model have begun that the pass does not know of.
+        """
         stuck = self._running.stuck
         while stuck and stuck[-1].end():
             stuck.pop()
         current = self._running.current
-        if current is not None and self.model not in modules_on_the_stack(sys._getframe()):  # noqa: SLF001
+        if current is None:
+            return
+        if current.depth > calls_on_the_stack(sys._getframe())[self.model] - own_calls:  # noqa: SLF001
             self._end(current)
 
     def enter(self, module: nn.Module, scopes: Sequence[Scope]) -> None:

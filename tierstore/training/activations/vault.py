@@ -36,12 +36,21 @@ import torch
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, TierStoreError
 from tierstore.leases import Lease
 from tierstore.store import Store
-from tierstore.training.binding import Apart, let_frames_go, ordinary_mode, set_data
+from tierstore.training.binding import (
+    Apart,
+    MakeRoom,
+    lease_with_room,
+    let_frames_go,
+    ordinary_mode,
+    set_data,
+)
 from tierstore.training.saved import refuse_if_changed
 
 log = logging.getLogger("tierstore")
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
+NoteAdopted = Callable[[torch.UntypedStorage, Callable[[], bool]], None]
+
 _PART = 2  # a view of less than one part in so many of its storage is kept without the rest
 
 
@@ -302,8 +311,9 @@ class Vault:
     Args:
         store: where they go.
         apart: what is allocated inside this context is the store's.
-        note_use: told the key of whatever is kept or taken.
-        make_room: called where leases leave no room on the device for what is taken; whether to try again.
+        note_use: told the key of whatever is kept or taken, and its bytes.
+        make_room: called where leases leave no room on the device for what is taken.
+        note_adopted: told of a storage that the store has adopted, and how to ask whether it has it still.
     """
 
     def __init__(
@@ -311,13 +321,15 @@ class Vault:
         store: Store,
         apart: Apart = ordinary_mode,
         *,
-        note_use: Callable[[str], None] = lambda _: None,
-        make_room: Callable[[], bool] = lambda: False,
+        note_use: Callable[[str, int], None] = lambda _key, _nbytes: None,
+        make_room: MakeRoom = lambda _: False,
+        note_adopted: NoteAdopted = lambda _storage, _is_held: None,
     ) -> None:
         self.store = store
         self._apart = apart
         self._note_use = note_use
         self._make_room = make_room
+        self._note_adopted = note_adopted
         self._counts = _Counts()
         self._can_adopt = store.can_adopt
         self._below = store.tier_names[1:] if self._can_adopt else ()
@@ -399,7 +411,7 @@ class Vault:
         if high - low < storage.nbytes():
             flat = flat[low:high].clone()
         estate = self._store(flat, name)
-        self._note_use(estate.key)
+        self._note_use(estate.key, estate.nbytes)
         held = _Bytes(self, estate, version, self._heirless.append)
         known = _Known(storage, self._forget)
         known.key = (id(storage), low, high)
@@ -428,18 +440,29 @@ class Vault:
             if not self._below:
                 raise
             log.debug("%s goes down at once: %s", estate.key, error)
+            let_frames_go(error)  # they refer to these bytes
             self._counts.add("stalls")
             self._put_below(estate.key, flat)
             estate.is_released = True
             self._counts.add("released", estate.nbytes)
             return
+        self._note_adopted(flat.untyped_storage(), lambda: self._is_adopted(estate))
         if self._below:
             self.store.fetch(estate.key, tier=self._below[0])
 
+    def _is_adopted(self, estate: _Estate) -> bool:
+        """Say whether the memory that the program allocated is on the device for the store."""
+        with contextlib.suppress(KeyNotFound, StoreClosed):
+            return not estate.is_dropped and self._is_here(estate.key)
+        return False
+
     def _put_below(self, key: str, flat: torch.Tensor) -> None:
         for tier in self._below[:-1]:
-            with contextlib.suppress(CapacityError):
+            try:
                 self.store.put(key, flat, tier=tier)
+            except CapacityError as error:
+                let_frames_go(error)
+            else:
                 return
         self.store.put(key, flat, tier=self._below[-1])
 
@@ -472,10 +495,12 @@ class Vault:
                 if not leaving.done():
                     self._counts.add("stalls")
                 leaving.result()
-            except LeaseError:  # it is wanted again: whoever asks last is heard
+            except LeaseError as error:  # it is wanted again: whoever asks last is heard
+                let_frames_go(error)
                 return False
             except CapacityError as error:
                 log.debug("%s does not go to %s: %s", key, tier, error)
+                let_frames_go(error)
             else:
                 return True
         self._counts.add("refused")
@@ -524,14 +549,8 @@ class Vault:
         is_here = self.is_here(estate.key)
         if not is_here:
             self._counts.add("stalls")
-        try:
-            lease = self.store.lease(estate.key)
-        except CapacityError as error:
-            if not self._make_room():
-                raise
-            let_frames_go(error)
-            lease = self.store.lease(estate.key)
-        self._note_use(estate.key)
+        lease = lease_with_room(lambda: self.store.lease(estate.key), self._make_room)
+        self._note_use(estate.key, estate.nbytes)
         estate.hold(lease)
         del lease
         if estate.takes == 0:

@@ -1,0 +1,126 @@
+"""Documents that say everything at once: offload, swap and recompute in one store, for small models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.training.swap_models import DIM, LENGTH, Llama, operators, whole_layers
+from tests.training.twins import LATE_AND_OVERWRITTEN, Trial, adam
+
+LAYERS = 3
+BATCH = 4
+
+SWAPS: dict[str, dict[str, object]] = {
+    "no swap": {},
+    "layers swapped": whole_layers(),
+    "operators swapped": operators("attention", r"feed_forward\.mul", "aten.silu"),
+}
+# While swap is on, numbers of layers are their indexes; else they count the first ones.
+RECOMPUTES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "no recompute": ({}, {}),
+    "a layer recomputed": ({"recompute": [1]}, {"recompute": [0]}),
+    "operators recomputed": (
+        {"select_recompute": {"feed_forward": True}},
+        {"select_recompute": {"feed_forward": [0]}},
+    ),
+}
+TIERS: dict[str, dict[str, object]] = {
+    "all fits": {"max_device_memory": "8MB", "offload_cpu_size": "64MB", "offload_disk_size": 0},
+    "device and host": {"max_device_memory": "400KB", "offload_cpu_size": "64MB", "offload_disk_size": 0},
+    "device, host, disk": {
+        "max_device_memory": "400KB",
+        "offload_cpu_size": "160KB",
+        "offload_disk_size": "64MB",
+    },
+    "host and disk": {"device": "cpu", "offload_cpu_size": "400KB", "offload_disk_size": "64MB"},
+}
+
+
+def document(
+    path: Path,
+    *,
+    swap: str = "layers swapped",
+    recompute: str = "no recompute",
+    tiers: str = "device and host",
+    marks: Mapping[str, object] | None = None,
+    **more: object,
+) -> dict[str, object]:
+    """Return a document with all sections.
+
+    Args:
+        path: where files go.
+        swap: one of `SWAPS`.
+        recompute: one of `RECOMPUTES`.
+        tiers: one of `TIERS`.
+        marks: instead of those of ``swap``.
+        more: goes into its ``offload_config``.
+    """
+    marks = SWAPS[swap] if marks is None else marks
+    offload_config: dict[str, object] = {
+        "device": "emulated",
+        "device_options": LATE_AND_OVERWRITTEN,
+        "offload_path": str(path / "files"),
+        **TIERS[tiers],
+        **more,
+    }
+    if offload_config["device"] == "cpu":
+        del offload_config["device_options"]
+    return {
+        "context": {"memory_offload": "ON"},
+        "offload_config": offload_config,
+        "recompute_config": RECOMPUTES[recompute][bool(marks)],
+        "swap_config": {"swap": bool(marks), **marks},
+    }
+
+
+def build(layers: int = LAYERS) -> Trial:
+    """Return a model with Adam, the same at every call."""
+    torch.manual_seed(0)
+    model = Llama(layers)
+    return Trial(model, adam(model))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a step is made.
+
+    Attributes:
+        batches: that gradients are added up of.
+        dtype: that autocast computes in; ``None``: there is none.
+        is_logging: whether gradients are logged, beside losses: their copies are on the device, too.
+    """
+
+    batches: int = 1
+    dtype: torch.dtype | None = None
+    is_logging: bool = True
+
+
+AT_ONCE = Way()
+
+
+def train(trial: Trial, way: Way = AT_ONCE, sizes: Sequence[int] = (BATCH,) * 3) -> None:
+    """Make a step with each batch size; log losses and gradients."""
+    torch.manual_seed(1)
+    for number, size in enumerate(sizes):
+        for part in range(way.batches):
+            x = torch.randn(size, LENGTH, DIM, generator=torch.Generator().manual_seed(100 * number + part))
+            loss = _loss(trial, x, way)
+            loss.backward()
+            trial.log(loss)
+        if way.is_logging:
+            trial.log_gradients()
+        trial.optimizer.step()
+        trial.optimizer.zero_grad()
+
+
+def _loss(trial: Trial, x: Tensor, way: Way) -> Tensor:
+    autocast = contextlib.nullcontext() if way.dtype is None else torch.autocast("cpu", way.dtype)
+    with autocast:
+        scores: Tensor = trial.model(x)
+    return scores.float().square().mean()

@@ -1,0 +1,191 @@
+"""Device bytes never exceed their budget, activations included, as an independent meter sees it."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from tests.training.ahead_loops import Taken, count_taken
+from tests.training.one_budget import BATCH, RECOMPUTES, SWAPS, Way, build, document, train
+from tests.training.swap_models import inputs, whole_layers
+from tests.training.twins import Trial, assert_equal_lists, assert_equal_models, assert_equal_states
+from tierstore.errors import CapacityError
+from tierstore.testing.memory import DeviceBudget, OutOfDeviceMemory
+from tierstore.training import Offload, offload
+
+__all__ = ["count_taken"]  # a fixture
+
+KIB = 1024
+QUIET = Way(is_logging=False)
+STEPS = (BATCH,) * 5
+
+
+@functools.cache
+def _plain(sizes: tuple[int, ...] = STEPS, layers: int = 3) -> Trial:
+    trial = build(layers)
+    train(trial, QUIET, sizes)
+    return trial
+
+
+def _offload(trial: Trial, path: Path, budget_bytes: int, **how: object) -> Offload:
+    texts = {key: str(how.pop(key)) for key in ("swap", "recompute", "tiers") if key in how}
+    settings = document(path, **texts, **{"max_device_memory": budget_bytes, **how})  # type: ignore[arg-type]
+    return offload(trial.model, list(trial.optimizers), settings)
+
+
+def _assert_same(expected: Trial, found: Trial) -> None:
+    assert_equal_lists(expected.logged, found.logged)
+    assert_equal_models(expected.model, found.model)
+    assert_equal_states(expected.optimizer, found.optimizer)
+
+
+# What is made again in backward is there at once: a layer of 170 KiB, or a feed forward of 110 KiB.
+LEAST_KIB = {"no recompute": 130, "a layer recomputed": 250, "operators recomputed": 200}
+
+
+@pytest.mark.parametrize(
+    ("kib", "recompute"), [(kib, each) for each, least in LEAST_KIB.items() for kib in (600, 300, least)]
+)
+def test_swap_trains_within_budgets_far_below_the_activations(
+    tmp_path: Path, kib: int, recompute: str
+) -> None:
+    trial = build()
+    budget = DeviceBudget(kib * KIB)
+    with budget, _offload(trial, tmp_path, kib * KIB, recompute=recompute):
+        train(trial, QUIET, STEPS)
+    _assert_same(_plain(), trial)
+    assert 0 < budget.peak_bytes <= kib * KIB
+
+
+def test_the_activations_alone_are_more_than_that(tmp_path: Path) -> None:
+    trial = build()
+    with (
+        DeviceBudget(450 * KIB),
+        _offload(trial, tmp_path, 450 * KIB, swap="no swap"),
+        pytest.raises(OutOfDeviceMemory),
+    ):
+        train(trial, QUIET, STEPS)
+
+
+def test_a_budget_that_one_bundle_does_not_fit_in_is_refused_with_numbers(tmp_path: Path) -> None:
+    trial = build()
+    with pytest.raises(CapacityError, match=r"cannot be trained on the device.*24\.0 KiB") as caught:
+        _offload(trial, tmp_path, 24 * KIB)
+    assert caught.value.free_bytes == 24 * KIB
+    trial.model(inputs()).sum().backward()
+
+
+def test_growing_inputs_find_room(tmp_path: Path) -> None:
+    sizes = (1, 2, 2, 2, 3, 4, 5, 6, 6, 6)
+    trial = build()
+    budget = DeviceBudget(260 * KIB)
+    with budget, _offload(trial, tmp_path, 260 * KIB):
+        train(trial, QUIET, sizes)
+    _assert_same(_plain(sizes), trial)
+
+
+def test_evaluation_between_steps_finds_room(tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for number in range(4):
+            train(trial, QUIET, (BATCH,))
+            trial.model.eval()
+            with torch.no_grad():
+                trial.log(trial.model(inputs(number, 6)).mean())
+            trial.model.train()
+
+    plain, ours = build(), build()
+    loop(plain)
+    with DeviceBudget(200 * KIB), _offload(ours, tmp_path, 200 * KIB):
+        loop(ours)
+    _assert_same(plain, ours)
+
+
+def test_optimizers_step_in_backward_while_activations_come_back(tmp_path: Path, taken: Taken) -> None:
+    trial = build()
+    with DeviceBudget(420 * KIB), _offload(trial, tmp_path, 420 * KIB):
+        train(trial, QUIET, STEPS)
+    _assert_same(_plain(), trial)
+    assert taken.keys > 0, "no step was made ahead: nothing was tested"
+
+
+def test_what_finds_no_room_on_the_device_goes_down_at_once(tmp_path: Path) -> None:
+    trial = build()
+    with DeviceBudget(150 * KIB), _offload(trial, tmp_path, 150 * KIB) as run:
+        train(trial, QUIET, STEPS)
+        at_once = run.stats().traffic["caller", "host"]
+        assert at_once.nbytes > 0
+    _assert_same(_plain(), trial)
+
+
+# ---------------------------------------------------------------------- any model, any budget
+
+
+@functools.cache
+def _enough_bytes(layers: int, size: int) -> int:
+    """Return what all activations and gradients need at once, and beside them the working set of a bundle."""
+    trial = build(layers)
+    with DeviceBudget("1GB") as meter:
+        (trial.model(inputs(0, size)).square().mean()).backward()
+        return meter.peak_bytes + 64 * KIB
+
+
+@st.composite
+def _trainings(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "layers": draw(st.integers(1, 4)),
+        "sizes": tuple(draw(st.lists(st.integers(1, 6), min_size=2, max_size=5))),
+        "marks": draw(st.sampled_from([*SWAPS.values(), whole_layers(1), whole_layers(40)])),
+        "recompute": draw(st.sampled_from([*RECOMPUTES])),
+        "share": draw(st.sampled_from([0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.2])),
+        "host_kib": draw(st.sampled_from([128, 512, 65536])),
+        "is_evaluated": draw(st.booleans()),
+    }
+
+
+@given(_trainings())
+@settings(max_examples=max(5, settings().max_examples // 5))
+def test_any_training_stays_in_its_budget_or_says_that_it_cannot(training: dict[str, Any]) -> None:
+    layers, sizes, share = training["layers"], training["sizes"], training["share"]
+    enough = int(1.1 * _enough_bytes(layers, max(sizes)))
+    budget_bytes = int(share * enough)
+
+    def loop(trial: Trial) -> None:
+        for size in sizes:
+            train(trial, QUIET, (size,))
+            if training["is_evaluated"]:
+                with torch.no_grad():
+                    trial.log(trial.model(inputs(0, size)).mean())
+
+    plain, ours = build(layers), build(layers)
+    loop(plain)
+    with tempfile.TemporaryDirectory() as folder:
+        settings_ = document(
+            Path(folder),
+            tiers="device, host, disk",
+            recompute=training["recompute"],
+            marks=training["marks"],
+            max_device_memory=budget_bytes,
+            offload_cpu_size=training["host_kib"] * KIB,
+        )
+        try:
+            with (
+                DeviceBudget(budget_bytes) as budget,
+                offload(ours.model, list(ours.optimizers), settings_) as run,
+            ):
+                loop(ours)
+                run.store.check()
+        except (CapacityError, OutOfDeviceMemory) as error:
+            event(f"{share}: {type(error).__name__}")
+            if share >= 1:
+                raise
+            return
+    event(f"{share}: trained")
+    _assert_same(plain, ours)
+    assert budget.peak_bytes <= budget_bytes
