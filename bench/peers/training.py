@@ -177,7 +177,7 @@ def _written(ours: Turns, workload: Workload, quota_bytes: int) -> list[Figure]:
     return [Figure("peers-bytes-written", what, reached, "x the least", 1.05, 1.0, Better.LOWER, details)]
 
 
-def _without_gradients(ours: Trained, workload: Workload, quota_bytes: int) -> dict[str, str]:
+def _without_gradients(ours: Turns, workload: Workload, quota_bytes: int) -> dict[str, str]:
     least_bytes = least_without_gradients_bytes(workload.parameter_bytes, quota_bytes)
     if least_bytes == 0:
         return {}

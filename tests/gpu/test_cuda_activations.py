@@ -1,0 +1,137 @@
+"""Activations on a real accelerator: memory that is adopted, swapped and recomputed, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tierstore as ts
+from tierstore.training import offload, swap
+from tierstore.units import GIB, MIB
+
+pytestmark = pytest.mark.gpu
+
+_DIM, _LAYERS, _BATCH = 1024, 8, 4096
+_ALL_LAYERS = {"swap": True, "layer_swap": [{"layers": True, "backward_prefetch": 2}]}
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_DIM, 4 * _DIM), nn.Linear(4 * _DIM, _DIM)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.dropout(torch.nn.functional.gelu(self.up(x)))
+        output: torch.Tensor = x + self.down(hidden)
+        return output
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block() for _ in range(_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3
+) -> tuple[list[torch.Tensor], int]:
+    """Return the losses, and the most bytes that the device held."""
+    device = torch.device("cuda")
+    torch.cuda.manual_seed(1)
+    torch.manual_seed(1)
+    torch.cuda.reset_peak_memory_stats()
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(_BATCH, _DIM, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    torch.cuda.synchronize()
+    return losses, torch.cuda.max_memory_allocated()
+
+
+def _model() -> _Model:
+    torch.manual_seed(0)
+    return _Model()
+
+
+def _document(**sections: Mapping[str, Any]) -> dict[str, object]:
+    return {
+        "context": {"max_device_memory": "2GB"},
+        "offload_config": {"device": "cuda", "offload_cpu_size": "4GB", "offload_disk_size": "0GB"},
+        **sections,
+    }
+
+
+@pytest.fixture
+def store() -> Iterator[ts.Store]:
+    settings = ts.OffloadConfig(
+        device="cuda", max_device_memory=2 * GIB, offload_cpu_size=4 * GIB, offload_disk_size=0
+    )
+    with ts.Store(settings.store_config()) as store:
+        yield store
+
+
+def test_memory_that_a_long_kernel_still_writes_can_be_adopted(store: ts.Store) -> None:
+    assert store.device.type == "cuda"
+    tensor = torch.zeros(16 * MIB, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)
+    tensor.fill_(7)
+    store.adopt("k", tensor)
+    store.evict("k", to="host").result(60)
+    assert torch.equal(store.get("k", device="cpu"), torch.full((16 * MIB,), 7.0))
+
+
+def test_what_was_adopted_is_free_when_nobody_refers_to_it(store: ts.Store) -> None:
+    before = torch.cuda.memory_allocated()
+    tensor = torch.ones(16 * MIB, device="cuda")
+    store.adopt("k", tensor)
+    del tensor
+    assert torch.cuda.memory_allocated() >= before + 64 * MIB
+    store.evict("k", to="host").result(60)
+    assert torch.cuda.memory_allocated() == before
+    with store.lease("k") as lease:
+        assert bool((lease.tensor == 1).all())
+
+
+def test_swapped_layers_give_the_same_bits_and_take_less() -> None:
+    model = _model().cuda()
+    plain, plain_bytes = _train(model, _sgd(model))
+    model = _model().cuda()
+    with swap(model, _document(swap_config=_ALL_LAYERS)) as run:
+        swapped, swapped_bytes = _train(model, _sgd(model))
+        assert run.stats().activations.released > 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, swapped, strict=True))
+    assert swapped_bytes < plain_bytes
+
+
+@pytest.mark.parametrize(
+    "recompute", [{"recompute": True}, {"recompute": [0, 1], "select_recompute": {"dropout": [2, 3]}}]
+)
+def test_one_document_for_all_gives_the_same_bits_within_the_budget(recompute: Mapping[str, object]) -> None:
+    model = _model().cuda()
+    plain, _ = _train(model, _sgd(model))
+    model = _model()
+    optimizer = _sgd(model)
+    document = _document(swap_config=_ALL_LAYERS, recompute_config=recompute)
+    document["context"] = {"max_device_memory": "600MB"}
+    with offload(model, optimizer, document):
+        losses, peak_bytes = _train(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
+    assert peak_bytes <= 600 * MIB
