@@ -148,6 +148,55 @@ def test_a_consumer_that_leads_nowhere_gets_no_trigger_and_its_bytes_leave(tmp_p
         assert len(active.store) == 0
 
 
+class Waiting(nn.Module):
+    """A layer whose operator is followed by others that backward knows nothing of."""
+
+    def __init__(self, operators: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([OneOperator()])
+        self._operators = operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform."""
+        y: Tensor = self.layers[0](x)
+        with torch.no_grad():
+            for _ in range(self._operators):
+                y.sin()
+        return y + 1
+
+
+@pytest.mark.parametrize(("count", "triggers"), [(0, 0), (30, 1)], ids=["still here", "gone"])
+def test_what_is_near_the_end_comes_with_the_first_node_if_it_has_gone(
+    tmp_path: Path, count: int, triggers: int
+) -> None:
+    model = Waiting(count)
+    with swapping(model, config(tmp_path, whole_layers(4))) as active, recorded() as events:
+        scores = model(inputs().requires_grad_())
+        assert ("device" in active.store.where("activation/0/0")) == (count == 0)
+        loss = scores.sum()
+        watch_nodes(loss, events)
+        loss.backward()
+        assert active.stats().triggers == triggers
+        # Backward reaches the model's last node, the addition's, one node before the operator's.
+        assert nodes_ahead(events, "activation/0/0") == (1 if triggers else None)
+
+
+def test_keys_are_numbered_by_layer_and_the_same_in_every_step(tmp_path: Path) -> None:
+    model = Llama(3)
+    with swapping(model, config(tmp_path, whole_layers(1))) as active:
+        for number in range(3):
+            scores = model(inputs(number))
+            keys = set(active.store)
+            assert keys == {
+                f"activation/{layer}/{each}" for layer in range(3) for each in range(len(keys) // 3)
+            }
+            second = model(inputs(number))
+            assert set(active.store) - keys == {f"{key}'" for key in keys}
+            scores.sum().backward()
+            del second
+            active.stats()
+
+
 # ---------------------------------------------------------------------- release
 
 

@@ -309,6 +309,52 @@ def test_a_copy_that_fails_is_an_error_and_the_bytes_are_unharmed() -> None:
         assert torch.equal(parked.take(), base())
 
 
+def _narrow(host_bytes: int, disk_bytes: int) -> Store:
+    device = open_device(capacity_bytes=MIB, options={"device": "emulated"})
+    disk = open_memory(capacity_bytes=disk_bytes, options={"storage": True})
+    tiers = [TierConfig("device", device, MIB), _host(host_bytes), TierConfig("disk", disk, disk_bytes)]
+    return Store(StoreConfig(tiers))
+
+
+def test_what_host_memory_cannot_hold_goes_to_disk() -> None:
+    with _narrow(4096, MIB) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        parked.release()
+        assert store.where("k") == ("disk",)
+        assert torch.equal(parked.take(), base())
+
+
+def test_what_neither_device_nor_host_memory_can_hold_goes_to_disk_at_once() -> None:
+    with _narrow(4096, MIB) as store:
+        vault = Vault(store)
+        store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
+        with store.lease("parameters"):
+            lent = vault.keep(base(), "first").take()
+            parked = vault.keep(base() + 1, "k")
+            assert store.where("k") == ("disk",)
+            del lent
+            assert torch.equal(parked.take(), base() + 1)
+
+
+def test_what_no_tier_below_can_hold_stays() -> None:
+    with _narrow(4096, 4096) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        parked.release()
+        assert store.where("k") == ("device",)
+        assert not parked.is_released
+        assert vault.stats.refused == 1
+
+
+def test_what_a_user_leases_stays(vault: Vault) -> None:
+    parked = vault.keep(base(), "k")
+    with vault.store.lease("k") as lease:
+        parked.release()
+        assert not parked.is_released
+        assert torch.equal(lease.tensor.view(torch.float32), base())
+
+
 def test_a_closed_store_is_no_trouble_for_what_ends_later(store: Store) -> None:
     vault = Vault(store)
     parked = vault.keep(base(), "k")

@@ -196,7 +196,6 @@ class ForwardPass:
             for _, _, parked in sorted(self._due):
                 if parked.key not in near:
                     parked.release()
-            self._due.clear()
 
 
 def _is_asked_by_checkpoint(frame: FrameType | None) -> bool:

@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from tierstore.training.binding import natively
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+
 Operator = torch._ops.OpOverload[..., Any]  # noqa: SLF001 - it has no public name
 
 ATTENTION = ("scaled_dot_product_attention", "flash_attention")
@@ -171,8 +173,17 @@ class Storages:
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a tensor; ``None``: it has none of its own, as wrappers and sparse tensors."""
+    if type(tensor) in _PLAIN:
+        return _storage_of(tensor)
     is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    if tensor.layout is not torch.strided or is_wrapper:
+    if is_wrapper:
+        return None
+    with natively():  # parameters wear other classes inside their windows and outside
+        return _storage_of(tensor)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    if tensor.layout is not torch.strided:
         return None
     try:
         return tensor.untyped_storage()
@@ -232,32 +243,40 @@ class Watch(TorchDispatchMode):
         """Run the operation and take in what it made."""
         result = func(*args, **(kwargs or {}))
         if not (self.is_paused or self.is_over or is_backward()):
-            with natively():  # parameters wear other classes inside their windows and outside
-                self._see(func, (args, kwargs or {}), result)
+            given: dict[int, bool] = {}
+            self._look(args, given)
+            if kwargs:
+                self._look(kwargs.values(), given)
             if not func.is_view:
+                self._see(func, given, result)
                 self._note_operator()
         return result
 
-    def _see(self, func: Operator, arguments: Iterable[object], result: object) -> None:
+    def _look(self, values: Iterable[object], given: dict[int, bool]) -> None:
+        """Put into ``given`` the storages in ``values``, and whether they are the model's own."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = storage_of(value)
+                if storage is not None:
+                    is_own = self.storages.is_own(storage)
+                    if not is_own and id(value) in self._own:
+                        self.storages.note(storage, None)
+                        is_own = True
+                    given[id(storage)] = is_own
+            elif isinstance(value, list | tuple):
+                self._look(value, given)
+
+    def _see(self, func: Operator, given: Mapping[int, bool], result: object) -> None:
+        """Take in what an operator that is no view returned."""
         scope = self._scopes.find(func)
         if scope is not None and not self._is_asked():
             scope = None
-        given = dict(self._given(arguments))
         is_own = bool(given) and all(given.values())
         for storage in _storages((result,)):
             if id(storage) not in given:
                 self._made(storage, scope, is_own=is_own)
             elif not given[id(storage)] and _writes(func):
                 self._made(storage, scope, is_own=False)
-
-    def _given(self, arguments: Iterable[object]) -> Iterator[tuple[int, bool]]:
-        """Yield the storages that an operator was given, and whether they are the model's own."""
-        for tensor in _tensors(arguments):
-            storage = storage_of(tensor)
-            if storage is not None:
-                if id(tensor) in self._own and not self.storages.is_own(storage):
-                    self.storages.note(storage, None)
-                yield id(storage), self.storages.is_own(storage)
 
     def _made(self, storage: torch.UntypedStorage, scope: Scope | None, *, is_own: bool) -> None:
         if is_own or scope is not None:
@@ -272,18 +291,11 @@ def _writes(func: Operator) -> bool:
     return any(each.alias_info is not None and each.alias_info.is_write for each in returns)
 
 
-def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            storage = storage_of(value)
+            if storage is not None:
+                yield storage
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
-
-
-def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
-    for tensor in _tensors(values):
-        storage = storage_of(tensor)
-        if storage is not None:
-            yield storage
+            yield from _storages(value)

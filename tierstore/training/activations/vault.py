@@ -310,7 +310,8 @@ class Vault:
         self._note_use = note_use
         self._make_room = make_room
         self._counts = _Counts()
-        self._below = store.tier_names[1:] if store.can_adopt else ()
+        self._can_adopt = store.can_adopt
+        self._below = store.tier_names[1:] if self._can_adopt else ()
         self._heirless: collections.deque[_Estate] = collections.deque()  # nobody refers to their bytes
         self._lock = threading.Lock()  # guards the rest
         self._known: dict[tuple[int, int, int], tuple[_Known, weakref.ref[_Bytes]]] = {}
@@ -402,15 +403,14 @@ class Vault:
     def _store(self, flat: torch.Tensor, name: str) -> _Estate:
         """Put bytes under a key of that name, and begin their way down."""
         while True:
-            if name not in self.store:
-                estate = _Estate(name, flat.numel())
-                with contextlib.suppress(KeyExists):  # another thread was faster
-                    self._store_as(flat, estate)
-                    return estate
+            estate = _Estate(name, flat.numel())
+            with contextlib.suppress(KeyExists):
+                self._store_as(flat, estate)
+                return estate
             name += "'"
 
     def _store_as(self, flat: torch.Tensor, estate: _Estate) -> None:
-        if not self.store.can_adopt:
+        if not self._can_adopt:
             self.store.put(estate.key, flat)
             return
         try:
@@ -475,7 +475,7 @@ class Vault:
     def bring(self, estate: _Estate) -> None:
         """See `Parked.bring`."""
         with self._working():
-            if estate.lease is None and not self._is_here(estate.key):
+            if estate.lease is None:
                 self.store.prefetch(estate.key)
 
     def take(self, held: _Bytes, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
