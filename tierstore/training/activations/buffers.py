@@ -6,7 +6,8 @@ statistics would be updated twice, and a step that is counted would be counted t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -64,6 +65,7 @@ class Buffers:
             ]
         self._present: list[tuple[_Buffer, torch.Tensor | None]] = []
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._versions = contextlib.ExitStack()
 
     def keep_changed(self) -> None:
         """Forget all that the forward left as it was."""
@@ -71,17 +73,21 @@ class Buffers:
 
     def __enter__(self) -> None:
         self._present = [(each, each.owner._buffers.get(each.name)) for each in self._taken]  # noqa: SLF001
+        tensors = [each.tensor for each in self._taken if each.tensor is not None]
+        counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+        self._versions.enter_context(_same_versions(counted))
         with torch.no_grad():
             for each in self._taken:
                 if each.tensor is not None and each.values is not None:
                     self._values.append((each.tensor, each.tensor.clone()))
-                    _write(each.tensor, each.values)
+                    each.tensor.copy_(each.values)
                 each.owner._buffers[each.name] = each.tensor  # noqa: SLF001
 
     def __exit__(self, *error: object) -> None:
         with torch.no_grad():
             for tensor, values in reversed(self._values):
-                _write(tensor, values)
+                tensor.copy_(values)
+        self._versions.close()
         for each, present in reversed(self._present):
             each.owner._buffers[each.name] = present  # noqa: SLF001
         self._present, self._values = [], []
@@ -91,10 +97,9 @@ def _version(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
-def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Set a buffer's values for a while; its version counter is not told, as nothing changes for good."""
-    if tensor.is_inference():
-        tensor.copy_(values)
-        return
-    with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]  # noqa: SLF001
-        tensor.copy_(values)
+def _same_versions(tensors: tuple[torch.Tensor, ...]) -> contextlib.AbstractContextManager[None]:
+    """Let tensors have the version afterwards that they had before, as nothing has changed for good."""
+    if not tensors:
+        return contextlib.nullcontext()
+    preserve = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]  # noqa: SLF001
+    return cast("contextlib.AbstractContextManager[None]", preserve(tensors))

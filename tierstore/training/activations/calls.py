@@ -15,17 +15,19 @@ import contextlib
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
 
-from tierstore.training.activations import scopes
 from tierstore.training.binding import natively
 from tierstore.training.saved import Delegated, Kept, restore, top_hooks
 
 _DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
+_Excluded = torch._C._SetExcludeDispatchKeyGuard  # noqa: SLF001
+_ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 
 Arguments = tuple[object, ...]
@@ -111,6 +113,11 @@ class Call:
             for each in found((self._args, self._kwargs), Input):
                 each.pack()
 
+    @property
+    def arguments(self) -> tuple[Arguments, Named]:
+        """What the operator was given."""
+        return self._args, self._kwargs
+
     def was_given(self, storage: torch.UntypedStorage) -> bool:
         """Whether an input lies in a storage, and whoever changes that changes the input."""
         return any(each.storage is storage for each in found((self._args, self._kwargs), Input))
@@ -154,13 +161,12 @@ class Call:
     def _run(self) -> Sequence[torch.Tensor]:
         self._counts.made += 1
         random = contextlib.nullcontext() if self._random is None else self._random.again()
-        with torch.no_grad(), _DisableAutocast(), natively():
+        # Some kernels look whether gradients are wanted.  None of the inputs asks for one.
+        with torch.enable_grad(), _DisableAutocast(), natively():
             args = mapped(self._args, Input, Input.get)
             kwargs = mapped(self._kwargs, Input, Input.get)
             with random:
                 result = self._operator(*args, **kwargs)
-            if scopes.is_collective(self._operator):
-                result = mapped(result, torch.Tensor, torch.ops._c10d_functional.wait_tensor)  # noqa: SLF001
         return list(tensors_in(result))
 
 
@@ -223,13 +229,14 @@ class RandomState(NamedTuple):
     def again(self) -> Iterator[None]:
         """Be in that state inside, and afterwards in the one before."""
         before = self.now(self.device)
-        self._set()
+        self.set()
         try:
             yield
         finally:
-            before._set()  # noqa: SLF001 - of the same class
+            before.set()
 
-    def _set(self) -> None:
+    def set(self) -> None:
+        """Put the generator into that state."""
         if self.device.type == "cpu":
             torch.set_rng_state(self.state)
         else:
@@ -247,6 +254,29 @@ class Counts:
     def __init__(self) -> None:
         self.saved = 0
         self.made = 0
+
+
+class Givens:
+    """Which calls were given what: asked before something changes.  Storages are told by the live object."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, weakref.WeakSet[Call]] = {}
+        self._limit = 1024  # when those without calls are looked for
+
+    def add(self, call: Call) -> None:
+        """Take a call in."""
+        for each in found(call.arguments, Input):
+            if each.storage is not None:
+                self._calls.setdefault(id(each.storage), weakref.WeakSet()).add(call)
+        if len(self._calls) > self._limit:
+            self._calls = {key: calls for key, calls in self._calls.items() if len(calls)}
+            self._limit = 2 * len(self._calls) + 1024
+
+    def settle(self, storage: torch.UntypedStorage) -> None:
+        """Let every call that was given a storage depend on it no more: it is about to change."""
+        for call in list(self._calls.get(id(storage), ())):
+            if call.was_given(storage):
+                call.settle()
 
 
 # ---------------------------------------------------------------------- arguments
@@ -282,9 +312,15 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without its graph; it shares the counter of versions."""
-    above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003, SLF001
-    with natively(), above:
+    with natively(), versions_are_shared():
         return tensor.detach()
+
+
+@contextlib.contextmanager
+def versions_are_shared() -> Iterator[None]:
+    """Let aliases that are made inside share the counter of versions, also where a mode sees an operator."""
+    with _Excluded(_ADInplaceOrView, False):  # noqa: FBT003 - torch's own signature
+        yield
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

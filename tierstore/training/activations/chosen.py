@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tierstore.training.activations import scopes
+from tierstore.training.activations.kept import keeping
 from tierstore.training.activations.patterns import Pattern
 from tierstore.training.activations.plan import ActivationPlan, LayerMatches, LayerPlan, Path
 from tierstore.training.activations.recompute_config import RecomputeConfig
@@ -80,9 +79,6 @@ class ChosenLayer:
         for path in matches.exclude:
             layer._exclude(path)
         if is_distributed():
-            for path in matches.comm:
-                layer._mark(path, Scope(has_collectives=True))
-                layer.has_operators = True
             for path in matches.comm_exclude:
                 layer._mark(path, Scope(without_collectives=True))
         return layer
@@ -122,17 +118,7 @@ class ChosenLayer:
             each.excluded or each.without_collectives for each in self._scopes.values()
         ):
             return None
-        policy = _policy(self.selection)
-        return functools.partial(create_selective_checkpoint_contexts, policy)
-
-
-def _policy(selection: Selection) -> Callable[..., CheckpointPolicy]:
-    def policy(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        del context, args, kwargs
-        is_kept = isinstance(operator, OpOverload) and selection.excludes(operator)
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
+        return functools.partial(keeping, self.selection.excludes)
 
 
 def submodule(module: nn.Module, path: Path) -> nn.Module | None:

@@ -60,7 +60,7 @@ def _idle_keys(config: RecomputeConfig) -> list[str]:
         "recompute_slice_activation": config.recompute_slice_activation,
         "parallel_optimizer_comm_recompute": config.parallel_optimizer_comm_recompute,
         "mp_comm_recompute": not config.mp_comm_recompute and not is_distributed(),
-        "select_comm_recompute": bool(config.select_comm_recompute) and not is_distributed(),
+        "select_comm_recompute": bool(config.select_comm_recompute),
     }
     return [key for key, is_asked in asked.items() if is_asked]
 

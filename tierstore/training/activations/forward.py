@@ -142,7 +142,7 @@ class ForwardPass:
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         with self.apart():
-            scope = None if is_backward() or is_for_recompute() else self._scope_of(tensor)
+            scope = None if is_backward() else self._scope_of(tensor)
             if scope is not None:
                 return self._swap(tensor, scope)
             if self._outer is None:
@@ -158,7 +158,7 @@ class ForwardPass:
         if storage is None or storage.nbytes() < SMALLEST_BYTES or storage.device != self._vault.store.device:
             return None
         scope = self.watch.storages.scope_of(storage)
-        if scope is not None and _is_asked_by_checkpoint(sys._getframe()):  # noqa: SLF001
+        if scope is not None and (is_for_recompute() or _is_asked_by_checkpoint(sys._getframe())):  # noqa: SLF001
             self.watch.storages.unmark(storage)
             return None
         return scope

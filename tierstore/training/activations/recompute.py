@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tierstore.training.activations import regions, remade, scopes
-from tierstore.training.activations.calls import Counts
+from tierstore.training.activations.calls import Counts, Givens
 from tierstore.training.activations.chosen import ChosenLayer, match_layers
 from tierstore.training.activations.effects import say, say_what_has_no_effect
 from tierstore.training.activations.geometry import Offset
@@ -63,6 +63,7 @@ class Recompute:
     def __init__(self, model: nn.Module) -> None:
         self._regions: list[Region] = []
         self._counts = Counts()
+        self._givens = Givens()
         self._handles = [model.register_forward_pre_hook(_Tidy(), prepend=True)]
 
     def stats(self) -> RecomputeStats:
@@ -87,7 +88,7 @@ class Recompute:
             self._regions.append(region)
             self._handles += region.register()
         if layer.has_operators:
-            self._handles += RemadeLayer(layer.module, layer.selection, self._counts).register()
+            self._handles += RemadeLayer(layer.module, layer.selection, self._givens, self._counts).register()
         for module, scope in layer.scopes():
             self._handles += ScopeHooks(module, scope).register()
 

@@ -59,6 +59,8 @@ def is_recomputed() -> bool:
 
     By a region or by the program's own ``torch.utils.checkpoint``.
     """
+    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - backward runs, also that of a reentrant one
+        return True
     return getattr(packs_the_rest(), "__module__", None) == checkpoint.__name__
 
 

@@ -37,6 +37,7 @@ from tierstore.training.activations.calls import (
     Arguments,
     Call,
     Counts,
+    Givens,
     Input,
     Made,
     Named,
@@ -100,13 +101,13 @@ def _as_it_is_wanted() -> contextlib.AbstractContextManager[None]:
 class _Run(TorchDispatchMode):
     """One forward of a layer: the mode that sees its operators."""
 
-    def __init__(self, selection: Selection, counts: Counts) -> None:
+    def __init__(self, selection: Selection, givens: Givens, counts: Counts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts
         self._selection = selection
         self._is_paused = False
         self._live: dict[int, _Live] = {}
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._givens = givens
 
     def begin(self) -> None:
         """Come into force in this thread."""
@@ -185,7 +186,7 @@ class _Run(TorchDispatchMode):
         inputs = tuple(self._taken(each, is_cloned=place in cloned) for place, each in enumerate(args))
         named = {name: self._taken(each, is_cloned=name in cloned) for name, each in kwargs.items()}
         call = Call(func, inputs, named, random, self.counts)
-        self._calls.add(call)
+        self._givens.add(call)
         for index, tensor in fresh:
             storage = tensor.untyped_storage()
             live = _Live(storage, self._forget)
@@ -218,9 +219,7 @@ class _Run(TorchDispatchMode):
             if is_plain(tensor):
                 storage = tensor.untyped_storage()
                 self._live.pop(id(storage), None)
-                for call in list(self._calls):
-                    if call.was_given(storage):
-                        call.settle()
+                self._givens.settle(storage)
 
 
 # ---------------------------------------------------------------------- a layer's hooks
@@ -242,12 +241,14 @@ class RemadeLayer:
     Args:
         module: the layer.
         selection: its operators.
+        givens: of all layers of the model.
         counts: to tell of what came of it.
     """
 
-    def __init__(self, module: nn.Module, selection: Selection, counts: Counts) -> None:
+    def __init__(self, module: nn.Module, selection: Selection, givens: Givens, counts: Counts) -> None:
         self.module = module
         self._selection = selection
+        self._givens = givens
         self._counts = counts
 
     def register(self) -> list[RemovableHandle]:
@@ -261,7 +262,7 @@ class RemadeLayer:
         """The layer begins to run."""
         discard_interrupted()
         is_idle = not torch.is_grad_enabled() or regions.is_recomputed()
-        run = None if is_idle else _Run(self._selection, self._counts)
+        run = None if is_idle else _Run(self._selection, self._givens, self._counts)
         if run is not None:
             run.begin()
         _here.entries.append((self, run))

@@ -56,14 +56,12 @@ class Scope:
         is_whole: all of them.
         names: those of these names.
         excluded: not those of these names.
-        has_collectives: communication between processes.
         without_collectives: no communication between processes.
     """
 
     is_whole: bool = False
     names: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
-    has_collectives: bool = False
     without_collectives: bool = False
 
     def __or__(self, other: Scope) -> Scope:
@@ -71,7 +69,6 @@ class Scope:
             self.is_whole or other.is_whole,
             self.names | other.names,
             self.excluded | other.excluded,
-            self.has_collectives or other.has_collectives,
             self.without_collectives or other.without_collectives,
         )
 
@@ -125,8 +122,6 @@ class Selection:
         is_chosen, is_excluded = self._by_pattern(operator)
         if is_excluded or _name(operator) in scope.excluded:
             return False
-        if is_collective(operator):
-            return scope.has_collectives and not scope.without_collectives
         return is_chosen or scope.is_whole or _name(operator) in scope.names
 
     def excludes(self, operator: OpOverload) -> bool:

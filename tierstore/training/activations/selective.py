@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tierstore.errors import UsageError
-from tierstore.training.activations.calls import is_plain, tensors_in
+from tierstore.training.activations.calls import is_plain, tensors_in, versions_are_shared
 from tierstore.training.activations.vault import Parked, Vault
 
 SMALL_BYTES = 4096
@@ -33,17 +33,14 @@ SMALL_BYTES = 4096
 
 _RELEASE_AFTER = 3  # operators, as for swapped activations that come back one node ahead
 
-Policy = Callable[..., CheckpointPolicy | bool]
+Policy = Callable[..., CheckpointPolicy | bool | str]
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
 _OFFLOADED = {
-    CheckpointPolicy[name]: saved
-    for name, saved in {
-        "MUST_CPU_OFFLOAD": CheckpointPolicy.MUST_SAVE,
-        "PREFER_CPU_OFFLOAD": CheckpointPolicy.PREFER_SAVE,
-    }.items()
-    if name in CheckpointPolicy.__members__  # not in every version of PyTorch
+    "MUST_CPU_OFFLOAD": CheckpointPolicy.MUST_SAVE,
+    "PREFER_CPU_OFFLOAD": CheckpointPolicy.PREFER_SAVE,
 }
+"""By name: not every version of PyTorch has them, and the text does as well."""
 
 
 def create_selective_checkpoint_contexts(
@@ -61,7 +58,8 @@ def create_selective_checkpoint_contexts(
 
     Args:
         policy_fn_or_list: says of each operator what becomes of its output, or lists the operators whose
-            output is saved; as PyTorch's.
+            output is saved; as PyTorch's.  ``"MUST_CPU_OFFLOAD"`` and ``"PREFER_CPU_OFFLOAD"`` as text do
+            where PyTorch's enum has no such members.
         allow_cache_entry_mutation: as PyTorch's: what is saved may be changed in place.  What is offloaded
             may not: recomputing then raises what PyTorch raises.
         vault: where offloaded outputs go; one for all regions of a model.
@@ -107,9 +105,9 @@ class _Policy:
 
     def __call__(self, *args: object, **kwargs: object) -> CheckpointPolicy | bool:
         answer = self._policy(*args, **kwargs)
-        saved = _OFFLOADED.get(answer) if isinstance(answer, CheckpointPolicy) else None
+        saved = _OFFLOADED.get(answer if isinstance(answer, str) else getattr(answer, "name", ""))
         self.is_offloaded = saved is not None
-        return answer if saved is None else saved
+        return answer if saved is None else saved  # type: ignore[return-value]
 
 
 class _Away:
@@ -172,7 +170,8 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
         is_own = id(storage) not in given and tensor.device.type == self._vault.store.device.type
         if not is_own or storage.nbytes() < SMALL_BYTES:
             return cached
-        parked = self._vault.keep(tensor, f"activation/{name}/{self._operators}")
+        with versions_are_shared():
+            parked = self._vault.keep(tensor, f"activation/{name}/{self._operators}")
         self._parked.append(parked)
         self._due.append((self._operators, parked))
         return _Away(parked)

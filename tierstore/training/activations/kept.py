@@ -1,0 +1,135 @@
+"""Operators of a recomputed region whose outputs are kept after all.
+
+What PyTorch's selective checkpointing does for the operators that it saves, but a graph may be run backward
+more than once, and what was changed in place since is computed again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tierstore.training.activations.calls import (
+    Arguments,
+    Named,
+    RandomState,
+    alias_of,
+    is_plain,
+    mapped,
+    random_state_for,
+    tensors_in,
+)
+from tierstore.training.activations.regions import Context
+
+Asked = Callable[[OpOverload], bool]
+"""Says whether the output of an operator that runs now is kept."""
+
+_CAST = torch.ops.aten._to_copy.default  # noqa: SLF001 - autocast's: how often it runs depends on its cache
+
+
+class _Output(NamedTuple):
+    """What an operator returned, with the versions of its tensors, and what it left of a generator."""
+
+    result: Any
+    versions: list[int]
+    random: RandomState | None
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether it is still what the operator returned."""
+        return self.versions == [tensor._version for tensor in tensors_in(self.result)]  # noqa: SLF001
+
+
+Outputs = dict[OpOverload, list[_Output | None]]
+
+
+def keeping(is_kept: Asked) -> tuple[Context, Context]:
+    """Return what a region's forward runs in, and what its repetitions run in.
+
+    Args:
+        is_kept: asked for each operator, in repetitions again.
+    """
+    outputs: Outputs = defaultdict(list)
+    return _Keep(is_kept, outputs), _Reuse(is_kept, outputs)
+
+
+class _Keep(TorchDispatchMode):
+    def __init__(self, is_kept: Asked, outputs: Outputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_kept = is_kept
+        self._outputs = outputs
+
+    # torch's signature: the types of arguments and result are those of the operation.
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Arguments = (),
+        kwargs: Named | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run the operator, and keep what it returns if that is asked for."""
+        named = kwargs or {}
+        result = func(*args, **named)
+        if _is_asked(self._is_kept, func):
+            self._outputs[func].append(_output(func, args, named, result))
+        return result
+
+
+class _Reuse(TorchDispatchMode):
+    def __init__(self, is_kept: Asked, outputs: Outputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_kept = is_kept
+        self._outputs = outputs
+        self._runs: dict[OpOverload, int] = defaultdict(int)
+
+    def __enter__(self) -> Any:  # noqa: ANN401 - torch's own
+        self._runs.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    # torch's signature: the types of arguments and result are those of the operation.
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Arguments = (),
+        kwargs: Named | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Return what was kept, or run the operator."""
+        if _is_asked(self._is_kept, func):
+            run = self._runs[func]
+            self._runs[func] += 1
+            kept = self._outputs[func][run] if run < len(self._outputs[func]) else None
+            if kept is not None and kept.is_unchanged:
+                if kept.random is not None:
+                    kept.random.set()  # as if the operator had drawn its numbers
+                return mapped(kept.result, torch.Tensor, alias_of)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_asked(is_kept: Asked, func: object) -> bool:
+    if not isinstance(func, OpOverload) or func is _CAST or func._schema.is_mutable:  # noqa: SLF001
+        return False
+    return is_kept(func)
+
+
+def _output(func: OpOverload, args: Arguments, kwargs: Named, result: object) -> _Output | None:
+    """Return what is kept of a result; ``None``: it is not the operator's own."""
+    if not _is_own(result, (args, kwargs)):
+        return None
+    aliases = mapped(result, torch.Tensor, alias_of)
+    versions = [each._version for each in tensors_in(aliases)]  # noqa: SLF001
+    return _Output(aliases, versions, random_state_for(func, args, kwargs))
+
+
+def _is_own(result: object, given: object) -> bool:
+    """Whether everything that an operator returned is new."""
+    made = list(tensors_in(result))
+    if not all(map(is_plain, made)):
+        return False
+    storages = {id(tensor.untyped_storage()) for tensor in tensors_in(given) if is_plain(tensor)}
+    return bool(made) and not any(id(tensor.untyped_storage()) in storages for tensor in made)
