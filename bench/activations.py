@@ -102,6 +102,7 @@ def planned_saving_bytes(size: Size) -> int:
 
     The peak is where backward is at the product in the last layer's feed-forward.  Without swap, all
     marked bytes but that product, which was just given up, are there then; with swap, its two factors.
+    (A vocabulary much wider than the model would have the peak at the loss.)
     """
     return size.marked_bytes - 3 * size.wide_bytes
 

@@ -138,7 +138,8 @@ def largest(fits: Callable[[int], bool], *, least: int = 1, most: int = 2**20) -
 def resnet50_batch(settings: Settings) -> Figure:
     """Search for the largest batch with ``memory_offload`` ON and OFF, under one budget."""
     is_full = settings.scale >= 1
-    case = Case(32, 400 * MIB) if is_full else Case(16, 128 * MIB, (1, 1, 1, 1))
+    case = Case(32, 400 * MIB) if is_full else Case(16, 12 * MIB, (1, 1))
+    several = 64 if is_full else 16
     without = largest(lambda batch: case.fits(batch, "OFF"), least=4)
     if without == 0:
         raise AssertionError(f"nothing can be trained within {case.budget_bytes} B")
@@ -146,8 +147,8 @@ def resnet50_batch(settings: Settings) -> Figure:
     found = largest(lambda batch: case.fits(batch, "ON"), least=least, most=MOST * without)
     if case.losses(without, "ON") != case.losses(without, "OFF"):
         raise AssertionError(f"the losses of a batch of {without} differ")
-    plain_bytes = case.bytes_an_image(64, is_swapped=False)
-    swapped_bytes = case.bytes_an_image(64, is_swapped=True)
+    plain_bytes = case.bytes_an_image(several, is_swapped=False)
+    swapped_bytes = case.bytes_an_image(several, is_swapped=True)
     details = {
         "device budget": f"{case.budget_bytes / MIB:.0f} MiB",
         "largest batch, OFF": str(without),
