@@ -31,7 +31,6 @@ MIX_SWAP: Mapping[str, object] = {
 
 MIX_RECOMPUTE: Mapping[str, object] = {
     "select_recompute": {
-        "attention_norm": True,
         "ffn_norm": True,
         r"attention\.clone": True,
         r"feed_forward\.silu": True,
@@ -171,7 +170,7 @@ def swap_and_recompute(settings: Settings) -> Figure:
         "peak over that of full recompute": f"{ours.nbytes / theirs.nbytes:.3f}",
         "the link, as slow beside computing as 25 GB/s on the GPU of swap-step": f"{link / 1e6:.0f} MB/s",
         "swapped": "all that backward uses of the first 7 layers, but what is recomputed",
-        "recomputed": "both norms, SiLU, the product in the feed-forward, the copy of attention's output",
+        "recomputed": "the feed-forward's norm, SiLU and product; the copy of attention's output",
         **{f"{name} s": str(Spread.of(taken)) for name, taken in seconds.items()},
         **{f"{name}, times full recompute": str(each) for name, each in times.items()},
         "losses with full recompute": _check(ours.losses, theirs.losses),

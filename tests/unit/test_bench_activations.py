@@ -112,7 +112,7 @@ def test_the_mix_swaps_less_than_all_and_makes_the_rest_again() -> None:
             trainee.step()
             assert trainee.swap is not None
             kept.append(trainee.swap.stats().activations.kept_bytes)
-    assert kept[1] < 0.6 * kept[0]
+    assert kept[1] < 0.7 * kept[0]
 
 
 def test_save_on_cpu_is_spared_the_parameters() -> None:
@@ -129,9 +129,8 @@ def test_save_on_cpu_is_spared_the_parameters() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, hooks.unpack_hook):
         model(torch.randn(2, 4)).sum().backward()
     is_saved = {id(tensor._base if tensor._is_view() else tensor): type(result) for tensor, result in packed}
-    assert own & is_saved.keys()
-    assert all((type_ is torch.Tensor or key in own) == (key in own) for key, type_ in is_saved.items())
-    assert tuple in is_saved.values()
+    assert {type_ for key, type_ in is_saved.items() if key in own} == {torch.Tensor}
+    assert {type_ for key, type_ in is_saved.items() if key not in own} == {tuple}
 
 
 # ---------------------------------------------------------------------- the link beside computing
