@@ -108,16 +108,21 @@ class Handover:
         Raises:
             IntegrityError: what a replica's bytes mean is lost.
         """
-        for replica in granted:
-            check_known(replica.key, spec_of(replica))
         tensors: dict[str, torch.Tensor] = {}
         slots: list[AddressableSlot] = []
-        for replica in granted:
-            slot = self._engine.addressable(self._engine.slot(replica), replica.place.tier)
-            assert slot is not None  # a lease is refused where bytes cannot be used in place
-            slot.acquire()
-            slots.append(slot)
-            tensors[replica.key] = view_bytes(slot.memory, spec_of(replica))
+        try:
+            for replica in granted:
+                spec = spec_of(replica)
+                check_known(replica.key, spec)
+                slot = self._engine.addressable(self._engine.slot(replica), replica.place.tier)
+                assert slot is not None  # a lease is refused where bytes cannot be used in place
+                slot.acquire()
+                slots.append(slot)
+                tensors[replica.key] = view_bytes(slot.memory, spec)
+        except Exception:
+            for slot in slots:
+                slot.release()
+            raise
         return tensors, slots
 
     def close(self) -> None:

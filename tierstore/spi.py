@@ -133,18 +133,39 @@ class Completion:
         """End the operation and run the callbacks in this thread.  For backends.
 
         A callback that raises is logged: it must cost neither the callbacks after it nor the
-        backend's thread.
+        backend's thread.  If this is interrupted, as by ``KeyboardInterrupt``, it goes on to its end, and
+        lets the interrupt through then; a callback in which it came is not called again.
 
         Raises:
             RuntimeError: it was completed before.
         """
-        with self._lock:
-            if self._is_done:
-                raise RuntimeError("completed twice")
-            self._error = error
-            self._is_done = True
-            callbacks, self._callbacks = self._callbacks, None
-        for callback in callbacks or ():
+        is_first = False
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                if not is_first:
+                    with self._lock:
+                        if self._is_done:
+                            raise RuntimeError("completed twice")  # noqa: TRY301 - under the lock
+                        self._error = error
+                        self._is_done = is_first = True
+                self._call_back(error)
+                break
+            except Exception:
+                raise
+            except BaseException as caught:  # noqa: BLE001 - raised when the callbacks have run
+                interrupt = caught
+        if interrupt is not None:
+            try:
+                raise interrupt
+            finally:
+                del interrupt  # its traceback refers to this frame: no cycle
+
+    def _call_back(self, error: BaseException | None) -> None:
+        callbacks = self._callbacks  # nobody adds to them any more
+        while callbacks:
+            callback = callbacks[0]
+            del callbacks[0]
             try:
                 callback(error)
             except Exception:  # noqa: BLE001 - logged

@@ -214,20 +214,20 @@ class Store:
         event = m.LeaseRequested(
             number, tuple(map(check_key, keys)), index, access, threading.current_thread().name
         )
-        unused = m.LeaseReleased(number, written=False)
-        granted = self._engine.obtain(event, number, keys, unused, self._count_stall)
+        released = m.LeaseReleased(number, written=False)
+        granted = self._engine.obtain(event, number, keys, released, self._count_stall)
         try:
-            return self._lend(number, granted)
+            return self._lend(granted, released)
         except BaseException:
-            self._engine.told.append(unused)
+            self._engine.told.append(released)
             self._engine.take_in()
             raise
 
-    def _lend(self, number: int, granted: Sequence[m.Granted]) -> Lease:
+    def _lend(self, granted: Sequence[m.Granted], released: m.LeaseReleased) -> Lease:
         tensors, slots = self._handover.lend(granted)
 
         def end(written: bool) -> None:
-            released = m.LeaseReleased(number, written)
+            released.written = written
             try:
                 for slot in slots:
                     slot.release()
@@ -236,7 +236,7 @@ class Store:
                 self._engine.take_in()
 
         places = {each.key: each.place for each in granted}
-        return Lease(tensors, places, end, functools.partial(self._split, number))
+        return Lease(tensors, places, end, functools.partial(self._split, released.request))
 
     def _split(self, lease: int, names: Mapping[m.Place, str]) -> bool:
         number = self._engine.number()

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from tierstore import OffloadConfig
 from tierstore.testing.memory import DeviceBudget
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -45,11 +46,16 @@ class AllocatorBudget:
         return torch.cuda.max_memory_allocated(self._device)
 
 
-def device_budget(device: torch.device, capacity_bytes: int) -> DeviceBudget | AllocatorBudget:
-    """Meter a device from outside the store, and raise where the program takes more than the budget."""
+def device_budget(device: torch.device, capacity: int | str) -> DeviceBudget | AllocatorBudget:
+    """Meter a device from outside the store, and raise where the program takes more than the budget.
+
+    Args:
+        device: where the program computes; the CPU stands for the emulated one.
+        capacity: bytes, or a size such as ``"64MB"``.
+    """
     if device.type == "cuda":
-        return AllocatorBudget(device, capacity_bytes)
-    return DeviceBudget(capacity_bytes)
+        return AllocatorBudget(device, OffloadConfig(max_device_memory=capacity).max_device_bytes or 0)
+    return DeviceBudget(capacity)
 
 
 def moved_to_device(model: ModelT, device: torch.device) -> ModelT:

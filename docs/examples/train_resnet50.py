@@ -25,10 +25,10 @@ from torch import nn
 
 import tierstore as ts
 from device_budget import AllocatorBudget, device_budget, make_deterministic, moved_to_device
+from llama_report import mebibytes
 from resnet50 import ResNet
 from resnet50_job import Job, command_line, read_job
 from tierstore.training import offload
-from tierstore.units import format_bytes, parse_bytes
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> list[float]:
@@ -64,7 +64,7 @@ def train_under_budget(job: Job) -> tuple[list[float], int]:
     """
     is_on = ts.OffloadConfig.from_document(job.offload).is_on
     model = new_model(job)
-    with device_budget(job.device, parse_bytes(job.max_device_memory)) as budget:
+    with device_budget(job.device, job.max_device_memory) as budget:
         if not is_on:
             if isinstance(budget, AllocatorBudget):
                 budget.enforce()
@@ -86,7 +86,7 @@ def train_without_limits(job: Job) -> list[float]:
 def tell_traffic(store: ts.Store) -> None:
     """Print what went from tier to tier."""
     for (source, target), traffic in sorted(store.stats().traffic.items()):
-        print(f"{source} -> {target}: {traffic.copies} copies, {format_bytes(traffic.nbytes)}")
+        print(f"{source} -> {target}: {traffic.copies} copies, {mebibytes(traffic.nbytes)}")
 
 
 def tell(job: Job, *, is_compared: bool) -> bool:
@@ -96,7 +96,7 @@ def tell(job: Job, *, is_compared: bool) -> bool:
         f"the device may hold {job.max_device_memory}."
     )
     losses, peak_bytes = train_under_budget(job)
-    print(f"peak on the device: {format_bytes(peak_bytes)} of {job.max_device_memory}")
+    print(f"peak on the device: {mebibytes(peak_bytes)} of {job.max_device_memory}")
     if not is_compared:
         return True
     print("the same without limits:")

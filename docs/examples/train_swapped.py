@@ -28,11 +28,11 @@ import tierstore as ts
 from device_budget import device_budget, make_deterministic, moved_to_device
 from llama import Llama, LlamaConfig
 from llama_job import OneLineParser, documentation_text, draw_batches
+from llama_report import mebibytes
 from tierstore.training import offload
-from tierstore.units import format_bytes, parse_bytes
 
 LEARNING_RATE = 1e-3
-UNLIMITED = "1TB"  # of device memory, where only the peak is of interest
+UNLIMITED = 2**40  # bytes of device memory, where only the peak is of interest
 
 
 class HuggingFaceLlama(nn.Module):
@@ -124,7 +124,7 @@ def layers_in(document: Mapping[str, object]) -> int:
 
 
 def train(
-    arguments: argparse.Namespace, config: Mapping[str, object], shape: LlamaConfig, budget_text: str
+    arguments: argparse.Namespace, config: Mapping[str, object], shape: LlamaConfig, budget: str | int
 ) -> tuple[list[float], int]:
     """Train on the device with ``config``; return the losses and the device's peak in bytes.
 
@@ -138,7 +138,7 @@ def train(
     torch.manual_seed(arguments.seed)
     model = MODELS[arguments.model](shape)
     losses = []
-    with device_budget(device, parse_bytes(budget_text)) as budget:
+    with device_budget(device, budget) as meter:
         if config.get("memory_offload") == "OFF":
             model = moved_to_device(model, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -150,7 +150,7 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-        return losses, budget.peak_bytes
+        return losses, meter.peak_bytes
 
 
 def tell(arguments: argparse.Namespace, document: Mapping[str, object], path: Path) -> bool:
@@ -169,7 +169,7 @@ def tell(arguments: argparse.Namespace, document: Mapping[str, object], path: Pa
     plain, plain_bytes = train(arguments, {"memory_offload": "OFF"}, shape, UNLIMITED)
     for step, (ours, theirs) in enumerate(zip(losses, plain, strict=True), start=1):
         print(f"step {step}: loss {ours:.6f}, without {theirs:.6f}")
-    print(f"peak on the device: {format_bytes(peak_bytes)} of {budget}, without {format_bytes(plain_bytes)}")
+    print(f"peak on the device: {mebibytes(peak_bytes)} of {budget}, without {mebibytes(plain_bytes)}")
     print("every loss is equal, bit for bit" if losses == plain else "the losses DIFFER")
     return losses == plain
 

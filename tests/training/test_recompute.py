@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import pickle
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from torch.utils import checkpoint
 from tests.training.recompute_models import (
     DIM,
     LENGTH,
-    MODELS,
     ConvLayer,
     CountingLayer,
     LlamaLayer,
@@ -28,9 +26,9 @@ from tests.training.recompute_models import (
     recomputing,
     train,
 )
-from tierstore.errors import ConfigError, UsageError
+from tests.training.twins import assert_equal_models
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training import RecomputeConfig, recompute
+from tierstore.training import recompute, swap
 
 WIDE = 64
 
@@ -126,7 +124,7 @@ def test_what_was_made_again_is_gone_when_backward_is_through_with_it() -> None:
 
 
 def test_an_operator_runs_again_once_in_each_backward_however_many_want_it() -> None:
-    layer = nn.Sequential(nn.Linear(DIM, DIM), nn.Sigmoid(), nn.Tanh())
+    layer = nn.Sequential(nn.Linear(DIM, DIM), nn.Sigmoid(), nn.SiLU())  # both save the sigmoid
     model = nn.Sequential(layer, copy.deepcopy(layer))
     with recompute(model, {"select_recompute": ["1"]}, layers="") as run:
         loss = model(inputs()).sum()
@@ -199,8 +197,12 @@ def test_a_kept_random_operator_draws_its_numbers_from_nobody_else() -> None:
             noisy = self.linear(x) * torch.rand_like(x)
             return functional.dropout(noisy, 0.5).square()
 
-    config = {"recompute": True, "select_recompute_exclude": ["aten.rand_like"]}
-    assert_same_bits(lambda: Model(Noisy), train, config)
+    for config in (
+        {"recompute": True, "select_recompute_exclude": ["aten.rand_like"]},
+        {"select_recompute": ["aten.rand_like"]},
+    ):
+        run = assert_same_bits(lambda: Model(Noisy), train, config)
+        assert run.stats().repetitions + run.stats().operators > 0
 
 
 def test_what_is_excluded_runs_once() -> None:
@@ -283,6 +285,21 @@ def test_the_program_may_recompute_inside_of_what_is_recomputed() -> None:
         assert run.stats().repetitions + run.stats().operators > 0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
+@pytest.mark.parametrize("part", ["feed_forward", ""])
+def test_parts_of_a_layer_may_be_compiled(part: str) -> None:
+    def build() -> nn.Module:
+        model = Model(LlamaLayer)
+        for layer in model.layers:
+            layer.get_submodule(part).compile(backend="eager")
+        return model
+
+    for config in _WHOLE_AND_SELECTED:
+        run = assert_same_bits(build, train, config)
+        assert run.stats().repetitions + run.stats().operators > 0
+        torch._dynamo.reset()
+
+
 # ---------------------------------------------------------------------- changes in place
 
 
@@ -296,6 +313,7 @@ class _Changing(nn.Module):
         h = self.linear(x)
         kept = torch.relu(h)  # saves its output, not h
         product = kept.clone() + 1
+        early = h * 2  # nobody has saved it when its input changes
         if self.change == "input":
             h += 3
         elif self.change == "output":
@@ -305,14 +323,67 @@ class _Changing(nn.Module):
         elif self.change == "data":
             with torch.no_grad():
                 h.zero_()
-        return product.square() * torch.sigmoid(h.detach())
+        elif self.change == "unseen":
+            product.data.mul_(2)
+        output: Tensor = product.square() * torch.sigmoid(h.detach()) + early.square()
+        return output
 
 
-@pytest.mark.parametrize("change", ["input", "output", "view", "data"])
+@pytest.mark.parametrize("change", ["input", "output", "view", "data", "unseen"])
 @pytest.mark.parametrize("pattern", ["aten.relu", r"aten\..*", "relu"])
 def test_what_changes_in_place_after_it_was_saved_is_made_before(change: str, pattern: str) -> None:
     run = assert_same_bits(lambda: Model(lambda: _Changing(change)), train, {"select_recompute": [pattern]})
     assert run.stats().replaced > 0
+
+
+def test_what_is_swapped_and_then_changed_is_made_before(tmp_path: Path) -> None:
+    document = {
+        "recompute_config": {"select_recompute": {"aten.relu": True}},
+        "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": True}]},
+        "offload_config": {
+            "device": "emulated",
+            "max_device_memory": "8MB",
+            "offload_cpu_size": "8MB",
+            "offload_disk_size": 0,
+            "offload_path": str(tmp_path),
+        },
+    }
+
+    def steps(model: nn.Module) -> list[Tensor | None]:
+        model(inputs(batch=WIDE)).square().mean().backward()
+        return []
+
+    def swapped(model: nn.Module) -> list[Tensor | None]:
+        with swap(model, document, layers="layers") as active:
+            steps(model)
+            assert active.stats().activations.kept > 0
+        return []
+
+    torch.manual_seed(0)
+    plain = Model(lambda: _Changing("input"))
+    model = copy.deepcopy(plain)
+    steps(plain)
+    with recompute(model, document, layers="layers") as run:
+        swapped(model)
+    assert run.stats().replaced > 0
+    assert_equal_models(plain, model)
+
+
+def test_a_change_outside_of_the_layer_is_refused_and_never_taken_for_what_was_there() -> None:
+    class Chain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = (x + 1) * 2
+            return torch.sin(made)
+
+    model = nn.Sequential(Chain(), Chain())
+    with recompute(model, {"select_recompute": ["aten.add", "aten.mul"]}, layers=""):
+        x = inputs().requires_grad_()
+        start = x * 1
+        loss = model(start).sum()
+        with torch.no_grad():
+            start.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_a_change_that_plain_autograd_refuses_is_refused() -> None:
@@ -434,94 +505,3 @@ def test_nothing_waits_for_the_garbage_collector() -> None:
                 assert budget.live_bytes == 0
     finally:
         gc.enable()
-
-
-# ---------------------------------------------------------------------- configuration
-
-
-def test_a_yaml_file_says_what_where_and_how_many_stages(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "train.yaml"
-    path.write_text(
-        "parallel_config: {pipeline_stage: 2}\n"
-        "recompute_config:\n"
-        "  recompute: [1, 0]\n"
-        "  select_recompute: {'feed_forward\\.mul': [2, 1]}\n"
-    )
-    model = llama(4)
-    with caplog.at_level(logging.INFO, "tierstore"), recompute(model, path) as run:
-        model(inputs()).sum().backward()
-    assert run.stats().forwards == 1
-    assert run.stats().replaced == 2
-    assert [text for text in caplog.messages if text.startswith("Set ")] == [
-        "Set full recompute at layer 0",
-        "Set select recompute on at layer 1: feed_forward.mul",
-        "Set select recompute on at layer 2: feed_forward.mul",
-    ]
-    assert "Formative layer_recompute: [[1, 0]]" in caplog.messages
-
-
-def test_arguments_are_heard_above_the_document() -> None:
-    document = {"parallel_config": {"pipeline_stage": 4}, "recompute_config": {"recompute": [1, 0]}}
-    with recompute(llama(4), document, pipeline_stage=2) as run:
-        assert len(run._regions) == 1
-
-
-def test_with_swap_on_numbers_are_layers(caplog: pytest.LogCaptureFixture) -> None:
-    document = {
-        "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": [1]}]},
-        "recompute_config": {"recompute": [2], "select_recompute": {"feed_forward": [0, 3]}},
-    }
-    model = llama(4)
-    with caplog.at_level(logging.INFO, "tierstore"), recompute(model, document) as run:
-        model(inputs()).sum().backward()
-    assert run.stats().repetitions == 3
-    assert [text for text in caplog.messages if text.startswith("Set ")] == [
-        "Set select recompute at layer 0: feed_forward",
-        "Set full recompute at layer 2",
-        "Set select recompute at layer 3: feed_forward",
-    ]
-
-
-def test_a_configuration_object_does_as_well() -> None:
-    with recompute(llama(), RecomputeConfig(recompute=True)) as run:
-        assert len(run._regions) == 3
-
-
-def test_patterns_that_mean_nothing_and_keys_without_effect_are_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = {
-        "select_recompute": ["feed_forward", r"feed_forward\.gelu_\d", "aten.mul"],
-        "select_comm_recompute": True,
-        "mp_comm_recompute": False,
-        "parallel_optimizer_comm_recompute": True,
-        "recompute_slice_activation": True,
-        "select_recompute_exclude": ["attention"],
-    }
-    with caplog.at_level(logging.INFO, "tierstore"), recompute(llama(1), config, layers=""):
-        pass
-    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warnings == [
-        r"select_recompute: no layer has a submodule or an operator 'feed_forward\.gelu_\d'",
-    ]
-    said = [text.split()[0] for text in caplog.messages if "has no effect here" in text]
-    assert sorted(said) == [
-        "mp_comm_recompute",
-        "parallel_optimizer_comm_recompute",
-        "recompute_slice_activation",
-        "select_comm_recompute",
-    ]
-    assert "Excluding the module attention at layer 0 has no effect" in caplog.messages
-
-
-def test_what_is_wrong_leaves_the_model_alone() -> None:
-    model = MODELS["llama"]()
-    with pytest.raises(ConfigError, match="recompute"):
-        recompute(model, {"recompute": "all"})
-    with pytest.raises(ConfigError, match="accepted: at most 1"):
-        recompute(model, {"recompute": [1, 2]}, layers="layers")
-    with pytest.raises(UsageError, match="nowhere"):
-        recompute(model, {"recompute": True}, layers="nowhere")
-    assert hooks_of(model) == 0

@@ -155,8 +155,14 @@ def test_what_is_recomputed_is_not_swapped(tmp_path: Path, op_name: str, chosen:
 def test_what_a_recomputed_part_was_given_is_not_swapped(tmp_path: Path) -> None:
     assert _kept(tmp_path / "a", "ffn_norm", {}) > 0
     before = _kept(tmp_path / "b", r"ffn_norm\.mul", {})
-    after = _kept(tmp_path / "c", r"ffn_norm\.mul", {"select_recompute": {"feed_forward": [1]}})
-    assert after < before
+    whole, both, leaf = (
+        {"feed_forward": [1]},
+        {"feed_forward": [1], "aten.silu": [1]},
+        {r"feed_forward\.w1": [1]},
+    )
+    for chosen in (whole, both, leaf):
+        after = _kept(tmp_path / "c", r"ffn_norm\.mul", {"select_recompute": chosen})
+        assert after < before
 
 
 def test_recompute_lowers_the_peak_of_an_offloaded_model(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.training.swap_models import (
 )
 from tierstore.errors import CapacityError
 from tierstore.training import swap
+from tierstore.training.activations.vault import Parked, Vault
 
 MARKS: dict[str, Callable[[int], dict[str, object]]] = {
     "layers": whole_layers,
@@ -105,6 +107,37 @@ def _gradient_inside_forward(model: nn.Module) -> list[Tensor]:
     losses = train(model)
     handle.remove()
     return losses + inner
+
+
+class Penalised(nn.Module):
+    """A layer whose output has the slope of a loss of its own in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform."""
+        hidden = self.inner(x).exp()
+        loss = (self.outer(hidden).sigmoid() * hidden.exp()).sum()
+        (slope,) = torch.autograd.grad(loss, hidden, create_graph=True)
+        result: Tensor = (hidden * slope).tanh()
+        return result
+
+
+@pytest.mark.parametrize("prefetch", [1, 50])
+def test_what_a_backward_pass_inside_forward_saves_stays(tmp_path: Path, prefetch: int) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(Penalised(), Penalised())
+
+    keep = Vault.keep
+
+    def kept(self: Vault, tensor: Tensor, name: str) -> Parked:
+        assert torch._C._current_graph_task_id() == -1
+        return keep(self, tensor, name)
+
+    with mock.patch.object(Vault, "keep", kept):
+        assert_same_bits(build, train, config(tmp_path, whole_layers(prefetch)), least=10)
 
 
 def _checkpointed_by_the_user(model: nn.Module) -> list[Tensor]:
@@ -257,6 +290,49 @@ def test_outputs_that_are_no_tensors_pass(tmp_path: Path) -> None:
         return [loss]
 
     assert_same_bits(Mixed, steps, config(tmp_path, whole_layers()), least=3)
+
+
+class Recursive(nn.Module):
+    """Its forward runs itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor, times: int = 3) -> Tensor:
+        """Transform, several times."""
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self(x, times - 1) if times > 1 else x
+        return result
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_a_model_that_runs_itself_makes_one_pass(tmp_path: Path, prefetch: int) -> None:
+    settings = config(tmp_path, whole_layers(prefetch))
+    assert_same_bits(Recursive, train, settings, least=9)
+    with swapping(Recursive(), settings) as active:
+        active.store.check()
+        model = Recursive()
+        with swap(model, settings, store=active.store) as own:
+            train(model)
+            assert own.stats().passes == 2
+            assert own.stats().activations.kept == 2 * 9
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at it
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("is_whole", [False, True], ids=["layers", "model"])
+def test_compiled_modules_run_and_are_swapped(tmp_path: Path, backend: str, is_whole: bool) -> None:
+    def steps(model: nn.Module) -> list[Tensor]:
+        assert isinstance(model, Llama)
+        for each in (model,) if is_whole else model.layers:
+            each.compile(backend=backend)
+        losses = train(model.eval())
+        with torch.no_grad():
+            return [*losses, model(inputs())]
+
+    assert_same_bits(lambda: Llama(2), steps, config(tmp_path, whole_layers()), least=20)
 
 
 # ---------------------------------------------------------------------- several at a time

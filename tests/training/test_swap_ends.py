@@ -323,6 +323,15 @@ def test_fake_tensors_pass(tmp_path: Path) -> None:
         assert active.stats().activations.kept > 0
 
 
+def test_tensors_on_another_device_pass(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Llama()
+    with swapping(model, config(tmp_path, whole_layers(1))) as active:
+        model(torch.empty(2, 16, DIM, device="meta")).sum().backward()
+        assert active.stats().passes == 1
+        assert active.stats().activations.kept == 0
+
+
 def test_functional_transforms_pass(tmp_path: Path) -> None:
     model = Llama().eval()
     named: dict[str, Tensor] = dict(model.named_parameters())

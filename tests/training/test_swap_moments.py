@@ -360,3 +360,22 @@ def test_a_step_is_the_same_when_everything_below_is_too_small(tmp_path: Path) -
         found = _slopes(model, inputs())
         assert all(map(torch.equal, expected, found))
         assert active.stats().activations.refused > 0
+
+
+def test_the_end_of_forward_waits_for_no_copy_and_backward_gets_what_has_not_left(tmp_path: Path) -> None:
+    plain, model = Llama().eval(), Llama().eval()
+    model.load_state_dict(plain.state_dict())
+    plain(inputs()).sum().backward()
+    settings = config(tmp_path, whole_layers(60), device_options={"link_latency_s": 2.0})
+    with swapping(model, settings) as active:
+        scores = model(inputs())
+        kept = active.stats().activations
+        assert kept.kept > 0
+        assert (kept.released, kept.stalls) == (0, 0)
+        scores.sum().backward()
+        assert active.stats().activations.handed_over == kept.kept
+        assert active.stats().activations.brought == 0
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)

@@ -191,18 +191,20 @@ def test_an_operator_whose_consumer_is_recomputed_is_not_swapped(tmp_path: Path)
     assert len(own) < len({key for key in plain if key.split("/")[1] in "02"})
 
 
-def test_the_input_of_a_layer_that_is_recomputed_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_the_input_of_a_layer_that_is_recomputed_stays(tmp_path: Path, is_reentrant: bool) -> None:
     class Chain(nn.Module):
         """Layers of one operator each that saves its input alone."""
 
-        def __init__(self) -> None:
+        def __init__(self, *, is_reentrant: bool) -> None:
             super().__init__()
             self.layers = nn.ModuleList(Sine() for _ in range(3))
+            self.is_reentrant = is_reentrant
 
         def forward(self, x: Tensor) -> Tensor:
             """Transform; the layer in the middle is recomputed."""
             x = self.layers[0](x)
-            x = checkpoint(self.layers[1], x, use_reentrant=False)
+            x = checkpoint(self.layers[1], x, use_reentrant=self.is_reentrant)
             result: Tensor = self.layers[2](x)
             return result
 
@@ -218,4 +220,5 @@ def test_the_input_of_a_layer_that_is_recomputed_stays(tmp_path: Path) -> None:
             return (x + self.weight).sin()
 
     # Each layer's own sum is saved by its sine: that of the layer in the middle is recomputed.
-    assert _keys(Chain(), tmp_path, whole_layers(1)) == {"activation/0/0", "activation/2/0"}
+    model = Chain(is_reentrant=is_reentrant)
+    assert _keys(model, tmp_path, whole_layers(1)) == {"activation/0/0", "activation/2/0"}

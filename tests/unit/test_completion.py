@@ -64,3 +64,19 @@ def test_a_partial_error_says_how_many_failed_and_why_the_first() -> None:
     assert "2 slots" in str(error)
     assert "bad block" in str(error)
     assert sorted(error.errors) == [3, 7]
+
+
+def test_an_interrupt_in_a_callback_costs_only_that_one_and_is_let_through() -> None:
+    told: list[str] = []
+    completion = Completion()
+
+    def interrupt(_error: BaseException | None) -> None:
+        told.append("interrupted")
+        raise KeyboardInterrupt
+
+    completion.add_done_callback(interrupt)
+    completion.add_done_callback(interrupt)
+    completion.add_done_callback(lambda _: told.append("after"))
+    with pytest.raises(KeyboardInterrupt):
+        completion.complete()
+    assert told == ["interrupted", "interrupted", "after"]

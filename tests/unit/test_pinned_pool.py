@@ -117,14 +117,14 @@ def test_neighbours_merge_when_they_are_freed() -> None:
 
 
 def test_free_bytes_in_pieces_are_refused_with_the_longest_piece() -> None:
-    pool = PinnedPool(MIB, block_bytes=MIB)
-    slots = [pool.reserve(256 * KIB) for _ in range(4)]
+    pool = PinnedPool(512 * KIB, block_bytes=512 * KIB)
+    slots = [pool.reserve(128 * KIB) for _ in range(4)]
     pool.free(slots[0])
     pool.free(slots[2])
-    with pytest.raises(CapacityError, match=r"512\.0 KiB are free in pieces of 256\.0 KiB") as refusal:
-        pool.reserve(512 * KIB)
-    assert (refusal.value.needed_bytes, refusal.value.free_bytes) == (512 * KIB, 512 * KIB)
-    pool.reserve(256 * KIB)
+    with pytest.raises(CapacityError, match=r"256\.0 KiB are free in pieces of 128\.0 KiB") as refusal:
+        pool.reserve(256 * KIB)
+    assert (refusal.value.needed_bytes, refusal.value.free_bytes) == (256 * KIB, 256 * KIB)
+    pool.reserve(128 * KIB)
 
 
 def test_free_bytes_in_pieces_serve_a_long_slot_if_their_pages_go_back() -> None:
@@ -165,6 +165,80 @@ def test_memory_that_went_back_and_was_used_again_goes_back_again() -> None:
         slots[::2] = [pool.reserve(8 * MIB) for _ in range(4)]
         for slot in slots[::2]:
             _memory(slot).fill_(1)
+
+
+def _with_extra_block() -> tuple[PinnedPool, Slot, list[Slot]]:
+    """A pool of 64 MiB: four slots of 8 MiB with as long holes between, and one of 24 MiB beyond."""
+    pool = PinnedPool(64 * MIB, block_bytes=64 * MIB)
+    slots = [pool.reserve(8 * MIB) for _ in range(8)]
+    for slot in slots:
+        _memory(slot).fill_(1)
+    for slot in slots[::2]:
+        pool.free(slot)
+    long = pool.reserve(24 * MIB)
+    _memory(long).fill_(2)
+    return pool, long, slots[1::2]
+
+
+def test_pages_go_back_when_the_capacity_is_lowered_below_what_is_in_use_beside_an_extra_block() -> None:
+    pool = PinnedPool(64 * MIB, block_bytes=48 * MIB)
+    slots = [pool.reserve(8 * MIB) for _ in range(6)]
+    memories = [_memory(slot).fill_(1) for slot in slots]
+    for slot in slots[::2]:
+        pool.free(slot)
+    memories.append(_memory(pool.reserve(20 * MIB)).fill_(2))
+    pool.resize(48 * MIB)  # what is no extra block fits, but not all of it
+    assert sum(map(_resident_bytes, memories)) <= pool.reserved_bytes <= 48 * MIB
+
+
+def test_a_block_within_a_larger_capacity_is_not_extra_when_that_is_lowered_again() -> None:
+    pool, long, slots = _with_extra_block()
+    pool.resize(128 * MIB)
+    filled = [pool.reserve(8 * MIB) for _ in range(4)]
+    memories = [_memory(slot).fill_(1) for slot in (*slots, *filled, long)]
+    for slot in filled:
+        pool.free(slot)
+    pool.resize(64 * MIB)
+    assert sum(map(_resident_bytes, memories)) <= pool.reserved_bytes <= 64 * MIB
+
+
+def test_what_was_used_between_two_splits_of_a_piece_counts_as_in_use() -> None:
+    pool = PinnedPool(64 * MIB, block_bytes=64 * MIB)
+    slots = [pool.reserve(n * MIB) for n in (5, 7, 5, 14, 5, 14, 5, 9)]
+    memories = [_memory(slot).fill_(1) for slot in slots]
+    for slot in slots[1:6:2]:
+        pool.free(slot)
+    pool.free(pool.reserve(20 * MIB))  # the pages of the 7 MiB and of 14 MiB went back for it
+    pool.free(slots[0])
+    longer = pool.reserve(6 * MIB)  # a part of the 7 MiB is used ...
+    _memory(longer).fill_(1)
+    pool.free(longer)
+    pool.reserve(5 * MIB)  # ... and what is left is 7 MiB again
+    assert sum(map(_resident_bytes, memories)) <= pool.reserved_bytes
+
+
+def test_pieces_within_a_huge_page_serve_a_long_slot_where_longer_ones_do_not_suffice() -> None:
+    pool = PinnedPool(64 * MIB, block_bytes=64 * MIB)
+    slots = [pool.reserve(MIB) for _ in range(64)]
+    memories = [_memory(slot).fill_(1) for slot in slots]
+    for slot in slots[::2]:
+        pool.free(slot)
+    memories.append(_memory(pool.reserve(30 * MIB)).fill_(2))
+    assert sum(map(_resident_bytes, memories)) <= pool.reserved_bytes <= 64 * MIB
+
+
+def test_a_slot_that_fits_a_piece_but_not_the_memory_is_refused_for_that() -> None:
+    pool = PinnedPool(3200 * KIB, block_bytes=3200 * KIB)
+    first, _, second = [pool.reserve(nbytes * KIB) for nbytes in (512, 128, 512)]
+    short = [pool.reserve(128 * KIB) for _ in range(16)]
+    pool.free(first)
+    pool.free(second)
+    pool.reserve(MIB)  # the pages of both went back for it
+    for slot in short[::2]:
+        pool.free(slot)  # these are too short to go back
+    with pytest.raises(CapacityError, match=r"^512\.0 KiB more, .* above its capacity: 2\.0 MiB are free"):
+        pool.reserve(512 * KIB)
+    pool.reserve(128 * KIB)
 
 
 def test_empty_blocks_make_room_for_a_larger_one() -> None:

@@ -15,7 +15,7 @@ from tierstore.wrappers.workers import Lane, Workers
 @pytest.fixture
 def workers() -> Iterator[Workers]:
     made = Workers(threads=1, pad_bytes=8192, pads=1)
-    made.begin()
+    made.begin(lambda: None)
     yield made
     made.end()
     made.close()
@@ -110,11 +110,39 @@ def test_no_thread_is_started_before_it_is_needed() -> None:
     before = threading.active_count()
     workers = Workers(threads=2, pad_bytes=8192)
     assert threading.active_count() == before
-    workers.begin()
+    workers.begin(lambda: None)
     assert threading.active_count() == before + 2
     workers.end()
     workers.close()
     assert threading.active_count() == before
     with pytest.raises(StoreClosed):
-        workers.begin()
+        workers.begin(lambda: None)
     workers.close()
+
+
+def test_an_operation_whose_threads_could_not_all_be_started_is_none_and_the_next_one_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = Workers(threads=2, pad_bytes=8192)
+    start = threading.Thread.start
+    done = threading.Event()
+    interrupted = iter([True, False, True])
+
+    def start_some(thread: threading.Thread) -> None:
+        if next(interrupted):
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    for _ in range(2):  # before the first thread, and before the second
+        with pytest.raises(KeyboardInterrupt):
+            workers.begin(done.set)
+    monkeypatch.undo()
+    assert not done.is_set()
+    workers.begin(done.set)
+    assert done.wait(30)
+    workers.end()
+    closing = threading.Thread(target=workers.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from operator import attrgetter
@@ -72,7 +71,7 @@ class Engine:
         self.names = tuple(names)
         self.media = tuple(backend.capabilities.medium for backend in backends)
         self._numbers = count(1)
-        self.told: deque[m.Event] = deque()
+        self.told: list[m.Event] = []
         self._carrier = Carrier(self.backends, self.names, self.told.extend, self._report)
         self._hands = CommandHands(self._carrier, note_of)
         self._turns = Turns(ledger, self._hands, self.told)
@@ -160,8 +159,10 @@ class Engine:
             TierStoreError: the request failed.
         """
         transfer: Transfer[Sequence[m.Granted]] = Transfer(keys)
+        waiting = self._hands.waiting
         try:
-            self._ask(event, number, transfer)
+            waiting[number] = transfer
+            self.turn(event)
             if waited is None or transfer.done():
                 return transfer.result()
             begin = time.perf_counter()
@@ -170,6 +171,7 @@ class Engine:
             finally:
                 waited(time.perf_counter() - begin)
         except TierStoreError:
+            waiting.pop(number, None)  # it was refused, or has failed
             raise
         except BaseException:
             _when_granted(transfer, lambda _: self.tell(end))
@@ -303,8 +305,8 @@ class Engine:
             UsageError: a request is wrong as things are; nothing was changed.
             StoreClosed: a request came after `close`.
         """
-        self._turns.refuse_if_broken()
         if self._is_closed:
+            self._turns.refuse_if_broken()
             raise StoreClosed("the store is closed.")
         self._turns.turn(event)
 
@@ -317,9 +319,8 @@ class Engine:
         """See to what was told.  If this is interrupted, or not called, the next call of anybody does.
 
         Raises:
-            StoreClosed: a bug or an interrupt has stopped the store.
+            StoreClosed: a bug or an interrupt has stopped the store, and something was told.
         """
-        self._turns.refuse_if_broken()
         self._turns.turn()
 
 

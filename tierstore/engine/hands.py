@@ -6,7 +6,6 @@ Knows no ledger and takes no lock.  Outcomes that are known at once are told wit
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -69,9 +68,9 @@ class CommandHands:
         self.given: dict[int, torch.Tensor] = {}
         self.quotas: dict[int, int] = {}
 
-    def plan(self, commands: Sequence[m.Command]) -> deque[Work]:
+    def plan(self, commands: Sequence[m.Command]) -> list[Work]:
         """See `Hands.plan`: small copies go last, in batches."""
-        work: deque[Work] = deque()
+        work: list[Work] = []
         small: list[m.StartCopy] = []
         for command in commands:
             if isinstance(command, m.StartCopy) and self.carrier.is_batched(command):
@@ -80,14 +79,14 @@ class CommandHands:
                 work.append(command)
         if small:
             work.extend(batches(small))
-        return work
+        return work[::-1]
 
     def carry_out(self, work: Work, progress: Progress) -> None:
         """See `Hands.carry_out`."""
-        if isinstance(work, m.Settle):
-            self._settle(work)
-        elif isinstance(work, m.Grant):
+        if isinstance(work, m.Grant):
             self._answer(work.request, work.replicas, None)
+        elif isinstance(work, m.Settle):
+            self._settle(work)
         elif isinstance(work, list):
             self.carrier.start_batch(work, progress)
         elif isinstance(work, m.StartCopy):

@@ -5,8 +5,10 @@ Setting an attribute, and calling a function of C right after it, is nothing tha
 
 from __future__ import annotations
 
+from typing import Protocol
 
-class Progress:
+
+class Progress(Protocol):
     """Of the piece that a turn is about.
 
     Attributes:
@@ -14,8 +16,5 @@ class Progress:
         has_ended: its outcome was told, or will be by the backend: there is nothing left to do.
     """
 
-    __slots__ = ("has_begun", "has_ended")
-
-    def __init__(self) -> None:
-        self.has_begun = False
-        self.has_ended = False
+    has_begun: bool
+    has_ended: bool

@@ -72,31 +72,34 @@ class Transfer(Generic[T]):
         A callback that raises is logged: it must cost neither those after it nor the engine's turn.  If one
         is interrupted, the next call, from any thread, goes on with it: it may so be called twice.
         """
-        is_caller = False
-        try:
-            with _lock:
-                is_first = not self._is_done
-                if is_first:
-                    self._value = value
-                    self._error = error
-                    self._is_done = True
-                if self._callbacks and not self._is_calling:
-                    self._is_calling = is_caller = True
-            if is_caller:
-                self._call_back()
-        finally:
-            if is_caller:
-                self._is_calling = False
+        with _lock:
+            is_first = not self._is_done
+            if is_first:
+                self._value = value
+                self._error = error
+                self._is_done = True
+            callbacks = self._callbacks
+        if callbacks:
+            self._call_back()
         return is_first
 
     def _call_back(self) -> None:
-        callbacks = self._callbacks
-        while callbacks:
-            try:
-                callbacks[0]()
-            except Exception:  # noqa: BLE001 - logged
-                _log.exception("a transfer's callback failed")
-            del callbacks[0]  # only now: it stays until it has run
+        """Call what nobody has called, unless somebody is about it."""
+        is_caller = False
+        try:
+            with _lock:
+                if not self._is_calling:
+                    self._is_calling = is_caller = True
+            callbacks = self._callbacks
+            while is_caller and callbacks:
+                try:
+                    callbacks[0]()
+                except Exception:  # noqa: BLE001 - logged
+                    _log.exception("a transfer's callback failed")
+                del callbacks[0]  # only now: it stays until it has run
+        finally:
+            if is_caller:
+                self._is_calling = False
 
     def __await__(self) -> Generator[object, None, T]:
         """Wait without blocking the event loop."""

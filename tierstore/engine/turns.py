@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
@@ -42,8 +41,8 @@ log = logging.getLogger("tierstore")
 class Hands(Protocol):
     """Who carries commands out.  None of it holds the lock."""
 
-    def plan(self, commands: Sequence[m.Command]) -> deque[Work]:
-        """Put commands into the order in which, and the pieces as which, they are carried out."""
+    def plan(self, commands: Sequence[m.Command]) -> list[Work]:
+        """Put commands into the pieces as which they are carried out, the last one first."""
         ...
 
     def carry_out(self, work: Work, progress: Progress) -> None:
@@ -63,21 +62,20 @@ class Hands(Protocol):
         ...
 
 
-_NONE_TOLD: deque[m.Event] = deque()
-_NO_WORK: deque[Work] = deque()
-_NO_PROGRESS = Progress()  # most turns have nothing to do: they make neither
+_NO_COMMANDS: Sequence[m.Command] = ()
+_NO_WORK: list[Work] = []  # most turns have nothing to do; nobody changes this
 
 
 class _Turn:
-    """How far a turn has come."""
+    """How far a turn has come; of the piece that is under way it is the `Progress`."""
 
-    __slots__ = ("commands", "interrupt", "progress", "request", "work")
+    __slots__ = ("commands", "has_begun", "has_ended", "interrupt", "request", "work")
 
     def __init__(self, request: m.Event | None) -> None:
         self.request = request  # until the books have it
-        self.commands: Sequence[m.Command] = ()  # until they are planned
-        self.work = _NO_WORK  # what is left; its first is under way
-        self.progress = _NO_PROGRESS  # of that first one
+        self.commands = _NO_COMMANDS  # until they are planned
+        self.work = _NO_WORK  # what is left; its last is under way
+        self.has_begun = self.has_ended = False
         self.interrupt: BaseException | None = None
 
 
@@ -91,15 +89,15 @@ class Turns:
 
     Attributes:
         told: outcomes that the books have not taken in yet.  Appending, which nothing can interrupt, is
-            enough for one not to be lost; a `turn` sees to it at once.
+            enough for one not to be lost; a `turn` sees to it at once.  Only turns take off it, at its
+            beginning, and under the lock.
         fault: what stopped the store, if something has.
     """
 
-    def __init__(self, ledger: Ledger, hands: Hands, told: deque[m.Event]) -> None:
-        self._lock = threading.Lock()  # guards _ledger and the next three, and nothing else
+    def __init__(self, ledger: Ledger, hands: Hands, told: list[m.Event]) -> None:
+        self._lock = threading.Lock()  # guards _ledger and the next two, and nothing else
         self._ledger = ledger
         self._changing: _Turn | None = None
-        self._taken: deque[m.Event] = deque()  # of those that were told, the first ones
         self._given_up: set[int | m.Place] = set()  # of which another outcome may be told
         self._hands = hands
         self.told = told
@@ -133,9 +131,9 @@ class Turns:
         turn = _Turn(request)
         while True:
             try:
-                if turn.interrupt is not None and not self._mend(turn):
-                    break
-                self._go_on(turn)
+                if turn.interrupt is None or self._mend(turn):
+                    while turn.request is not None or self.told:
+                        self._step(turn)
                 break
             except Exception:
                 if turn.interrupt is None:
@@ -160,83 +158,79 @@ class Turns:
 
     # --- one turn -----------------------------------------------------------------------------
 
-    def _go_on(self, turn: _Turn) -> None:
-        while True:
+    # In what follows, what has come to be is noted without a call, so that no interrupt comes between.
+
+    def _step(self, turn: _Turn) -> None:
+        """Let the books take in the request, or else what was told; carry out what they decide."""
+        try:
+            with self._lock:
+                if self.fault is not None or self._changing is not None:
+                    self._refuse()
+                if turn.request is None:
+                    told: Sequence[m.Event] = self.told[:]
+                    count = len(told)
+                    if self._given_up:
+                        told = self._without_repeated(told)
+                    self._changing = turn
+                    turn.commands = self._ledger.apply(*told)
+                    del self.told[:count]
+                else:
+                    self._changing = turn
+                    try:
+                        turn.commands = self._ledger.apply(turn.request)
+                    except TierStoreError as error:
+                        self._changing = turn if isinstance(error, InvariantError) else None
+                        raise
+                    turn.request = None
+                self._changing = None
+        except Exception as error:
+            if self._changing is turn:  # else a request was refused, and nothing was changed
+                self._stop(error)
+            raise
+        if turn.commands:
+            self._carry_out(turn)
+
+    def _carry_out(self, turn: _Turn) -> None:
+        """Do what was decided, and what is left."""
+        try:
             if turn.commands:
-                turn.progress = Progress()
                 turn.work = self._hands.plan(turn.commands)
-                turn.commands = ()
+                turn.commands = _NO_COMMANDS
             while turn.work:
-                try:
-                    self._hands.carry_out(turn.work[0], turn.progress)
-                except Exception as error:
-                    self._stop(error)
-                    raise
-                turn.progress.has_begun = turn.progress.has_ended = False
-                turn.work.popleft()
-            if turn.request is None and not self.told:
-                return
-            try:
-                self._decide(turn)
-            except Exception as error:
-                if self._changing is turn:
-                    self._stop(error)
-                raise
+                self._hands.carry_out(turn.work[-1], turn)
+                turn.has_begun = turn.has_ended = False
+                del turn.work[-1]
+        except Exception as error:
+            self._stop(error)
+            raise
 
-    def _decide(self, turn: _Turn) -> None:
-        """Let the books take in the request, or else what was told."""
-        with self._lock:
-            if self.fault is not None:
-                self.refuse_if_broken()
-            if self._changing is not None:
-                raise StoreClosed("the store stopped: a call that was changing its books was interrupted.")
-            if self._taken:
-                self._forget_taken()
-            told = _NONE_TOLD if turn.request is not None else self.told.copy()
-            events = (turn.request,) if turn.request is not None else self._without_repeated(told)
-            self._changing = turn
-            try:
-                turn.commands = self._ledger.apply(*events)
-            except TierStoreError as error:
-                if turn.request is not None and not isinstance(error, InvariantError):
-                    self._changing = None  # it is refused: nothing was changed
-                raise
-            turn.request = None
-            if told:
-                self._taken = told
-            self._changing = None
-            if told:
-                self._forget_taken()
-
-    def _forget_taken(self) -> None:
-        """Take off the queue what the books have taken in.  It may have been interrupted anywhere."""
-        while self._taken:
-            if self.told and self.told[0] is self._taken[0]:
-                self.told.popleft()
-            self._taken.popleft()
+    def _refuse(self) -> NoReturn:
+        self.refuse_if_broken()
+        raise StoreClosed("the store stopped: a call that was changing its books was interrupted.")
 
     # --- what goes wrong ----------------------------------------------------------------------
 
     def _mend(self, turn: _Turn) -> bool:
-        """See to what was under way when a turn was interrupted; return whether the turn can go on."""
+        """See to what an interrupted turn was about, and to what is left; return whether it can go on."""
         assert turn.interrupt is not None
         if self._changing is turn:
             self._stop(_stopped(turn.interrupt, "its books were being changed"))
         if self.fault is not None:
             self._hands.fail_all(self.fault)
             return False
-        if turn.work and (turn.progress.has_begun or turn.progress.has_ended):
-            if not turn.progress.has_ended and not self._give_up(turn):
+        if turn.work and (turn.has_begun or turn.has_ended):
+            if not turn.has_ended and not self._give_up(turn):
                 return False
-            turn.progress.has_begun = turn.progress.has_ended = False
-            turn.work.popleft()
+            turn.has_begun = turn.has_ended = False
+            del turn.work[-1]
+        self._carry_out(turn)
         return True
 
     def _give_up(self, turn: _Turn) -> bool:
         """Tell what the piece under way came to; return whether anybody can say."""
         assert turn.interrupt is not None
         try:
-            outcomes = self._hands.give_up(turn.work[0], turn.interrupt)
+            outcomes = self._hands.give_up(turn.work[-1], turn.interrupt)
         except StoreClosed:
             self._stop(_stopped(turn.interrupt, "a commit was being begun"))
             return False

@@ -48,9 +48,8 @@ class Reader:
         Raises:
             StoreClosed: too late.
         """
-        self.workers.begin()
         read = _Read(self, slots, into, start)
-        read.start()
+        self.workers.begin(read.start)
         return read.operation.completion
 
 

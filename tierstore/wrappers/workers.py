@@ -5,7 +5,9 @@ to come is the first to go.  A read or a write that needs memory gets one of its
 memory of a fixed size, made when first used and kept.  There are few, so packing takes a bounded amount of
 memory whatever the tensors' sizes; a job waits for a pad, and so for the medium, but no thread does.
 
-Jobs are parts of *operations*, which begin and end; whoever closes waits for their ends.
+Jobs are parts of *operations*, which begin with one and end; whoever closes waits for their ends.  An
+interrupt (``KeyboardInterrupt`` and its like, in the thread that begins one) finds it either not begun or in
+the hands of a thread that no interrupt reaches.
 
 Knows nothing of backends.
 """
@@ -56,7 +58,9 @@ class Workers:
         self._count = threads
         self._pad_bytes = pad_bytes
         self._process = os.getpid()
-        self._changed = threading.Condition()
+        # Of its own, and not what a condition makes: leaving that may be interrupted before it is let go.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []  # guarded by _changed, as is all below
         self._jobs: collections.deque[Job] = collections.deque()
         self._waiting: dict[Lane, collections.deque[PadJob]] = {lane: collections.deque() for lane in Lane}
@@ -65,18 +69,22 @@ class Workers:
         self._operations = 0
         self._is_closed = False
 
-    def begin(self) -> None:
-        """Count an operation that may have to submit more jobs: `close` waits for its end.
+    def begin(self, job: Job) -> None:
+        """Count an operation, whose first job is ``job``: `close` waits for its end.
 
         Raises:
             StoreClosed: after `close`, or in the child of a fork, which has no threads.
         """
         self._check_process()
-        with self._changed:
+        if len(self._threads) < self._count:
+            self._start()
+        with self._lock:
             if self._is_closed:
                 raise StoreClosed("the backend with a codec was closed")
+            self._changed.notify()
+            # Last, and without another call between: it is counted if, and only if, it will be done.
             self._operations += 1
-            self._start()
+            self._jobs.append(job)
 
     def end(self) -> None:
         """Count the end of an operation."""
@@ -137,14 +145,15 @@ class Workers:
             raise StoreClosed("a backend with a codec does not work in the child of a fork")
 
     def _start(self) -> None:
-        if self._threads:
-            return
-        for number in range(self._count):
-            thread = threading.Thread(target=self._work, name=f"tierstore-codec-{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        """Start the threads that are missing: all, or those that an interrupted call left out."""
+        for number in range(len(self._threads), self._count):
+            threading.Thread(target=self._work, name=f"tierstore-codec-{number}", daemon=True).start()
 
     def _work(self) -> None:
+        with self._lock:
+            if self._is_closed or len(self._threads) == self._count:  # two callers started them at a time
+                return
+            self._threads.append(threading.current_thread())
         while (job := self._next()) is not None:
             try:
                 job()

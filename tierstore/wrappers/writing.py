@@ -68,9 +68,8 @@ class Writer:
         Raises:
             StoreClosed: too late.
         """
-        self.workers.begin()
         write = _Write(self, slots, sources)
-        self.workers.submit(write.look)
+        self.workers.begin(write.look)
         return write.operation.completion
 
 

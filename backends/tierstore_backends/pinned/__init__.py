@@ -14,10 +14,12 @@ slots of exact size are cut out of them.
    that no slot had while slots took as many bytes as the pool keeps.  Bytes handed out are the clock,
    so giving back stays in proportion to the traffic.  Shorter stretches are holes between slots, the
    next to be filled.  Page-locked memory stays.
-5. Free bytes in pieces are no reason to refuse a slot: pieces of 2 MiB and more go back to the system,
-   and an *extra* block of the slot's size is mapped in their stead, until it is empty.  Then the blocks
-   hold more addresses than the capacity, twice as many at most, and memory in use stays within it.
-   Not where blocks are page-locked, as that memory cannot be given back in parts.
+5. Free bytes in pieces are no reason to refuse a slot: pieces go back to the system, those of 2 MiB and
+   more first and none below 256 KiB, and an *extra* block of the slot's size is mapped in their stead,
+   until it is empty.  Then the blocks hold more addresses than the capacity, twice as many at most, and
+   memory in use stays within it: a slot is refused that would bring it above, wherever it would lie.
+   Not where blocks are page-locked, as that memory cannot be given back in parts.  What the system does
+   on its own (``khugepaged`` makes huge pages whole again) is not seen here.
 6. A slot is freed at once.  Nobody guards the events of a device that still reads it, and nobody
    needs to: the engine frees a slot after every copy and lease on it has ended.
 
@@ -50,6 +52,7 @@ __all__ = ["PinnedPool", "open_backend"]
 GRANULE_BYTES = 512  # a slot takes a multiple: what CUDA's own allocator uses, and a disk's sector
 PAGED_FROM_BYTES = 64 * KIB  # slots from here on begin on a page
 _IDLE_BYTES = 8 * MIB  # shorter stretches are not given back, but for a block that is shorter
+_LEAST_BYTES = 256 * KIB  # shorter ranges keep their pages, even if a slot is refused for it
 _SPAN_BITS = 48  # block number << 48 is where its addresses begin: the gap between blocks
 _CLOSED = "the 'pinned' backend is closed"
 _OFFSET_MASK = (1 << _SPAN_BITS) - 1
@@ -170,9 +173,10 @@ class PinnedPool:
         self._quota.resize(capacity_bytes)
         with self._lock:
             empty = self._withdraw_empty(self._mapped_bytes - capacity_bytes)
-            if self._is_over():
+            if self._mapped_bytes > capacity_bytes:
                 for start, nbytes in self._free:
-                    self._discard(start, nbytes)
+                    self._hollow_out(start, nbytes)
+            self._stay_within()
         _release(empty)
 
     def close(self) -> None:
@@ -232,14 +236,26 @@ class PinnedPool:
     def _give_pages_back(self, nbytes: int) -> bool:
         """Give free pages back until there is memory for ``nbytes`` more; return whether there is.
 
-        Short ranges first: they are of the least use.  Under the lock.
+        Short ranges first, as they are of the least use; those within a huge page last, as it comes apart
+        then.  Under the lock.
         """
         excess_bytes = self._resident_bytes() + nbytes - self._quota.capacity_bytes
-        for start, range_bytes in self._free.of_at_least(HUGE_PAGE_BYTES) if excess_bytes > 0 else ():
-            excess_bytes -= self._hollow_out(start, range_bytes)
-            if excess_bytes <= 0:
-                break
+        for least_bytes in (HUGE_PAGE_BYTES, _LEAST_BYTES):
+            for start, range_bytes in self._free.of_at_least(least_bytes) if excess_bytes > 0 else ():
+                excess_bytes -= self._hollow_out(start, range_bytes)
+                if excess_bytes <= 0:
+                    break
         return excess_bytes <= 0
+
+    def _stay_within(self) -> None:
+        """Keep memory in use within the capacity where blocks are extra; say so where none is any more.
+
+        Under the lock.
+        """
+        if self._mapped_bytes <= self._quota.capacity_bytes:
+            self._extra.clear()
+        elif self._extra:
+            self._give_pages_back(0)
 
     def _hollow_out(self, start: int, nbytes: int) -> int:
         """Give the pages of a free range back, parts of huge pages too; return how many bytes those were.
@@ -256,11 +272,18 @@ class PinnedPool:
 
     def _resident_bytes(self) -> int:
         """Return how much memory is in use at most.  Under the lock."""
+        self._forget_split_and_merged()
+        edge_bytes = sum(edge_bytes for _, edge_bytes in self._hollow.values())
+        return sum(block.resident_bytes for block in self._blocks.values()) - edge_bytes
+
+    def _forget_split_and_merged(self) -> None:
+        """Keep in mind only of free ranges that are still what they were that their pages went back.
+
+        Under the lock, and before such a range may come to be again, with pages that were used meanwhile.
+        """
         for start, (nbytes, _) in list(self._hollow.items()):
             if not self._free.has(start, nbytes):
                 del self._hollow[start]
-        edge_bytes = sum(edge_bytes for _, edge_bytes in self._hollow.values())
-        return sum(block.resident_bytes for block in self._blocks.values()) - edge_bytes
 
     def _grow(self, room_bytes: int, nbytes: int) -> tuple[int, torch.Tensor]:
         """Make a block and take a range out of it.
@@ -306,11 +329,16 @@ class PinnedPool:
         if is_extra:
             return extra_bytes
         if room_bytes < nbytes:
+            trouble = f"no free range of the 'pinned' backend has {format_bytes(nbytes)}"
+            if largest_bytes >= nbytes:  # and yet it was not taken
+                trouble = (
+                    f"{format_bytes(nbytes)} more, with the huge pages that they end in, would bring the "
+                    "memory that the 'pinned' backend uses above its capacity"
+                )
             raise CapacityError(
-                f"no free range of the 'pinned' backend has {format_bytes(nbytes)}: "
-                f"{format_bytes(free_bytes)} are free in pieces of {format_bytes(largest_bytes)} and less, "
-                f"and {format_bytes(max(room_bytes, 0))} are not in blocks yet. "
-                "Free neighbouring slots or raise the capacity.",
+                f"{trouble}: {format_bytes(free_bytes)} are free in pieces of "
+                f"{format_bytes(largest_bytes)} and less, and {format_bytes(max(room_bytes, 0))} are not in "
+                "blocks yet. Free neighbouring slots or raise the capacity.",
                 needed_bytes=nbytes,
                 free_bytes=free_bytes + max(room_bytes, 0),
             )
@@ -354,11 +382,11 @@ class PinnedPool:
             block.note_use(place.start & _OFFSET_MASK, place.nbytes)
             freed = self._free.give(place.start, place.nbytes)
             self._hollow.pop(freed[0], None)
+            self._forget_split_and_merged()
             if self._is_over():
                 self._discard(*freed)
             empty = self._withdraw_empty(self._mapped_bytes - self._quota.capacity_bytes)
-            if self._extra:  # what merged counts as in memory with its edges
-                self._give_pages_back(0)
+            self._stay_within()  # what merged counts as in memory with its edges
         _release(empty)
 
     def _is_over(self) -> bool:
@@ -373,6 +401,8 @@ class PinnedPool:
 
         With ``or_none``, take none if all of them together are less.
         """
+        if excess_bytes <= 0:
+            return []
         empty = sorted((n for n, block in self._blocks.items() if block.used_bytes == 0), reverse=True)
         if or_none and sum(self._blocks[number].nbytes for number in empty) < excess_bytes:
             return []

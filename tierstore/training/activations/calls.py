@@ -38,12 +38,13 @@ class Input:
     """A tensor that an operator was given; kept as it is until somebody saves the operator's output.
 
     Args:
-        packed: the tensor; or a reference to it.
+        packed: the tensor; or a reference to a bundle, or to what another call made: whose bytes others
+            look after.
         unpack: follows the reference; ``None``: it is the tensor.
         is_cloned: whether the operator is given a copy when it runs again.
     """
 
-    __slots__ = ("_is_cloned", "_packed", "_unpack")
+    __slots__ = ("_is_cloned", "_packed", "_storage", "_unpack")
 
     def __init__(
         self, packed: object, unpack: Callable[[Any], torch.Tensor] | None, *, is_cloned: bool
@@ -51,13 +52,12 @@ class Input:
         self._packed = packed
         self._unpack = unpack
         self._is_cloned = is_cloned
+        self._storage = weakref.ref(packed.untyped_storage()) if isinstance(packed, torch.Tensor) else None
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage that it lies in, if nobody else looks after that."""
-        packed = self._packed
-        tensor = packed.tensor if isinstance(packed, Kept) else packed
-        return tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+        """The storage that it lies in, while that lives; ``None`` as well if others look after its bytes."""
+        return None if self._storage is None else self._storage()
 
     def pack(self) -> None:
         """Keep it as autograd would, by the hooks that are in force."""
@@ -146,12 +146,13 @@ class Call:
     def value(self, index: int, number: int) -> torch.Tensor:
         """Return an output to whoever follows a reference."""
         with self._lock:
-            if self._values is None:
-                self._values = self._run()
-                self._waiting = set(self._references)
-            value = self._values[index]
+            values = self._values
+            if values is None:
+                values = self._run()
+                self._waiting = set(self._references)  # before the values, which go when nobody waits
+                self._values = values
             self._followed(number)
-        return value
+        return values[index]
 
     def _followed(self, number: int) -> None:
         self._waiting.discard(number)
@@ -328,7 +329,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
     with natively():
-        return tensor.layout is torch.strided and not tensor.is_inference() and not _is_functional(tensor)
+        if tensor.layout is not torch.strided or tensor.is_inference() or _is_functional(tensor):
+            return False
+        try:
+            tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # as inside of torch.func's transforms
+            return False
+        return True
 
 
 _is_functional: Callable[[torch.Tensor], bool] = torch._is_functional_tensor  # noqa: SLF001

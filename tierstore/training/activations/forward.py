@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 
 import torch
+from torch.autograd import function
 from torch.utils import checkpoint
 
 from tierstore.training import saved
@@ -45,7 +46,7 @@ SMALLEST_BYTES = 4096
 """Smaller storages stay on the device: a key would cost more than they do."""
 
 
-_HOOKS = (__file__, saved.__file__)
+_HOOKS = (__file__, saved.__file__, function.__file__)
 _CHECKPOINT = checkpoint.__file__
 
 
@@ -195,7 +196,7 @@ class ForwardPass:
             near = self.triggers.end(outputs)
             for _, _, parked in sorted(self._due):
                 if parked.key not in near:
-                    parked.release()
+                    parked.leave()  # what was kept last is wanted first: nobody waits for it to be gone
 
 
 def _is_asked_by_checkpoint(frame: FrameType | None) -> bool:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed
+from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, TierStoreError
 from tierstore.leases import Lease
 from tierstore.store import Store
 from tierstore.training.binding import Apart, let_frames_go, ordinary_mode, set_data
@@ -274,6 +274,15 @@ class WeakParked:
         held = self._bytes()
         return held is not None and not held.estate.is_released
 
+    def leave(self) -> None:
+        """Let the device's memory go when the copy down has ended.  Does not wait for it.
+
+        If the bytes are wanted again before that, they stay: no byte comes back.
+        """
+        held = self._bytes()
+        if held is not None:
+            held.vault.leave(held.estate)
+
     def release(self) -> None:
         """See `Parked.release`."""
         held = self._bytes()
@@ -471,6 +480,28 @@ class Vault:
                 return True
         self._counts.add("refused")
         return False
+
+    def leave(self, estate: _Estate) -> None:
+        """See `WeakParked.leave`."""
+        with self._working(), estate.lock:
+            if estate.is_released or estate.is_dropped or not self._below or not estate.let_go():
+                return
+            estate.takes = 0
+            with contextlib.suppress(LeaseError):  # somebody else uses the bytes
+                leaving = self.store.evict(estate.key, to=self._below[0])
+                leaving.add_done_callback(lambda: self._has_left(estate, leaving.result))
+
+    def _has_left(self, estate: _Estate, come_to: Callable[[], object]) -> None:
+        """The copy down has ended; runs in any thread, and without the estate's lock."""
+        try:
+            come_to()
+        except TierStoreError as error:  # wanted again, or no room below: it stays where it is
+            log.debug("%s stays on the device: %s", estate.key, error)
+            let_frames_go(error)  # those of whoever happened to come by, and their activations
+            return
+        if estate.lease is None and estate.takes == 0:
+            estate.is_released = True
+        self._counts.add("released", estate.nbytes)
 
     def bring(self, estate: _Estate) -> None:
         """See `Parked.bring`."""
