@@ -59,7 +59,9 @@ class Piece(nn.Module):
 STEPS: Mapping[str, Callable[[Piece, Tensor], Tensor]] = {
     "linear": lambda m, x: functional.linear(x, m.weight, m.scale),
     "scaled weight": lambda m, x: x @ (m.weight * m.scale).t(),
+    "weight of a weight": lambda m, x: x @ (m.weight * m.scale).sigmoid().t(),
     "sigmoid": lambda m, x: x.sigmoid(),
+    "change by another": lambda m, x: x.cos().mul_(2) * x,
     "mul": lambda m, x: x * x.cos(),
     "mul by parameter": lambda m, x: x * m.scale,
     "mul by buffer": lambda m, x: x * m.shift.exp(),
@@ -295,6 +297,9 @@ def _found(
     return found, is_legal
 
 
+OPERATORS = ("mul", "sigmoid|tanh", "relu_", "mul_", ".*mul.*", "_softmax", "cos|add", "native_batch_norm")
+"""Patterns of operators; none is the name of a submodule as well."""
+
 steps = st.lists(st.sampled_from(sorted(STEPS)), max_size=3)
 nets = st.lists(st.tuples(steps, steps, steps), min_size=1, max_size=3)
 layer_ids = st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tuple)
@@ -305,7 +310,7 @@ operator_marks = st.builds(
     prefetches,
     layer_ids,
     st.sampled_from(["one", "two", "one|two", "t.*", ".*"]),
-    st.sampled_from([None, None, "mul", "sigmoid|tanh", "relu_", "mul_", ".*mul.*", "_softmax"]),
+    st.sampled_from([None, None, *OPERATORS]),
 )
 
 

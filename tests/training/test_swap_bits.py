@@ -138,6 +138,12 @@ def test_what_a_backward_pass_inside_forward_saves_stays(tmp_path: Path, prefetc
 
     with mock.patch.object(Vault, "keep", kept):
         assert_same_bits(build, train, config(tmp_path, whole_layers(prefetch)), least=10)
+        with swapping(build(), config(tmp_path, whole_layers(prefetch))) as active:
+            model = build()
+            with swap(model, {"swap": True, **whole_layers(prefetch)}, store=active.store) as own:
+                model(inputs())
+                # In each layer the exponential twice, the sigmoid and the tangent: not the slope.
+                assert own.stats().activations.kept == 2 * 4
 
 
 def _checkpointed_by_the_user(model: nn.Module) -> list[Tensor]:
@@ -301,10 +307,11 @@ class Recursive(nn.Module):
 
     def forward(self, x: Tensor, times: int = 3) -> Tensor:
         """Transform, several times."""
+        if times > 1:
+            x = self(x, times - 1)
         for layer in self.layers:
             x = layer(x)
-        result: Tensor = self(x, times - 1) if times > 1 else x
-        return result
+        return x
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])

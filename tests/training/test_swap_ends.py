@@ -7,6 +7,7 @@ import gc
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from tierstore.errors import CapacityError, ConfigError, StoreClosed, UsageError
 from tierstore.store import Store
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Swap, SwapConfig, swap
+from tierstore.training.activations.vault import Vault
 from tierstore.training.saved import top_hooks
 
 
@@ -278,6 +280,7 @@ def test_after_an_error_the_next_step_is_as_ever(tmp_path: Path, error: BaseExce
         for _ in range(3):
             with pytest.raises(type(error), match="boom"):
                 train(model)
+            assert top_hooks() is None or isinstance(error, KeyboardInterrupt)
         error.__traceback__ = None  # it refers to the frames, and these to activations
         failing.error = None
         model.zero_grad()
@@ -332,6 +335,50 @@ def test_tensors_on_another_device_pass(tmp_path: Path) -> None:
         assert active.stats().activations.kept == 0
 
 
+class Tagged(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+def test_tensors_of_other_classes_pass(tmp_path: Path) -> None:
+    class Tagging(nn.Module):
+        """Saves a tensor of another class that it has made, and one of PyTorch's."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Transform."""
+            y = (x + 1).as_subclass(Tagged)
+            return (y * y).as_subclass(torch.Tensor).exp()
+
+    model = nn.Sequential(Tagging(), Tagging())
+    with swapping(model, config(tmp_path, whole_layers(1))) as active:
+        model(inputs().requires_grad_()).sum().backward()
+        assert active.stats().activations.kept == 2
+
+
+def test_hooks_outside_get_what_stays(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+    model = Llama().eval()
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    def saved_outside() -> int:
+        seen.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+            model(inputs())
+        return len(seen)
+
+    everything = saved_outside()
+    with (
+        swapping(model, config(tmp_path, whole_layers(1))),
+        mock.patch.object(Vault, "keep", autospec=True, side_effect=Vault.keep) as keep,
+    ):
+        outside = saved_outside()
+        assert outside > 0
+        assert keep.call_count > 0
+        assert outside + keep.call_count == everything
+
+
 def test_functional_transforms_pass(tmp_path: Path) -> None:
     model = Llama().eval()
     named: dict[str, Tensor] = dict(model.named_parameters())
@@ -380,6 +427,36 @@ def test_small_tensors_stay(tmp_path: Path) -> None:
         loss = model(inputs(batch=1)).sum()  # 2 KiB, but for those of the wide products
         assert all(active.store.spec(key).nbytes >= 4096 for key in active.store)
         loss.backward()
+
+
+@pytest.mark.parametrize("name", ["aten.silu", r"aten\.silu", r"feed_forward\.silu", r".*\.silu"])
+def test_an_operator_is_swapped_by_its_name(tmp_path: Path, name: str) -> None:
+    model = Llama(3)
+    with swapping(model, config(tmp_path, operators(name))) as active:
+        model(inputs())
+        assert active.stats().activations.kept == 3
+
+
+def test_what_layers_share_is_swapped_only_in_those_that_are_marked(tmp_path: Path) -> None:
+    class Sharing(nn.Module):
+        """A layer with a module that others have as well."""
+
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.shared = shared
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Transform."""
+            result: Tensor = self.shared(x)
+            return result
+
+    shared = nn.Tanh()
+    model = nn.Sequential(*(Sharing(shared) for _ in range(4)))
+    marks: dict[str, object] = {"layer_swap": {"backward_prefetch": 1, "layers": [1, 2]}}
+    with swapping(model, config(tmp_path, marks)) as active:
+        scores = model(inputs().requires_grad_())
+        assert set(active.store) == {"activation/1/0", "activation/2/0"}
+        scores.sum().backward()
 
 
 # ---------------------------------------------------------------------- configurations and the end

@@ -165,14 +165,27 @@ class Waiting(nn.Module):
         return y + 1
 
 
-@pytest.mark.parametrize(("count", "triggers"), [(0, 0), (30, 1)], ids=["still here", "gone"])
+@pytest.mark.parametrize(
+    ("count", "triggers", "is_pushed_out"),
+    [(0, 0, False), (30, 1, False), (0, 1, True)],
+    ids=["still here", "released", "pushed out"],
+)
 def test_what_is_near_the_end_comes_with_the_first_node_if_it_has_gone(
-    tmp_path: Path, count: int, triggers: int
+    tmp_path: Path,
+    count: int,
+    triggers: int,
+    is_pushed_out: bool,
 ) -> None:
     model = Waiting(count)
+
+    def push_out(*_: object) -> None:
+        active.store.evict("activation/0/0", to="host").result()  # as a quota does
+
     with swapping(model, config(tmp_path, whole_layers(4))) as active, recorded() as events:
+        if is_pushed_out:
+            model.layers[0].register_forward_hook(push_out)
         scores = model(inputs().requires_grad_())
-        assert ("device" in active.store.where("activation/0/0")) == (count == 0)
+        assert ("device" in active.store.where("activation/0/0")) == (triggers == 0)
         loss = scores.sum()
         watch_nodes(loss, events)
         loss.backward()

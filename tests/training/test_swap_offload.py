@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.training.swap_models import DIM, Llama, assert_same_bits, config, inputs, operators, whole_layers
 from tests.training.twins import LATE_AND_OVERWRITTEN, Trial, assert_equal_lists, assert_equal_models
 from tierstore.training import offload, swap
+from tierstore.training.saved import top_hooks
 
 MARKS: dict[str, dict[str, object]] = {
     "layers": whole_layers(2),
@@ -75,6 +76,7 @@ def test_offload_and_swap_together_are_the_same_bits(
         with swap(ours.model, config(tmp_path / "swap", MARKS[marks])) as active:
             with offload(ours.model, ours.optimizers, settings):
                 _train(ours)
+                assert top_hooks() is None
             _check(active.stats().activations.kept)
     else:
         with (
@@ -82,6 +84,7 @@ def test_offload_and_swap_together_are_the_same_bits(
             swap(ours.model, swap_config, store=run.store) as active,
         ):
             _train(ours)
+            assert top_hooks() is None
             _check(active.stats().activations.kept)
             assert not any(key.startswith("activation/") for key in run.store)
             run.store.check()
@@ -202,11 +205,11 @@ def test_the_input_of_a_layer_that_is_recomputed_stays(tmp_path: Path, is_reentr
             self.is_reentrant = is_reentrant
 
         def forward(self, x: Tensor) -> Tensor:
-            """Transform; the layer in the middle is recomputed."""
-            x = self.layers[0](x)
-            x = checkpoint(self.layers[1], x, use_reentrant=self.is_reentrant)
-            result: Tensor = self.layers[2](x)
-            return result
+            """Transform; the layer in the middle is recomputed, and its input is saved by others, too."""
+            first: Tensor = self.layers[0](x)
+            second = checkpoint(self.layers[1], first, use_reentrant=self.is_reentrant)
+            third: Tensor = self.layers[2](second)
+            return third + first * first
 
     class Sine(nn.Module):
         """Saves its input."""

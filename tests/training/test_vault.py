@@ -325,14 +325,17 @@ def test_what_host_memory_cannot_hold_goes_to_disk() -> None:
         assert torch.equal(parked.take(), base())
 
 
-def test_what_neither_device_nor_host_memory_can_hold_goes_to_disk_at_once() -> None:
-    with _narrow(4096, MIB) as store:
+@pytest.mark.parametrize(("host_bytes", "tier"), [(MIB, "host"), (4096, "disk")])
+def test_what_the_device_cannot_hold_goes_at_once_to_the_next_tier_that_can(
+    host_bytes: int, tier: str
+) -> None:
+    with _narrow(host_bytes, MIB) as store:
         vault = Vault(store)
         store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
         with store.lease("parameters"):
             lent = vault.keep(base(), "first").take()
             parked = vault.keep(base() + 1, "k")
-            assert store.where("k") == ("disk",)
+            assert store.where("k") == (tier,)
             del lent
             assert torch.equal(parked.take(), base() + 1)
 

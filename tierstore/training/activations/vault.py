@@ -270,9 +270,9 @@ class WeakParked:
 
     @property
     def is_here(self) -> bool:
-        """Whether the bytes are kept, and their device's memory was not given up."""
+        """Whether the bytes are kept and on the device: neither given up, nor sent down by a quota."""
         held = self._bytes()
-        return held is not None and not held.estate.is_released
+        return held is not None and not held.estate.is_released and held.vault.is_here(self.key)
 
     def leave(self) -> None:
         """Let the device's memory go when the copy down has ended.  Does not wait for it.
@@ -521,7 +521,7 @@ class Vault:
 
     def _lend(self, held: _Bytes) -> None:
         estate = held.estate
-        is_here = self._is_here(estate.key)
+        is_here = self.is_here(estate.key)
         if not is_here:
             self._counts.add("stalls")
         try:
@@ -541,7 +541,8 @@ class Vault:
         with self._lock:
             self._lent[estate] = weakref.ref(held)
 
-    def _is_here(self, key: str) -> bool:
+    def is_here(self, key: str) -> bool:
+        """Say whether a key's bytes are in the fastest tier."""
         return self.store.tier_names[0] in self.store.where(key)
 
     # --- the end of bytes ---------------------------------------------------------------------
