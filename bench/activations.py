@@ -21,7 +21,6 @@ from bench.record import Better, Figure
 MIB = 1024**2
 PREFETCH = 40  # of about 60 nodes that a layer has
 LOOKS = (1, 10, 20, 40)  # other prefetches, whose peaks are told
-NARROW = 20  # the prefetch where only some layers are swapped
 
 MIX_SWAP: Mapping[str, object] = {
     "swap": True,
@@ -120,7 +119,7 @@ def swap_step(settings: Settings) -> Figure:
         "none": PLAIN,
         "as on the GPU": Manner(swap=marks(PREFETCH), link=link),
         "as on the GPU, prefetch 10": Manner(swap=marks(10), link=link),
-        f"as on the GPU, layers 0 to {carried - 1}": Manner(swap=marks(NARROW, range(carried)), link=link),
+        f"as on the GPU, layers 0 to {carried - 1}": Manner(swap=marks(PREFETCH, range(carried)), link=link),
         "25 GB/s": Manner(swap=marks(PREFETCH), link=25 * GB),
     }
     seconds, said = _in_turns(size, manners, settings)
