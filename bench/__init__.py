@@ -8,13 +8,18 @@ Rule 3: a result carries the machine, the versions, the commit and the command t
 Rule 4: both sides run with what docs/how-to/choose-quotas.md advises for computing on the CPU.
 
 ``python -m bench`` measures all of them, ``python -m bench.store --figure lease`` one; ``--write``
-records results in ``docs/benchmarks``.  Uses public names of tierstore only.
+records results in ``docs/benchmarks``.  Uses public names of tierstore only, and the models of
+``docs/examples``.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 # Read by OpenMP and by PyTorch when they are loaded, which is later.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "docs" / "examples"))

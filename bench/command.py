@@ -24,6 +24,13 @@ FIGURES = (
     "reserved",
     "growth",
     "device-budget",
+    "swap-peak",
+    "swap-plan",
+    "swap-step",
+    "swap-and-recompute",
+    "swap-leaks",
+    "swap-save-on-cpu",
+    "resnet50-batch",
 )
 """Every figure there is, in the order in which pages list them."""
 
@@ -52,8 +59,12 @@ class Settings:
         return max(least, round(count * self.scale))
 
 
+class UnmeasurableError(Exception):
+    """This machine cannot answer the question.  The message says what is missing."""
+
+
 Question = Callable[[Settings], Figure]
-"""Measures one figure."""
+"""Measures one figure, or raises `UnmeasurableError`."""
 
 
 def main(module: str, questions: dict[str, Question], argv: Sequence[str] | None = None) -> int:
@@ -80,7 +91,11 @@ def _measure(
         for name in names:
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
             circumstances = Circumstances.now(_command(module, name, settings), room)
-            figure = questions[name](settings)
+            try:
+                figure = questions[name](settings)
+            except UnmeasurableError as reason:
+                print(f"\n{name}: not measured: {reason}")
+                continue
             figures.append(figure)
             _print_details(figure)
             if arguments.write:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.command import FIGURES, Settings, main
+from bench.command import FIGURES, Settings, UnmeasurableError, main
 from bench.record import (
     Better,
     Circumstances,
@@ -110,3 +110,18 @@ def test_nothing_is_left_in_the_scratch_directory(tmp_path: Path) -> None:
 
     main("bench", {"lease": question}, ["--path", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_measured_here_is_named_and_the_rest_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def question(settings: Settings) -> Figure:
+        del settings
+        raise UnmeasurableError("it needs two moons")
+
+    questions = {"disk": question, "lease": lambda _: figure(1.0)}
+    results = tmp_path / "results"
+    code = main("bench", questions, ["--path", str(tmp_path), "--write", "--results", str(results)])
+    assert code == 0
+    assert "disk: not measured: it needs two moons" in capsys.readouterr().out
+    assert [path.name for path in sorted(results.glob("*.json"))] == ["lease.json"]
