@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class InterruptAt:
-    """Raises ``KeyboardInterrupt`` at one moment of what this thread does in our code: where a function begins.
+    """Raises ``KeyboardInterrupt`` at one moment of what our code does here: where a function begins.
 
     Not where one of C returns: a profile function that raises there makes CPython 3.11 mix up objects
     ("'traceback' object is not callable"), and in the end crash.

@@ -453,7 +453,7 @@ class Vault:
     def _is_adopted(self, estate: _Estate) -> bool:
         """Say whether the memory that the program allocated is on the device for the store."""
         with contextlib.suppress(KeyNotFound, StoreClosed):
-            return not estate.is_dropped and self._is_here(estate.key)
+            return not estate.is_dropped and self.is_here(estate.key)
         return False
 
     def _put_below(self, key: str, flat: torch.Tensor) -> None:
