@@ -16,7 +16,7 @@ from bench.store import QUESTIONS, Shuttle, Traffic, check_equal
 def test_each_question_yields_its_figure_with_details(question: Question, tmp_path: Path) -> None:
     figure = question(Settings(tmp_path, repeats=1, warmups=0, scale=0.01))
     assert QUESTIONS[figure.name] is question
-    assert figure.reached >= 0
+    assert figure.reached >= 0 or figure.name == "growth"  # a pool may give back more than it took
     assert figure.details
 
 

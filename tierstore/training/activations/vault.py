@@ -29,13 +29,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, TierStoreError
 from tierstore.leases import Lease
 from tierstore.store import Store
+from tierstore.training.activations.vault_stats import Counts, VaultStats
 from tierstore.training.binding import (
     Apart,
     MakeRoom,
@@ -52,53 +53,6 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 NoteAdopted = Callable[[torch.UntypedStorage, Callable[[], bool]], None]
 
 _PART = 2  # a view of less than one part in so many of its storage is kept without the rest
-
-
-@dataclass(frozen=True, slots=True)
-class VaultStats:
-    """What a vault did so far.
-
-    Attributes:
-        kept, kept_bytes: storages that were taken over.
-        released, released_bytes: those whose device memory was given up, after the copy down.
-        brought, brought_bytes: those that had left the device and were brought back.
-        handed_over, handed_over_bytes: those that were wanted while still on the device: no byte came back.
-        stalls: how often somebody waited: for bytes to come, or for a copy before a release.
-        refused: releases that did not come about, because nothing below had room.
-        parked, parked_bytes: those that are kept now.
-    """
-
-    kept: int = 0
-    kept_bytes: int = 0
-    released: int = 0
-    released_bytes: int = 0
-    brought: int = 0
-    brought_bytes: int = 0
-    handed_over: int = 0
-    handed_over_bytes: int = 0
-    stalls: int = 0
-    refused: int = 0
-    parked: int = 0
-    parked_bytes: int = 0
-
-
-class _Counts:
-    """The numbers behind `VaultStats`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the next
-        self._numbers: collections.Counter[str] = collections.Counter()
-
-    def add(self, what: str, nbytes: int | None = None) -> None:
-        with self._lock:
-            self._numbers[what] += 1
-            if nbytes is not None:
-                self._numbers[f"{what}_bytes"] += nbytes
-
-    def read(self, parked: int, parked_bytes: int) -> VaultStats:
-        with self._lock:
-            counted = {each.name: self._numbers[each.name] for each in fields(VaultStats)}
-        return VaultStats(**(counted | {"parked": parked, "parked_bytes": parked_bytes}))
 
 
 class _Estate:
@@ -330,7 +284,7 @@ class Vault:
         self._note_use = note_use
         self._make_room = make_room
         self._note_adopted = note_adopted
-        self._counts = _Counts()
+        self._counts = Counts()
         self._can_adopt = store.can_adopt
         self._below = store.tier_names[1:] if self._can_adopt else ()
         self._heirless: collections.deque[_Estate] = collections.deque()  # nobody refers to their bytes
