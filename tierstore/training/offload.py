@@ -26,7 +26,8 @@ from tierstore.training.activations.both import Activations
 from tierstore.training.activations.layers import Names
 from tierstore.training.activations.recompute import RecomputeStats
 from tierstore.training.activations.sections import SECTIONS
-from tierstore.training.activations.vault import Vault, VaultStats
+from tierstore.training.activations.vault import Vault
+from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.checkpoint import Checkpoint, ordinary_access
 from tierstore.training.former import Resumed
 from tierstore.training.opening import check_model, find_former, open_session

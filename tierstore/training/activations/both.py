@@ -22,7 +22,8 @@ from tierstore.training.activations.plan import ActivationPlan, plan_layers
 from tierstore.training.activations.recompute import Recompute, RecomputeStats
 from tierstore.training.activations.sections import Sections
 from tierstore.training.activations.swap import Swap, check_tiers, warn_of_idle
-from tierstore.training.activations.vault import Vault, VaultStats
+from tierstore.training.activations.vault import Vault
+from tierstore.training.activations.vault_stats import VaultStats
 
 log = logging.getLogger("tierstore")
 

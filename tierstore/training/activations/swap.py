@@ -31,7 +31,8 @@ from tierstore.training.activations.operators import Scope, is_backward
 from tierstore.training.activations.plan import ActivationPlan, plan_layers
 from tierstore.training.activations.sections import SECTIONS, Sections, read_sections, sections_of
 from tierstore.training.activations.swap_config import SwapConfig
-from tierstore.training.activations.vault import Vault, VaultStats
+from tierstore.training.activations.vault import Vault
+from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.hooks import Hook, calls_on_the_stack
 
 log = logging.getLogger("tierstore")
