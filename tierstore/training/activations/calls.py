@@ -28,6 +28,7 @@ from tierstore.training.saved import Delegated, Kept, restore, top_hooks
 _DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
 _Excluded = torch._C._SetExcludeDispatchKeyGuard  # noqa: SLF001
 _ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
+_UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 
 Arguments = tuple[object, ...]
@@ -365,8 +366,28 @@ def updated_unsaid(func: OpOverload) -> frozenset[int | str]:
     )
 
 
+def is_collective(func: OpOverload) -> bool:
+    """Say whether processes communicate in an operator that may change what it is given, whatever it says."""
+    return func.namespace == "c10d"
+
+
+@functools.cache
+def is_changing(func: OpOverload) -> bool:
+    """Say whether an operator changes what it is given; a collective may, whatever its schema says."""
+    return func._schema.is_mutable or is_collective(func)  # noqa: SLF001 - the one place that says it
+
+
+@functools.cache
+def is_unfilled(func: OpOverload) -> bool:
+    """Say whether what an operator returns has no values until somebody writes them, unseen perhaps."""
+    return func._schema.name.split("::")[-1] in _UNFILLED  # noqa: SLF001
+
+
 def written(func: OpOverload, args: Arguments, kwargs: Named) -> Iterator[torch.Tensor]:
     """Yield what an operator changes."""
+    if is_collective(func):
+        yield from tensors_in((args, kwargs))
+        return
     for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - the one place that says it
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))

@@ -27,6 +27,8 @@ def say(plan: ActivationPlan, matches: Sequence[LayerMatches]) -> None:
     tables = lines.table_lines(plan.recompute.tables_on(plan.geometry))
     for line in [*lines.geometry_lines(plan.geometry), *tables]:
         log.info("%s", line)
+    for warning in plan.warnings:
+        log.warning("%s", warning)
     for layer, found in zip(plan.layers, matches, strict=True):
         alone = replace(layer, swap=SwapConfig().decide(layer.layer_id))
         for line in lines.layer_lines(alone, replace(found, swap=()), by_index=plan.swap.swap):

@@ -100,7 +100,7 @@ class ForwardPass:
         self.scopes = Scopes()
         self.triggers = Triggers()
         self.operators = 0
-        self.watch = Watch(own, self.scopes, self._count_operator, self._is_asked)
+        self.watch = Watch(own, self.scopes, self._count_operator, self._is_asked, vault.note_change)
         self._vault = vault
         self._unpacker = unpacker
         self._outer: tuple[Hook, Hook] | None = None

@@ -7,7 +7,7 @@ more than once, and what was changed in place since is computed again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,13 @@ from tierstore.training.activations.calls import (
     Named,
     RandomState,
     alias_of,
+    is_changing,
+    is_collective,
     is_plain,
     mapped,
     random_state_for,
     tensors_in,
+    written,
 )
 from tierstore.training.activations.regions import Context
 
@@ -77,7 +80,18 @@ class _Keep(TorchDispatchMode):
         result = func(*args, **named)
         if _is_asked(self._is_kept, func):
             self._outputs[func].append(_output(func, args, named, result))
+        elif is_collective(func):
+            self._forget(written(func, args, named))
         return result
+
+    def _forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep nothing of what collectives change: they leave the versions as they were."""
+        changed = {id(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)}
+        for runs in self._outputs.values():
+            for index, output in enumerate(runs):
+                kept = () if output is None else tensors_in(output.result)
+                if any(id(tensor.untyped_storage()) in changed for tensor in kept):
+                    runs[index] = None
 
 
 class _Reuse(TorchDispatchMode):
@@ -112,7 +126,7 @@ class _Reuse(TorchDispatchMode):
 
 
 def _is_asked(is_kept: Asked, func: object) -> bool:
-    if not isinstance(func, OpOverload) or func is _CAST or func._schema.is_mutable:  # noqa: SLF001
+    if not isinstance(func, OpOverload) or func is _CAST or is_changing(func):
         return False
     return is_kept(func)
 

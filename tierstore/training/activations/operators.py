@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from tierstore.training.activations.calls import is_changing, written
 from tierstore.training.binding import is_own_work, natively
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -199,6 +200,7 @@ class Watch(TorchDispatchMode):
         scopes: which operators are marked now.
         note_operator: called after each operator that is not a view.
         is_asked: says whether what is saved now would be ours.
+        note_change: told of each storage that an operator changes.
     """
 
     def __init__(
@@ -207,6 +209,7 @@ class Watch(TorchDispatchMode):
         scopes: Scopes,
         note_operator: Callable[[], None],
         is_asked: Callable[[], bool],
+        note_change: Callable[[torch.UntypedStorage], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = Storages()
@@ -216,6 +219,7 @@ class Watch(TorchDispatchMode):
         self._scopes = scopes
         self._note_operator = note_operator
         self._is_asked = is_asked
+        self._note_change = note_change
 
     def begin(self) -> None:
         """Come into force in this thread."""
@@ -247,6 +251,9 @@ class Watch(TorchDispatchMode):
             self._look(args, given)
             if kwargs:
                 self._look(kwargs.values(), given)
+            if is_changing(func):
+                for storage in _storages(written(func, args, kwargs or {})):
+                    self._note_change(storage)
             if not func.is_view:
                 self._see(func, given, result)
                 self._note_operator()

@@ -80,6 +80,7 @@ class Recompute:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        discard_interrupted()
 
     def add(self, layer: ChosenLayer) -> None:
         """Recompute what is meant of one layer."""
@@ -178,6 +179,11 @@ class _Tidy(Hook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         del module, args
-        regions.discard_interrupted()
-        remade.discard_interrupted()
-        scopes.discard_interrupted()
+        discard_interrupted()
+
+
+def discard_interrupted() -> None:
+    """End what a ``KeyboardInterrupt`` left open in this thread: PyTorch calls no hooks then."""
+    regions.discard_interrupted()
+    remade.discard_interrupted()
+    scopes.discard_interrupted()

@@ -44,7 +44,9 @@ from tierstore.training.activations.calls import (
     RandomState,
     alias_of,
     can_repeat,
+    is_changing,
     is_plain,
+    is_unfilled,
     mapped,
     random_state_for,
     tensors_in,
@@ -161,10 +163,11 @@ class _Run(TorchDispatchMode):
         named = kwargs or {}
         if self._is_paused or not isinstance(func, OpOverload):
             return func(*args, **named)
-        if func._schema.is_mutable:  # noqa: SLF001 - the one place that says it
+        if is_changing(func):
             self._before_change(written(func, args, named))
             return func(*args, **named)
-        is_chosen = torch.is_grad_enabled() and self._selection.means(func) and can_repeat(args, named)
+        is_chosen = torch.is_grad_enabled() and self._selection.means(func) and not is_unfilled(func)
+        is_chosen = is_chosen and can_repeat(args, named)
         random = random_state_for(func, args, named) if is_chosen else None
         result = func(*args, **named)
         if is_chosen:
@@ -203,7 +206,10 @@ class _Run(TorchDispatchMode):
             reference = None if saved is None else saved.refer(tensor)
             if saved is not None and reference is not None:
                 return Input(reference, saved.unpack, is_cloned=is_cloned)
-            return Input(alias_of(tensor), None, is_cloned=is_cloned)
+            # What is updated without a trace is taken as it is now: who evaluates reads it.
+            return Input(
+                tensor.detach().clone() if is_cloned else alias_of(tensor), None, is_cloned=is_cloned
+            )
 
         saved = refers()
         return mapped(argument, torch.Tensor, taken)

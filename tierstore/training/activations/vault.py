@@ -420,6 +420,16 @@ class Vault:
                 return
         self.store.put(key, flat, tier=self._below[-1])
 
+    def note_change(self, storage: torch.UntypedStorage) -> None:
+        """Take in that a storage changes: what is kept of it is no longer what is there.
+
+        A version alone does not tell: the pieces that ``unsafe_chunk`` returns share a storage, and each
+        has a counter of its own.
+        """
+        with self._lock:
+            for key in [key for key in self._known if key[0] == id(storage)]:
+                del self._known[key]
+
     def _forget(self, known: weakref.ref[torch.UntypedStorage]) -> None:
         """A storage has died.  Runs anywhere: a dictionary's pop is one step."""
         assert isinstance(known, _Known)

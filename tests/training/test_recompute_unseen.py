@@ -1,0 +1,135 @@
+"""Changes that PyTorch does not count: by collectives, of running statistics, in memory that others fill."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tierstore.training import recompute
+
+DIM = 8
+
+
+@pytest.fixture(scope="module")
+def _double_in_place() -> Iterator[None]:
+    """A collective that changes its argument and does not say so, as all_reduce does."""
+    library = torch.library.Library("c10d", "FRAGMENT")
+    library.define("tierstore_double(Tensor x) -> ()")
+
+    def double(x: Tensor) -> None:
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(x):
+            x.mul_(2)
+
+    library.impl("tierstore_double", double, "CPU")
+    yield
+    library._destroy()
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        del ctx
+        torch.ops.c10d.tierstore_double(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        del ctx
+        return 2 * gradient
+
+
+class _Reduced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w2 = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + torch.sin(_Doubled.apply(self.w2(x)))  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Filled(nn.Module):
+    """A leaf whose output is written by somebody whom PyTorch does not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.empty(x.shape)
+        mask.numpy()[:] = 3.0
+        return x * mask
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
+    model(x).sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.usefixtures("_double_in_place")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"select_recompute": ["w2"]},
+        {"recompute": True},
+        {"recompute": True, "select_recompute_exclude": ["aten.mm"]},
+    ],
+)
+def test_what_a_collective_changed_is_not_taken_for_what_was_there(config: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Reduced() for _ in range(3)))
+    plain = _gradients(model)
+    with recompute(model, config):
+        assert all(map(torch.equal, plain, _gradients(model)))
+
+
+def test_statistics_are_those_of_the_forward_that_read_them() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)) for _ in range(3)))
+    plain = copy.deepcopy(model)
+    found = []
+    for each in (plain, model):
+        with recompute(each, {"select_recompute": [r"1"]} if each is model else {}):
+            x = torch.randn(16, DIM, generator=torch.Generator().manual_seed(2))
+            each.eval()
+            evaluated = each(x)
+            each.train()
+            each(100 * x)
+            evaluated.sum().backward()
+        found.append([p.grad for p in each.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
+
+
+def test_memory_that_others_fill_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), _Filled()) for _ in range(3)))
+    plain = _gradients(model)
+    with recompute(model, {"select_recompute": [r"1"]}):
+        assert all(map(torch.equal, plain, _gradients(model)))
+
+
+@pytest.mark.parametrize("config", [{"recompute": True}, {"select_recompute": ["0"]}])
+def test_an_interrupt_that_ends_the_context_leaves_nothing_in_force(config: dict[str, object]) -> None:
+    class Interrupted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), Interrupted()) for _ in range(2)))
+    with pytest.raises(KeyboardInterrupt), recompute(model, config):
+        model(torch.randn(2, DIM))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # noqa: FBT003
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_conflicts_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2)))
+    document = {"recompute_config": {"recompute": [99]}, "swap_config": {"swap": True}}
+    with caplog.at_level(logging.WARNING, "tierstore"), recompute(model, document):
+        pass
+    assert any("99" in record.getMessage() for record in caplog.records)
