@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Mapping
 
@@ -14,21 +13,46 @@ from bench.batches import resnet50_batch
 from bench.branches import swap_leaks
 from bench.command import Question, Settings, UnmeasurableError, main
 from bench.links import A100, GB, LLAMA_7B, least_step
-from bench.llamas import Manner, Size, Trainee, marks, peak
-from bench.measure import Spread, ratios, take_turns
+from bench.llamas import Manner, Size, marks, peak
+from bench.paced import NONE, Link, computing_beside_copies, equal_losses, in_paced_turns, in_turns
 from bench.record import Better, Figure
 
 MIB = 1024**2
-PREFETCH = 40  # of about 60 nodes that a layer has
-LOOKS = (1, 10, 20, 40)  # other prefetches, whose peaks are told
+GPU_SHARE = A100.share(LLAMA_7B)
+FORWARD = 1 / 3  # of a step's operations
 
-MIX_SWAP: Mapping[str, object] = {
-    "swap": True,
-    "layer_swap": {"layers": list(range(7)), "backward_prefetch": 20},
-}
-"""All but the last layer: backward begins with that one."""
+LOOKS = (1, 10, 20, 40)  # prefetches whose peaks are told, nothing else bounding them
 
-MIX_RECOMPUTE: Mapping[str, object] = {
+PLAIN = Manner()
+FULL = Manner(is_checkpointed=True)
+
+
+def all_marked(size: Size, link: int | None = None) -> Manner:
+    """Swap all attention and feed-forward outputs, no more than a third of them on the device.
+
+    The prefetch is a whole layer (about 60 nodes), so that the link is never idle; the quota bounds what that
+    would keep on the device.
+    """
+    return Manner(swap=marks(60), link=link, quota=size.marked_bytes // 3)
+
+
+def mix(size: Size, link: int | None = None) -> Manner:
+    """Swap most and recompute what is cheap to make again for its bytes; no product of matrices is.
+
+    All but the last layer are swapped: backward begins with that one.  The feed-forward's outputs are wanted
+    together, when its backward begins, so their way begins during the whole layer before.
+    """
+    layers = list(range(size.layers - 1))
+    feed_forward = {"op_name": "feed_forward", "layers": layers, "backward_prefetch": 60}
+    swap = {
+        "swap": True,
+        "layer_swap": {"layers": layers, "backward_prefetch": 20},
+        "op_swap": [feed_forward],
+    }
+    return Manner(swap=swap, recompute=CHEAP, link=link, quota=size.marked_bytes // 8)
+
+
+CHEAP: Mapping[str, object] = {
     "select_recompute": {
         "ffn_norm": True,
         r"attention\.clone": True,
@@ -36,17 +60,6 @@ MIX_RECOMPUTE: Mapping[str, object] = {
         r"feed_forward\.mul": True,
     }
 }
-"""What is cheap to make again for its bytes: no product of matrices is among it."""
-
-PLAIN = Manner()
-FULL = Manner(is_checkpointed=True)
-
-
-def _check(ours: torch.Tensor, theirs: torch.Tensor) -> str:
-    """Compare losses; return what to say of them."""
-    if not torch.equal(ours, theirs):
-        raise AssertionError(f"the losses differ: {ours.tolist()}, {theirs.tolist()}")
-    return f"{len(ours)} of {len(ours)} equal, bit for bit"
 
 
 # ---------------------------------------------------------------------- peaks
@@ -56,25 +69,29 @@ def swap_peak(settings: Settings) -> Figure:
     """Train with all attention and feed-forward outputs swapped, and without, under an outside meter."""
     size = Size.scaled(settings.scale)
     plain = peak(size, PLAIN)
+    manners = {"all marked": all_marked(size)}
+    if settings.scale >= 1:
+        manners |= {f"no quota, backward_prefetch {each}": Manner(swap=marks(each)) for each in LOOKS}
+        manners |= {
+            f"whole layers, backward_prefetch {each}": Manner(swap=whole_layers(each)) for each in (1, 10)
+        }
+        manners |= {"every layer recomputed": FULL, "the mix of swap-and-recompute": mix(size)}
     details = {
         "without": f"{plain.nbytes / MIB:.1f} MiB: parameters, Adam's moments, gradients, activations",
         "parameters and moments": f"{size.config.parameters * 12 / MIB:.1f} MiB of it",
         "marked outputs": f"{size.marked_bytes / MIB:.1f} MiB of it",
+        "quota": f"{size.marked_bytes / 3 / MIB:.1f} MiB for those that are on the device",
     }
-    reached = 0.0
-    for prefetch in LOOKS if settings.scale >= 1 else (PREFETCH,):
-        ours = peak(size, Manner(swap=marks(prefetch)))
-        details["losses"] = _check(ours.losses, plain.losses)
-        details[f"backward_prefetch {prefetch}"] = (
-            f"{ours.nbytes / MIB:.1f} MiB, {ours.nbytes / plain.nbytes:.3f} of that"
-        )
-        if prefetch == PREFETCH:
-            reached = ours.nbytes / plain.nbytes
+    reached = {}
+    for name, manner in manners.items():
+        ours = peak(size, manner)
+        details["losses"] = equal_losses(ours.losses, plain.losses)
+        reached[name] = ours.nbytes / plain.nbytes
+        details[name] = f"{ours.nbytes / MIB:.1f} MiB, {reached[name]:.3f} of that"
     what = (
-        f"peak of device bytes of {size}, all attention and feed-forward outputs swapped, "
-        f"backward_prefetch {PREFETCH}, over that without"
+        f"peak of device bytes of {size}, all attention and feed-forward outputs swapped, over that without"
     )
-    return Figure("swap-peak", what, reached, "x the peak", 0.6, 0.45, Better.LOWER, details)
+    return Figure("swap-peak", what, reached["all marked"], "x the peak", 0.6, 0.45, Better.LOWER, details)
 
 
 def swap_plan(settings: Settings) -> Figure:
@@ -88,7 +105,7 @@ def swap_plan(settings: Settings) -> Figure:
         "in use at the peak": f"{3 * size.wide_bytes / MIB:.2f} MiB of them",
         "planned": f"{planned_bytes / MIB:.2f} MiB",
         "measured": f"{ours.nbytes / MIB:.2f} MiB",
-        "losses": _check(ours.losses, plain.losses),
+        "losses": equal_losses(ours.losses, plain.losses),
     }
     what = f"how far the peak of {size}, swapped with backward_prefetch 1, is from what the shapes plan"
     reached = abs(ours.nbytes / planned_bytes - 1) * 100
@@ -105,75 +122,74 @@ def planned_saving_bytes(size: Size) -> int:
     return size.marked_bytes - 3 * size.wide_bytes
 
 
+def whole_layers(prefetch: int) -> Mapping[str, object]:
+    """Return the ``swap_config`` that marks every layer as a whole."""
+    return {"swap": True, "layer_swap": {"layers": True, "backward_prefetch": prefetch}}
+
+
 # ---------------------------------------------------------------------- step time
 
 
 def swap_step(settings: Settings) -> Figure:
     """Train with a link that is as slow beside computing as a GPU's, in turns with nothing swapped."""
     size = Size.scaled(settings.scale)
-    share = A100.share(LLAMA_7B)
-    step_s, forward_share = _pace(size)
-    link = round(size.marked_bytes / (share * step_s))
-    carried = max(1, int(size.layers * forward_share / share))
-    manners = {
-        "none": PLAIN,
-        "as on the GPU": Manner(swap=marks(PREFETCH), link=link),
-        "as on the GPU, prefetch 10": Manner(swap=marks(10), link=link),
-        f"as on the GPU, layers 0 to {carried - 1}": Manner(swap=marks(PREFETCH, range(carried)), link=link),
-        "25 GB/s": Manner(swap=marks(PREFETCH), link=25 * GB),
-    }
-    seconds, said = _in_turns(size, manners, settings)
-    times = {name: ratios(taken, seconds["none"]) for name, taken in seconds.items()}
-    least = least_step(share, forward_share)
+    carried = max(1, int(size.layers * FORWARD / GPU_SHARE))
+
+    def manners_on(link: int) -> Mapping[str, Manner]:
+        return {
+            NONE: PLAIN,
+            "as on the GPU": all_marked(size, link),
+            "as on the GPU, no quota, prefetch 40": Manner(swap=marks(40), link=link),
+            f"as on the GPU, layers 0 to {carried - 1}": Manner(swap=marks(60, range(carried)), link=link),
+            "25 GB/s": all_marked(size, 25 * GB),
+        }
+
+    with computing_beside_copies() as threads:
+        link, rounds = in_paced_turns(size, GPU_SHARE, manners_on, settings)
+        plain, ours = peak(size, PLAIN), peak(size, all_marked(size, link.bytes_a_s))
     details = {
         "the GPU": (
             f"a layer of Llama 7B in bf16 (dim 4096, sequences of 4096) on an {A100}: "
             f"{LLAMA_7B.operations / 1e9:.2f} GFLOP and {LLAMA_7B.swapped_bytes / 1e3:.0f} kB swapped "
-            f"a token; at 25 GB/s they take {share:.2f} of a step one way"
+            f"a token; at 25 GB/s they take {GPU_SHARE:.2f} of a step one way"
         ),
-        "the link, as slow beside computing": (
-            f"{link / 1e6:.0f} MB/s: {size.marked_bytes / 1e6:.0f} MB in {share:.2f} of {step_s:.2f} s"
-        ),
-        "forward": f"{forward_share:.2f} of a step",
-        "least where forward waits for all copies": f"{least:.2f} x",
-        "that share in these rounds": f"{size.marked_bytes / link / statistics.median(seconds['none']):.2f}",
-        **{f"{name} s": str(Spread.of(taken)) for name, taken in seconds.items()},
-        **{f"{name}, times none": str(each) for name, each in times.items() if name != "none"},
-        **said,
+        **_computing(size, link, threads),
+        "forward": f"{rounds.forward_share:.2f} of a step",
+        "least where forward waits for all copies": f"{least_step(link.share, rounds.forward_share):.2f} x",
+        "peak on that link": f"{ours.nbytes / MIB:.1f} MiB, {ours.nbytes / plain.nbytes:.3f} of that without",
+        **rounds.details(),
     }
     what = (
-        f"step of {size}, all attention and feed-forward outputs swapped, backward_prefetch {PREFETCH}, "
-        "emulated device whose link is as slow beside computing as 25 GB/s are on a GPU, over that without"
+        f"step of {size}, all attention and feed-forward outputs swapped, emulated device whose link is as "
+        "slow beside computing as 25 GB/s are on a GPU, over that without"
     )
-    reached = times["as on the GPU"].median
+    reached = rounds.times("as on the GPU").median
     return Figure("swap-step", what, reached, "x its time", 1.15, 1.05, Better.LOWER, details)
 
 
 def swap_and_recompute(settings: Settings) -> Figure:
     """Swap most and recompute what is cheap, in turns with recomputing all, at no higher a peak."""
     size = Size.scaled(settings.scale)
-    mix = Manner(swap=MIX_SWAP, recompute=MIX_RECOMPUTE)
-    ours, theirs = peak(size, mix), peak(size, FULL)
-    step_s, _ = _pace(size)
-    link = round(size.marked_bytes / (A100.share(LLAMA_7B) * step_s))
-    manners = {
-        "none": PLAIN,
-        "full recompute": FULL,
-        "as on the GPU": Manner(swap=MIX_SWAP, recompute=MIX_RECOMPUTE, link=link),
-        "25 GB/s": Manner(swap=MIX_SWAP, recompute=MIX_RECOMPUTE, link=25 * GB),
-    }
-    seconds, said = _in_turns(size, manners, settings)
-    times = {name: ratios(taken, seconds["full recompute"]) for name, taken in seconds.items()}
+
+    def manners_on(link: int) -> Mapping[str, Manner]:
+        return {
+            NONE: PLAIN,
+            "full recompute": FULL,
+            "as on the GPU": mix(size, link),
+            "25 GB/s": mix(size, 25 * GB),
+        }
+
+    with computing_beside_copies() as threads:
+        link, rounds = in_paced_turns(size, GPU_SHARE, manners_on, settings)
+        ours, theirs = peak(size, mix(size, link.bytes_a_s)), peak(size, FULL)
     details = {
-        "peak": f"{ours.nbytes / MIB:.1f} MiB; full recompute: {theirs.nbytes / MIB:.1f} MiB",
+        "peak on that link": f"{ours.nbytes / MIB:.1f} MiB; full recompute: {theirs.nbytes / MIB:.1f} MiB",
         "peak over that of full recompute": f"{ours.nbytes / theirs.nbytes:.3f}",
-        "the link, as slow beside computing as 25 GB/s on the GPU of swap-step": f"{link / 1e6:.0f} MB/s",
-        "swapped": "all that backward uses of the first 7 layers, but what is recomputed",
+        **_computing(size, link, threads),
+        "swapped": f"all that backward uses of the first {size.layers - 1} layers, but what is recomputed",
         "recomputed": "the feed-forward's norm, SiLU and product; the copy of attention's output",
-        **{f"{name} s": str(Spread.of(taken)) for name, taken in seconds.items()},
-        **{f"{name}, times full recompute": str(each) for name, each in times.items()},
-        "losses with full recompute": _check(ours.losses, theirs.losses),
-        **said,
+        **rounds.details("full recompute"),
+        "losses under the meter": equal_losses(ours.losses, theirs.losses),
     }
     if ours.nbytes > 1.01 * theirs.nbytes and settings.scale >= 1:
         raise AssertionError(f"the peaks are not equal: {ours.nbytes} B, full recompute {theirs.nbytes} B")
@@ -181,49 +197,19 @@ def swap_and_recompute(settings: Settings) -> Figure:
         f"step of {size}, selective recompute and swap with a link as in swap-step, over that with PyTorch's "
         "checkpoint around every layer, which has the higher peak"
     )
-    reached = times["as on the GPU"].median
+    reached = rounds.times("as on the GPU", "full recompute").median
     return Figure("swap-and-recompute", what, reached, "x its time", 0.9, 0.8, Better.LOWER, details)
 
 
-def _pace(size: Size) -> tuple[float, float]:
-    """Return the seconds of a step without swap, and forward's share."""
-    with Trainee(size, PLAIN) as plain:
-        plain.step()
-        forward_s, step_s = zip(*(plain.seconds() for _ in range(3)), strict=True)
-    step = statistics.median(step_s)
-    return step, statistics.median(forward_s) / step
-
-
-def _in_turns(
-    size: Size, manners: Mapping[str, Manner], settings: Settings
-) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Train a step in every manner a round; return their seconds, and what else there is to say."""
-    trainees = {name: Trainee(size, manner) for name, manner in manners.items()}
-    try:
-        runs = [
-            lambda name=name, trainee=trainee: {name: trainee.seconds()[1]}
-            for name, trainee in trainees.items()
-        ]
-        taken = take_turns(runs, repeats=settings.repeats, warmups=max(1, settings.warmups))
-        seconds = {name: taken[name] for name in manners}
-        said = {f"{name}, moved": _moved(trainee) for name, trainee in trainees.items() if trainee.swap}
-        plain, *others = trainees.values()
-        for other in others:
-            said["losses"] = _check(other.losses, plain.losses)
-    finally:
-        for trainee in trainees.values():
-            trainee.close()
-    return seconds, said
-
-
-def _moved(trainee: Trainee) -> str:
-    assert trainee.swap is not None
-    did, steps = trainee.swap.stats().activations, len(trainee.losses)
-    left, stayed = did.released_bytes / steps / MIB, did.handed_over_bytes / steps / MIB
-    return (
-        f"{left:.0f} MiB a step left the device, {stayed:.0f} MiB were wanted before; "
-        f"{did.stalls / steps:.0f} waits"
-    )
+def _computing(size: Size, link: Link, threads: int) -> dict[str, str]:
+    """Say what computes, and how slow the link is beside it."""
+    return {
+        "computing": f"{threads} torch threads; one core is left to what copies",
+        "the link, as slow beside computing as on the GPU": (
+            f"{link.bytes_a_s / 1e6:.0f} MB/s: {size.marked_bytes / 1e6:.0f} MB take {link.share:.2f} of a "
+            f"step in these rounds; wished {GPU_SHARE:.2f}"
+        ),
+    }
 
 
 # ---------------------------------------------------------------------- PyTorch's own
@@ -238,21 +224,18 @@ def swap_save_on_cpu(settings: Settings) -> Figure:
     if not torch.cuda.is_available():
         raise UnmeasurableError("PyTorch finds no CUDA device here; an emulated one has no pinned memory")
     size = Size.of_a_gpu(settings.scale)
-    every_layer = {"swap": True, "layer_swap": {"layers": True, "backward_prefetch": PREFETCH}}
     manners = {
-        "none": Manner(device="cuda"),
+        NONE: Manner(device="cuda"),
         "save_on_cpu": Manner(device="cuda", around=lambda _: save_on_cpu(pin_memory=True)),
         "save_on_cpu, no parameters": Manner(device="cuda", around=saving_activations),
-        "swap": Manner(device="cuda", swap=every_layer),
+        "swap": Manner(device="cuda", swap=whole_layers(40)),
     }
-    seconds, said = _in_turns(size, manners, settings)
-    times = ratios(seconds["swap"], seconds["save_on_cpu, no parameters"])
+    rounds = in_turns(size, manners, settings)
+    times = rounds.times("swap", "save_on_cpu, no parameters")
     details = {
-        **{f"{name} s": str(Spread.of(taken)) for name, taken in seconds.items()},
-        "swap, times save_on_cpu": str(ratios(seconds["swap"], seconds["save_on_cpu"])),
+        "swap, times save_on_cpu": str(rounds.times("swap", "save_on_cpu")),
         "swap, times save_on_cpu without parameters": str(times),
-        "swap, times none": str(ratios(seconds["swap"], seconds["none"])),
-        **said,
+        **rounds.details(),
     }
     what = (
         f"step of {size} on a GPU, every layer swapped, over that with save_on_cpu(pin_memory=True), "

@@ -23,7 +23,9 @@ from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Swap, recompute, swap
 
 GB = 1000**3
+MIB = 1024**2
 FLOAT32_BYTES = 4
+SwapMarks = Mapping[str, object]
 STAYS_BELOW_BYTES = 4096  # smaller storages are not swapped
 UNLIMITED_BYTES = 1024**4  # of a quota or a budget, where only the peak is of interest
 
@@ -95,11 +97,22 @@ class Size:
         )
 
 
-def marks(prefetch: int, layers: Sequence[int] | bool = True) -> Mapping[str, object]:
-    """Return the ``swap_config`` that marks all attention and feed-forward operators of some layers."""
+def marks(prefetch: int, layers: Sequence[int] | bool = True, feed_forward: int | None = None) -> SwapMarks:
+    """Return the ``swap_config`` that marks all attention and feed-forward operators of some layers.
+
+    Args:
+        prefetch: ``backward_prefetch`` of both.
+        layers: their numbers; ``True``: all.
+        feed_forward: another one for the feed-forward.
+    """
     kept = layers if isinstance(layers, bool) else list(layers)
-    each = {"op_name": ["attention", "feed_forward"], "backward_prefetch": prefetch, "layers": kept}
-    return {"swap": True, "op_swap": [each]}
+    prefetches = {"attention": prefetch, "feed_forward": feed_forward or prefetch}
+    return {
+        "swap": True,
+        "op_swap": [
+            {"op_name": name, "backward_prefetch": each, "layers": kept} for name, each in prefetches.items()
+        ],
+    }
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,7 @@ class Manner:
         recompute: a ``recompute_config``; ``None``: nothing is recomputed by us.
         is_checkpointed: whether PyTorch's own checkpoint is around every layer.
         link: bytes a second, each way; ``None``: as fast as the machine copies.
+        quota: of what is swapped and on the device, in bytes; ``None``: none.
         device: ``"emulated"``, or a torch device.
         around: makes of the model a context that its forward is in.
     """
@@ -119,6 +133,7 @@ class Manner:
     recompute: Mapping[str, object] | None = None
     is_checkpointed: bool = False
     link: int | None = None
+    quota: int | None = None
     device: str = "emulated"
     around: Callable[[nn.Module], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
@@ -128,11 +143,11 @@ class Manner:
         return torch.device("cpu" if self.device == "emulated" else self.device)
 
     def new_store(self) -> ts.Store:
-        """Make a store whose quotas do not matter."""
+        """Make a store, none of whose quotas matters but that of this manner."""
         is_emulated = self.device == "emulated"
         config = ts.OffloadConfig(
             device=self.device,
-            max_device_memory=UNLIMITED_BYTES if is_emulated else None,
+            max_device_memory=self.quota or (UNLIMITED_BYTES if is_emulated else None),
             offload_cpu_size=8 * GB if is_emulated else None,
             offload_disk_size=0,
             device_options={"link_bandwidth": self.link} if self.link else {},
@@ -202,6 +217,17 @@ class Trainee:
         if self._manner.torch_device.type == "cuda":
             torch.cuda.synchronize(self._manner.torch_device)
         return forward_s, time.perf_counter() - begun
+
+    @property
+    def moved(self) -> str:
+        """What was swapped, in words."""
+        assert self.swap is not None
+        did, steps = self.swap.stats().activations, len(self._losses)
+        left, stayed = did.released_bytes / steps / MIB, did.handed_over_bytes / steps / MIB
+        return (
+            f"{left:.0f} MiB a step left the device, {stayed:.0f} MiB were wanted before; "
+            f"{did.stalls / steps:.0f} waits"
+        )
 
     def close(self) -> None:
         """End swapping and recomputing."""

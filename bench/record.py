@@ -191,11 +191,13 @@ def write_page(directory: Path, order: Sequence[str]) -> Path:
     """
     paths = [directory / f"{name}.json" for name in order]
     recorded = [read(path) for path in paths if path.exists()]
+    missing = [f"`{path.stem}`" for path in paths if not path.exists()]
     parts = [
         "# Figures",
         "Written by `python -m bench --write`; do not edit. How each is measured stands in `bench/`.",
         as_markdown(summary(figure for figure, _ in recorded)),
     ]
+    parts += [f"Not measured: {', '.join(missing)}."] if missing else []
     for figure, circumstances in recorded:
         details = [["measured", "value"], *([name, value] for name, value in figure.details.items())]
         about = [f"- {name.replace('_', ' ')}: {value}" for name, value in asdict(circumstances).items()]

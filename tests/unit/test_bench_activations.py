@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import activations, batches
+from bench import activations, batches, paced
 from bench.activations import planned_saving_bytes, saving_activations
 from bench.batches import Case, largest
-from bench.command import Question, Settings, UnmeasurableError
+from bench.command import Settings, UnmeasurableError
 from bench.links import A100, LLAMA_7B, Accelerator, Layer, least_step
 from bench.llamas import Manner, Size, Trainee, marks, peak
+from bench.paced import NONE, Rounds, computing_beside_copies, equal_losses, in_paced_turns
 
 SMALL = Size(64, 2, 3, 2, 64)
 MEASURABLE = {name: each for name, each in activations.QUESTIONS.items() if name != "swap-save-on-cpu"}
+WITHIN = {
+    "swap-peak": (0.3, 0.9),
+    "swap-plan": (0, 5),
+    "swap-step": (0.1, 1000),  # so small a step tells nothing, but that it was made
+    "swap-and-recompute": (0.1, 1000),
+    "swap-leaks": (0, 0),
+    "resnet50-batch": (1, 2),
+}
+"""What each comes to at a fiftieth of its scale."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("question", MEASURABLE.values(), ids=MEASURABLE.keys())
+@pytest.mark.parametrize("name", MEASURABLE)
 def test_each_question_yields_its_figure_with_details(
-    question: Question, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "MOST", 2)
-    figure = question(Settings(tmp_path, repeats=1, warmups=0, scale=0.02))
-    assert MEASURABLE[figure.name] is question
-    assert figure.reached >= 0
+    figure = MEASURABLE[name](Settings(tmp_path, repeats=1, warmups=0, scale=0.02))
+    assert figure.name == name
     assert figure.details
+    least, most = WITHIN[name]
+    assert least <= figure.reached <= most
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
@@ -83,7 +96,8 @@ MANNERS = {
     "swapped": Manner(swap=marks(3)),
     "behind a link": Manner(swap=marks(3), link=50_000_000),
     "recomputed": Manner(is_checkpointed=True),
-    "both": Manner(swap=marks(3, [0, 1]), recompute=activations.MIX_RECOMPUTE),
+    "both": activations.mix(SMALL),
+    "bound by a quota": activations.all_marked(SMALL),
     "saved on the CPU": Manner(around=lambda model: saving_activations(model, pin_memory=False)),
 }
 
@@ -100,19 +114,26 @@ def test_trainees_see_the_same_batches_and_have_the_same_losses(manner: Manner) 
 
 def test_different_losses_fail_the_run() -> None:
     with pytest.raises(AssertionError, match="losses differ"):
-        activations._check(torch.tensor([1.0]), torch.tensor([1.5]))
+        equal_losses(torch.tensor([1.0]), torch.tensor([1.5]))
 
 
 def test_the_mix_swaps_less_than_all_and_makes_the_rest_again() -> None:
     size = replace(SMALL, layers=8)
-    manner = Manner(swap=activations.MIX_SWAP)
+    both = activations.mix(size)
     kept = []
-    for each in (manner, replace(manner, recompute=activations.MIX_RECOMPUTE)):
+    for each in (replace(both, recompute=None), both):
         with Trainee(size, each) as trainee:
             trainee.step()
             assert trainee.swap is not None
             kept.append(trainee.swap.stats().activations.kept_bytes)
     assert kept[1] < 0.7 * kept[0]
+
+
+def test_a_quota_bounds_what_is_swapped_and_on_the_device() -> None:
+    size = Size(64, 2, 6, 2, 256)
+    free, bound = (Manner(swap=marks(60), quota=each) for each in (None, size.marked_bytes // 4))
+    saved_bytes = peak(size, free).nbytes - peak(size, bound).nbytes
+    assert saved_bytes > size.marked_bytes // 4
 
 
 def test_save_on_cpu_is_spared_the_parameters() -> None:
@@ -157,6 +178,45 @@ def test_the_share_of_an_a100_at_half_its_rate_is_more_than_a_forward() -> None:
 @pytest.mark.parametrize(("share", "forward", "least"), [(0.2, 0.3, 1.0), (0.5, 0.3, 1.2), (0.8, 0.3, 1.6)])
 def test_a_link_hides_behind_computing_in_either_half(share: float, forward: float, least: float) -> None:
     assert least_step(share, forward) == pytest.approx(least)
+
+
+def test_rounds_are_paced_by_the_step_with_nothing_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    steps_s = iter([2.0, 1.0, 1.02])
+
+    def turns(_size: Size, manners: Mapping[str, Manner], _settings: Settings) -> Rounds:
+        asked.extend(each.link for each in manners.values() if each.link is not None)
+        step_s = next(steps_s)
+        return Rounds({NONE: [step_s]}, {NONE: [step_s / 3]}, {}, "")
+
+    monkeypatch.setattr(paced, "in_turns", turns)
+    monkeypatch.setattr(paced, "_pace", lambda _size: 1.0)
+    on_link = lambda link: {NONE: Manner(), "swapped": Manner(link=link)}  # noqa: E731
+    link, rounds = in_paced_turns(SMALL, 0.5, on_link, Settings(tmp_path))
+    wished = [round(SMALL.marked_bytes / (0.5 * step_s)) for step_s in (1.0, 2.0, 1.0)]
+    assert asked == wished
+    assert link.share == pytest.approx(0.5 / 1.02, rel=1e-3)
+    assert rounds.forward_share == pytest.approx(1 / 3)
+
+
+def test_a_machine_that_keeps_no_pace_is_no_place_to_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_s = itertools.cycle([2.0, 1.0])
+    turns = lambda *_: Rounds({NONE: [next(steps_s)]}, {NONE: [0.3]}, {}, "")  # noqa: E731
+    monkeypatch.setattr(paced, "in_turns", turns)
+    monkeypatch.setattr(paced, "_pace", lambda _size: 1.0)
+    with pytest.raises(UnmeasurableError, match=r"was to take 0\.50"):
+        in_paced_turns(SMALL, 0.5, lambda _: {NONE: Manner()}, Settings(tmp_path))
+
+
+def test_one_core_is_left_to_what_copies() -> None:
+    before = torch.get_num_threads()
+    with computing_beside_copies() as threads:
+        assert torch.get_num_threads() == threads <= max(1, len(os.sched_getaffinity(0)) - 1)
+    assert torch.get_num_threads() == before
 
 
 # ---------------------------------------------------------------------- the largest batch

@@ -80,6 +80,8 @@ def test_a_page_lists_recorded_figures_in_their_order_and_no_others(tmp_path: Pa
     assert text.index("## lease") < text.index("## growth")
     assert "stranger" not in text
     assert "- command: `python -m bench`" in text
+    assert "`swap-save-on-cpu`" in text.split("## lease")[0].partition("Not measured: ")[2]
+    assert "`growth`" not in text.split("## lease")[0].partition("Not measured: ")[2]
 
 
 def test_the_exit_code_says_whether_a_bar_was_missed(tmp_path: Path) -> None:
