@@ -127,6 +127,16 @@ def test_off_recomputes_and_says_that_it_does_not_swap(
     assert_ordinary_after(plain, ours)
 
 
+def test_a_swap_within_what_is_recomputed_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trial = build()
+    with caplog.at_level(logging.WARNING), offload(trial.model, None, document(tmp_path, **EVERYTHING)):  # type: ignore[arg-type]
+        pass
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(r"layer 0: 'feed_forward\.mul' is swapped and recomputed; recompute wins")
+
+
 def assert_ordinary_after(plain: Trial, ours: Trial) -> None:
     assert_equal_models(plain.model, ours.model)
     assert_equal_states(plain.optimizer, ours.optimizer)

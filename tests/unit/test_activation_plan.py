@@ -77,7 +77,10 @@ def test_an_operator_matched_twice_is_recomputed_once_and_swapped_as_the_last_pa
     }
     matches = _layer({"select_recompute": {"feed_forward": True, "feed.*": True}}, swap).match(_PATHS)
     assert matches.operators == (("feed_forward",),)
-    assert matches.prefetches == {("attention",): 8}
+    assert [(match.path, match.prefetch) for match in matches.swap] == [
+        (("attention",), 3),
+        (("attention",), 8),
+    ]
 
 
 def test_communication_and_exclusions_are_matched_too() -> None:
@@ -347,10 +350,39 @@ def test_warnings_are_logged_before_the_layers(caplog: pytest.LogCaptureFixture)
 
 
 def test_operators_in_what_is_recomputed_overlap_whatever_their_patterns() -> None:
-    recomputed = [("feed_forward",), ("attention", "wq")]
-    swapped = [("feed_forward", "w1"), ("feed_forward",), ("attention",), ("attention", "wk")]
-    assert [sentence.split("'")[1] for sentence in overlaps(3, recomputed, swapped)] == [
-        "feed_forward.w1",
-        "feed_forward",
+    recomputed = {"feed_.*": True, r"attention\.wq": [1]}
+    swapped = [r"feed_forward\.w1", r"feed_forward\.mul", "attention", r"attention\.w.", r"aten\.mul"]
+    swap = {"swap": True, "op_swap": [{"op_name": swapped, "backward_prefetch": 1, "layers": [0, 1]}]}
+    plan = _plan({"select_recompute": recomputed}, swap)
+    paths = [
+        ("feed_forward",),
+        ("feed_forward", "w1"),
+        ("attention",),
+        ("attention", "wq"),
+        ("attention", "wk"),
     ]
-    assert all(sentence.startswith("layer 3:") for sentence in overlaps(3, recomputed, swapped))
+    found = []
+    for layer in plan.layers:
+        meant = layer.match(paths)
+        operator = Pattern(r"feed_forward\.mul")  # no submodule: whoever knows the model's operators adds it
+        marked = [(match.path, match.pattern) for match in meant.swap if match.pattern != operator]
+        found.append((meant.operators, [*marked, ((operator.text,), operator)]))
+    assert overlaps([(layer.recompute, layer.swap) for layer in plan.layers[:2]], found[:2]) == tuple(
+        f"{layers}: '{name}' is swapped and recomputed; recompute wins, the swap has no effect there"
+        for layers, name in [
+            ("layers 0, 1", "feed_forward.w1"),
+            ("layers 0, 1", r"feed_forward\.mul"),
+            ("layer 1", "attention.wq"),
+        ]
+    )
+
+
+def test_what_is_said_of_patterns_is_not_said_of_their_operators_again() -> None:
+    marked = [{"op_name": "feed_forward", "backward_prefetch": 1, "layers": True}]
+    plan = _plan({"select_recompute": {"feed_forward": True}}, {"swap": True, "op_swap": marked})
+    pairs = [(layer.recompute, layer.swap) for layer in plan.layers]
+    meant = [layer.match([("feed_forward",)]) for layer in plan.layers]
+    found = [(each.operators, [(match.path, match.pattern) for match in each.swap]) for each in meant]
+    assert all(operators and swapped for operators, swapped in found)
+    assert len(plan.warnings) == 1
+    assert overlaps(pairs, found) == ()

@@ -26,7 +26,6 @@ from tierstore.training.activations.both import Activations
 from tierstore.training.activations.layers import Names
 from tierstore.training.activations.recompute import RecomputeStats
 from tierstore.training.activations.sections import SECTIONS
-from tierstore.training.activations.vault import Vault
 from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.checkpoint import Checkpoint, ordinary_access
 from tierstore.training.former import Resumed
@@ -266,23 +265,35 @@ def offload(
     optimizers = _as_tuple(optimizer)
     with contextlib.ExitStack() as files:
         source = None if weights is None else files.enter_context(Weights(model, Path(weights)))
-        if not settings.is_on:
-            if source is not None:
-                source.load_buffers()
-                source.load_ordinary()
-            return Offload(
-                model, optimizers, None, activations=both.apply(model, sections, layers, None, Vault)
-            )
-        check_model(model, optimizers, has_weights=source is not None or settings.durable)
-        store = Store(settings.store_config())
-        try:
-            former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
-            check_model(model, optimizers, has_weights=source is not None or former is not None)
-            session = open_session(model, optimizers, settings, store, former or source)
-            session.apply_to_activations(sections, layers)
-        except BaseException:
-            store.close(flush=False)
-            raise
+        if settings.is_on:
+            return _open(model, optimizers, settings, source, resume=resume, sections=sections, layers=layers)
+        if source is not None:
+            source.load_buffers()
+            source.load_ordinary()
+        return Offload(model, optimizers, None, activations=both.apply(model, sections, layers, None))
+
+
+def _open(
+    model: nn.Module,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    settings: OffloadConfig,
+    source: Weights | None,
+    *,
+    resume: bool,
+    sections: Sections,
+    layers: Names,
+) -> Offload:
+    """Open a store for the model and move it there."""
+    check_model(model, optimizers, has_weights=source is not None or settings.durable)
+    store = Store(settings.store_config())
+    try:
+        former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
+        check_model(model, optimizers, has_weights=source is not None or former is not None)
+        session = open_session(model, optimizers, settings, store, former or source)
+        session.apply_to_activations(sections, layers)
+    except BaseException:
+        store.close(flush=False)
+        raise
     return Offload(model, optimizers, session, None if former is None else former.resumed)
 
 

@@ -127,7 +127,7 @@ class Session:
     def apply_to_activations(self, sections: Sections, layers: Names) -> None:
         """Swap and recompute what a document says, in this store and its quotas; else end the session."""
         try:
-            self.activations = both.apply(self.model, sections, layers, self.store, self._new_vault)
+            self.activations = both.apply(self.model, sections, layers, self._new_vault)
             self.windows.discard_inner = self._discard_swap
         except BaseException:
             self.remove_hooks()
@@ -138,7 +138,7 @@ class Session:
         if self.activations.swap is not None:
             self.activations.swap.discard_interrupted(int(is_beginning))
 
-    def _new_vault(self, store: Store) -> Vault:
+    def _new_vault(self) -> Vault:
         ask_budget = self.bindings.ask_for_more
 
         def make_room(needed_bytes: int) -> bool:
@@ -146,7 +146,7 @@ class Session:
             return ask_budget(needed_bytes)
 
         vault = Vault(
-            store,
+            self.store,
             self.bindings.apart,
             note_use=self.follower.note_passing,
             make_room=make_room,

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from tierstore.store import Store
 from tierstore.training.activations import lines, recompute
 from tierstore.training.activations.chosen import match_layers
+from tierstore.training.activations.conflicts import overlaps
 from tierstore.training.activations.layers import Names, find_layers
 from tierstore.training.activations.marks import Marks, mark
 from tierstore.training.activations.plan import ActivationPlan, plan_layers
@@ -62,8 +62,7 @@ def apply(
     model: nn.Module,
     sections: Sections,
     layers: Names,
-    store: Store | None,
-    vault_of: Callable[[Store], Vault],
+    new_vault: Callable[[], Vault] | None,
 ) -> Activations:
     """Do what a document says about activations; log it once, in the order of the layers.
 
@@ -71,8 +70,7 @@ def apply(
         model: whose.
         sections: of the document.
         layers: names of the containers of its layers; ``None``: to be found.
-        store: where swapped activations go; ``None``: nothing is offloaded, and they stay.
-        vault_of: makes the vault that keeps them there.
+        new_vault: makes what keeps swapped activations; ``None``: nothing is offloaded, and they stay.
 
     Raises:
         ConfigError: the configuration does not fit the number of layers.
@@ -90,9 +88,10 @@ def apply(
     try:
         if sections.recompute is not None:
             done.recompute = recompute.apply(model, modules, plan)
-        if plan.swap.swap and store is not None:
-            check_tiers(store)
-            done.swap = Swap(model, marks, vault_of(store), owns_store=False)
+        if plan.swap.swap and new_vault is not None:
+            vault = new_vault()
+            check_tiers(vault.store)
+            done.swap = Swap(model, marks, vault, owns_store=False)
         elif plan.swap.swap:
             log.warning("memory_offload is OFF: activations are not swapped either.")
     except BaseException:
@@ -105,4 +104,8 @@ def _say(modules: list[nn.Module], plan: ActivationPlan, marks: Marks) -> None:
     again = match_layers(modules, plan)
     found = [replace(mine, swap=swapped.swap) for mine, swapped in zip(again, marks.matches, strict=True)]
     lines.say(plan, found)
+    if plan.swap.swap and plan.recompute.recompute is not True:
+        paths = [(each.operators, [(match.path, match.pattern) for match in each.swap]) for each in found]
+        for warning in overlaps([(layer.recompute, layer.swap) for layer in plan.layers], paths):
+            log.warning("%s", warning)
     warn_of_idle(marks)

@@ -11,8 +11,8 @@ from torch import nn
 
 from tierstore.training.activations import scopes
 from tierstore.training.activations.kept import keeping
-from tierstore.training.activations.patterns import Pattern
-from tierstore.training.activations.plan import ActivationPlan, LayerMatches, LayerPlan, Path
+from tierstore.training.activations.patterns import Path, Pattern
+from tierstore.training.activations.plan import ActivationPlan, LayerMatches, LayerPlan
 from tierstore.training.activations.recompute_config import RecomputeConfig
 from tierstore.training.activations.regions import Contexts
 from tierstore.training.activations.scopes import Scope, Selection

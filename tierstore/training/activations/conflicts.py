@@ -8,12 +8,15 @@ With swap on, exclusions are not applied; that is a warning, too, and so is a la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from tierstore.training.activations.patterns import Path, Pattern
 from tierstore.training.activations.recompute_config import LayerRecompute, RecomputeConfig
 from tierstore.training.activations.swap_config import LayerSwap, SwapConfig
 
 Layers = Sequence[tuple[LayerRecompute, LayerSwap]]
+Swapped = tuple[Path, Pattern]
+"""What a pattern marks: a submodule, or an operator, for which the pattern's text stands."""
 
 
 def conflicts(recompute: RecomputeConfig, swap: SwapConfig, layers: Layers) -> tuple[str, ...]:
@@ -33,24 +36,40 @@ def conflicts(recompute: RecomputeConfig, swap: SwapConfig, layers: Layers) -> t
     )
 
 
-def overlaps(
-    layer_id: int, recomputed: Iterable[tuple[str, ...]], swapped: Iterable[tuple[str, ...]]
-) -> tuple[str, ...]:
-    """Return which operators of a layer are swapped in vain, a sentence each.
+def overlaps(plan: Layers, found: Sequence[tuple[Sequence[Path], Sequence[Swapped]]]) -> tuple[str, ...]:
+    """Return which operators of a model are swapped in vain, a sentence each.
 
-    They, or submodules that they are part of, are computed again.
+    They, or submodules that they are part of, are computed again.  What `conflicts` says is not said again.
 
     Args:
-        layer_id: the layer's number.
-        recomputed: paths of operators that are computed again.
-        swapped: paths of operators that are swapped.
+        plan: what both decided, by layer.
+        found: paths of what is computed again, and what is swapped, by layer.
     """
-    again = set(recomputed)
+    ids_by_name: dict[str, list[int]] = {}
+    for (again, _), (again_paths, swapped) in zip(plan, found, strict=True):
+        said = {pattern.text for pattern in again.operators}
+        within = [
+            ".".join(path)
+            for path, pattern in swapped
+            if pattern.text not in said and any(_is_within(path, pattern, each) for each in again_paths)
+        ]
+        for name in dict.fromkeys(within):
+            ids_by_name.setdefault(name, []).append(again.layer_id)
     return tuple(
-        f"layer {layer_id}: '{'.'.join(path)}' is swapped and recomputed: recompute wins, no swap"
-        for path in swapped
-        if any(path[:depth] in again for depth in range(1, len(path) + 1))
+        f"{_layers(ids)}: '{name}' is swapped and recomputed; recompute wins, the swap has no effect there"
+        for name, ids in ids_by_name.items()
     )
+
+
+def _is_within(path: Path, pattern: Pattern, again: Path) -> bool:
+    """Say whether what is swapped is part of what is computed again.
+
+    An operator of a module's own forward has no path, and its pattern's text stands for it.
+    """
+    if path == (pattern.text,) and not pattern.is_aten:
+        near = zip(pattern.levels, again, strict=False)
+        return len(again) <= len(pattern.levels) and all(level.fullmatch(name) for level, name in near)
+    return path[: len(again)] == again
 
 
 def _both(recompute: RecomputeConfig, layers: Layers) -> Iterator[str]:

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tierstore.training.activations.geometry import Geometry
-from tierstore.training.activations.plan import ActivationPlan, LayerMatches, LayerPlan, Path, SwapMatch
+from tierstore.training.activations.patterns import Path
+from tierstore.training.activations.plan import ActivationPlan, LayerMatches, LayerPlan, SwapMatch
 from tierstore.training.activations.swap_config import SwapConfig
 
 log = logging.getLogger("tierstore")

@@ -20,6 +20,9 @@ from tierstore.errors import ConfigError
 SEPARATOR = r"\."
 """Stands between the levels of a pattern."""
 
+Path = tuple[str, ...]
+"""Names of submodules from a layer down to an operator."""
+
 _ATEN = "aten"
 _ATEN_NAME = re.compile(r"aten(\.\w+){1,2}", re.ASCII)
 

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 from tierstore.training.activations.conflicts import conflicts
 from tierstore.training.activations.geometry import Geometry, Offset, lay_out
-from tierstore.training.activations.patterns import Pattern
+from tierstore.training.activations.patterns import Path, Pattern
 from tierstore.training.activations.recompute_config import LayerRecompute, RecomputeConfig
 from tierstore.training.activations.swap_config import LayerSwap, SwapConfig
-
-Path = tuple[str, ...]
-"""Names of submodules from a layer down to an operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +48,6 @@ class LayerMatches:
     exclude: tuple[Path, ...] = ()
     comm_exclude: tuple[Path, ...] = ()
     swap: tuple[SwapMatch, ...] = ()
-
-    @property
-    def prefetches(self) -> dict[Path, int]:
-        """How far ahead each swapped operator comes back; where several patterns match, the last counts."""
-        return {match.path: match.prefetch for match in self.swap}
 
 
 @dataclass(frozen=True, slots=True)
