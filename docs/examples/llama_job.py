@@ -9,12 +9,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 import tierstore as ts
+from arguments import OneLineParser, check_counts, device_of
 from llama import LlamaConfig
 
 Batch = tuple[Tensor, Tensor]
@@ -87,14 +87,6 @@ def draw_batches(text: bytes, steps: int, batch_size: int, length: int, seed: in
 # ---------------------------------------------------------------------- the command line
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line: ``--help`` has the rest."""
-
-    def error(self, message: str) -> NoReturn:
-        """Leave with exit code 2."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see --help)\n")
-
-
 def command_line() -> OneLineParser:
     """Return the parser; its defaults take about a minute on two cores."""
     parser = OneLineParser(
@@ -119,12 +111,8 @@ def command_line() -> OneLineParser:
     add("--offload-path", type=Path, metavar="DIR", help="the disk tier's directory (a temporary one)")
     add("--text", type=Path, metavar="FILE", help="what to learn (the documentation inside Python)")
     add("--seed", type=int, default=0, metavar="N", help="of parameters and batches (%(default)s)")
-    add("--device", default=_default_device(), metavar="NAME", help="emulated, cuda or cuda:N (%(default)s)")
+    parser.add_device()
     return parser
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "emulated"
 
 
 def read_job(arguments: argparse.Namespace, path: Path) -> Job:
@@ -134,7 +122,8 @@ def read_job(arguments: argparse.Namespace, path: Path) -> Job:
         OSError: the text cannot be read.
         ValueError: an argument is wrong; `tierstore.ConfigError` is a ``ValueError``, too.
     """
-    _check(arguments)
+    check_counts(arguments, "steps", "batch_size", "sequence_length")
+    device = device_of(arguments.device)
     shape = LlamaConfig(
         dim=arguments.dim,
         layers=arguments.layers,
@@ -155,18 +144,4 @@ def read_job(arguments: argparse.Namespace, path: Path) -> Job:
     batches = draw_batches(
         text, arguments.steps, arguments.batch_size, arguments.sequence_length, arguments.seed
     )
-    # An emulated device has a budget and a link of its own, and computes in host memory.
-    device = torch.device("cpu" if arguments.device == "emulated" else arguments.device)
     return Job(shape, arguments.seed, batches, f"{name} ({len(text):,} bytes)", device, config)
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what argparse let through and nobody later would explain as well."""
-    for name in ("steps", "batch_size", "sequence_length"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
-    kind = arguments.device.partition(":")[0]
-    if kind not in ("emulated", "cuda"):
-        raise ValueError(f"--device must be emulated, cuda or cuda:N, not {arguments.device!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {arguments.device}: there is no CUDA device here; 'emulated' needs none")

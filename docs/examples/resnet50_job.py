@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_job import OneLineParser
+from arguments import OneLineParser, check_counts, device_of
 
 Batch = tuple[Tensor, Tensor]
 """Images ``(batch, 3, size, size)`` and the class of each, ``(batch,)``."""
@@ -170,12 +170,8 @@ def command_line() -> OneLineParser:
     add("--data", type=Path, metavar="DIR", help="CIFAR-10 binary files (digits that come with scikit-learn)")
     add("--compare", action="store_true", help="train without limits too, and compare every loss")
     add("--seed", type=int, default=0, metavar="N", help="of parameters and batches (%(default)s)")
-    add("--device", default=_default_device(), metavar="NAME", help="emulated, cuda or cuda:N (%(default)s)")
+    parser.add_device()
     return parser
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "emulated"
 
 
 def read_job(arguments: argparse.Namespace, path: Path) -> Job:
@@ -185,12 +181,8 @@ def read_job(arguments: argparse.Namespace, path: Path) -> Job:
         OSError: the images cannot be read.
         ValueError: an argument is wrong.
     """
-    for name in ("batch_size", "image_size", "epochs", "steps"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, and is {value}")
-    if arguments.device != "emulated" and not arguments.device.startswith("cuda"):
-        raise ValueError(f"--device is {arguments.device!r}; accepted: emulated, cuda or cuda:N")
+    check_counts(arguments, "batch_size", "image_size", "epochs", "steps")
+    device = device_of(arguments.device)
     images = cifar10(arguments.data) if arguments.data else handwritten_digits()
     if arguments.batch_size > len(images.labels):
         raise ValueError(f"--batch-size {arguments.batch_size}, but there are {len(images.labels)} images")
@@ -201,7 +193,7 @@ def read_job(arguments: argparse.Namespace, path: Path) -> Job:
         epochs=arguments.epochs,
         steps=arguments.steps,
         seed=arguments.seed,
-        device=torch.device("cpu" if arguments.device == "emulated" else arguments.device),
+        device=device,
         max_device_memory=arguments.max_device_memory,
         offload={
             "context": {

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import tierstore as ts
+from arguments import OneLineParser, check_counts, device_of
 from device_budget import device_budget, make_deterministic, moved_to_device
 from llama import Llama, LlamaConfig
-from llama_job import OneLineParser, documentation_text, draw_batches
+from llama_job import documentation_text, draw_batches
 from llama_report import mebibytes
 from tierstore.training import offload
 
@@ -88,12 +89,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--sequence-length", type=int, default=128, metavar="N", help="bytes in a sequence (%(default)s)")
     add("--max-device-memory", default="256MB", metavar="SIZE", help="the device's budget (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="of parameters and batches (%(default)s)")
-    add(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "emulated",
-        metavar="NAME",
-        help="emulated, cuda or cuda:N (%(default)s)",
-    )
+    parser.add_device()
     return parser
 
 
@@ -131,7 +127,7 @@ def train(
     Raises:
         torch.OutOfMemoryError: it took more than the budget.
     """
-    device = torch.device("cpu" if arguments.device == "emulated" else arguments.device)
+    device = device_of(arguments.device)
     batches = draw_batches(
         documentation_text(), arguments.steps, arguments.batch_size, arguments.sequence_length, arguments.seed
     )
@@ -195,8 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     with shown_log(), tempfile.TemporaryDirectory(prefix="tierstore-") as scratch:
         try:
+            check_counts(arguments, "steps", "dim", "heads", "batch_size", "sequence_length")
             document = read_document(arguments.config)
-            make_deterministic(torch.device("cpu" if arguments.device == "emulated" else arguments.device))
+            make_deterministic(device_of(arguments.device))
             return 0 if tell(arguments, document, Path(scratch)) else 1
         except (OSError, ValueError) as wrong:
             parser.error(str(wrong))

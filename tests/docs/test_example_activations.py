@@ -94,3 +94,22 @@ def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
         main(["/no/such/file.yaml"])
     assert ended.value.code == 2
     assert "/no/such/file.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--heads", "0"], "--heads must be at least 1"),
+        (["--device", "tpu"], "emulated, cuda or cuda:N"),
+        (["--max-device-memory", "4XB"], "4XB"),
+    ],
+)
+def test_a_wrong_word_is_answered_in_one_line_with_exit_code_2(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(_FILES / "default.yaml"), *_TINY, *words])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert hint in line
