@@ -77,6 +77,7 @@ class Store:
         self.tier_names = tuple(tier.name for tier in tiers)
         self.is_durable = any(tier.is_durable for tier in tiers)
         ledger = Ledger(tiers, POLICIES[config.eviction])
+        self._can_adopt = isinstance(backends[0], AdoptingBackend)
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
         self._handover = Handover(self._engine)
         for index, each in enumerate(opened):
@@ -119,7 +120,7 @@ class Store:
     @property
     def can_adopt(self) -> bool:
         """Whether the fastest tier takes tensors as they lie; see `adopt`."""
-        return isinstance(self._engine.backends[0], AdoptingBackend)
+        return self._can_adopt
 
     def adopt(self, key: str, tensor: torch.Tensor) -> None:
         """Let the memory of ``tensor`` be the bytes of ``key`` in the fastest tier, without a copy.  Blocks.
