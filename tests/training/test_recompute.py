@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -334,6 +335,40 @@ class _Changing(nn.Module):
 def test_what_changes_in_place_after_it_was_saved_is_made_before(change: str, pattern: str) -> None:
     run = assert_same_bits(lambda: Model(lambda: _Changing(change)), train, {"select_recompute": [pattern]})
     assert run.stats().replaced > 0
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_what_nobody_saved_is_not_made_when_its_input_changes(is_wanted: bool) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            first = h + 1
+            second = first + 2
+            h += 3
+            return torch.sigmoid(h) + (torch.sin(second) if is_wanted else second)
+
+    run = assert_same_bits(lambda: Model(Chain), train, {"select_recompute": ["aten.add"]})
+    assert run.stats().operators == 0
+
+
+def test_a_chain_of_operators_may_be_longer_than_the_interpreters_stack() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            for number in range(2 * sys.getrecursionlimit()):
+                x = x + number % 3
+            return torch.sin(x)
+
+    run = assert_same_bits(lambda: Model(Chain, 1), _train_inputs, {"select_recompute": ["aten.add"]})
+    assert run.stats().operators > sys.getrecursionlimit()
 
 
 def test_what_is_swapped_and_then_changed_is_made_before(tmp_path: Path) -> None:
