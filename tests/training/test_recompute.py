@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -30,6 +31,7 @@ from tests.training.recompute_models import (
 from tests.training.twins import assert_equal_models
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import recompute, swap
+from tierstore.training.activations import scopes
 
 WIDE = 64
 
@@ -475,6 +477,55 @@ def test_an_exception_in_forward_leaves_nothing_in_force(
         assert a.grad is not None
         assert b.grad is not None
         assert torch.equal(a.grad, b.grad)
+
+
+class _Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, error: type[BaseException] | None = None) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        if error is not None:
+            raise error
+        return torch.sigmoid(self.linear(h))
+
+
+class _Retrying(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.part = _Part()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(self.error):
+            self.part(x, self.error)
+        output: Tensor = x + self.part(2 * x)
+        return output
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"recompute": True},
+        {"recompute": True, "select_recompute_exclude": ["aten.tanh", r"part\.sigmoid"]},
+        {"select_recompute": ["part"]},
+        {"select_recompute": [r"part\.inner", r"part\.sigmoid"]},
+        {"select_recompute": ["part", r"part\.inner", "aten.add"]},
+        {"select_recompute": [r"aten\..*"]},
+    ],
+    ids=str,
+)
+def test_a_call_that_failed_is_not_taken_for_the_next_one(
+    error: type[BaseException], config: dict[str, object]
+) -> None:
+    run = assert_same_bits(lambda: Model(lambda: _Retrying(error)), train, config)
+    assert run.stats().repetitions + run.stats().operators > 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # noqa: FBT003
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert scopes.current() == scopes.Scope()
 
 
 def test_the_model_is_as_it_was_when_it_is_closed() -> None:

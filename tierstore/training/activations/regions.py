@@ -7,13 +7,12 @@
 3. Random numbers and autocast are as they were: PyTorch sees to it.  Buffers are as they were, and are not
    changed a second time (`Buffers`).
 4. Whatever ends a forward ends the region: an exception at once, a ``KeyboardInterrupt``, for which PyTorch
-   calls no hooks, at the latest when the model runs the next time.
+   calls no hooks, at the latest when a region begins or ends, or the model runs the next time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -25,7 +24,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training.activations.buffers import Buffers
-from tierstore.training.hooks import Hook, modules_on_the_stack
+from tierstore.training.hooks import Hook, Opened
 from tierstore.training.saved import packs_the_rest
 
 Context = AbstractContextManager[object]
@@ -36,22 +35,21 @@ _begin: Callable[..., Generator[None]] = checkpoint._checkpoint_without_reentran
 
 
 class _Entry(NamedTuple):
-    """A module that is being run; ``running`` is ``None`` where nothing is recomputed."""
+    """A module that is being run."""
 
-    region: Region
-    running: Generator[None] | None
-    buffers: Buffers | None
+    running: Generator[None]
+    buffers: Buffers
 
 
 class _Here(threading.local):
     """What happens in this thread."""
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
         self.is_for_recompute = False
 
 
 _here = _Here()
+_opened: Opened[_Entry] = Opened()
 
 
 def is_recomputed() -> bool:
@@ -112,7 +110,6 @@ class Region:
         """The module begins to run."""
         discard_interrupted()
         if not torch.is_grad_enabled() or is_recomputed():
-            _here.entries.append(_Entry(self, None, None))
             return
         self.forwards += 1
         buffers = Buffers(self.module)
@@ -130,38 +127,27 @@ class Region:
         running = _begin(run, True, contexts, "default", False, True, *args, *kwargs.values())  # noqa: FBT003
         with for_recompute():
             next(running)
-        _here.entries.append(_Entry(self, running, buffers))
+        _opened.begin(self, _Entry(running, buffers))
 
     def leave(self) -> None:
         """The module has run."""
-        entries = _here.entries
-        if not entries or entries[-1].region is not self:
-            return
-        _, running, buffers = entries.pop()
-        if running is None or buffers is None:
-            return
-        buffers.keep_changed()
-        next(running, None)
+        discard_interrupted()
+        entry = _opened.end(self)
+        if entry is not None:
+            entry.buffers.keep_changed()
+            next(entry.running, None)
 
     def abandon(self) -> None:
         """The module has run, or an exception ended it: then the region is still open."""
-        entries = _here.entries
-        if entries and entries[-1].region is self and sys.exc_info()[0] is not None:
-            _close(entries.pop())
+        discard_interrupted()
+        entry = _opened.end(self)
+        if entry is not None:
+            entry.running.close()
 
 
 def discard_interrupted() -> None:
     """Close what modules left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    entries = _here.entries
-    if not entries:
-        return
-    running = modules_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
-    while entries and entries[-1].region.module not in running:
-        _close(entries.pop())
-
-
-def _close(entry: _Entry) -> None:
-    if entry.running is not None:
+    for entry in _opened.interrupted():
         entry.running.close()
 
 
