@@ -1,16 +1,24 @@
-"""A module's buffers as they were when its forward began.
+"""What a module's forward saw besides its arguments: it has to see the same when it is run again.
 
-A forward that is run again has to see the values that it saw, and must leave none behind: running
-statistics would be updated twice, and a step that is counted would be counted twice.
+1. Buffers have the values that they had, and nothing is left behind: running statistics would be updated
+   twice, and a step that is counted would be counted twice.
+2. Modules train if they did, parameters want gradients if they did, and generators that are the modules' own
+   or arguments draw what they drew.
+3. Parameters must not have changed since; then PyTorch's error is raised.  Those that the forward itself
+   changes it changes again.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
+
+from tierstore.training.binding import natively
+from tierstore.training.saved import refuse_if_changed
 
 
 class _Buffer(NamedTuple):
@@ -91,6 +99,86 @@ class Buffers:
         for each, present in reversed(self._present):
             each.owner._buffers[each.name] = present  # noqa: SLF001
         self._present, self._values = [], []
+
+
+class Before:
+    """Everything that a forward saw besides its arguments, taken when it begins.
+
+    A context manager, as often as wanted: inside, it is as it was, and afterwards as it is now.  One thread
+    at a time.
+
+    Args:
+        module: whose forward.
+        generators: that it was given.
+    """
+
+    def __init__(self, module: nn.Module, generators: Iterable[torch.Generator]) -> None:
+        self._buffers = Buffers(module)
+        self._modes = [(each, each.training) for each in module.modules()]
+        owned = (each for owner, _ in self._modes for each in vars(owner).values())
+        found = [each for each in owned if isinstance(each, torch.Generator)]
+        self._states = [(each, each.get_state()) for each in dict.fromkeys((*found, *generators))]
+        with natively():
+            self._parameters = [(each, each.requires_grad, _version(each)) for each in module.parameters()]
+        self._constant: list[tuple[nn.Parameter, int]] = []
+        self._inside = contextlib.ExitStack()
+
+    def end(self) -> None:
+        """The forward has run."""
+        self._buffers.keep_changed()
+        with natively():  # what the forward itself changes, others may change by running it, too
+            self._constant = [(each, then) for each, _, then in self._parameters if _version(each) == then]
+
+    def __enter__(self) -> None:
+        """Let everything be as it was.
+
+        Raises:
+            RuntimeError: a parameter was changed in place since; the text is PyTorch's.
+        """
+        with natively():
+            for parameter, then in self._constant:
+                refuse_if_changed(parameter.dtype, parameter.shape, _version(parameter), then)
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(self._buffers)
+            inside.enter_context(self._in_their_modes())
+            inside.enter_context(self._in_their_states())
+            self._inside = inside.pop_all()
+
+    def __exit__(self, *error: object) -> None:
+        self._inside.close()
+
+    @contextlib.contextmanager
+    def _in_their_modes(self) -> Iterator[None]:
+        modes = [(module, module.training) for module, then in self._modes if module.training != then]
+        with natively():
+            wishes = [
+                (each, each.requires_grad) for each, then, _ in self._parameters if each.requires_grad != then
+            ]
+        _turn(modes, wishes)
+        try:
+            yield
+        finally:
+            _turn([(each, not now) for each, now in modes], [(each, not now) for each, now in wishes])
+
+    @contextlib.contextmanager
+    def _in_their_states(self) -> Iterator[None]:
+        now = [(generator, generator.get_state()) for generator, _ in self._states]
+        for generator, state in self._states:
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            for generator, state in now:
+                generator.set_state(state)
+
+
+def _turn(modes: Iterable[tuple[nn.Module, bool]], wishes: Iterable[tuple[nn.Parameter, bool]]) -> None:
+    """Let modules train that do not, and parameters want gradients that do not, and the other way round."""
+    for module, now in modes:
+        module.training = not now
+    with natively():
+        for parameter, now in wishes:
+            parameter.requires_grad_(not now)
 
 
 def _version(tensor: torch.Tensor | None) -> int:

@@ -399,7 +399,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
     with natively():
-        if tensor.layout is not torch.strided or tensor.is_inference() or _is_functional(tensor):
+        if tensor.layout is not torch.strided or tensor.is_inference() or _has_no_bytes(tensor):
             return False
         try:
             tensor.untyped_storage()
@@ -408,7 +408,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
         return True
 
 
-_is_functional: Callable[[torch.Tensor], bool] = torch._is_functional_tensor  # noqa: SLF001
+def _has_no_bytes(tensor: torch.Tensor) -> bool:
+    """Whether it is functional, or the zeros of forward-mode differentiation."""
+    return torch._is_functional_tensor(tensor) or tensor._is_zerotensor()  # noqa: SLF001
 
 
 def can_repeat(args: Arguments, kwargs: Named) -> bool:

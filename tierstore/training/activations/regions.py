@@ -2,10 +2,10 @@
 
 1. ``forward`` is not replaced: PyTorch's checkpoint is begun by a pre-hook and ended by a hook.  Hooks that a
    module has besides are inside, and run again with it.
-2. Nothing happens where nothing is kept for backward (`torch.no_grad`), and inside a forward that is
-   recomputed anyway, by us or by the program.
-3. Random numbers and autocast are as they were: PyTorch sees to it.  Buffers are as they were, and are not
-   changed a second time (`Buffers`).
+2. Nothing happens where nothing is kept for backward (`torch.no_grad`), inside a forward that is recomputed
+   anyway, by us or by the program, and where an argument can be read only once.
+3. Random numbers and autocast are as they were: PyTorch sees to it.  So is what else a forward saw, which is
+   not changed a second time (`Before`); lists and dicts among the arguments are copies.
 4. Whatever ends a forward ends the region: an exception at once, a ``KeyboardInterrupt``, for which PyTorch
    calls no hooks, at the latest when a region begins or ends, or the model runs the next time.
 """
@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,11 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from tierstore.training.activations.buffers import Buffers
+from tierstore.training.activations.buffers import Before
 from tierstore.training.hooks import Hook, Opened
 from tierstore.training.saved import packs_the_rest
+
+log = logging.getLogger("tierstore")
 
 Context = AbstractContextManager[object]
 Contexts = Callable[[], tuple[Context, Context]]
@@ -38,7 +42,7 @@ class _Entry(NamedTuple):
     """A module that is being run."""
 
     running: Generator[None]
-    buffers: Buffers
+    before: Before
 
 
 class _Here(threading.local):
@@ -97,6 +101,7 @@ class Region:
         self.forwards = 0
         self.repetitions = 0
         self._contexts = contexts or checkpoint.noop_context_fn
+        self._has_said = False
 
     def register(self) -> list[RemovableHandle]:
         """Hook it to its module, around the hooks that it has."""
@@ -111,30 +116,42 @@ class Region:
         discard_interrupted()
         if not torch.is_grad_enabled() or is_recomputed():
             return
+        values, shape = tree_flatten((args, dict(kwargs)))
+        if any(isinstance(value, Iterator) for value in values):
+            self._say_what_is_read_once()
+            return
         self.forwards += 1
-        buffers = Buffers(self.module)
-        names = tuple(kwargs)
+        before = Before(self.module, (value for value in values if isinstance(value, torch.Generator)))
 
         def contexts() -> tuple[Context, Context]:
             forward, again = self._contexts()
-            return forward, _Again(self, buffers, again)
+            return forward, _Again(self, before, again)
 
-        def run(*values: object) -> object:
-            count = len(values) - len(names)
-            return self.module(*values[:count], **dict(zip(names, values[count:], strict=True)))
+        def run(*given: object) -> object:
+            positions, names = tree_unflatten(given, shape)
+            return self.module(*positions, **names)
 
-        # Everything goes as a position: PyTorch looks there for devices whose random state it keeps.
-        running = _begin(run, True, contexts, "default", False, True, *args, *kwargs.values())  # noqa: FBT003
+        # Everything goes as a position: PyTorch looks there for tensors, which it has saved, and for devices
+        # whose random state it keeps.
+        running = _begin(run, True, contexts, "default", False, True, *values)  # noqa: FBT003
         with for_recompute():
             next(running)
-        _opened.begin(self, _Entry(running, buffers))
+        _opened.begin(self, _Entry(running, before))
+
+    def _say_what_is_read_once(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            log.warning(
+                "a %s was given an iterator, which can be read once: it is not recomputed",
+                type(self.module).__name__,
+            )
 
     def leave(self) -> None:
         """The module has run."""
         discard_interrupted()
         entry = _opened.end(self)
         if entry is not None:
-            entry.buffers.keep_changed()
+            entry.before.end()
             next(entry.running, None)
 
     def abandon(self) -> None:
@@ -152,27 +169,27 @@ def discard_interrupted() -> None:
 
 
 class _Again:
-    """What a repetition runs in: the buffers as they were, then whatever else.  As often as wanted."""
+    """What a repetition runs in: what the forward saw, then whatever else.  As often as wanted."""
 
-    def __init__(self, region: Region, buffers: Buffers, inner: Context) -> None:
+    def __init__(self, region: Region, before: Before, inner: Context) -> None:
         self._region = region
-        self._buffers = buffers
+        self._before = before
         self._inner = inner
 
     def __enter__(self) -> None:
+        self._before.__enter__()
         self._region.repetitions += 1
-        self._buffers.__enter__()
         try:
             self._inner.__enter__()
         except BaseException:
-            self._buffers.__exit__()
+            self._before.__exit__()
             raise
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401 - what ended it, passed on
         try:
             self._inner.__exit__(*error)
         finally:
-            self._buffers.__exit__()
+            self._before.__exit__()
 
 
 class _Enter(Hook):
