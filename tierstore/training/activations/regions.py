@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from tierstore.training.activations import slices
 from tierstore.training.activations.buffers import Before
 from tierstore.training.hooks import Hook, Opened
 from tierstore.training.saved import packs_the_rest
@@ -90,17 +91,21 @@ class Region:
     Args:
         module: whose forward is run again.
         contexts: what it runs in; made anew for each forward.
+        groups: processes that keep a slice each of what the module is given (`slices`).
 
     Attributes:
         forwards: how many forwards were entered.
         repetitions: how many of them were run again.
     """
 
-    def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, contexts: Contexts | None = None, groups: Sequence[slices.Group] = ()
+    ) -> None:
         self.module = module
         self.forwards = 0
         self.repetitions = 0
         self._contexts = contexts or checkpoint.noop_context_fn
+        self._groups = groups
         self._has_said = False
 
     def register(self) -> list[RemovableHandle]:
@@ -127,13 +132,16 @@ class Region:
             forward, again = self._contexts()
             return forward, _Again(self, before, again)
 
-        def run(*given: object) -> object:
-            positions, names = tree_unflatten(given, shape)
+        kept, cuts = slices.cut(values, self._groups) if self._groups else (values, [None] * len(values))
+
+        def run(*given: Any) -> object:  # noqa: ANN401 - what was kept
+            whole = [one if how is None else how.whole(one) for one, how in zip(given, cuts, strict=True)]
+            positions, names = tree_unflatten(whole, shape)
             return self.module(*positions, **names)
 
         # Everything goes as a position: PyTorch looks there for tensors, which it has saved, and for devices
         # whose random state it keeps.
-        running = _begin(run, True, contexts, "default", False, True, *values)  # noqa: FBT003
+        running = _begin(run, True, contexts, "default", False, True, *kept)  # noqa: FBT003
         with for_recompute():
             next(running)
         _opened.begin(self, _Entry(running, before))
