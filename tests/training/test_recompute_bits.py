@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import cast
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -151,17 +155,21 @@ WHOLE_OR_OPERATORS = (
 
 
 class Part(nn.Module):
-    """A product, dropout, a norm that counts, and a generator of its own."""
+    """A product, dropout, a norm that counts, and generators of its own and of others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.dropout = nn.Linear(DIM, DIM), nn.BatchNorm1d(LENGTH), nn.Dropout(0.2)
         self.generator = torch.Generator().manual_seed(5)
+        self.generators = random.Random(6)
+        self.numpy, self.legacy = numpy.random.default_rng(7), numpy.random.RandomState(8)
 
     def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Transform ``(batch, LENGTH, DIM)``."""
         mask = torch.rand(x.shape, generator=generator or self.generator)
-        output: Tensor = self.dropout(self.norm(torch.tanh(self.linear(x)) * mask))
+        scale = random.random() + numpy.random.rand() + self.generators.random()
+        scale += float(self.numpy.random()) + self.legacy.rand()
+        output: Tensor = self.dropout(self.norm(torch.tanh(self.linear(x)) * mask * scale))
         return output
 
 
@@ -230,9 +238,14 @@ def test_a_forward_sees_what_it_saw(
     build: Callable[[], nn.Module], config: dict[str, object], steps: Steps
 ) -> None:
     def with_generators(model: nn.Module) -> list[Tensor | None]:
+        random.seed(1)
+        numpy.random.seed(2)
         logged = steps(model)
         owned = [each.generator for each in model.modules() if isinstance(each, Part | Given)]
-        return [*logged, *(each.get_state() for each in owned)]
+        parts = [each for each in model.modules() if isinstance(each, Part)]
+        drawn = [random.random(), numpy.random.rand(), *(each.generators.random() for each in parts)]
+        drawn += [float(each.numpy.random()) + each.legacy.rand() for each in parts]
+        return [*logged, torch.tensor(drawn), *(each.get_state() for each in owned)]
 
     run = assert_same_bits(build, with_generators, config)
     is_recomputed = "recompute" not in config or build is not Given  # else there is an iterator
@@ -264,6 +277,64 @@ def test_a_parameter_that_the_forward_itself_changes_is_not_refused() -> None:
     with recomputing(model, {"recompute": True}) as run:
         train(model)
     assert run.stats().repetitions > 0
+
+
+@dataclass
+class State:
+    """What goes from layer to layer."""
+
+    x: Tensor
+    steps: int = 0
+
+
+def test_a_dataclass_that_a_layer_changes_is_what_it_was() -> None:
+    class Stepping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, state: State) -> State:
+            state.steps += 1
+            state.x = torch.tanh(self.linear(state.x)) * state.steps
+            return state
+
+    class Stepped(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            state = State(x)
+            for layer in self.layers:
+                state = layer(state)
+            return state.x
+
+    run = assert_same_bits(lambda: Stepped(Stepping), train, {"recompute": True})
+    assert run.stats().repetitions > 0
+
+
+def test_parameters_that_are_lent_for_a_call_are_those_of_its_repetition() -> None:
+    def steps(model: nn.Module) -> list[Tensor | None]:
+        lent = {name: (2 * each).detach().requires_grad_() for name, each in model.named_parameters()}
+        torch.func.functional_call(model, lent, (inputs(),)).square().mean().backward()
+        return [each.grad for each in lent.values()]
+
+    for config in WHOLE_OR_OPERATORS:
+        run = assert_same_bits(lambda: Model(_smooth), steps, config)
+        assert run.stats().repetitions + run.stats().operators > 0
+
+
+def test_a_copy_that_shares_the_hooks_runs_itself_again() -> None:
+    def steps(model: nn.Module) -> list[Tensor | None]:
+        layer = model.get_submodule("layers.1")
+        twin = copy.copy(layer)
+        twin._parameters = {name: nn.Parameter(2 * each) for name, each in layer.named_parameters()}
+        twin(inputs()).square().mean().backward()
+        return [parameter.grad for parameter in twin.parameters()]
+
+    class Squashed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(super().forward(x))
+
+    for config in WHOLE_OR_OPERATORS:
+        run = assert_same_bits(lambda: Model(lambda: Squashed(DIM, DIM)), steps, config)
+        assert run.stats().repetitions + run.stats().operators > 0
 
 
 def test_what_is_read_once_is_not_recomputed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

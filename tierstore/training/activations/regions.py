@@ -5,7 +5,7 @@
 2. Nothing happens where nothing is kept for backward (`torch.no_grad`), inside a forward that is recomputed
    anyway, by us or by the program, and where an argument can be read only once.
 3. Random numbers and autocast are as they were: PyTorch sees to it.  So is what else a forward saw, which is
-   not changed a second time (`Before`); lists and dicts among the arguments are copies.
+   not changed a second time (`Before`); lists, dicts and dataclasses among the arguments are copies.
 4. Whatever ends a forward ends the region: an exception at once, a ``KeyboardInterrupt``, for which PyTorch
    calls no hooks, at the latest when a region begins or ends, or the model runs the next time.
 """
@@ -13,10 +13,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training.activations import slices
-from tierstore.training.activations.buffers import Before
+from tierstore.training.activations.before import Before
 from tierstore.training.hooks import Hook, Opened
 from tierstore.training.saved import packs_the_rest
 
@@ -116,17 +118,18 @@ class Region:
             self.module.register_forward_hook(_Abandon(self), always_call=True),
         ]
 
-    def enter(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """The module begins to run."""
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """The module begins to run, or a copy that shares its hooks."""
         discard_interrupted()
         if not torch.is_grad_enabled() or is_recomputed():
             return
         values, shape = tree_flatten((args, dict(kwargs)))
+        values = [_copied(value) for value in values]
         if any(isinstance(value, Iterator) for value in values):
             self._say_what_is_read_once()
             return
         self.forwards += 1
-        before = Before(self.module, (value for value in values if isinstance(value, torch.Generator)))
+        before = Before(module, values)
 
         def contexts() -> tuple[Context, Context]:
             forward, again = self._contexts()
@@ -136,8 +139,9 @@ class Region:
 
         def run(*given: Any) -> object:  # noqa: ANN401 - what was kept
             whole = [one if how is None else how.whole(one) for one, how in zip(given, cuts, strict=True)]
+            whole = [_copied(value) for value in whole]
             positions, names = tree_unflatten(whole, shape)
-            return self.module(*positions, **names)
+            return module(*positions, **names)
 
         # Everything goes as a position: PyTorch looks there for tensors, which it has saved, and for devices
         # whose random state it keeps.
@@ -168,6 +172,11 @@ class Region:
         entry = _opened.end(self)
         if entry is not None:
             entry.running.close()
+
+
+def _copied(value: Any) -> Any:  # noqa: ANN401 - an argument
+    """Return a copy of what a forward may set attributes of."""
+    return copy.copy(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def discard_interrupted() -> None:
@@ -206,8 +215,7 @@ class _Enter(Hook):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module
-        self._region.enter(args, kwargs)
+        self._region.enter(module, args, kwargs)
 
 
 class _Leave(Hook):

@@ -2,20 +2,25 @@
 
 1. Buffers have the values that they had, and nothing is left behind: running statistics would be updated
    twice, and a step that is counted would be counted twice.
-2. Modules train if they did, parameters want gradients if they did, and generators that are the modules' own
-   or arguments draw what they drew.
-3. Parameters must not have changed since; then PyTorch's error is raised.  Those that the forward itself
-   changes it changes again.
+2. Modules train if they did, and parameters want gradients if they did.
+3. Random numbers are those that it drew, whether from Python's, numpy's or a generator that is a module's own
+   or an argument.  PyTorch sees to its own default generators.
+4. Parameters are the objects that they were, as where ``torch.func.functional_call`` lends others; not so
+   DTensors, which FSDP puts into place itself.  They must not have changed since; then PyTorch's error is
+   raised.  Those that the forward itself changes it changes again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, cast
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, cast
 
+import numpy
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tierstore.training.binding import natively
 from tierstore.training.saved import refuse_if_changed
@@ -101,6 +106,16 @@ class Buffers:
         self._present, self._values = [], []
 
 
+class _Parameter(NamedTuple):
+    """A parameter at the beginning."""
+
+    owner: nn.Module
+    name: str
+    tensor: torch.Tensor
+    is_wanted: bool
+    version: int
+
+
 class Before:
     """Everything that a forward saw besides its arguments, taken when it begins.
 
@@ -109,25 +124,30 @@ class Before:
 
     Args:
         module: whose forward.
-        generators: that it was given.
+        values: its arguments.
     """
 
-    def __init__(self, module: nn.Module, generators: Iterable[torch.Generator]) -> None:
+    def __init__(self, module: nn.Module, values: Iterable[object]) -> None:
         self._buffers = Buffers(module)
         self._modes = [(each, each.training) for each in module.modules()]
         owned = (each for owner, _ in self._modes for each in vars(owner).values())
-        found = [each for each in owned if isinstance(each, torch.Generator)]
-        self._states = [(each, each.get_state()) for each in dict.fromkeys((*found, *generators))]
+        found = {id(each): each for each in (*owned, *values) if isinstance(each, _GENERATORS)}
+        self._states = [(each, _state_of(each)) for each in (random, numpy.random, *found.values())]
         with natively():
-            self._parameters = [(each, each.requires_grad, _version(each)) for each in module.parameters()]
-        self._constant: list[tuple[nn.Parameter, int]] = []
+            self._parameters = [
+                _Parameter(owner, name, each, each.requires_grad, _version(each))
+                for owner, _ in self._modes
+                for name, each in owner._parameters.items()  # noqa: SLF001 - where `functional_call` lends
+                if each is not None
+            ]
+        self._constant: list[_Parameter] = []
         self._inside = contextlib.ExitStack()
 
     def end(self) -> None:
         """The forward has run."""
         self._buffers.keep_changed()
         with natively():  # what the forward itself changes, others may change by running it, too
-            self._constant = [(each, then) for each, _, then in self._parameters if _version(each) == then]
+            self._constant = [each for each in self._parameters if _version(each.tensor) == each.version]
 
     def __enter__(self) -> None:
         """Let everything be as it was.
@@ -136,10 +156,11 @@ class Before:
             RuntimeError: a parameter was changed in place since; the text is PyTorch's.
         """
         with natively():
-            for parameter, then in self._constant:
-                refuse_if_changed(parameter.dtype, parameter.shape, _version(parameter), then)
+            for each in self._constant:
+                refuse_if_changed(each.tensor.dtype, each.tensor.shape, _version(each.tensor), each.version)
         with contextlib.ExitStack() as inside:
             inside.enter_context(self._buffers)
+            inside.enter_context(self._in_their_places())
             inside.enter_context(self._in_their_modes())
             inside.enter_context(self._in_their_states())
             self._inside = inside.pop_all()
@@ -148,31 +169,63 @@ class Before:
         self._inside.close()
 
     @contextlib.contextmanager
-    def _in_their_modes(self) -> Iterator[None]:
-        modes = [(module, module.training) for module, then in self._modes if module.training != then]
-        with natively():
-            wishes = [
-                (each, each.requires_grad) for each, then, _ in self._parameters if each.requires_grad != then
-            ]
-        _turn(modes, wishes)
+    def _in_their_places(self) -> Iterator[None]:
+        moved: list[tuple[dict[str, Any], str, torch.Tensor, object]] = []
+        for owner, name, then, _, _ in self._parameters:
+            held: dict[str, Any] = owner._parameters  # noqa: SLF001
+            if name in held and held[name] is not then and not _is_wrapper(then):
+                moved.append((held, name, then, held[name]))
+                held[name] = then
         try:
             yield
         finally:
-            _turn([(each, not now) for each, now in modes], [(each, not now) for each, now in wishes])
+            for held, name, _, now in moved:
+                held[name] = now
+
+    @contextlib.contextmanager
+    def _in_their_modes(self) -> Iterator[None]:
+        modes = [(module, module.training) for module, then in self._modes if module.training != then]
+        with natively():
+            wishes = [each for each in self._parameters if each.tensor.requires_grad != each.is_wanted]
+            wished = [(each.tensor, each.tensor.requires_grad) for each in wishes if each.tensor.is_leaf]
+        _turn(modes, wished)
+        try:
+            yield
+        finally:
+            _turn([(each, not now) for each, now in modes], [(each, not now) for each, now in wished])
 
     @contextlib.contextmanager
     def _in_their_states(self) -> Iterator[None]:
-        now = [(generator, generator.get_state()) for generator, _ in self._states]
+        now = [(generator, _state_of(generator)) for generator, _ in self._states]
         for generator, state in self._states:
-            generator.set_state(state)
+            _set_state(generator, state)
         try:
             yield
         finally:
             for generator, state in now:
-                generator.set_state(state)
+                _set_state(generator, state)
 
 
-def _turn(modes: Iterable[tuple[nn.Module, bool]], wishes: Iterable[tuple[nn.Parameter, bool]]) -> None:
+_is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
+_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
+def _state_of(generator: Any) -> Any:  # noqa: ANN401 - one of `_GENERATORS`, or the module that has one
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:  # noqa: ANN401 - see `_state_of`
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _turn(modes: Iterable[tuple[nn.Module, bool]], wishes: Iterable[tuple[torch.Tensor, bool]]) -> None:
     """Let modules train that do not, and parameters want gradients that do not, and the other way round."""
     for module, now in modes:
         module.training = not now
