@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,7 @@ from tests.training.recompute_models import (
 from tests.training.twins import assert_equal_models
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import recompute, swap
+from tierstore.training.activations import scopes
 
 WIDE = 64
 
@@ -176,14 +179,15 @@ def test_a_copy_of_a_buffer_is_kept_only_if_the_buffer_changed() -> None:
         assert saved_bytes(model) < 1 << 20
 
 
-def test_a_buffer_that_fails_to_run_again_is_put_right() -> None:
+def test_a_buffer_that_fails_to_run_again_is_put_right(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(CountingLayer)
     with recomputing(model, {"recompute": True}):
         loss = model(inputs()).sum()
         before = [buffer.clone() for buffer in model.buffers()]
-        model.layers[1].feed_forward[0].weight = None  # type: ignore[union-attr, index]
-        with pytest.raises(TypeError):
-            loss.backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Linear, "forward", None)
+            with pytest.raises(TypeError):
+                loss.backward()
         assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
 
 
@@ -336,6 +340,40 @@ def test_what_changes_in_place_after_it_was_saved_is_made_before(change: str, pa
     assert run.stats().replaced > 0
 
 
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_what_nobody_saved_is_not_made_when_its_input_changes(is_wanted: bool) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            first = h + 1
+            second = first + 2
+            h += 3
+            return torch.sigmoid(h) + (torch.sin(second) if is_wanted else second)
+
+    run = assert_same_bits(lambda: Model(Chain), train, {"select_recompute": ["aten.add"]})
+    assert run.stats().operators == 0
+
+
+def test_a_chain_of_operators_may_be_longer_than_the_interpreters_stack() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            for number in range(2 * sys.getrecursionlimit()):
+                x = x + number % 3
+            return torch.sin(x)
+
+    run = assert_same_bits(lambda: Model(Chain, 1), _train_inputs, {"select_recompute": ["aten.add"]})
+    assert run.stats().operators > sys.getrecursionlimit()
+
+
 def test_what_is_swapped_and_then_changed_is_made_before(tmp_path: Path) -> None:
     document = {
         "recompute_config": {"select_recompute": {"aten.relu": True}},
@@ -440,6 +478,55 @@ def test_an_exception_in_forward_leaves_nothing_in_force(
         assert a.grad is not None
         assert b.grad is not None
         assert torch.equal(a.grad, b.grad)
+
+
+class _Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, error: type[BaseException] | None = None) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        if error is not None:
+            raise error
+        return torch.sigmoid(self.linear(h))
+
+
+class _Retrying(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.part = _Part()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(self.error):
+            self.part(x, self.error)
+        output: Tensor = x + self.part(2 * x)
+        return output
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"recompute": True},
+        {"recompute": True, "select_recompute_exclude": ["aten.tanh", r"part\.sigmoid"]},
+        {"select_recompute": ["part"]},
+        {"select_recompute": [r"part\.inner", r"part\.sigmoid"]},
+        {"select_recompute": ["part", r"part\.inner", "aten.add"]},
+        {"select_recompute": [r"aten\..*"]},
+    ],
+    ids=str,
+)
+def test_a_call_that_failed_is_not_taken_for_the_next_one(
+    error: type[BaseException], config: dict[str, object]
+) -> None:
+    run = assert_same_bits(lambda: Model(lambda: _Retrying(error)), train, config)
+    assert run.stats().repetitions + run.stats().operators > 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # noqa: FBT003
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert scopes.current() == scopes.Scope()
 
 
 def test_the_model_is_as_it_was_when_it_is_closed() -> None:

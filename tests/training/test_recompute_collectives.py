@@ -1,8 +1,12 @@
-"""Communication between processes inside of what is recomputed; a group of one process shows it."""
+"""Communication between processes in what is recomputed, and what each of them keeps of its inputs."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +92,29 @@ def test_communication_is_repeated_unless_it_is_kept(config: dict[str, object], 
     assert expected_gathers == 4
     assert found_gathers == gathers
     assert_equal_lists(expected, found)
+
+
+INPUT_BYTES, COUNT = 67 * 32 * 4, 3  # of the layers in `tensor_parallel_worker`; a second input has 4 bytes
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_each_process_keeps_a_slice_of_what_is_the_same_in_all(processes: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.training.tensor_parallel_worker"]
+    workers = [
+        subprocess.Popen(  # the command is ours
+            [*command, str(rank), str(processes), str(tmp_path)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(processes)
+    ]
+    errors = [worker.communicate(timeout=110)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * processes, errors
+    whole_bytes = COUNT * (INPUT_BYTES + 4)
+    slice_bytes = COUNT * (-(-INPUT_BYTES // processes) + 4)
+    for rank in range(processes):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found.pop("counted") == whole_bytes  # as in the reference, it goes with `recompute: True` only
+        for kind, step in found.items():
+            is_sliced = kind != "different"
+            assert step["is_same"], kind
+            assert step["kept_bytes"] == [whole_bytes, slice_bytes if is_sliced else whole_bytes], kind
+            assert step["alive"] == [COUNT, 0 if is_sliced else COUNT], kind

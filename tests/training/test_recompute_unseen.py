@@ -62,6 +62,43 @@ class _Filled(nn.Module):
         return x * mask
 
 
+class _Cell(nn.Module):
+    """Recurrent cells change pieces of their gates in place."""
+
+    def __init__(self, kind: type[nn.LSTMCell | nn.GRUCell]) -> None:
+        super().__init__()
+        self.w1, self.cell = nn.Linear(DIM, DIM), kind(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.cell(torch.tanh(self.w1(x)))
+        state = self.cell(2 * x, first)
+        output: Tensor = torch.sigmoid(state[0]) * state[1] if isinstance(state, tuple) else state
+        return x + output
+
+
+class _Pieces(nn.Module):
+    """Changes pieces of one storage, or the whole of it, before, between and after it reads them."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(DIM, 2 * DIM)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.w1(x)
+        first, second = whole.unsafe_chunk(2, -1)
+        early = torch.sigmoid(first if self.change != "before" else first.sigmoid_())
+        if self.change == "between":
+            first.mul_(2)
+        elif self.change == "whole":
+            with torch.no_grad():
+                whole.mul_(2)
+        output: Tensor = early * torch.sigmoid(first) * (second * 3).tanh_()
+        if self.change == "after":
+            second.mul_(2)
+        return output
+
+
 def _gradients(model: nn.Module) -> list[Tensor]:
     model.zero_grad()
     x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
@@ -84,6 +121,29 @@ def test_what_a_collective_changed_is_not_taken_for_what_was_there(config: dict[
     plain = _gradients(model)
     with recompute(model, config):
         assert all(map(torch.equal, plain, _gradients(model)))
+
+
+@pytest.mark.parametrize("layer", ["LSTM", "GRU", "before", "between", "whole", "after"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"select_recompute": [r"aten\..*"]},
+        {"select_recompute": ["w1", "cell", "aten.mul"]},
+        {"select_recompute": ["aten.sigmoid", "aten.tanh", "aten.addmm"]},
+        {"recompute": True},
+        {"recompute": True, "select_recompute_exclude": [r"aten\..*"]},
+        {"recompute": True, "select_recompute_exclude": ["aten.addmm", "aten.sigmoid"]},
+    ],
+    ids=str,
+)
+def test_pieces_of_one_storage_are_what_they_were(layer: str, config: dict[str, object]) -> None:
+    cells: dict[str, type[nn.LSTMCell | nn.GRUCell]] = {"LSTM": nn.LSTMCell, "GRU": nn.GRUCell}
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Cell(cells[layer]) if layer in cells else _Pieces(layer) for _ in range(3)))
+    plain = _gradients(model)
+    with recompute(model, config) as run:
+        assert all(map(torch.equal, plain, _gradients(model)))
+    assert run.stats().replaced + run.stats().repetitions > 0
 
 
 def test_statistics_are_those_of_the_forward_that_read_them() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -208,6 +209,44 @@ def test_an_output_that_is_changed_in_place_is_refused_as_pytorch_refuses_it(vau
         checkpoint.checkpoint(
             run, x, use_reentrant=False, context_fn=contexts(vault, OFFLOAD)
         ).sum().backward()
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_an_output_that_is_changed_by_its_pieces_is_refused_as_well(
+    vault: Vault, cell: type[nn.LSTMCell | nn.GRUCell]
+) -> None:
+    layer = cell(DIM, DIM)  # pieces of its gates are changed in place, and count versions for themselves
+    x = torch.randn(BATCH // 4, DIM, requires_grad=True)
+    state = checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=contexts(vault, OFFLOAD))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (state[0] if isinstance(state, tuple) else state).sum().backward()
+
+
+def test_outputs_on_another_device_stay(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ts.Store, "device", torch.device("cpu", 1))
+    assert_equal_lists(gradients(None), gradients(contexts(vault, OFFLOAD)))
+    assert vault.stats.kept == 0
+
+
+def test_a_policy_may_be_a_partial_function_and_wrappers_may_pass_it_on(vault: Vault) -> None:
+    def choose(
+        policy: CheckpointPolicy, context: object, operator: object, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
+        return policy if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    policy = functools.partial(choose, OFFLOAD)
+    wrapped = nn.ModuleList(
+        checkpoint_wrapper(
+            layer,
+            context_fn=functools.partial(create_selective_checkpoint_contexts, policy, vault=vault),
+        )
+        for layer in model()
+    )
+    torch.manual_seed(2)
+    for _ in range(2):
+        forward(wrapped, None).backward()
+    assert_equal_lists(gradients(None), [parameter.grad for parameter in wrapped.parameters()])
+    assert vault.stats.kept == 2 * 3 * 2
 
 
 def test_without_a_vault_offloading_is_refused_and_all_else_works() -> None:

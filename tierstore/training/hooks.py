@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -127,11 +127,6 @@ class ModuleWindows:
         return classes
 
 
-def modules_on_the_stack(frame: FrameType | None) -> set[nn.Module]:
-    """Return the modules that run in ``frame`` or in those that called it."""
-    return set(calls_on_the_stack(frame))
-
-
 def calls_on_the_stack(frame: FrameType | None) -> Counter[nn.Module]:
     """Return how often each module runs in ``frame`` and in those that called it."""
     found: Counter[nn.Module] = Counter()
@@ -141,6 +136,64 @@ def calls_on_the_stack(frame: FrameType | None) -> Counter[nn.Module]:
             found[module] += 1
         frame = frame.f_back
     return found
+
+
+Thing = TypeVar("Thing")
+
+
+class Opened(threading.local, Generic[Thing]):
+    """What the calls of modules that run in this thread have opened, outermost first.
+
+    PyTorch calls no hooks where a ``KeyboardInterrupt`` or its like ends a call.  A call is known by its
+    frame, so that it is not taken for the module's next one.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[FrameType | None, object, Thing]] = []
+
+    @property
+    def last(self) -> Thing | None:
+        """What was opened last."""
+        return self._entries[-1][2] if self._entries else None
+
+    def begin(self, owner: object, thing: Thing) -> None:
+        """Take in what a hook has opened for the call that it is called in.
+
+        Args:
+            owner: of the hook, one a module.
+            thing: that is open.
+        """
+        self._entries.append((_call_around(sys._getframe()), owner, thing))  # noqa: SLF001
+
+    def end(self, owner: object) -> Thing | None:
+        """Return what ``owner`` has opened for the call that this is called in; ``None``: nothing."""
+        if self._entries:
+            call, its_owner, thing = self._entries[-1]
+            if its_owner is owner and call is _call_around(sys._getframe()):  # noqa: SLF001
+                self._entries.pop()
+                return thing
+        return None
+
+    def interrupted(self) -> Iterator[Thing]:
+        """Take out, innermost first, what calls have opened that run no more."""
+        while self._entries and not _is_running(self._entries[-1][0]):
+            yield self._entries.pop()[2]
+
+
+def _call_around(frame: FrameType | None) -> FrameType | None:
+    """Return the call of a module that ``frame`` is in, the innermost."""
+    code = nn.Module._call_impl.__code__  # noqa: SLF001 - there is no other way to know
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(call: FrameType | None) -> bool:
+    """Say whether a call runs in this thread; one that is compiled is not seen, and taken to."""
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - there is no other way to know
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call
 
 
 class ModuleHooks:

@@ -60,12 +60,15 @@ class Input:
         """The storage that it lies in, while that lives; ``None`` as well if others look after its bytes."""
         return None if self._storage is None else self._storage()
 
+    @property
+    def call(self) -> Call | None:
+        """The call that made it; ``None``: it was not made by one that can be run again."""
+        return self._packed.call if isinstance(self._packed, Made) else None
+
     def pack(self) -> None:
         """Keep it as autograd would, by the hooks that are in force."""
         top = top_hooks()
-        if isinstance(self._packed, Made):
-            self._packed.call.pack()
-        elif self._unpack is None and top is not None:
+        if self._unpack is None and top is not None:
             self._packed, self._unpack = top[0](self._packed), top[1]
 
     def get(self) -> torch.Tensor:
@@ -106,13 +109,39 @@ class Call:
         self._references: set[int] = set()
         self._waiting: set[int] = set()
         self._numbers = itertools.count()
+        self._users: list[weakref.ref[Call]] = []
+        for call in self.sources():
+            call.note_user(self)
+
+    def sources(self) -> Iterator[Call]:
+        """Yield the calls that made inputs."""
+        for each in found((self._args, self._kwargs), Input):
+            if each.call is not None:
+                yield each.call
+
+    def note_user(self, call: Call) -> None:
+        """Take in that another call was given an output."""
+        self._users.append(weakref.ref(call))
 
     def pack(self) -> None:
-        """Keep the inputs: somebody has saved an output."""
-        if not self.is_packed:
-            self.is_packed = True
-            for each in found((self._args, self._kwargs), Input):
-                each.pack()
+        """Keep the inputs, and those of the calls that made inputs: somebody has saved an output."""
+        due = [self]
+        while due:
+            due += due.pop().pack_this()
+
+    def pack_this(self) -> Sequence[Call]:
+        """Keep the inputs; return the calls that made inputs, which have to do so as well."""
+        if self.is_packed:
+            return ()
+        self.is_packed = True
+        for each in found((self._args, self._kwargs), Input):
+            each.pack()
+        return list(self.sources())
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the outputs are there."""
+        return self._values is not None
 
     @property
     def arguments(self) -> tuple[Arguments, Named]:
@@ -124,14 +153,28 @@ class Call:
         return any(each.storage is storage for each in found((self._args, self._kwargs), Input))
 
     def settle(self) -> None:
-        """Depend on the inputs no more: they are about to change."""
-        if not self._references:
-            self.is_over = True
+        """Depend on the inputs no more: they are about to change.
+
+        If nobody saved an output, it is made again no more, and neither is what would be made from it.
+        """
+        if not (self.is_packed and self._references):
+            due = [self]
+            while due:
+                due += due.pop().give_up()
         elif not self._is_pinned:
             with self._lock:
-                self._values = self._values or self._run()
+                values = self._make()
                 self._is_pinned = True
+                self._values = values
                 self._args, self._kwargs = (), {}
+
+    def give_up(self) -> Sequence[Call]:
+        """Be made again no more; return the calls that were given outputs, to which the same happens."""
+        if self.is_over or self._is_pinned:
+            return ()
+        self.is_over = True
+        self._args, self._kwargs = (), {}
+        return [call for each in self._users if (call := each()) is not None]
 
     def refer(self) -> int:
         """Count one more reference; return its number."""
@@ -147,13 +190,39 @@ class Call:
     def value(self, index: int, number: int) -> torch.Tensor:
         """Return an output to whoever follows a reference."""
         with self._lock:
+            values = self._make()
+            self._followed(number)
+        return values[index]
+
+    def _make(self) -> Sequence[torch.Tensor]:
+        """Return the outputs; make them if they are not there, after those that they are made from.
+
+        Those could be made while the operator runs, but a chain of operators may be longer than the
+        interpreter's stack.
+        """
+        values: Sequence[torch.Tensor] = ()
+        due = [self]
+        while due:
+            missing = due[-1].missing()
+            if missing is not None:
+                due.append(missing)
+            else:
+                values = due.pop().make_this()
+        return values
+
+    def missing(self) -> Call | None:
+        """Return a call that has to be made before this one; ``None``: this one can be, or is."""
+        return None if self.is_made else next((call for call in self.sources() if not call.is_made), None)
+
+    def make_this(self) -> Sequence[torch.Tensor]:
+        """Return the outputs; run the operator if they are not there."""
+        with self._lock:
             values = self._values
             if values is None:
                 values = self._run()
                 self._waiting = set(self._references)  # before the values, which go when nobody waits
                 self._values = values
-            self._followed(number)
-        return values[index]
+            return values
 
     def _followed(self, number: int) -> None:
         self._waiting.discard(number)
@@ -330,7 +399,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
     with natively():
-        if tensor.layout is not torch.strided or tensor.is_inference() or _is_functional(tensor):
+        if tensor.layout is not torch.strided or tensor.is_inference() or _has_no_bytes(tensor):
             return False
         try:
             tensor.untyped_storage()
@@ -339,7 +408,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
         return True
 
 
-_is_functional: Callable[[torch.Tensor], bool] = torch._is_functional_tensor  # noqa: SLF001
+def _has_no_bytes(tensor: torch.Tensor) -> bool:
+    """Whether it is functional, or the zeros of forward-mode differentiation."""
+    return torch._is_functional_tensor(tensor) or tensor._is_zerotensor()  # noqa: SLF001
 
 
 def can_repeat(args: Arguments, kwargs: Named) -> bool:

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from tierstore.training.activations import scopes
@@ -16,6 +15,7 @@ from tierstore.training.activations.plan import ActivationPlan, LayerMatches, La
 from tierstore.training.activations.recompute_config import RecomputeConfig
 from tierstore.training.activations.regions import Contexts
 from tierstore.training.activations.scopes import Scope, Selection
+from tierstore.training.activations.slices import Group, groups_of, is_distributed
 
 
 def match_layers(layers: Sequence[nn.Module], plan: ActivationPlan) -> list[LayerMatches]:
@@ -54,12 +54,14 @@ class ChosenLayer:
         selection: of its operators.
         regions: modules that are recomputed as a whole.
         has_operators: whether operators are made again.
+        groups: processes that keep a slice each of what the layer is given.
     """
 
     module: nn.Module
     selection: Selection
     regions: list[nn.Module] = field(default_factory=list)
     has_operators: bool = False
+    groups: Sequence[Group] = ()
     _scopes: dict[nn.Module, Scope] = field(default_factory=dict)
 
     @classmethod
@@ -73,7 +75,9 @@ class ChosenLayer:
             tuple(pattern for pattern in again.exclude if pattern.is_aten),
             keeps_collectives=is_distributed() and not config.mp_comm_recompute,
         )
-        layer = cls(module, selection, [module] if again.is_whole else [], bool(selection.chosen))
+        groups = groups_of(module) if again.slice_activation else ()
+        regions = [module] if again.is_whole else []
+        layer = cls(module, selection, regions, bool(selection.chosen), groups)
         for path in matches.operators:
             layer._choose(path)
         for path in matches.exclude:
@@ -132,8 +136,3 @@ def submodule(module: nn.Module, path: Path) -> nn.Module | None:
 def _is_operator(module: nn.Module) -> bool:
     """Whether a submodule is what the reference calls an operator: nothing is below it."""
     return not isinstance(module, nn.RNNBase) and next(module.children(), None) is None
-
-
-def is_distributed() -> bool:
-    """Whether processes train together."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

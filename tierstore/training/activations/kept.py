@@ -20,7 +20,6 @@ from tierstore.training.activations.calls import (
     RandomState,
     alias_of,
     is_changing,
-    is_collective,
     is_plain,
     mapped,
     random_state_for,
@@ -48,7 +47,8 @@ class _Output(NamedTuple):
         return self.versions == [tensor._version for tensor in tensors_in(self.result)]  # noqa: SLF001
 
 
-Outputs = dict[OpOverload, list[_Output | None]]
+Run = Callable[[OpOverload, Arguments, Named, bool], Any]
+"""Runs an operator whose output is kept, or not."""
 
 
 def keeping(is_kept: Asked) -> tuple[Context, Context]:
@@ -57,52 +57,73 @@ def keeping(is_kept: Asked) -> tuple[Context, Context]:
     Args:
         is_kept: asked for each operator, in repetitions again.
     """
-    outputs: Outputs = defaultdict(list)
-    return _Keep(is_kept, outputs), _Reuse(is_kept, outputs)
+    outputs = _Outputs()
+    return _Mode(is_kept, outputs.keep), _Mode(is_kept, outputs.reuse, outputs.begin_again)
 
 
-class _Keep(TorchDispatchMode):
-    def __init__(self, is_kept: Asked, outputs: Outputs) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._is_kept = is_kept
-        self._outputs = outputs
+class _Outputs:
+    """What is kept of one forward of a region: of each operator, run by run."""
 
-    # torch's signature: the types of arguments and result are those of the operation.
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Arguments = (),
-        kwargs: Named | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Run the operator, and keep what it returns if that is asked for."""
-        named = kwargs or {}
-        result = func(*args, **named)
-        if _is_asked(self._is_kept, func):
-            self._outputs[func].append(_output(func, args, named, result))
-        elif is_collective(func):
-            self._forget(written(func, args, named))
+    def __init__(self) -> None:
+        self._kept: dict[OpOverload, list[_Output | None]] = defaultdict(list)
+        self._runs: dict[OpOverload, int] = defaultdict(int)
+
+    def keep(self, func: OpOverload, args: Arguments, kwargs: Named, is_kept: bool) -> Any:  # noqa: ANN401
+        """Run an operator, and keep what it returns if that is asked for."""
+        result = func(*args, **kwargs)
+        if is_kept:
+            self._kept[func].append(_output(func, args, kwargs, result))
+        elif isinstance(func, OpOverload):
+            self._forget(written(func, args, kwargs))
         return result
 
     def _forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep nothing of what collectives change: they leave the versions as they were."""
+        """Keep nothing of what an operator changes.
+
+        Versions do not tell: collectives leave them as they were, and the pieces that ``unsafe_chunk``
+        returns share a storage, and each has a counter of its own.
+        """
         changed = {id(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)}
-        for runs in self._outputs.values():
+        for runs in self._kept.values() if changed else ():
             for index, output in enumerate(runs):
                 kept = () if output is None else tensors_in(output.result)
                 if any(id(tensor.untyped_storage()) in changed for tensor in kept):
                     runs[index] = None
 
+    def begin_again(self) -> None:
+        """The forward is run again, from its first operator on."""
+        self._runs.clear()
 
-class _Reuse(TorchDispatchMode):
-    def __init__(self, is_kept: Asked, outputs: Outputs) -> None:
+    def reuse(self, func: OpOverload, args: Arguments, kwargs: Named, is_kept: bool) -> Any:  # noqa: ANN401
+        """Return what was kept, or run the operator."""
+        if is_kept:
+            run = self._runs[func]
+            self._runs[func] += 1
+            kept = self._kept[func][run] if run < len(self._kept[func]) else None
+            if kept is not None and kept.is_unchanged:
+                if kept.random is not None:
+                    kept.random.set()  # as if the operator had drawn its numbers
+                return mapped(kept.result, torch.Tensor, alias_of)
+        return func(*args, **kwargs)
+
+
+class _Mode(TorchDispatchMode):
+    """Has every operator run by somebody.
+
+    Args:
+        is_kept: asked for each of them.
+        run: runs it.
+        begin: called when the mode comes into force.
+    """
+
+    def __init__(self, is_kept: Asked, run: Run, begin: Callable[[], None] = lambda: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_kept = is_kept
-        self._outputs = outputs
-        self._runs: dict[OpOverload, int] = defaultdict(int)
+        self._run = run
+        self._begin = begin
 
     def __enter__(self) -> Any:  # noqa: ANN401 - torch's own
-        self._runs.clear()
+        self._begin()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     # torch's signature: the types of arguments and result are those of the operation.
@@ -113,16 +134,8 @@ class _Reuse(TorchDispatchMode):
         args: Arguments = (),
         kwargs: Named | None = None,
     ) -> Any:  # noqa: ANN401
-        """Return what was kept, or run the operator."""
-        if _is_asked(self._is_kept, func):
-            run = self._runs[func]
-            self._runs[func] += 1
-            kept = self._outputs[func][run] if run < len(self._outputs[func]) else None
-            if kept is not None and kept.is_unchanged:
-                if kept.random is not None:
-                    kept.random.set()  # as if the operator had drawn its numbers
-                return mapped(kept.result, torch.Tensor, alias_of)
-        return func(*args, **(kwargs or {}))
+        """Ask whether the operator's output is kept, and have it run."""
+        return self._run(func, args, kwargs or {}, _is_asked(self._is_kept, func))
 
 
 def _is_asked(is_kept: Asked, func: object) -> bool:

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self
@@ -19,20 +20,22 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from tierstore.training.activations import regions, remade, scopes
+from tierstore.training.activations import lines, regions, remade, scopes
 from tierstore.training.activations.calls import Counts, Givens
-from tierstore.training.activations.chosen import ChosenLayer, match_layers
-from tierstore.training.activations.effects import say, say_what_has_no_effect
+from tierstore.training.activations.chosen import ChosenLayer, match_layers, submodule
 from tierstore.training.activations.geometry import Offset
 from tierstore.training.activations.layers import Names, find_layers
-from tierstore.training.activations.plan import ActivationPlan, plan_layers
+from tierstore.training.activations.plan import ActivationPlan, LayerMatches, plan_layers
 from tierstore.training.activations.recompute_config import RecomputeConfig
 from tierstore.training.activations.regions import Region
 from tierstore.training.activations.remade import RemadeLayer
 from tierstore.training.activations.scopes import ScopeHooks
 from tierstore.training.activations.sections import RECOMPUTE, SWAP, Sections, read_sections, sections_of
+from tierstore.training.activations.slices import groups_of, is_distributed
 from tierstore.training.activations.swap_config import SwapConfig
 from tierstore.training.hooks import Hook
+
+log = logging.getLogger("tierstore")
 
 Config = RecomputeConfig | Mapping[str, object] | str | FilePath
 
@@ -85,7 +88,7 @@ class Recompute:
     def add(self, layer: ChosenLayer) -> None:
         """Recompute what is meant of one layer."""
         for module in layer.regions:
-            region = Region(module, layer.contexts())
+            region = Region(module, layer.contexts(), layer.groups)
             self._regions.append(region)
             self._handles += region.register()
         if layer.has_operators:
@@ -136,7 +139,7 @@ def recompute(
     layout: dict[str, Any] = given | {k: v for k, v in sections.layout.items() if given[k] == _UNSAID[k]}
     found = list(find_layers(model, layers).values())
     plan = plan_layers(sections.recompute, sections.swap, num_layers=len(found), **layout)
-    say(plan, match_layers(found, plan))
+    _say(plan, match_layers(found, plan))
     return apply(model, found, plan)
 
 
@@ -159,7 +162,7 @@ def apply(model: nn.Module, layers: Sequence[nn.Module], plan: ActivationPlan) -
     except BaseException:
         run.close()
         raise
-    say_what_has_no_effect(layers, plan, matches)
+    _say_what_has_no_effect(layers, plan, matches)
     return run
 
 
@@ -187,3 +190,70 @@ def discard_interrupted() -> None:
     regions.discard_interrupted()
     remade.discard_interrupted()
     scopes.discard_interrupted()
+
+
+# ---------------------------------------------------------------------- what is said
+
+
+def _say(plan: ActivationPlan, matches: Sequence[LayerMatches]) -> None:
+    """Log what is recomputed; `lines.say` says what is swapped as well.
+
+    Args:
+        plan: of all layers.
+        matches: what it means, by layer.
+    """
+    tables = lines.table_lines(plan.recompute.tables_on(plan.geometry))
+    for line in [*lines.geometry_lines(plan.geometry), *tables]:
+        log.info("%s", line)
+    for warning in plan.warnings:
+        log.warning("%s", warning)
+    for layer, found in zip(plan.layers, matches, strict=True):
+        alone = replace(layer, swap=SwapConfig().decide(layer.layer_id))
+        for line in lines.layer_lines(alone, replace(found, swap=()), by_index=plan.swap.swap):
+            log.info("%s", line)
+
+
+def _say_what_has_no_effect(
+    layers: Sequence[nn.Module], plan: ActivationPlan, matches: Sequence[LayerMatches]
+) -> None:
+    """Log keys that change nothing here, exclusions of modules, and patterns that mean nothing.
+
+    Args:
+        layers: of the model.
+        plan: for them.
+        matches: what it means, by layer.
+    """
+    for key in _idle_keys(layers, plan):
+        log.info("%s has no effect here: see 'Recompute on PyTorch' in the documentation", key)
+    for layer, found in zip(plan.layers, matches, strict=True):
+        module = layers[layer.layer_id]
+        for path in found.exclude:
+            if submodule(module, path) is not None:
+                name = ".".join(path)
+                log.info("Excluding the module %s at layer %d has no effect", name, layer.layer_id)
+    for text in _meaningless(plan, matches):
+        log.warning("select_recompute: no layer has a submodule or an operator '%s'", text)
+
+
+def _idle_keys(layers: Sequence[nn.Module], plan: ActivationPlan) -> list[str]:
+    config = plan.recompute
+    is_sliced = any(
+        each.recompute.slice_activation and groups_of(layers[each.layer_id]) for each in plan.layers
+    )
+    asked = {
+        "recompute_slice_activation": config.recompute_slice_activation and not is_sliced,
+        "parallel_optimizer_comm_recompute": config.parallel_optimizer_comm_recompute,
+        "mp_comm_recompute": not config.mp_comm_recompute and not is_distributed(),
+        "select_comm_recompute": bool(config.select_comm_recompute),
+    }
+    return [key for key, is_asked in asked.items() if is_asked]
+
+
+def _meaningless(plan: ActivationPlan, matches: Sequence[LayerMatches]) -> list[str]:
+    """Return the patterns of operators that match nothing in any layer that they are for."""
+    met: dict[str, bool] = {}
+    for layer, found in zip(plan.layers, matches, strict=True):
+        for pattern in layer.recompute.operators:
+            is_met = pattern.is_aten or any(pattern.matches(path) for path in found.operators)
+            met[pattern.text] = met.get(pattern.text, False) or is_met
+    return [text for text, is_met in met.items() if not is_met]

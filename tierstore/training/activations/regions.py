@@ -2,31 +2,37 @@
 
 1. ``forward`` is not replaced: PyTorch's checkpoint is begun by a pre-hook and ended by a hook.  Hooks that a
    module has besides are inside, and run again with it.
-2. Nothing happens where nothing is kept for backward (`torch.no_grad`), and inside a forward that is
-   recomputed anyway, by us or by the program.
-3. Random numbers and autocast are as they were: PyTorch sees to it.  Buffers are as they were, and are not
-   changed a second time (`Buffers`).
+2. Nothing happens where nothing is kept for backward (`torch.no_grad`), inside a forward that is recomputed
+   anyway, by us or by the program, and where an argument can be read only once.
+3. Random numbers and autocast are as they were: PyTorch sees to it.  So is what else a forward saw, which is
+   not changed a second time (`Before`); lists, dicts and dataclasses among the arguments are copies.
 4. Whatever ends a forward ends the region: an exception at once, a ``KeyboardInterrupt``, for which PyTorch
-   calls no hooks, at the latest when the model runs the next time.
+   calls no hooks, at the latest when a region begins or ends, or the model runs the next time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import copy
+import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from tierstore.training.activations.buffers import Buffers
-from tierstore.training.hooks import Hook, modules_on_the_stack
+from tierstore.training.activations import slices
+from tierstore.training.activations.before import Before
+from tierstore.training.hooks import Hook, Opened
 from tierstore.training.saved import packs_the_rest
+
+log = logging.getLogger("tierstore")
 
 Context = AbstractContextManager[object]
 Contexts = Callable[[], tuple[Context, Context]]
@@ -36,22 +42,21 @@ _begin: Callable[..., Generator[None]] = checkpoint._checkpoint_without_reentran
 
 
 class _Entry(NamedTuple):
-    """A module that is being run; ``running`` is ``None`` where nothing is recomputed."""
+    """A module that is being run."""
 
-    region: Region
-    running: Generator[None] | None
-    buffers: Buffers | None
+    running: Generator[None]
+    before: Before
 
 
 class _Here(threading.local):
     """What happens in this thread."""
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
         self.is_for_recompute = False
 
 
 _here = _Here()
+_opened: Opened[_Entry] = Opened()
 
 
 def is_recomputed() -> bool:
@@ -88,17 +93,22 @@ class Region:
     Args:
         module: whose forward is run again.
         contexts: what it runs in; made anew for each forward.
+        groups: processes that keep a slice each of what the module is given (`slices`).
 
     Attributes:
         forwards: how many forwards were entered.
         repetitions: how many of them were run again.
     """
 
-    def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, contexts: Contexts | None = None, groups: Sequence[slices.Group] = ()
+    ) -> None:
         self.module = module
         self.forwards = 0
         self.repetitions = 0
         self._contexts = contexts or checkpoint.noop_context_fn
+        self._groups = groups
+        self._has_said = False
 
     def register(self) -> list[RemovableHandle]:
         """Hook it to its module, around the hooks that it has."""
@@ -108,85 +118,95 @@ class Region:
             self.module.register_forward_hook(_Abandon(self), always_call=True),
         ]
 
-    def enter(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """The module begins to run."""
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """The module begins to run, or a copy that shares its hooks."""
         discard_interrupted()
         if not torch.is_grad_enabled() or is_recomputed():
-            _here.entries.append(_Entry(self, None, None))
+            return
+        values, shape = tree_flatten((args, dict(kwargs)))
+        values = [_copied(value) for value in values]
+        if any(isinstance(value, Iterator) for value in values):
+            self._say_what_is_read_once()
             return
         self.forwards += 1
-        buffers = Buffers(self.module)
-        names = tuple(kwargs)
+        before = Before(module, values)
 
         def contexts() -> tuple[Context, Context]:
             forward, again = self._contexts()
-            return forward, _Again(self, buffers, again)
+            return forward, _Again(self, before, again)
 
-        def run(*values: object) -> object:
-            count = len(values) - len(names)
-            return self.module(*values[:count], **dict(zip(names, values[count:], strict=True)))
+        kept, cuts = slices.cut(values, self._groups) if self._groups else (values, [None] * len(values))
 
-        # Everything goes as a position: PyTorch looks there for devices whose random state it keeps.
-        running = _begin(run, True, contexts, "default", False, True, *args, *kwargs.values())  # noqa: FBT003
+        def run(*given: Any) -> object:  # noqa: ANN401 - what was kept
+            whole = [one if how is None else how.whole(one) for one, how in zip(given, cuts, strict=True)]
+            whole = [_copied(value) for value in whole]
+            positions, names = tree_unflatten(whole, shape)
+            return module(*positions, **names)
+
+        # Everything goes as a position: PyTorch looks there for tensors, which it has saved, and for devices
+        # whose random state it keeps.
+        running = _begin(run, True, contexts, "default", False, True, *kept)  # noqa: FBT003
         with for_recompute():
             next(running)
-        _here.entries.append(_Entry(self, running, buffers))
+        _opened.begin(self, _Entry(running, before))
+
+    def _say_what_is_read_once(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            log.warning(
+                "a %s was given an iterator, which can be read once: it is not recomputed",
+                type(self.module).__name__,
+            )
 
     def leave(self) -> None:
         """The module has run."""
-        entries = _here.entries
-        if not entries or entries[-1].region is not self:
-            return
-        _, running, buffers = entries.pop()
-        if running is None or buffers is None:
-            return
-        buffers.keep_changed()
-        next(running, None)
+        discard_interrupted()
+        entry = _opened.end(self)
+        if entry is not None:
+            entry.before.end()
+            next(entry.running, None)
 
     def abandon(self) -> None:
         """The module has run, or an exception ended it: then the region is still open."""
-        entries = _here.entries
-        if entries and entries[-1].region is self and sys.exc_info()[0] is not None:
-            _close(entries.pop())
+        discard_interrupted()
+        entry = _opened.end(self)
+        if entry is not None:
+            entry.running.close()
+
+
+def _copied(value: Any) -> Any:  # noqa: ANN401 - an argument
+    """Return a copy of what a forward may set attributes of."""
+    return copy.copy(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def discard_interrupted() -> None:
     """Close what modules left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    entries = _here.entries
-    if not entries:
-        return
-    running = modules_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
-    while entries and entries[-1].region.module not in running:
-        _close(entries.pop())
-
-
-def _close(entry: _Entry) -> None:
-    if entry.running is not None:
+    for entry in _opened.interrupted():
         entry.running.close()
 
 
 class _Again:
-    """What a repetition runs in: the buffers as they were, then whatever else.  As often as wanted."""
+    """What a repetition runs in: what the forward saw, then whatever else.  As often as wanted."""
 
-    def __init__(self, region: Region, buffers: Buffers, inner: Context) -> None:
+    def __init__(self, region: Region, before: Before, inner: Context) -> None:
         self._region = region
-        self._buffers = buffers
+        self._before = before
         self._inner = inner
 
     def __enter__(self) -> None:
+        self._before.__enter__()
         self._region.repetitions += 1
-        self._buffers.__enter__()
         try:
             self._inner.__enter__()
         except BaseException:
-            self._buffers.__exit__()
+            self._before.__exit__()
             raise
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401 - what ended it, passed on
         try:
             self._inner.__exit__(*error)
         finally:
-            self._buffers.__exit__()
+            self._before.__exit__()
 
 
 class _Enter(Hook):
@@ -195,8 +215,7 @@ class _Enter(Hook):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module
-        self._region.enter(args, kwargs)
+        self._region.enter(module, args, kwargs)
 
 
 class _Leave(Hook):

@@ -20,8 +20,6 @@ Wrapper subclasses (DTensor) and functional tensors are left alone.
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -55,7 +53,7 @@ from tierstore.training.activations.calls import (
     written,
 )
 from tierstore.training.activations.scopes import Selection
-from tierstore.training.hooks import Hook, modules_on_the_stack
+from tierstore.training.hooks import Hook, Opened
 from tierstore.training.saved import Delegated, keep, pop_hooks, push_hooks, refers, top_hooks
 from tierstore.training.saved import Hook as Pack
 
@@ -231,14 +229,7 @@ class _Run(TorchDispatchMode):
 # ---------------------------------------------------------------------- a layer's hooks
 
 
-class _Here(threading.local):
-    """The layers that run in this thread; without a run where nothing is made again."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[RemadeLayer, _Run | None]] = []
-
-
-_here = _Here()
+_opened: Opened[_Run] = Opened()
 
 
 class RemadeLayer:
@@ -267,29 +258,22 @@ class RemadeLayer:
     def enter(self) -> None:
         """The layer begins to run."""
         discard_interrupted()
-        is_idle = not torch.is_grad_enabled() or regions.is_recomputed()
-        run = None if is_idle else _Run(self._selection, self._givens, self._counts)
-        if run is not None:
+        if torch.is_grad_enabled() and not regions.is_recomputed():
+            run = _Run(self._selection, self._givens, self._counts)
             run.begin()
-        _here.entries.append((self, run))
+            _opened.begin(self, run)
 
     def leave(self) -> None:
         """The layer has run, well or badly."""
-        if _here.entries and _here.entries[-1][0] is self:
-            _end_last()
+        discard_interrupted()
+        run = _opened.end(self)
+        if run is not None:
+            run.end()
 
 
 def discard_interrupted() -> None:
     """End what layers left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    if _here.entries:
-        running = modules_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
-        while _here.entries and _here.entries[-1][0].module not in running:
-            _end_last()
-
-
-def _end_last() -> None:
-    _, run = _here.entries.pop()
-    if run is not None:
+    for run in _opened.interrupted():
         run.end()
 
 

@@ -6,8 +6,6 @@ a submodule's.  A pattern of ATen operators means them wherever they run in the 
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training.activations.patterns import Pattern
-from tierstore.training.hooks import Hook, modules_on_the_stack
+from tierstore.training.hooks import Hook, Opened
 
 _COLLECTIVES = "_c10d_functional"
 _KNOWN_AS = {
@@ -81,19 +79,12 @@ def names_of(operators: Sequence[str]) -> frozenset[str]:
     return frozenset(each for name in operators for each in (name, *_KNOWN_AS.get(name, ())))
 
 
-class _Here(threading.local):
-    """The marked modules that run in this thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.scopes: list[tuple[ScopeHooks, Scope]] = []
-
-
-_here = _Here()
+_opened: Opened[Scope] = Opened()
 
 
 def current() -> Scope:
     """Return the scope of the module whose forward runs."""
-    return _here.scopes[-1][1] if _here.scopes else _NOTHING
+    return _opened.last or _NOTHING
 
 
 def is_collective(operator: OpOverload) -> bool:
@@ -168,14 +159,13 @@ class ScopeHooks:
 
     def enter(self) -> None:
         """The module begins to run."""
-        _here.scopes.append((self, self.scope))
+        discard_interrupted()
+        _opened.begin(self, self.scope)
 
     def leave(self) -> None:
-        """The module has run, well or badly; so have those inside whose end nobody was told."""
-        scopes = _here.scopes
-        while any(owner is self for owner, _ in scopes):
-            if scopes.pop()[0] is self:
-                return
+        """The module has run, well or badly."""
+        discard_interrupted()
+        _opened.end(self)
 
 
 class _Enter(Hook):
@@ -200,8 +190,5 @@ class _Leave(Hook):
 
 def discard_interrupted() -> None:
     """Forget modules of this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    scopes = _here.scopes
-    if scopes:
-        running = modules_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
-        while scopes and scopes[-1][0].module not in running:
-            scopes.pop()
+    for _ in _opened.interrupted():
+        pass

@@ -14,7 +14,8 @@ PyTorch's own (`torch.utils.checkpoint.create_selective_checkpoint_contexts`).
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -25,7 +26,13 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tierstore.errors import UsageError
-from tierstore.training.activations.calls import is_plain, tensors_in, versions_are_shared
+from tierstore.training.activations.calls import (
+    is_changing,
+    is_plain,
+    tensors_in,
+    versions_are_shared,
+    written,
+)
 from tierstore.training.activations.vault import Parked, Vault
 
 SMALL_BYTES = 4096
@@ -51,10 +58,22 @@ def create_selective_checkpoint_contexts(
 ) -> Contexts:
     """Return what a checkpointed function runs in, and what its recomputing runs in.
 
-    To be passed as ``context_fn`` to ``torch.utils.checkpoint.checkpoint``, as PyTorch's function of this
-    name::
+    To be passed as ``context_fn`` to ``torch.utils.checkpoint.checkpoint``, or to whatever passes it on
+    (``checkpoint_wrapper``), as PyTorch's function of this name, which in eager mode recomputes what it is
+    told to offload::
 
+        from tierstore.training import Vault, create_selective_checkpoint_contexts
+
+
+        def policy(context, operator, *args, **kwargs):
+            if operator is torch.ops.aten.addmm.default:
+                return CheckpointPolicy.MUST_CPU_OFFLOAD
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+        vault = Vault(ts.Store(ts.StoreConfig.default()))
         context_fn = functools.partial(create_selective_checkpoint_contexts, policy, vault=vault)
+        output = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
 
     Args:
         policy_fn_or_list: says of each operator what becomes of its output, or lists the operators whose
@@ -111,14 +130,26 @@ class _Policy:
 
 
 class _Away:
-    """A cached value that is in the store: what PyTorch's modes ask for values, they ask of this."""
+    """A cached value that is in the store: what PyTorch's modes ask for values, they ask of this.
 
-    def __init__(self, parked: Parked) -> None:
+    Attributes:
+        is_changed: whether it was changed in place, whatever its version says: the pieces that
+            ``unsafe_chunk`` returns count versions each for itself.
+    """
+
+    def __init__(self, parked: Parked, operator: str) -> None:
+        self.is_changed = False
         self._parked = parked
+        self._operator = operator
 
     def get_val(self, allow_cache_entry_mutation: bool) -> torch.Tensor:
         """Return the value, when its bytes are here."""
         del allow_cache_entry_mutation
+        if self.is_changed:
+            raise RuntimeError(
+                f"what {self._operator} returned was offloaded and has been modified by an inplace operation "
+                "since. Let the policy save or recompute it."
+            )
         return self._parked.take()
 
 
@@ -133,6 +164,7 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
         self._vault = vault
         self._parked = parked
         self._due: collections.deque[tuple[int, Parked]] = collections.deque()
+        self._offloaded: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Away]] = {}
         self._operators = 0
 
     # torch's signature: the types of arguments and result are those of the operation.
@@ -150,7 +182,16 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if self._offloading.is_offloaded and isinstance(func, OpOverload):
             self._offload(func, (args, kwargs or {}))
+        if self._offloaded and isinstance(func, OpOverload) and is_changing(func):
+            self._note_change(written(func, args, kwargs or {}))
         return result
+
+    def _note_change(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in filter(is_plain, tensors):
+            storage = tensor.untyped_storage()
+            known, away = self._offloaded.get(id(storage), (None, None))
+            if known is not None and away is not None and known() is storage:
+                away.is_changed = True
 
     def _offload(self, func: OpOverload, given: object) -> None:
         if self._vault is None:
@@ -167,14 +208,16 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
         if self._vault is None or not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             return cached
         storage = tensor.untyped_storage()
-        is_own = id(storage) not in given and tensor.device.type == self._vault.store.device.type
+        is_own = id(storage) not in given and tensor.device == self._vault.store.device
         if not is_own or storage.nbytes() < SMALL_BYTES:
             return cached
         with versions_are_shared():
             parked = self._vault.keep(tensor, f"activation/{name}/{self._operators}")
         self._parked.append(parked)
         self._due.append((self._operators, parked))
-        return _Away(parked)
+        away = _Away(parked, name)
+        self._offloaded[id(storage)] = (weakref.ref(storage), away)
+        return away
 
     def _release(self, until: float) -> None:
         while self._due and self._due[0][0] <= until:
