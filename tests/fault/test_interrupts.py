@@ -47,8 +47,9 @@ class InterruptAt:
         moment: a description of it; ``None``: it has not come.
     """
 
-    def __init__(self, number: int, *, in_books: bool = False) -> None:
+    def __init__(self, number: int, *, in_books: bool = False, of: tuple[str, ...] = OURS) -> None:
         self.left = number
+        self.of = of
         self.moment: str | None = None
         self.in_books = in_books
 
@@ -69,7 +70,7 @@ class InterruptAt:
             raise KeyboardInterrupt
 
     def _is_ours(self, frame: FrameType | None) -> bool:
-        if frame is None or not frame.f_code.co_filename.startswith(OURS):
+        if frame is None or not frame.f_code.co_filename.startswith(self.of):
             return False
         while frame is not None and frame.f_code.co_qualname != "Ledger.apply":
             frame = frame.f_back

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import tierstore as ts
-from tierstore.training import offload, swap
+from tierstore.training import Vault, offload, swap
+from tierstore.training.activations.vault import Parked
 from tierstore.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
@@ -108,6 +109,65 @@ def test_what_was_adopted_is_free_when_nobody_refers_to_it(store: ts.Store) -> N
     assert torch.cuda.memory_allocated() == before
     with store.lease("k") as lease:
         assert bool((lease.tensor == 1).all())
+
+
+_SEVENS = 16 * MIB  # elements
+
+
+def _kept_below(vault: Vault) -> Parked:
+    parked = vault.keep(torch.full((_SEVENS,), 7.0, device="cuda"), "k")
+    parked.release()
+    assert vault.store.where("k") == ("host",)
+    return parked
+
+
+def test_memory_that_another_stream_still_reads_is_not_given_back_by_a_sweep_here(store: ts.Store) -> None:
+    """Its twin without an accelerator is in tests/training/test_vault_streams.py."""
+    vault = Vault(store)
+    parked = _kept_below(vault)
+    store.fetch("k").result(60)  # allocated on the current stream, whose next allocation would get it
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    side, is_read = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(side):
+        lent = parked.take()
+        torch.cuda._sleep(500_000_000)
+        is_right = (lent == 7).all()
+        is_read.record()
+    del lent
+    vault.sweep()  # every use has taken it: it goes down, which is done already
+    other = torch.zeros(_SEVENS, device="cuda")
+    assert not is_read.query()
+    assert torch.cuda.memory_allocated() >= before + other.nbytes
+    torch.cuda.synchronize()
+    assert bool(is_right)
+    store.evict("k", to="host").result(60)
+    assert torch.cuda.memory_allocated() < before + other.nbytes
+
+
+def test_every_stream_waits_for_bytes_that_come_back(store: ts.Store) -> None:
+    vault = Vault(store)
+    parked = _kept_below(vault)
+    torch.cuda.synchronize()
+    lent, found = [], []
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            lent.append(parked.take())
+            found.append((lent[-1] == 7).all())
+    torch.cuda.synchronize()
+    assert all(map(bool, found))
+
+
+def test_layers_that_run_on_a_side_stream_are_swapped_with_the_same_bits() -> None:
+    model = _model().cuda()
+    plain, _ = _train(model, _sgd(model))
+    model = _model().cuda()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with swap(model, _document(swap_config=_ALL_LAYERS)) as run, torch.cuda.stream(side):
+        swapped, _ = _train(model, _sgd(model))
+        assert run.stats().activations.brought > 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, swapped, strict=True))
 
 
 def test_swapped_layers_give_the_same_bits_and_take_less() -> None:

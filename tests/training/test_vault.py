@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.training.twins import LATE_AND_OVERWRITTEN
-from tierstore.config import StoreConfig, TierConfig
-from tierstore.errors import BackendError
+from tests.training.vaults import KINDS, base, host, late_store
+from tierstore.config import StoreConfig
+from tierstore.errors import LeaseError
 from tierstore.store import Store
-from tierstore.testing.faults import Faulty, Operation
 from tierstore.training.activations.vault import Vault
-from tierstore_backends.device import open_backend as open_device
-from tierstore_backends.memory import open_backend as open_memory
-
-MIB = 2**20
-WRITES: tuple[Operation, ...] = ("write",)
 
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    device = open_device(capacity_bytes=MIB, options={"device": "emulated", **LATE_AND_OVERWRITTEN})
-    with Store(StoreConfig([TierConfig("device", device, MIB), _host(MIB)])) as opened:
+    with late_store() as opened:
         yield opened
         opened.check()
 
@@ -34,38 +28,6 @@ def store() -> Iterator[Store]:
 @pytest.fixture
 def vault(store: Store) -> Vault:
     return Vault(store)
-
-
-def _host(capacity_bytes: int) -> TierConfig:
-    return TierConfig("host", open_memory(capacity_bytes=capacity_bytes, options={}), capacity_bytes)
-
-
-def base(count: int = 4096) -> Tensor:
-    return torch.arange(float(count))
-
-
-KINDS: dict[str, Callable[[], Tensor]] = {
-    "whole": base,
-    "turned": lambda: base().view(64, 64).t(),
-    "a large part": lambda: base()[1000:],
-    "a small part": lambda: base()[1000:1100],
-    "a column": lambda: base().view(64, 64)[:, 3],
-    "a corner": lambda: base().view(64, 64)[60:, 60:],
-    "repeated": lambda: base(64).expand(64, 64),
-    "a repeated part": lambda: base()[7:8].expand(100),
-    "overlapping": lambda: base().unfold(0, 8, 2),
-    "of no dimension": lambda: base()[5],
-    "empty": lambda: base()[:0],
-    "bytes": lambda: torch.arange(255, dtype=torch.uint8)[3:],
-    "bfloat": lambda: base().bfloat16()[1:],
-    "bools": lambda: base() > 5,
-    "complex": lambda: torch.complex(base(), base()),
-    "conjugated": lambda: torch.complex(base(), base()).conj(),
-    "negated": lambda: torch.complex(base(), base()).conj().imag,
-    "with an odd number of bytes": lambda: torch.empty(0, dtype=torch.int16).set_(
-        torch.arange(101, dtype=torch.uint8).untyped_storage(), 1, (20,), (2,)
-    ),
-}
 
 
 @pytest.mark.parametrize("is_released", [False, True], ids=["here", "released"])
@@ -127,12 +89,45 @@ def test_a_new_storage_at_an_old_address_is_another(vault: Vault) -> None:
     assert torch.equal(one.take(), base())
 
 
-def test_a_key_that_is_taken_gets_a_mark(vault: Vault) -> None:
-    parked = [vault.keep(base(), "k") for _ in range(3)]
-    assert [each.key for each in parked] == ["k", "k'", "k''"]
-    parked.pop(0)
+def test_a_key_that_is_taken_gets_a_mark_and_then_a_number(vault: Vault) -> None:
+    parked = [vault.keep(base(), "k") for _ in range(4)]
+    assert [each.key for each in parked] == ["k", "k'", "k'2", "k'3"]
+    parked.pop(2)
     vault.sweep()
-    assert vault.keep(base(), "k").key == "k"
+    assert vault.keep(base(), "k").key == "k'2"
+
+
+def test_a_key_of_somebody_else_is_taken_and_stays(vault: Vault) -> None:
+    vault.store.put("k", torch.zeros(5))
+    parked = vault.keep(base(), "k")
+    assert parked.key == "k'"
+    del parked
+    vault.sweep()
+    assert vault.store.keys() == ("k",)
+
+
+def test_a_key_that_somebody_puts_meanwhile_is_his(vault: Vault) -> None:
+    adopt = vault.store.adopt
+
+    def adopt_later(key: str, tensor: Tensor) -> None:
+        if key == "k":
+            vault.store.put("k", torch.zeros(5))
+        adopt(key, tensor)
+
+    with mock.patch.object(vault.store, "adopt", adopt_later):
+        parked = vault.keep(base(), "k")
+    assert parked.key == "k'"
+    assert torch.equal(parked.take(), base())
+    del parked
+    vault.sweep()
+    assert torch.equal(vault.store.get("k"), torch.zeros(5))
+    assert vault.stats.parked == 0
+
+
+def test_many_of_one_name_have_short_keys(vault: Vault) -> None:
+    parked = [vault.keep(torch.ones(3) * number, "k") for number in range(300)]
+    assert max(len(each.key) for each in parked) == len("k'299")
+    assert all(torch.equal(each.take(), torch.ones(3) * number) for number, each in enumerate(parked))
 
 
 def test_storages_that_have_died_leave_no_trace(vault: Vault) -> None:
@@ -145,7 +140,7 @@ def test_storages_that_have_died_leave_no_trace(vault: Vault) -> None:
     del each
     parked.clear()
     vault.sweep()
-    assert (vault._known, vault._lent, vault._parked) == ({}, {}, {})
+    assert (vault._known, vault._restless, vault._estates) == ({}, {}, {})
 
 
 def test_bytes_are_dropped_when_the_last_reference_goes(vault: Vault) -> None:
@@ -173,6 +168,50 @@ def test_bytes_stay_while_something_refers_to_them(vault: Vault) -> None:
     assert "k" not in vault.store
 
 
+def test_a_view_of_handed_over_bytes_is_a_use_whoever_else_referred_to_them(vault: Vault) -> None:
+    x = base()
+    others = [x, x.view(64, 64), x.untyped_storage()]
+    parked = vault.keep(x, "k")
+    view = parked.take()[5:]
+    del x
+    others.clear()
+    vault.sweep()
+    with pytest.raises(LeaseError):
+        vault.store.evict("k", to="host")
+    assert vault.store.stats().tiers["device"].charged_bytes == 16384
+    del view
+    vault.sweep()
+    vault.store.evict("k", to="host").result()
+    assert not parked.is_here
+
+
+def test_what_the_program_refers_to_beside_is_no_use(vault: Vault) -> None:
+    x = base()
+    parked = vault.keep(x, "k")
+    parked.take()
+    more = [x[number:] for number in range(5)]
+    vault.sweep()
+    vault.store.evict("k", to="host").result()
+    assert all(torch.equal(part, base()[number:]) for number, part in enumerate(more))
+
+
+def test_bytes_are_held_when_their_use_is_told(store: Store) -> None:
+    told: list[tuple[str, int]] = []
+
+    def note(key: str, nbytes: int) -> None:
+        told.append((key, nbytes))
+        assert store.where(key)[0] == "device"
+        if len(told) > 1:
+            with pytest.raises(LeaseError):
+                store.evict(key, to="host")
+
+    vault = Vault(store, note_use=note)
+    parked = vault.keep(base(), "k")
+    parked.release()
+    parked.take()
+    assert told == [("k", 16384)] * 2
+
+
 def test_a_late_end_drops_no_other_bytes_of_the_same_name(vault: Vault) -> None:
     first = vault.keep(base(), "k")
     lent = first.take()
@@ -191,10 +230,11 @@ def test_a_late_end_drops_no_other_bytes_of_the_same_name(vault: Vault) -> None:
 
 def test_an_end_that_is_noticed_twice_drops_no_other_bytes(vault: Vault) -> None:
     first = vault.keep(base(), "k")
-    estate = first._bytes.estate
-    vault._settle(estate, None)  # the garbage collector clears weak references before it calls finalisers
-    second = vault.keep(torch.ones(4096), "k")
+    user = first._user
     del first
+    vault.sweep()
+    second = vault.keep(torch.ones(4096), "k")
+    vault.note_end(user)
     vault.sweep()
     assert second.key == "k"
     assert torch.equal(second.take(), torch.ones(4096))
@@ -214,11 +254,39 @@ def test_what_every_use_has_taken_goes_down_again(vault: Vault) -> None:
     assert vault.stats.released == 2
 
 
+def test_bytes_stay_for_the_one_that_did_not_take_them(vault: Vault) -> None:
+    x = base()
+    one, other = vault.keep(x, "k"), vault.keep(x, "k")
+    del x
+    for _ in range(3):
+        one.take()
+        vault.sweep()
+    assert other.is_here
+    del other
+    vault.sweep()  # those that are left have taken them
+    vault.store.evict("k", to="host").result()
+    assert vault.stats.released == 1
+    assert torch.equal(one.take(), base())
+
+
+def test_a_graph_that_is_retained_brings_its_bytes_once_in_each_backward(vault: Vault) -> None:
+    x = base()
+    uses = [vault.keep(x, "k") for _ in range(3)]
+    del x
+    for _ in range(4):
+        uses[0].release()
+        for use in uses:
+            assert torch.equal(use.take(), base())
+            vault.sweep()
+    stats = vault.stats
+    assert stats.brought == 4
+
+
 def test_a_release_of_what_is_in_use_does_nothing(vault: Vault) -> None:
     parked = vault.keep(base(), "k")
     lent = parked.take()
     parked.release()
-    assert not parked.is_released
+    assert parked.is_here
     assert torch.equal(lent, base())
 
 
@@ -232,6 +300,17 @@ def test_bring_begins_and_take_does_not_wait(vault: Vault) -> None:
     stats = vault.stats
     assert (stats.stalls, stats.brought, stats.handed_over) == (stalls, 1, 0)
     assert torch.equal(lent, base())
+
+
+def test_bytes_that_a_quota_has_sent_down_are_brought(vault: Vault) -> None:
+    first, second = vault.keep(base(), "k"), vault.keep(base(), "l")
+    vault.store.evict("k", "l", to="host").result()
+    first.take()
+    second.bring()
+    vault.store.fetch("l").result()
+    second.take()
+    stats = vault.stats
+    assert (stats.brought, stats.handed_over) == (2, 0)
 
 
 def test_what_is_still_here_is_handed_over(vault: Vault) -> None:
@@ -282,82 +361,6 @@ def test_a_weak_reference_keeps_nothing(vault: Vault) -> None:
     assert "k" not in vault.store
 
 
-def test_a_device_that_is_full_of_leases_sends_new_bytes_down_at_once(vault: Vault) -> None:
-    vault.store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
-    with vault.store.lease("parameters"):
-        lent = vault.keep(base(), "first").take()
-        parked = vault.keep(base() + 1, "k")
-        assert vault.store.where("k") == ("host",)
-        assert parked.is_released
-        assert torch.equal(lent, base())
-        del lent
-        assert torch.equal(parked.take(), base() + 1)
-
-
-def test_a_copy_that_fails_is_an_error_and_the_bytes_are_unharmed() -> None:
-    device = open_device(capacity_bytes=MIB, options={"device": "emulated"})
-    storage = open_memory(capacity_bytes=MIB, options={"storage": True})
-    broken = Faulty(storage, fail_at=range(1, 3), on=WRITES)
-    tiers = [TierConfig("device", device, MIB), TierConfig("disk", broken, MIB)]
-    with Store(StoreConfig(tiers)) as store:
-        vault = Vault(store)
-        parked = vault.keep(base(), "k")
-        with pytest.raises(BackendError):
-            parked.release()
-        assert torch.equal(parked.take(), base())
-        parked.release()
-        assert torch.equal(parked.take(), base())
-
-
-def _narrow(host_bytes: int, disk_bytes: int) -> Store:
-    device = open_device(capacity_bytes=MIB, options={"device": "emulated"})
-    disk = open_memory(capacity_bytes=disk_bytes, options={"storage": True})
-    tiers = [TierConfig("device", device, MIB), _host(host_bytes), TierConfig("disk", disk, disk_bytes)]
-    return Store(StoreConfig(tiers))
-
-
-def test_what_host_memory_cannot_hold_goes_to_disk() -> None:
-    with _narrow(4096, MIB) as store:
-        vault = Vault(store)
-        parked = vault.keep(base(), "k")
-        parked.release()
-        assert store.where("k") == ("disk",)
-        assert torch.equal(parked.take(), base())
-
-
-@pytest.mark.parametrize(("host_bytes", "tier"), [(MIB, "host"), (4096, "disk")])
-def test_what_the_device_cannot_hold_goes_at_once_to_the_next_tier_that_can(
-    host_bytes: int, tier: str
-) -> None:
-    with _narrow(host_bytes, MIB) as store:
-        vault = Vault(store)
-        store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
-        with store.lease("parameters"):
-            lent = vault.keep(base(), "first").take()
-            parked = vault.keep(base() + 1, "k")
-            assert store.where("k") == (tier,)
-            del lent
-            assert torch.equal(parked.take(), base() + 1)
-
-
-def test_what_no_tier_below_can_hold_stays() -> None:
-    with _narrow(4096, 4096) as store:
-        vault = Vault(store)
-        parked = vault.keep(base(), "k")
-        parked.release()
-        assert store.where("k") == ("device",)
-        assert not parked.is_released
-        assert vault.stats.refused == 1
-
-
-def test_what_a_user_leases_stays(vault: Vault) -> None:
-    parked = vault.keep(base(), "k")
-    with vault.store.lease("k") as lease:
-        parked.release()
-        assert not parked.is_released
-        assert torch.equal(lease.tensor.view(torch.float32), base())
-
-
 def test_a_closed_store_is_no_trouble_for_what_ends_later(store: Store) -> None:
     vault = Vault(store)
     parked = vault.keep(base(), "k")
@@ -367,7 +370,7 @@ def test_a_closed_store_is_no_trouble_for_what_ends_later(store: Store) -> None:
 
 
 def test_host_memory_that_is_the_device_has_nothing_to_release() -> None:
-    with Store(StoreConfig([_host(MIB)])) as store:
+    with Store(StoreConfig([host()])) as store:
         vault = Vault(store)
         parked = vault.keep(base(), "k")
         parked.release()

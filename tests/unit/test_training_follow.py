@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Iterator
 from unittest import mock
 
+import pytest
 import torch
 
 import tierstore as ts
@@ -68,3 +72,44 @@ def test_a_window_that_a_key_has_passed_is_free_again_whatever_became_of_its_byt
             follower.note("last")
             follower.note_step(0)
         assert window.ahead_bytes == sum(window.ahead) <= 1024
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Let threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_threads_may_go_through_a_step_together() -> None:
+    tiers = [ts.TierConfig("device", "memory", 4096), ts.TierConfig("host", "memory", 8192)]
+    keys = [f"activation/{number}" for number in range(60)]
+    with ts.Store(ts.StoreConfig(tiers=tiers)) as store:
+        window = Window("host", 10_000)
+        follower = Follower(store, [window], lambda _: 0, optimizers=1)
+        for key in keys:
+            follower.note_passing(key, 1000)
+        follower.note_step(0)
+        follower.begin_forward()
+        errors: list[BaseException] = []
+        begin = threading.Barrier(4)
+
+        def work(first: int) -> None:
+            try:
+                begin.wait()
+                for _ in range(8):
+                    for key in keys[first::2] + keys[::-1][first::2]:
+                        follower.note_passing(key, 1000)
+            except BaseException as error:  # noqa: BLE001 - looked at below
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number % 2,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert window.ahead_bytes == sum(window.ahead) <= window.limit_bytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tierstore as ts
 from tests.stores import make_store, numbered
-from tierstore.training.footprint import AllocatorMeter, EmulatedMeter
+from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, tensors_in
+
+
+@dataclass
+class Output:
+    """What a model may take or return."""
+
+    scores: torch.Tensor
+    states: tuple[torch.Tensor, ...] = ()
+    name: str = ""
 
 
 class Allocator:
@@ -232,4 +242,20 @@ def test_a_peak_leaves_out_what_the_store_alone_refers_to() -> None:
         del made
     assert meter.take_peak() == 1000
     assert len(kept) == 5
+    meter.end()
+
+
+def test_tensors_are_found_in_whatever_holds_them() -> None:
+    a, b, c = (torch.zeros(number) for number in range(3))
+    found = list(tensors_in([{"x": Output(a, (b,), "name"), "kind": Output}, ([c], 5)]))
+    assert [tensor.numel() for tensor in found] == [0, 1, 2]
+
+
+def test_inputs_that_come_in_a_dataclass_count() -> None:
+    meter = EmulatedMeter()
+    meter.begin([Output(torch.zeros(10), (torch.zeros(5),))])
+    assert meter.live_bytes() == 0  # they have died
+    kept = Output(torch.zeros(10), (torch.zeros(5),))
+    meter.begin([kept])
+    assert meter.live_bytes() == 60
     meter.end()

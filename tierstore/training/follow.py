@@ -4,12 +4,16 @@ The first step is recorded; from the second on the store follows the plan made o
 next is prefetched: to the fastest tier within a share of it, and from disk to host memory further
 ahead.  Activations are brought to host memory only: the graph tells when the device needs them.  A step
 that goes another way is recorded anew.
+
+Safe from any thread: autograd runs backward in threads of its own.  A step has one order of uses, in which
+threads may interleave as they like: one that turns out otherwise the next time is only advised worse.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -72,6 +76,8 @@ class Follower:
         self, store: Store, windows: Sequence[Window], nbytes_of: Callable[[str], int], optimizers: int
     ) -> None:
         self._store = store
+        # Guards all below, and the order in which the store is advised, which waits for nobody.
+        self._lock = threading.RLock()
         self._windows = list(windows)
         self._nbytes_of = nbytes_of
         self._steps = [0] * max(1, optimizers)
@@ -98,19 +104,25 @@ class Follower:
 
     def set_limit(self, tier: str, limit_bytes: int) -> None:
         """Prefetch as far as ``limit_bytes`` into ``tier`` from now on."""
-        for window in self._windows:
-            if window.tier == tier:
-                window.limit_bytes = limit_bytes
+        with self._lock:
+            for window in self._windows:
+                if window.tier == tier:
+                    window.limit_bytes = limit_bytes
 
     def note(self, key: str) -> None:
         """Take in that ``key`` is used now; prefetch what comes after it."""
-        if not self._windows or key == self._last:
+        if not self._windows:
             return
-        self._last = key
-        self._trace.note(key)
-        place = self._place
-        if place is None:
-            return
+        with self._lock:
+            if key == self._last:
+                return
+            self._last = key
+            self._trace.note(key)
+            if self._place is not None:
+                self._go_on(self._place, key)
+
+    def _go_on(self, place: Place, key: str) -> None:
+        """Go on to where the plan has ``key``, if it has."""
         before = place.turn
         position = place.pass_by(key)
         if position is None:
@@ -125,29 +137,34 @@ class Follower:
 
         Its user tells when it has to be on the device; until then it is prefetched to the tiers below.
         """
-        self._passing[key] = nbytes
-        self.note(key)
+        with self._lock:
+            self._passing[key] = nbytes
+            self.note(key)
 
     def note_gradient(self, key: str) -> None:
         """Take in that a gradient comes to be under ``key``: it is there until the step ends."""
-        self._gradients[key] = None
-        self.note(key)
+        with self._lock:
+            self._gradients[key] = None
+            self.note(key)
 
     def note_step(self, optimizer: int) -> None:
         """Take in that an optimizer has stepped."""
-        self._steps[optimizer] += 1
+        with self._lock:
+            self._steps[optimizer] += 1
 
     def begin_forward(self) -> None:
         """Take in that a module is used: after the optimizers' steps a new step begins."""
-        if not self._windows or not (all(self._steps) or max(self._steps) >= MOST_STEPS_WITHOUT_ALL):
-            return
-        self._steps = [0] * len(self._steps)
-        self._end_step()
+        with self._lock:
+            is_over = all(self._steps) or max(self._steps) >= MOST_STEPS_WITHOUT_ALL
+            if self._windows and is_over:
+                self._steps = [0] * len(self._steps)
+                self._end_step()
 
     def begin_inference(self) -> None:
         """Take in that a model without an optimizer is used: each use is a step."""
-        if self._windows and len(self._trace):
-            self._end_step()
+        with self._lock:
+            if self._windows and len(self._trace):
+                self._end_step()
 
     def _end_step(self) -> None:
         accesses = self._trace.take()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +59,7 @@ class Meter(Protocol):
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and mappings."""
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -66,6 +67,8 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
         elif isinstance(value, Mapping):
             yield from tensors_in(value.values())
+        elif is_dataclass(value) and not isinstance(value, type):
+            yield from tensors_in(getattr(value, each.name) for each in fields(value))
 
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001

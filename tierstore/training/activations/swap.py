@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,11 +28,12 @@ from tierstore.training.activations.forward import ForwardPass, Unpacker, are_re
 from tierstore.training.activations.layers import Names, find_layers
 from tierstore.training.activations.marks import Marks, mark
 from tierstore.training.activations.operators import Scope, is_backward
-from tierstore.training.activations.plan import ActivationPlan, plan_layers
+from tierstore.training.activations.plan import plan_layers
 from tierstore.training.activations.sections import SECTIONS, Sections, read_sections, sections_of
 from tierstore.training.activations.swap_config import SwapConfig
 from tierstore.training.activations.vault import Vault
 from tierstore.training.activations.vault_stats import VaultStats
+from tierstore.training.footprint import tensors_in
 from tierstore.training.hooks import Hook, calls_on_the_stack
 
 log = logging.getLogger("tierstore")
@@ -154,7 +155,8 @@ def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store
     layout: Mapping[str, Any] = sections.layout
     plan = plan_layers(sections.recompute, sections.swap, num_layers=len(found), **layout)
     marks = mark(list(found.values()), plan)
-    _say(plan, marks)
+    lines.say(plan, marks.matches)
+    warn_of_idle(marks)
     if not plan.swap.swap:
         return Swap(model, marks, None, owns_store=False)
     kept = Store(offloading.store_config()) if store is None else store
@@ -175,11 +177,6 @@ def _read(config: Config) -> tuple[Sections, OffloadConfig]:
     if any(key in config for key in SECTIONS):
         return sections_of(config), OffloadConfig.from_document(config)
     return Sections(swap=SwapConfig.from_mapping(config)), OffloadConfig()
-
-
-def _say(plan: ActivationPlan, marks: Marks) -> None:
-    lines.say(plan, marks.matches)
-    warn_of_idle(marks)
 
 
 def warn_of_idle(marks: Marks) -> None:
@@ -276,7 +273,7 @@ class SwapHooks:
         if current.depth == 0:
             try:
                 if output is not None:
-                    current.finish(list(_tensors((output,))))
+                    current.finish(list(tensors_in((output,))))
             finally:
                 self._end(current)
 
@@ -314,26 +311,13 @@ class SwapHooks:
         if current is not None and not is_backward():
             current.scopes.leave(module)
             if is_layer and output is not None:
-                current.walk(_tensors((output,)))
+                current.walk(tensors_in((output,)))
 
 
 def _is_watched() -> bool:
     """Say whether a forward pass that begins now saves anything that would come to us."""
     is_trained = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     return is_trained and not is_backward() and bool(_are_hooks_allowed()) and not are_recomputed()
-
-
-def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module returned."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
-        elif is_dataclass(value) and not isinstance(value, type):
-            yield from _tensors(getattr(value, each.name) for each in fields(value))
 
 
 class _Before(Hook):

@@ -9,12 +9,16 @@ tensor back.
    stride of 0 is kept as what it repeats.
 3. A storage must not change while it is kept.  `Parked.take` raises what PyTorch raises if it did: the
    version counter is kept without the memory.
-4. What nobody refers to any more is dropped, whether it was ever taken or not.  Finalisers run anywhere, also
-   inside the store, so they only make a note; `Vault.sweep` and every call of the vault act on it.
-5. A lease that `Parked.take` got is held while anything refers to the bytes: the storage's use count tells.
-   When every `Parked` of some bytes was taken once, and they are still referred to, they go down again: a
-   retained graph holds no device memory.
-6. Where the fastest tier cannot adopt memory it is host memory itself.  The bytes are copied into it and
+4. What nobody refers to any more is dropped, whether it was ever taken or not.  Ends come anywhere, also
+   inside the store, so they are only noted, by a function that no interrupt can break; `Vault.sweep` and
+   every call of the vault act on it.
+5. A lease that `Parked.take` got is held while anything refers to what it returned.  When nothing does, and
+   every `Parked` of these bytes that is left has been taken since they were last sent down, they are sent
+   down again: a graph that is retained when backward has used it holds no device memory.  While one of them
+   was not taken, they stay until the device's quota demands their room.
+6. Whether bytes are on the device is asked of the store, never remembered.
+7. Only a storage as a whole is adopted.  A part of one is copied into room that the store has made.
+8. Where the fastest tier cannot adopt memory it is host memory itself.  The bytes are copied into it and
    there is nothing to release; the store moves them on when its quota demands.
 
 Knows nothing of modules, marks and autograd.  Every call is safe from any thread; it waits for hardware only.
@@ -24,18 +28,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
-from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, TierStoreError
+from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed
 from tierstore.leases import Lease
 from tierstore.store import Store
+from tierstore.training.activations.estate import Estate, Stay, User, current_stream
 from tierstore.training.activations.vault_stats import Counts, VaultStats
 from tierstore.training.binding import (
     Apart,
@@ -49,80 +55,11 @@ from tierstore.training.saved import refuse_if_changed
 
 log = logging.getLogger("tierstore")
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 NoteAdopted = Callable[[torch.UntypedStorage, Callable[[], bool]], None]
 
+Park = Callable[["Estate"], "Parked"]
+
 _PART = 2  # a view of less than one part in so many of its storage is kept without the rest
-
-
-class _Estate:
-    """What one key has in the store, and what is left to do when nobody refers to its bytes."""
-
-    __slots__ = (
-        "baseline",
-        "flat",
-        "is_dropped",
-        "is_released",
-        "key",
-        "lease",
-        "lock",
-        "nbytes",
-        "storage",
-        "takes",
-        "uses",
-    )
-
-    def __init__(self, key: str, nbytes: int) -> None:
-        self.key = key
-        self.nbytes = nbytes
-        self.lock = threading.RLock()  # guards all below; held while hardware is waited for
-        self.is_released = False
-        self.is_dropped = False
-        self.lease: Lease | None = None
-        self.flat: torch.Tensor | None = None
-        self.storage: torch.UntypedStorage | None = None
-        self.baseline = 0
-        self.uses = 0  # how many `Parked` there were
-        self.takes = 0  # how often they were taken since the last release
-
-    def references(self) -> int:
-        """Count who refers to the leased bytes: tensors, and users of the storage object itself."""
-        assert self.storage is not None
-        return _use_count(self.storage._cdata) + sys.getrefcount(self.storage)  # noqa: SLF001
-
-    def hold(self, lease: Lease) -> None:
-        """Keep a lease until nobody refers to its bytes."""
-        self.lease = lease
-        self.flat = lease.tensor
-        self.storage = self.flat.untyped_storage()
-        self.baseline = self.references()
-
-    def let_go(self) -> bool:
-        """End the lease unless something refers to its bytes; return whether none is held."""
-        if self.lease is None:
-            return True
-        if self.references() > self.baseline:
-            return False
-        lease, self.lease, self.flat, self.storage = self.lease, None, None, None
-        lease.release()
-        return True
-
-
-class _Bytes:
-    """Some kept bytes, which any number of `Parked` refer to.  Their end is only noted."""
-
-    __slots__ = ("__weakref__", "_note_end", "estate", "vault", "version")
-
-    def __init__(
-        self, vault: Vault, estate: _Estate, version: int, note_end: Callable[[_Estate], None]
-    ) -> None:
-        self.vault = vault
-        self.estate = estate
-        self.version = version
-        self._note_end = note_end
-
-    def __del__(self) -> None:
-        self._note_end(self.estate)
 
 
 class _Known(weakref.ref[torch.UntypedStorage]):
@@ -134,7 +71,7 @@ class _Known(weakref.ref[torch.UntypedStorage]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class Shape:
     """How a tensor lies in kept bytes."""
 
     dtype: torch.dtype
@@ -157,56 +94,59 @@ class _Shape:
 class Parked:
     """A tensor in the store.  Made by `Vault.keep`; the last one of the same bytes drops them."""
 
-    __slots__ = ("_bytes", "_shape", "_version", "_witness")
+    __slots__ = ("__weakref__", "_shape", "_user", "_vault", "_version", "_witness")
 
-    def __init__(self, held: _Bytes, shape: _Shape, witness: torch.Tensor, version: int) -> None:
-        held.estate.uses += 1
-        self._bytes = held
+    def __init__(
+        self, vault: Vault, shape: Shape, witness: torch.Tensor, version: int, estate: Estate
+    ) -> None:
+        self._vault = vault
         self._shape = shape
         self._witness = witness
         self._version = version
+        self._user = estate.admit(self, vault.note_end)
 
     @property
     def key(self) -> str:
         """The key in the store."""
-        return self._bytes.estate.key
+        return self._user.estate.key
 
     @property
     def nbytes(self) -> int:
         """How many bytes are kept: where the tensor is a view, those of its storage."""
-        return self._bytes.estate.nbytes
+        return self._user.estate.nbytes
 
     @property
-    def is_released(self) -> bool:
-        """Whether the device's memory was given up, and nobody took the tensor since."""
-        return self._bytes.estate.is_released
+    def is_here(self) -> bool:
+        """Whether the bytes are on the device: neither given up, nor sent down by a quota."""
+        return self._vault.is_here(self._user.estate)
 
     def weakly(self) -> WeakParked:
         """Return what can release these bytes and bring them back, but does not keep them."""
-        return WeakParked(self._bytes)
+        return WeakParked(self._vault, self._user.estate)
 
     def release(self) -> None:
         """Give the device's memory up; it is free when nobody else refers to it.  Waits for the copy down.
 
-        Nothing happens if it was released, if somebody uses the bytes now, or if they are wanted again
+        Nothing happens if they have left, if somebody uses the bytes now, or if they are wanted again
         meanwhile.  If no tier below has room they stay, which `VaultStats.refused` counts.
 
         Raises:
             BackendError: the copy failed; the bytes on the device are unharmed.
         """
-        self._bytes.vault.release(self._bytes.estate)
+        self._vault.release(self._user.estate)
 
     def bring(self) -> None:
         """Begin to bring the bytes back to the device, if they are not there.  Does not block.
 
         It is advice: where there is no room, `take` waits for it.
         """
-        self._bytes.vault.bring(self._bytes.estate)
+        self._vault.bring(self._user.estate)
 
     def take(self) -> torch.Tensor:
         """Return the tensor, of the same shape, strides and values.  Blocks until its bytes are there.
 
-        They stay on the device while anything refers to them.
+        They stay on the device while anything refers to them, and until the device has done what its
+        current stream was told with them.
 
         Raises:
             RuntimeError: it was changed in place since it was kept; the text is PyTorch's.
@@ -215,7 +155,7 @@ class Parked:
         """
         shape = self._shape
         refuse_if_changed(shape.dtype, shape.shape, self._witness._version, self._version)  # noqa: SLF001
-        return self._bytes.vault.take(self._bytes, shape.view)
+        return self._vault.take(self._user, shape.view)
 
 
 class WeakParked:
@@ -225,38 +165,32 @@ class WeakParked:
         key: in the store.
     """
 
-    __slots__ = ("_bytes", "key")
+    __slots__ = ("_estate", "_vault", "key")
 
-    def __init__(self, held: _Bytes) -> None:
-        self.key = held.estate.key
-        self._bytes = weakref.ref(held)
+    def __init__(self, vault: Vault, estate: Estate) -> None:
+        self.key = estate.key
+        self._vault = vault
+        self._estate = estate
 
     @property
     def is_here(self) -> bool:
-        """Whether the bytes are kept and on the device: neither given up, nor sent down by a quota."""
-        held = self._bytes()
-        return held is not None and not held.estate.is_released and held.vault.is_here(self.key)
+        """See `Parked.is_here`."""
+        return self._vault.is_here(self._estate)
 
     def leave(self) -> None:
         """Let the device's memory go when the copy down has ended.  Does not wait for it.
 
         If the bytes are wanted again before that, they stay: no byte comes back.
         """
-        held = self._bytes()
-        if held is not None:
-            held.vault.leave(held.estate)
+        self._vault.leave(self._estate)
 
     def release(self) -> None:
         """See `Parked.release`."""
-        held = self._bytes()
-        if held is not None:
-            held.vault.release(held.estate)
+        self._vault.release(self._estate)
 
     def bring(self) -> None:
         """See `Parked.bring`."""
-        held = self._bytes()
-        if held is not None:
-            held.vault.bring(held.estate)
+        self._vault.bring(self._estate)
 
 
 class Vault:
@@ -265,7 +199,7 @@ class Vault:
     Args:
         store: where they go.
         apart: what is allocated inside this context is the store's.
-        note_use: told the key of whatever is kept or taken, and its bytes.
+        note_use: told the key of whatever is kept or taken, and its bytes, when they are held.
         make_room: called where leases leave no room on the device for what is taken.
         note_adopted: told of a storage that the store has adopted, and how to ask whether it has it still.
     """
@@ -286,19 +220,21 @@ class Vault:
         self._note_adopted = note_adopted
         self._counts = Counts()
         self._can_adopt = store.can_adopt
+        self._fastest = store.tier_names[0]
         self._below = store.tier_names[1:] if self._can_adopt else ()
-        self._heirless: collections.deque[_Estate] = collections.deque()  # nobody refers to their bytes
+        self._ended: collections.deque[object] = collections.deque()  # users and storages that have died
+        self.note_end = self._ended.append
         self._lock = threading.Lock()  # guards the rest
-        self._known: dict[tuple[int, int, int], tuple[_Known, weakref.ref[_Bytes]]] = {}
-        self._lent: dict[_Estate, weakref.ref[_Bytes] | None] = {}  # None: to be dropped
-        self._parked: dict[str, int] = {}
+        self._restless: dict[Estate, None] = {}  # they may have leases, or no users: see `_settle`
+        self._known: dict[tuple[int, int, int], tuple[_Known, Estate]] = {}
+        self._estates: dict[str, Estate] = {}  # by key, until they are dropped
 
     @property
     def stats(self) -> VaultStats:
         """What was done so far."""
         self.sweep()
         with self._lock:
-            parked = list(self._parked.values())
+            parked = [estate.nbytes for estate in self._estates.values()]
         return self._counts.read(len(parked), sum(parked))
 
     # --- keeping ------------------------------------------------------------------------------
@@ -311,7 +247,7 @@ class Vault:
 
         Args:
             tensor: an ordinary tensor with bytes, on the store's device.  It must not change any more.
-            name: its key; if that is taken, with a mark behind it.
+            name: its key; if that is taken, with a mark behind it, and a number if that is taken too.
 
         Raises:
             CapacityError: no tier has room for it.
@@ -321,15 +257,16 @@ class Vault:
         with self._working(), torch.no_grad():
             storage = tensor.untyped_storage()
             low, high = self._extent(tensor, storage)
-            held = self._find(storage, (low, high), version)
-            if held is None:
-                held = self._keep_anew(storage, (low, high), version, name)
+            offset = int(tensor.storage_offset()) - low // tensor.element_size()
+            shape = Shape(
+                tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg()
+            )
             witness = tensor.detach()
             # The counter of versions stays, the memory does not.
             set_data(witness, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-        offset = int(tensor.storage_offset()) - low // tensor.element_size()
-        shape = _Shape(tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
-        return Parked(held, shape, witness, version)
+            park = functools.partial(Parked, self, shape, witness, version)
+            parked = self._share(storage, (low, high), version, park)
+            return parked or self._keep_anew(storage, (low, high), version, name, park)
 
     def _extent(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
         """Return which of a storage's bytes to keep: what a small view touches, or all."""
@@ -343,72 +280,92 @@ class Vault:
         is_large = (part[1] - part[0]) * _PART >= whole[1]
         return whole if is_large or self._look_up(storage, whole) is not None else part
 
-    def _look_up(self, storage: torch.UntypedStorage, extent: tuple[int, int]) -> _Bytes | None:
+    def _look_up(self, storage: torch.UntypedStorage, extent: tuple[int, int]) -> Estate | None:
         with self._lock:
             found = self._known.get((id(storage), *extent))
-        return found[1]() if found is not None and found[0]() is storage else None
+        is_known = found is not None and found[0]() is storage and self._is_kept(found[1])
+        return found[1] if found is not None and is_known else None
 
-    def _find(self, storage: torch.UntypedStorage, extent: tuple[int, int], version: int) -> _Bytes | None:
-        """Return what is kept of these very bytes; let former ones of another version leave the device."""
-        held = self._look_up(storage, extent)
-        if held is None or held.version == version:
-            return held
-        self._release(held.estate)
-        return None
+    def _is_kept(self, estate: Estate) -> bool:
+        """Say whether an estate's bytes were not dropped yet.  They are not while its lock is held."""
+        return self._estates.get(estate.key) is estate
+
+    def _share(
+        self, storage: torch.UntypedStorage, extent: tuple[int, int], version: int, park: Park
+    ) -> Parked | None:
+        """Park what is kept of these very bytes; let former ones of another version leave the device."""
+        estate = self._look_up(storage, extent)
+        if estate is None:
+            return None
+        if estate.version != version:
+            self.release(estate)
+            return None
+        with estate.lock:
+            return park(estate) if self._is_kept(estate) else None
 
     def _keep_anew(
-        self, storage: torch.UntypedStorage, extent: tuple[int, int], version: int, name: str
-    ) -> _Bytes:
+        self, storage: torch.UntypedStorage, extent: tuple[int, int], version: int, name: str, park: Park
+    ) -> Parked:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
         flat.set_(storage)
         low, high = extent
-        if high - low < storage.nbytes():
-            flat = flat[low:high].clone()
-        estate = self._store(flat, name)
-        self._note_use(estate.key, estate.nbytes)
-        held = _Bytes(self, estate, version, self._heirless.append)
-        known = _Known(storage, self._forget)
+        estate = Estate(high - low, version)
+        known = _Known(storage, self.note_end)
         known.key = (id(storage), low, high)
+        with estate.lock:
+            is_whole = high - low == storage.nbytes()
+            self._store(estate, flat if is_whole else flat[low:high], name, is_whole=is_whole)
+            parked = park(estate)
         with self._lock:
-            self._known[known.key] = (known, weakref.ref(held))
-            self._parked[estate.key] = estate.nbytes
+            self._known[known.key] = (known, estate)
         self._counts.add("kept", estate.nbytes)
-        return held
+        self._note_use(estate.key, estate.nbytes)
+        return parked
 
-    def _store(self, flat: torch.Tensor, name: str) -> _Estate:
+    def _store(self, estate: Estate, flat: torch.Tensor, name: str, *, is_whole: bool) -> None:
         """Put bytes under a key of that name, and begin their way down."""
         while True:
-            estate = _Estate(name, flat.numel())
-            with contextlib.suppress(KeyExists):
-                self._store_as(flat, estate)
-                return estate
-            name += "'"
+            self._call(estate, name)
+            try:
+                self._put(estate, flat, is_whole=is_whole)
+            except KeyExists:  # somebody else has put it since the store was asked
+                del self._estates[estate.key]
+            else:
+                return
 
-    def _store_as(self, flat: torch.Tensor, estate: _Estate) -> None:
+    def _call(self, estate: Estate, name: str) -> None:
+        """Give an estate a key that nothing is under; from now on it is dropped unless somebody uses it."""
+        with self._lock:
+            estate.key, number = name, 0
+            while estate.key in self._estates or estate.key in self.store:
+                number += 1
+                estate.key = f"{name}'{number}" if number > 1 else f"{name}'"
+            self._estates[estate.key] = estate
+            self._restless[estate] = None
+
+    def _put(self, estate: Estate, flat: torch.Tensor, *, is_whole: bool) -> None:
+        key = estate.key
         if not self._can_adopt:
-            self.store.put(estate.key, flat)
+            self.store.put(key, flat)
             return
         try:
-            self.store.adopt(estate.key, flat)
+            if is_whole:
+                self.store.adopt(key, flat)
+            else:
+                self.store.put(key, flat, tier=self._fastest)
         except CapacityError as error:
             if not self._below:
                 raise
-            log.debug("%s goes down at once: %s", estate.key, error)
+            log.debug("%s goes down at once: %s", key, error)
             let_frames_go(error)  # they refer to these bytes
             self._counts.add("stalls")
-            self._put_below(estate.key, flat)
-            estate.is_released = True
-            self._counts.add("released", estate.nbytes)
+            self._put_below(key, flat)
+            self._note_away(estate)
             return
-        self._note_adopted(flat.untyped_storage(), lambda: self._is_adopted(estate))
+        if is_whole:
+            self._note_adopted(flat.untyped_storage(), lambda: self.is_here(estate))
         if self._below:
-            self.store.fetch(estate.key, tier=self._below[0])
-
-    def _is_adopted(self, estate: _Estate) -> bool:
-        """Say whether the memory that the program allocated is on the device for the store."""
-        with contextlib.suppress(KeyNotFound, StoreClosed):
-            return not estate.is_dropped and self.is_here(estate.key)
-        return False
+            self.store.fetch(key, tier=self._below[0])
 
     def _put_below(self, key: str, flat: torch.Tensor) -> None:
         for tier in self._below[:-1]:
@@ -430,103 +387,126 @@ class Vault:
             for key in [key for key in self._known if key[0] == id(storage)]:
                 del self._known[key]
 
-    def _forget(self, known: weakref.ref[torch.UntypedStorage]) -> None:
-        """A storage has died.  Runs anywhere: a dictionary's pop is one step."""
-        assert isinstance(known, _Known)
-        self._known.pop(known.key, None)
-
     # --- what `Parked` does -------------------------------------------------------------------
 
-    def release(self, estate: _Estate) -> None:
-        """See `Parked.release`."""
-        with self._working():
-            self._release(estate)
-
-    def _release(self, estate: _Estate) -> None:
-        with estate.lock:
-            if estate.is_released or estate.is_dropped or not self._below or not estate.let_go():
-                return
-            estate.takes = 0
-            estate.is_released = self._send_down(estate.key)
-            if estate.is_released:
-                self._counts.add("released", estate.nbytes)
-
-    def _send_down(self, key: str) -> bool:
-        """Free a key's memory on the device, when its copy has arrived; return whether it is free."""
-        for tier in self._below:
-            try:
-                leaving = self.store.evict(key, to=tier)
-                if not leaving.done():
-                    self._counts.add("stalls")
-                leaving.result()
-            except LeaseError as error:  # it is wanted again: whoever asks last is heard
-                let_frames_go(error)
-                return False
-            except CapacityError as error:
-                log.debug("%s does not go to %s: %s", key, tier, error)
-                let_frames_go(error)
-            else:
-                return True
-        self._counts.add("refused")
+    def is_here(self, estate: Estate) -> bool:
+        """See `Parked.is_here`."""
+        with contextlib.suppress(KeyNotFound, StoreClosed):
+            return self._is_kept(estate) and self._fastest in self.store.where(estate.key)
         return False
 
-    def leave(self, estate: _Estate) -> None:
-        """See `WeakParked.leave`."""
-        with self._working(), estate.lock:
-            if estate.is_released or estate.is_dropped or not self._below or not estate.let_go():
-                return
-            estate.takes = 0
-            with contextlib.suppress(LeaseError):  # somebody else uses the bytes
-                leaving = self.store.evict(estate.key, to=self._below[0])
-                leaving.add_done_callback(lambda: self._has_left(estate, leaving.result))
+    def release(self, estate: Estate) -> None:
+        """See `Parked.release`."""
+        with self._working():
+            descent = self._send_down(estate)
+            if descent is not None:
+                if not descent.done():
+                    self._counts.add("stalls")
+                descent.result()
 
-    def _has_left(self, estate: _Estate, come_to: Callable[[], object]) -> None:
-        """The copy down has ended; runs in any thread, and without the estate's lock."""
+    def leave(self, estate: Estate) -> None:
+        """See `WeakParked.leave`."""
+        with self._working():
+            self._send_down(estate)
+
+    def _send_down(self, estate: Estate) -> Future[None] | None:
+        """Begin to free an estate's memory on the device; ``None``: there is none, or it is in use.
+
+        What it comes to is an error only if a medium fails.
+        """
+        with estate.lock:
+            if not self._below or not estate.let_go():
+                return None
+            estate.turn += 1
+            if not self.is_here(estate):
+                self._note_away(estate)
+                return None
+            estate.stay = Stay.UNTAKEN
+        descent: Future[None] = Future()
+        self._evict(estate, self._below, descent)
+        return descent
+
+    def _evict(self, estate: Estate, tiers: Sequence[str], descent: Future[None]) -> None:
+        """Evict bytes to the first of ``tiers`` that takes them.  Runs anywhere, without a lock."""
+        try:
+            leaving = self.store.evict(estate.key, to=tiers[0])
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            self._stays(estate, error, descent)
+        else:
+            leaving.add_done_callback(lambda: self._has_ended(estate, leaving.result, tiers, descent))
+
+    def _has_ended(
+        self, estate: Estate, come_to: Callable[[], object], tiers: Sequence[str], descent: Future[None]
+    ) -> None:
+        """Bytes have left, or not.  Runs anywhere, and after an interrupt again."""
+        if descent.done():
+            return
         try:
             come_to()
-        except TierStoreError as error:  # wanted again, or no room below: it stays where it is
-            log.debug("%s stays on the device: %s", estate.key, error)
-            let_frames_go(error)  # those of whoever happened to come by, and their activations
-            return
-        if estate.lease is None and estate.takes == 0:
-            estate.is_released = True
-        self._counts.add("released", estate.nbytes)
+        except CapacityError as error:
+            if len(tiers) > 1:
+                let_frames_go(error)
+                self._evict(estate, tiers[1:], descent)
+                return
+            self._counts.add("refused")
+            self._stays(estate, error, descent)
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            self._stays(estate, error, descent)
+        else:
+            if estate.stay is Stay.UNTAKEN:  # else somebody has seen it before
+                self._note_away(estate)
+            descent.set_result(None)
 
-    def bring(self, estate: _Estate) -> None:
+    def _note_away(self, estate: Estate) -> None:
+        """Count bytes that have left, however they did: once."""
+        if estate.stay is not Stay.AWAY:
+            estate.stay = Stay.AWAY
+            self._counts.add("released", estate.nbytes)
+
+    def _stays(self, estate: Estate, error: Exception, descent: Future[None]) -> None:
+        """Bytes do not leave: they are wanted again, nothing below has room, or a medium failed."""
+        log.debug("%s stays on the device: %s", estate.key, error)
+        let_frames_go(error)  # those of whoever happened to come by, and their activations
+        if isinstance(error, CapacityError | LeaseError | KeyNotFound):
+            descent.set_result(None)
+        else:
+            descent.set_exception(error)
+
+    def bring(self, estate: Estate) -> None:
         """See `Parked.bring`."""
-        with self._working():
-            if estate.lease is None:
-                self.store.prefetch(estate.key)
+        with self._working(), contextlib.suppress(KeyNotFound):
+            if not self._is_kept(estate) or estate.is_leased:
+                return
+            if not self.is_here(estate):
+                self._note_away(estate)
+            self.store.prefetch(estate.key)
 
-    def take(self, held: _Bytes, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def take(self, user: User, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """See `Parked.take`."""
-        estate = held.estate
+        estate = user.estate
         with self._working(), estate.lock:
-            if estate.lease is None:
-                self._lend(held)
-            estate.takes += 1
-            assert estate.flat is not None
-            return view(estate.flat)
+            flat = self._lend(estate)
+            user.turn = estate.turn
+            return view(flat)
 
-    def _lend(self, held: _Bytes) -> None:
-        estate = held.estate
-        is_here = self.is_here(estate.key)
-        if not is_here:
+    def _lend(self, estate: Estate) -> torch.Tensor:
+        is_new = not estate.is_leased
+        if is_new and not self.is_here(estate):
             self._counts.add("stalls")
-        lease = lease_with_room(lambda: self.store.lease(estate.key), self._make_room)
-        self._note_use(estate.key, estate.nbytes)
-        estate.hold(lease)
-        del lease
-        if estate.takes == 0:
-            is_back = estate.is_released or not is_here
-            self._counts.add("brought" if is_back else "handed_over", estate.nbytes)
-        estate.is_released = False
-        with self._lock:
-            self._lent[estate] = weakref.ref(held)
+            self._note_away(estate)
+        self._restless[estate] = None  # so that a lease is ended even if this is interrupted
 
-    def is_here(self, key: str) -> bool:
-        """Say whether a key's bytes are in the fastest tier."""
-        return self.store.tier_names[0] in self.store.where(key)
+        def lease() -> Lease:
+            return lease_with_room(lambda: self.store.lease(estate.key), self._make_room)
+
+        flat = estate.lend(current_stream(self.store.device), lease)
+        self._restless[estate] = None  # making room may have swept
+        if estate.stay is not Stay.TAKEN:
+            self._counts.add(estate.stay.value, estate.nbytes)
+            estate.stay = Stay.TAKEN
+        if is_new:
+            self._note_use(estate.key, estate.nbytes)
+        return flat
 
     # --- the end of bytes ---------------------------------------------------------------------
 
@@ -539,43 +519,49 @@ class Vault:
     def _working(self) -> Iterator[None]:
         """Do the vault's own work: not the program's, and after what is left over from before."""
         with self._apart():
-            if self._heirless or self._lent:
-                self._sweep()
+            if self._ended:
+                self._take_note()
+            for estate in list(self._restless):
+                self._settle(estate)
             yield
 
-    def _sweep(self) -> None:
+    def _take_note(self) -> None:
+        """See to what has died.  What an interrupt leaves is seen to again."""
         with self._lock:
-            while self._heirless:
-                self._lent[self._heirless.popleft()] = None
-            lent = list(self._lent.items())
-        for estate, held in lent:
-            self._settle(estate, None if held is None else held())
+            while self._ended:
+                end = self._ended[0]
+                if isinstance(end, User):
+                    end.estate.users.pop(id(end), None)
+                    self._restless[end.estate] = None
+                elif isinstance(end, _Known) and self._known.get(end.key, (None,))[0] is end:
+                    del self._known[end.key]
+                self._ended.popleft()
 
-    def _settle(self, estate: _Estate, held: _Bytes | None) -> None:
-        """End a lease whose bytes nobody uses; drop the key if nobody will."""
+    def _settle(self, estate: Estate) -> None:
+        """End leases on bytes that nobody uses; drop the key if nobody will."""
         if not estate.lock.acquire(blocking=False):
             return  # somebody is at it
         try:
             if not estate.let_go():
                 return
             with self._lock:
-                self._lent.pop(estate, None)
-            if held is None:
+                is_wanted = bool(estate.users)
+                if is_wanted:
+                    self._restless.pop(estate, None)
+            if not is_wanted:
                 self._drop(estate)
-            elif estate.takes >= estate.uses and self._below:
-                # Whoever refers to it still has a graph that is retained.  Nobody waits for this.
-                self.store.evict(estate.key, to=self._below[0])
-                estate.takes = 0
-                estate.is_released = True
-                self._counts.add("released", estate.nbytes)
+            elif estate.has_been_taken_by_all:
+                self._send_down(estate)  # a retained graph; nobody waits for this
         finally:
             estate.lock.release()
 
-    def _drop(self, estate: _Estate) -> None:
-        if estate.is_dropped:
-            return  # its key may be another's by now
-        estate.is_dropped = True
-        with self._lock:
-            self._parked.pop(estate.key, None)
-        with contextlib.suppress(KeyNotFound, StoreClosed):
-            self.store.drop(estate.key)
+    def _drop(self, estate: Estate) -> None:
+        if self._estates.get(estate.key) is estate:  # else its key may be another's by now
+            try:
+                self.store.drop(estate.key)
+            except LeaseError:
+                return  # somebody else leases it: the next sweep tries again
+            except (KeyNotFound, StoreClosed):
+                pass
+            self._estates.pop(estate.key, None)
+        self._restless.pop(estate, None)

@@ -1,0 +1,226 @@
+"""The vault where room is short, copies fail, or somebody is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tierstore
+from tests.fault.test_interrupts import InterruptAt
+from tests.training.vaults import KINDS, base, emulated, host, late_store, narrow_store
+from tierstore.config import StoreConfig, TierConfig
+from tierstore.errors import BackendError
+from tierstore.store import Store
+from tierstore.testing.faults import Faulty, Gate, Operation
+from tierstore.testing.memory import DeviceBudget
+from tierstore.training.activations.vault import Vault
+from tierstore.units import MIB
+from tierstore_backends.memory import open_backend as open_memory
+
+WRITES: tuple[Operation, ...] = ("write",)
+ROOT = Path(tierstore.__file__).parent
+OURS = tuple(
+    str(ROOT / part)
+    for part in ("training/activations/vault.py", "training/activations/estate.py", "store.py", "leases.py")
+)
+
+
+@pytest.fixture
+def vault() -> Iterator[Vault]:
+    with late_store() as store:
+        yield Vault(store)
+        store.check()
+
+
+def test_a_device_that_is_full_of_leases_sends_new_bytes_down_at_once(vault: Vault) -> None:
+    vault.store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
+    with vault.store.lease("parameters"):
+        lent = vault.keep(base(), "first").take()
+        parked = vault.keep(base() + 1, "k")
+        assert vault.store.where("k") == ("host",)
+        assert not parked.is_here
+        assert torch.equal(lent, base())
+        del lent
+        assert torch.equal(parked.take(), base() + 1)
+
+
+def test_a_copy_that_fails_is_an_error_and_the_bytes_are_unharmed() -> None:
+    storage = open_memory(capacity_bytes=MIB, options={"storage": True})
+    broken = Faulty(storage, fail_at=range(1, 3), on=WRITES)
+    tiers = [emulated(), TierConfig("disk", broken, MIB)]
+    with Store(StoreConfig(tiers)) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        with pytest.raises(BackendError):
+            parked.release()
+        assert torch.equal(parked.take(), base())
+        parked.release()
+        assert torch.equal(parked.take(), base())
+
+
+def test_what_host_memory_cannot_hold_goes_to_disk() -> None:
+    with narrow_store(4096, MIB) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        parked.release()
+        assert store.where("k") == ("disk",)
+        assert torch.equal(parked.take(), base())
+
+
+@pytest.mark.parametrize(("host_bytes", "tier"), [(MIB, "host"), (4096, "disk")])
+def test_what_the_device_cannot_hold_goes_at_once_to_the_next_tier_that_can(
+    host_bytes: int, tier: str
+) -> None:
+    with narrow_store(host_bytes, MIB) as store:
+        vault = Vault(store)
+        store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
+        with store.lease("parameters"):
+            lent = vault.keep(base(), "first").take()
+            parked = vault.keep(base() + 1, "k")
+            assert store.where("k") == (tier,)
+            del lent
+            assert torch.equal(parked.take(), base() + 1)
+
+
+def test_what_no_tier_below_can_hold_stays() -> None:
+    with narrow_store(4096, 4096) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        parked.release()
+        assert store.where("k") == ("device",)
+        assert parked.is_here
+        assert vault.stats.refused == 1
+
+
+@pytest.mark.parametrize("how", ["leave", "all taken"])
+def test_bytes_that_no_tier_below_can_hold_are_not_said_to_have_left(how: str) -> None:
+    with narrow_store(4096, 4096) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        if how == "leave":
+            parked.weakly().leave()
+        else:
+            parked.take()
+        vault.sweep()
+        assert parked.is_here
+        assert (vault.stats.released, vault.stats.refused) == (0, 1)
+        assert torch.equal(parked.take(), base())
+
+
+def test_bytes_whose_copy_fails_are_not_said_to_have_left() -> None:
+    storage = open_memory(capacity_bytes=MIB, options={"storage": True})
+    broken = Faulty(storage, fail_at=range(1, 10), on=WRITES)
+    tiers = [emulated(), TierConfig("disk", broken, MIB)]
+    with Store(StoreConfig(tiers)) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        parked.take()
+        vault.sweep()
+        parked.weakly().leave()
+        assert parked.is_here
+        assert vault.stats.released == 0
+        assert torch.equal(parked.take(), base())
+
+
+def test_bytes_are_not_said_to_have_left_before_they_have() -> None:
+    disk = Gate(open_memory(capacity_bytes=MIB, options={"storage": True}))
+    with Store(StoreConfig([emulated(), TierConfig("disk", disk, MIB)])) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        parked.take()
+        vault.sweep()
+        before = (parked.is_here, vault.stats.released)
+        disk.open()
+        store.evict("k", to="disk").result()
+        assert (before, (parked.is_here, vault.stats.released)) == ((True, 0), (False, 1))
+
+
+def test_what_leaves_without_a_wait_goes_to_the_tier_that_can_hold_it() -> None:
+    with narrow_store(4096, MIB) as store:
+        vault = Vault(store)
+        parked = vault.keep(base(), "k")
+        parked.weakly().leave()
+        store.evict("k", to="disk").result()
+        assert store.where("k") == ("disk",)
+        assert vault.stats.released == 1
+
+
+def test_what_a_user_leases_stays_and_goes_when_he_is_done(vault: Vault) -> None:
+    parked = vault.keep(base(), "k")
+    with vault.store.lease("k"):
+        del parked
+        vault.sweep()
+        assert "k" in vault.store
+        assert vault.keep(base(), "k").key == "k'"
+    vault.sweep()
+    assert len(vault.store) == 0
+
+
+def test_what_a_user_leases_stays(vault: Vault) -> None:
+    parked = vault.keep(base(), "k")
+    with vault.store.lease("k") as lease:
+        parked.release()
+        assert parked.is_here
+        assert torch.equal(lease.tensor.view(torch.float32), base())
+
+
+@pytest.mark.parametrize("kind", ["a small part", "a corner", "a repeated part"])
+def test_a_part_gets_room_that_is_made_for_it(kind: str) -> None:
+    """Where nothing more fits beside what the program and the store have."""
+    part = KINDS[kind]()
+    expected, capacity_bytes = part.clone(), 65536
+    storages = [base() + number for number in range(4)]
+    with Store(StoreConfig([emulated(capacity_bytes), host()])) as store:
+        vault = Vault(store)
+        with DeviceBudget(capacity_bytes) as budget:
+            parked = [vault.keep(storages.pop(0), f"k{number}") for number in range(4)]
+            assert budget.live_bytes == capacity_bytes
+            small = vault.keep(part, "part")
+            assert budget.peak_bytes == capacity_bytes
+            assert small.is_here
+            assert sum(each.is_here for each in parked) == 3
+        assert torch.equal(small.take(), expected)
+        assert all(torch.equal(each.take(), base() + number) for number, each in enumerate(parked))
+
+
+def test_a_part_goes_below_at_once_where_leases_leave_it_no_room(vault: Vault) -> None:
+    vault.store.put("parameters", torch.zeros(MIB, dtype=torch.uint8), tier="device")
+    with vault.store.lease("parameters"):
+        parked = vault.keep(base()[1000:1100], "part")
+        assert vault.store.where("part") == ("host",)
+    vault.store.drop("parameters")
+    assert torch.equal(parked.take(), base()[1000:1100])
+
+
+def _keep_and_take(vault: Vault) -> None:
+    x = torch.arange(8192.0)
+    parked = [vault.keep(x, "k"), vault.keep(x[:10], "k"), vault.keep(base()[:9], "k")]
+    parked[0].release()
+    parked[0].weakly().bring()
+    lent = [each.take() for each in parked]
+    del lent
+    vault.sweep()
+    parked[0].weakly().leave()
+
+
+def test_an_interrupt_leaves_no_key_no_lease_and_no_bytes() -> None:
+    for number in itertools.count(1):
+        with Store(StoreConfig([emulated(), host()])) as store:
+            vault = Vault(store)
+            interrupted = InterruptAt(number, of=OURS)
+            with contextlib.suppress(KeyboardInterrupt), interrupted:
+                _keep_and_take(vault)
+            if vault.stats.parked:
+                gc.collect()  # the interrupt's frames may refer to it in a circle
+                vault.sweep()
+            assert (vault.stats.parked, len(store)) == (0, 0), interrupted.moment
+            store.check()
+        if interrupted.moment is None:
+            break
+    assert number > 200

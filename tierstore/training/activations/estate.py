@@ -1,0 +1,141 @@
+"""What the store has under one key of a vault: who may still ask for the bytes, and who uses them now.
+
+1. The bytes are leased once for each device stream that they are taken on.  That stream waits for them, and
+   what it was told while they were lent is done before they are freed, whoever ends the leases, wherever.
+2. What is lent is a storage of its own over the leased memory.  So its use count tells who got the bytes
+   here, and not who else refers to memory that the program has handed over.
+3. Leases end when nobody refers to that storage any more.
+
+Knows no store: who lends brings a lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.utils import dlpack
+
+from tierstore.leases import Lease
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
+_capsule: Callable[[torch.Tensor], object] = torch._C._to_dlpack  # noqa: SLF001
+
+
+class Stay(enum.Enum):
+    """What is known of the bytes' stay on the device, and what the next one to take them counts as."""
+
+    UNTAKEN = "handed_over"  # not taken since they were kept, or began to leave; not seen to be away
+    TAKEN = ""  # taken before: no more is counted
+    AWAY = "brought"  # seen to be away, and counted as released
+
+
+class User(weakref.ref[object]):
+    """Somebody who may ask for the bytes of an estate, as long as it lives.
+
+    Attributes:
+        estate: whose.
+        turn: the estate's turn in which it took them last.
+    """
+
+    __slots__ = ("estate", "turn")
+
+    estate: Estate
+    turn: int
+
+
+class Estate:
+    """What one key has in the store.
+
+    Attributes:
+        key: in the store.
+        nbytes: of what is kept.
+        version: of what was kept.
+        lock: guards all that follows; held while hardware is waited for.
+        users: by id, who may ask for the bytes, and those whose end nobody has taken note of yet.
+        turn: how often the bytes were sent down so far.
+        stay: what is known of their stay on the device, for what is counted.
+    """
+
+    __slots__ = (
+        "_baseline",
+        "_flat",
+        "_leases",
+        "key",
+        "lock",
+        "nbytes",
+        "stay",
+        "turn",
+        "users",
+        "version",
+    )
+
+    def __init__(self, nbytes: int, version: int) -> None:
+        self.key = ""
+        self.nbytes = nbytes
+        self.version = version
+        self.lock = threading.RLock()
+        self.users: dict[int, User] = {}
+        self.turn = 0
+        self.stay = Stay.UNTAKEN
+        self._leases: dict[torch.Stream | None, Lease] = {}
+        self._flat: torch.Tensor | None = None
+        self._baseline = 0
+
+    def admit(self, owner: object, note_end: Callable[[User], None]) -> User:
+        """Let ``owner`` ask for the bytes; when it has died, ``note_end`` is told, anywhere."""
+        user = User(owner, note_end)
+        user.estate, user.turn = self, -1
+        self.users[id(user)] = user
+        return user
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether a lease is held."""
+        return bool(self._leases)
+
+    @property
+    def has_been_taken_by_all(self) -> bool:
+        """Whether every user that is left took the bytes since they were last sent down."""
+        return {user.turn for user in list(self.users.values())} == {self.turn}
+
+    def lend(self, stream: torch.Stream | None, lease: Callable[[], Lease]) -> torch.Tensor:
+        """Return the bytes, for use on ``stream``; ``lease`` is asked for a lease if there is none for it."""
+        if stream not in self._leases:
+            self._leases[stream] = lease()
+        if self._flat is None:
+            flat = dlpack.from_dlpack(_capsule(self._leases[stream].tensor))
+            self._baseline = _references(flat)
+            self._flat = flat
+        return self._flat
+
+    def let_go(self) -> bool:
+        """End the leases unless somebody uses the bytes; return whether none is held.
+
+        What was begun is gone on with by the next call, if this one is interrupted.
+        """
+        if self._flat is not None and _references(self._flat) > self._baseline:
+            return False
+        self._flat = None
+        while self._leases:
+            stream = next(iter(self._leases))
+            with contextlib.nullcontext() if stream is None else stream:
+                self._leases[stream].release()
+            del self._leases[stream]
+        return True
+
+
+def _references(flat: torch.Tensor) -> int:
+    """Count who refers to the memory of ``flat``: tensors, and users of the storage object itself."""
+    storage = flat.untyped_storage()
+    return _use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream of ``device`` that is current in this thread; ``None``: it has none."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
