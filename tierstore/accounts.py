@@ -47,6 +47,7 @@ def _tier_stats(shelf: Shelf) -> TierStats:
         charged_bytes=shelf.charged_bytes,
         ready_bytes=shelf.ready_bytes,
         in_flight_bytes=shelf.filling_bytes,
+        leased_bytes=shelf.leased_bytes,
         peak_charged_bytes=shelf.peak_charged_bytes,
         reserved_bytes=shelf.charged_bytes,
         **asdict(shelf.counters),

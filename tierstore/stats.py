@@ -21,6 +21,7 @@ class TierStats:
         charged_bytes: what is charged now, in whatever state.
         ready_bytes: the part of it that can be used.
         in_flight_bytes: the part of it that copies are writing, or are about to.
+        leased_bytes: the part of it that leases hold.
         peak_charged_bytes: the most that was ever charged.
         reserved_bytes: what the medium holds for it (a pool's blocks); at least what is charged.
         hits: leases and fetches that found their key ready here.
@@ -37,6 +38,7 @@ class TierStats:
     charged_bytes: int
     ready_bytes: int
     in_flight_bytes: int
+    leased_bytes: int
     peak_charged_bytes: int
     reserved_bytes: int
     hits: int

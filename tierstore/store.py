@@ -7,6 +7,7 @@ waits for hardware, never for another caller's lease.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -31,7 +32,7 @@ from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.handover import Handover
 from tierstore.leases import Lease, check_key, check_names
-from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium
+from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium, device_storage_listeners
 from tierstore.stats import StoreStats
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
 from tierstore.wrappers import Opened, with_codec
@@ -414,6 +415,15 @@ class Store:
             stall_seconds = self._stall_seconds
         return collect(self._engine, self.tier_names, self._handover.got, stall_seconds)
 
+    @staticmethod
+    def watch_device(listener: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
+        """Tell ``listener`` of every storage that an emulated device allocates or adopts, of whatever store.
+
+        An accelerator's allocator can be asked instead.  Returns what ends this.
+        """
+        device_storage_listeners.append(listener)
+        return functools.partial(_leave, listener)
+
     # --- the end ------------------------------------------------------------------------------
 
     def close(self, *, flush: bool = True) -> None:
@@ -503,3 +513,8 @@ def _tier(config: TierConfig, backend: Backend) -> Tier:
         is_host=capabilities.medium is Medium.HOST,
         is_storage=capabilities.medium is Medium.STORAGE,
     )
+
+
+def _leave(listener: Callable[[torch.UntypedStorage], None]) -> None:
+    with contextlib.suppress(ValueError):  # it has left
+        device_storage_listeners.remove(listener)

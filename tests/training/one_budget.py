@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.training.swap_models import DIM, LENGTH, Llama, operators, whole_layers
 from tests.training.twins import LATE_AND_OVERWRITTEN, Trial, adam
@@ -124,3 +124,107 @@ def _loss(trial: Trial, x: Tensor, way: Way) -> Tensor:
     with autocast:
         scores: Tensor = trial.model(x)
     return scores.float().square().mean()
+
+
+# ---------------------------------------------------------------------- nets of any shape
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "tanh * sin": lambda x: torch.tanh(x) * torch.sin(x),
+    "softmax": lambda x: x.softmax(-1),
+    "square root": lambda x: (x * x + 1).sqrt(),
+    "two halves": lambda x: torch.cat([x.exp().sigmoid(), x.cos()], -1)[:, : x.shape[1]],
+    "normal": lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1),
+    "sorted": lambda x: x.sort(-1).values + 0.01 * x.cumsum(-1),
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False),
+    "AdamW at once": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True),
+}
+
+
+class Layer(nn.Module):
+    """A linear layer and what comes after it, with or without a way around both."""
+
+    def __init__(self, width: int, operations: Sequence[str], *, is_residual: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self._operations = tuple(operations)
+        self._is_residual = is_residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform ``(batch, width)``."""
+        y: Tensor = self.linear(x)
+        for name in self._operations:
+            y = OPERATIONS[name](y)
+        return x + 0.1 * y if self._is_residual else y
+
+
+class Layers(nn.Module):
+    """Layers one after another."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform ``(batch, width)``."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class Net:
+    """A net, and how it is trained.
+
+    Attributes:
+        width, batch: of what it is given.
+        layers: the operations of each.
+        is_residual: whether there is a way around each layer.
+        optimizer: one of `OPTIMIZERS`.
+        batches: that gradients are added up of.
+        has_targets: whether there are targets of the size of the inputs.
+        keeps_output: whether it is kept until there is another one.
+        is_evaluated: whether it is, between backward and step.
+    """
+
+    width: int
+    batch: int
+    layers: tuple[tuple[str, ...], ...]
+    is_residual: bool
+    optimizer: str
+    batches: int = 1
+    has_targets: bool = False
+    keeps_output: bool = False
+    is_evaluated: bool = False
+
+    def build(self) -> Trial:
+        """Return it, the same at every call."""
+        torch.manual_seed(0)
+        model = Layers([Layer(self.width, each, is_residual=self.is_residual) for each in self.layers])
+        return Trial(model, [OPTIMIZERS[self.optimizer](model)])
+
+    def train(self, trial: Trial, steps: int = 4) -> None:
+        """Make some steps; log losses, and gradients."""
+        generator = torch.Generator().manual_seed(1)
+        kept: Tensor | None = None
+        for _ in range(steps):
+            for _ in range(self.batches):
+                x = torch.randn(self.batch, self.width, generator=generator)
+                y = torch.randn(self.batch, self.width, generator=generator) if self.has_targets else 0.0
+                output = trial.model(x)
+                loss = (output - y).square().mean()
+                kept = output if self.keeps_output else None
+                del output
+                loss.backward()
+                trial.log(loss)
+            if self.is_evaluated:
+                with torch.no_grad():
+                    trial.log(trial.model(x).mean())
+            trial.log_gradients()
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+        del kept

@@ -111,3 +111,42 @@ def test_tiers_that_are_too_small_together_leave_the_model_as_it_was(tmp_path: P
     assert_equal_lists(before, list(model.parameters()))
     assert all(type(p) is nn.Parameter for p in model.parameters())
     model(torch.randn(2, DIM)).sum().backward()
+
+
+def test_what_the_program_leaves_no_room_for_is_refused_with_numbers_though_nobody_meters(
+    tmp_path: Path,
+) -> None:
+    model, (optimizer,) = build(10)
+    trial = Trial(model, [optimizer])
+    with (
+        offload(model, optimizer, _config(tmp_path)),
+        pytest.raises(CapacityError, match=r"the program has 375\.0 KiB beside the store.*is 224\.0 KiB"),
+    ):
+        train(trial, [500])
+
+
+def test_gradients_wait_in_the_store_until_everything_is_known_to_fit(tmp_path: Path) -> None:
+    model, (optimizer,) = build(4)
+    trial = Trial(model, [optimizer])
+    found = []
+    with offload(model, optimizer, _config(tmp_path, max_device_memory="8MB")) as run:
+        for _ in range(4):
+            model(torch.randn(4, DIM)).sum().backward()
+            found.append(sum(key.startswith("grad/") for key in run.store))
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+    assert found == [4, 4, 0, 0]
+
+
+def test_a_gradient_is_the_same_object_though_room_for_it_gets_short(tmp_path: Path) -> None:
+    plain, ours = (Trial(*build(4)) for _ in range(2))
+    with offload(ours.model, ours.optimizer, _config(tmp_path, max_device_memory="8MB")):
+        for trial in (plain, ours):
+            train(trial, [4] * 3)
+            generator = torch.Generator().manual_seed(2)
+            trial.model(torch.randn(4, DIM, generator=generator)).sum().backward()
+            first = [parameter.grad for parameter in trial.model.parameters()]
+            trial.model(torch.randn(64, DIM, generator=generator)).sum().backward()
+            assert all(p.grad is grad for p, grad in zip(trial.model.parameters(), first, strict=True))
+            trial.log_gradients()
+    assert_equal_lists(plain.logged, ours.logged)

@@ -64,7 +64,7 @@ def test_going_on_reads_and_writes_no_bundle(layout: str, tmp_path: Path) -> Non
     run.close()
     _, run = begin(layout, tmp_path, seed=9)
     moved = run.stats().traffic
-    assert set(moved) == {("disk", "caller"), ("caller", run.store.tier_names[0])}  # document and mark
+    assert set(moved) == {("disk", "caller"), ("caller", "host")}  # document and mark
     assert moved["disk", "caller"].copies == 1
     assert all(run.store.where(key) == ("disk",) and run.store.spec(key) == keys[key] for key in keys)
     run.close()

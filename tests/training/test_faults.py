@@ -22,6 +22,7 @@ from tests.training.twins import (
     config_of,
     loss_of,
     same,
+    with_device,
 )
 from tierstore.engine.registry import open_backend
 from tierstore.spi import Backend
@@ -82,7 +83,8 @@ def test_an_io_error_at_any_operation_of_a_step_loses_nothing(
     layout: str, tmp_path: Path, disk: Disk
 ) -> None:
     plain, ours = twins()
-    with offload(ours.model, ours.optimizer, config_of(layout, tmp_path)) as run:
+    roomy = with_device(layout, "256KB")  # state that is loaded lies on the device until the next step
+    with offload(ours.model, ours.optimizer, config_of(layout, tmp_path, roomy)) as run:
         for _ in range(3):
             data = batch()
             assert same(train(plain, data), train(ours, data))

@@ -13,8 +13,19 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.training.ahead_loops import Taken, count_taken
-from tests.training.one_budget import BATCH, RECOMPUTES, SWAPS, Way, build, document, train
-from tests.training.swap_models import inputs, whole_layers
+from tests.training.one_budget import (
+    BATCH,
+    OPERATIONS,
+    OPTIMIZERS,
+    RECOMPUTES,
+    SWAPS,
+    Net,
+    Way,
+    build,
+    document,
+    train,
+)
+from tests.training.swap_models import inputs, operators, whole_layers
 from tests.training.twins import Trial, assert_equal_lists, assert_equal_models, assert_equal_states
 from tierstore.errors import CapacityError
 from tierstore.testing.memory import DeviceBudget, OutOfDeviceMemory
@@ -189,3 +200,82 @@ def test_any_training_stays_in_its_budget_or_says_that_it_cannot(training: dict[
     event(f"{share}: trained")
     _assert_same(plain, ours)
     assert budget.peak_bytes <= budget_bytes
+
+
+# ---------------------------------------------------------------------- more room never hurts
+
+TWELVE = Net(64, 192, (("tanh * sin",),) * 12, is_residual=False, optimizer="SGD")
+
+
+def _train(net: Net, marks: dict[str, object], budget_bytes: int) -> Trial | None:
+    """Return what was trained within a budget; ``None``: it is too small, which somebody has said."""
+    trial = net.build()
+    with tempfile.TemporaryDirectory() as folder:
+        settings_ = document(Path(folder), marks=marks, max_device_memory=budget_bytes)
+        try:
+            with (
+                DeviceBudget(budget_bytes) as budget,
+                offload(trial.model, trial.optimizer, settings_) as run,
+            ):
+                net.train(trial)
+                run.store.check()
+        except (CapacityError, OutOfDeviceMemory):
+            return None
+    assert budget.peak_bytes <= budget_bytes
+    return trial
+
+
+@pytest.mark.parametrize("kib", [295, 300, 350, 400, 450, 500, 700, 1000, 3000])
+def test_more_room_is_never_too_little(kib: int) -> None:
+    plain = TWELVE.build()
+    TWELVE.train(plain)
+    found = _train(TWELVE, whole_layers(1), kib * KIB)
+    assert found is not None
+    _assert_same(plain, found)
+
+
+@st.composite
+def _nets(draw: st.DrawFn) -> Net:
+    operations = st.lists(st.sampled_from([*OPERATIONS]), max_size=3).map(tuple)
+    return Net(
+        width=draw(st.sampled_from([16, 32, 64])),
+        batch=draw(st.sampled_from([4, 32, 128])),
+        layers=tuple(draw(st.lists(operations, min_size=1, max_size=10))),
+        is_residual=draw(st.booleans()),
+        optimizer=draw(st.sampled_from([*OPTIMIZERS])),
+        batches=draw(st.integers(1, 2)),
+        has_targets=draw(st.booleans()),
+        keeps_output=draw(st.booleans()),
+        is_evaluated=draw(st.booleans()),
+    )
+
+
+def _all_bytes(net: Net) -> int:
+    """Return more than what everything needs that ever is on the device."""
+    trial = net.build()
+    with DeviceBudget("1GB") as meter:
+        net.train(trial, steps=2)
+    return int(1.3 * (meter.peak_bytes + 4 * sum(p.nbytes for p in trial.model.parameters())))
+
+
+@given(
+    net=_nets(),
+    marks=st.sampled_from([{}, whole_layers(1), whole_layers(3), whole_layers(40), operators("linear")]),
+    shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=5, unique=True).map(sorted),
+)
+@settings(max_examples=max(5, settings().max_examples // 5))
+def test_what_trains_within_a_budget_trains_within_every_larger_one(
+    net: Net, marks: dict[str, object], shares: list[float]
+) -> None:
+    plain, enough = net.build(), _all_bytes(net)
+    net.train(plain)
+    least: int | None = None
+    for budget_bytes in [*(int(share * enough) for share in shares), enough]:
+        found = _train(net, marks, budget_bytes)
+        if found is None:
+            assert least is None, f"{least} bytes are enough, and {budget_bytes} are not"
+        else:
+            least = budget_bytes if least is None else least
+            _assert_same(plain, found)
+    assert least is not None
+    event("the least of all" if least == int(shares[0] * enough) else "more than the least")

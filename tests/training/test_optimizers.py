@@ -22,6 +22,7 @@ from tests.training.twins import (
     loss_of,
     step,
     steps,
+    with_device,
 )
 from tierstore.errors import UsageError
 from tierstore.training import offload
@@ -235,7 +236,8 @@ def test_gradients_changed_and_assigned_by_hand(layout: str, tmp_path: Path) -> 
             trial.optimizer.step()
             trial.optimizer.zero_grad()
 
-    assert_same(build_blocks, loop, layout, tmp_path)
+    # What is assigned stays on the device.
+    assert_same(build_blocks, loop, layout, tmp_path, with_device(layout, "192KB"))
 
 
 @some_layouts
@@ -278,7 +280,7 @@ def test_an_optimizer_that_calls_its_base_class(layout: str, tmp_path: Path) -> 
 def test_a_gradient_that_somebody_kept_outlives_zero_grad(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, (optimizer,) = build_blocks()
-    with offload(model, optimizer, config_of("device", tmp_path)):
+    with offload(model, optimizer, config_of("device", tmp_path, with_device("device", "384KB"))):
         loss_of(model, *batch()).backward()
         kept = [parameter.grad for parameter in model.parameters()]
         values = [gradient.clone() for gradient in kept if gradient is not None]

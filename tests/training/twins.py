@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tierstore.training import Offload, offload
 
@@ -40,8 +41,9 @@ class Trial:
         return self.optimizers[0]
 
     def log(self, tensor: Tensor | None) -> None:
-        """Keep a copy, to be compared."""
-        self.logged.append(None if tensor is None else tensor.detach().clone())
+        """Keep a copy in host memory, to be compared: no meter takes it for an emulated device's."""
+        with _disable_current_modes():
+            self.logged.append(None if tensor is None else tensor.detach().clone())
 
     def log_gradients(self) -> None:
         """Keep a copy of every gradient."""
@@ -79,6 +81,11 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 def config_of(layout: str, path: Path, more: Mapping[str, object] | None = None) -> dict[str, object]:
     """Return the configuration of a layout, with its files at ``path``."""
     return {**LAYOUTS[layout], "offload_path": str(path / "files"), **(more or {})}
+
+
+def with_device(layout: str, capacity: str) -> dict[str, object]:
+    """Return what gives a layout's device, if it has one, room for what a loop keeps there itself."""
+    return {"max_device_memory": capacity} if "max_device_memory" in LAYOUTS[layout] else {}
 
 
 def assert_same(

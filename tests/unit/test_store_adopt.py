@@ -214,3 +214,26 @@ def test_every_dense_layout_comes_back_as_it_was(shape: list[int], seed: int) ->
         with store.lease("k") as lease:
             assert torch.equal(lease.tensor, tensor)
             assert lease.tensor.shape == tensor.shape
+
+
+def test_stats_tell_what_leases_hold(device: EmulatedDevice) -> None:
+    with _store(device) as store:
+        store.put("k", _tensor(1), tier="device")
+        assert store.stats().tiers["device"].leased_bytes == 0
+        with store.lease("k"), store.lease("k"):
+            assert store.stats().tiers["device"].leased_bytes == _TENSOR
+        assert store.stats().tiers["device"].leased_bytes == 0
+
+
+def test_who_watches_the_device_is_told_what_it_allocates_and_adopts_until_it_leaves(
+    device: EmulatedDevice,
+) -> None:
+    seen: list[int] = []
+    with _store(device) as store:
+        leave = store.watch_device(lambda storage: seen.append(storage.nbytes()))
+        store.put("k", _tensor(1, 1000), tier="device")
+        store.adopt("a", _tensor(2, 2000))
+        leave()
+        leave()
+        store.put("later", _tensor(1, 1000), tier="device")
+    assert seen == [1000, 2000]

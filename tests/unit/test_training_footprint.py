@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tierstore as ts
 from tests.stores import make_store, numbered
+from tierstore.spi import device_storage_listeners
 from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, tensors_in
 
 
@@ -123,10 +124,10 @@ def test_asking_needs_no_pause(asking: AllocatorMeter, allocator: Allocator) -> 
 
 
 @pytest.fixture
-def watching() -> Iterator[EmulatedMeter]:
-    meter = EmulatedMeter()
+def watching(store: ts.Store) -> Iterator[EmulatedMeter]:
+    meter = EmulatedMeter(store)
     yield meter
-    meter.end()
+    meter.close()
 
 
 def test_what_comes_in_and_what_is_made_counts_once_while_it_lives(watching: EmulatedMeter) -> None:
@@ -161,16 +162,51 @@ def test_what_is_done_apart_does_not_count(watching: EmulatedMeter) -> None:
     del before, inside, after
 
 
-def test_an_ended_measurement_keeps_its_last_peak_and_sees_nothing(watching: EmulatedMeter) -> None:
+def test_an_ended_measurement_sees_nothing_new_and_what_it_saw_until_it_dies(watching: EmulatedMeter) -> None:
     watching.begin(())
     kept = torch.ones(100)
     assert watching.take_peak() == 400
     watching.end()
     more = torch.ones(1000)
-    assert (watching.live_bytes(), watching.take_peak()) == (400, 400)
+    assert watching.live_bytes() == 400
+    watching.begin(())
+    assert watching.take_peak() == 400, "what is there when it goes on is there still"
     del kept, more
     gc.collect()
+    assert watching.live_bytes() == 0
+
+
+def test_what_the_model_is_given_was_there_all_the_time(watching: EmulatedMeter) -> None:
+    given, target = torch.ones(100), torch.ones(50)
+    watching.begin((given,))
+    (given * 2).sum()  # and gone
+    assert watching.take_peak() == 800 + 4
+    (given * 2).sum()
+    loss = (target - 1).sum()
+    assert watching.live_bytes() == 400 + 200 + 4
+    assert watching.take_peak() == 800 + 4 + 200, "the targets were there beside the others"
+    del loss
+
+
+def test_what_an_optimizer_is_given_may_be_in_host_memory(watching: EmulatedMeter) -> None:
+    given, host = torch.ones(100), torch.ones(50)
+    watching.begin((given,))
+    watching.begin(())
+    host.add_(1)
     assert watching.live_bytes() == 400
+
+
+def test_what_a_device_has_allocated_for_a_store_is_not_the_programs(watching: EmulatedMeter) -> None:
+    with ts.Store(ts.OffloadConfig(device="emulated", max_device_memory=4096).store_config()) as store:
+        store.put("k", numbered(1, 1000), tier="device")
+        watching.begin((torch.ones(1),))
+        with store.lease("k") as lease:
+            made = lease.tensor + 1
+        assert watching.live_bytes() == 1000
+        del made
+    watching.close()
+    watching.close()
+    assert not device_storage_listeners
 
 
 class OnTop(TorchDispatchMode):
@@ -205,8 +241,10 @@ def test_sparse_tensors_have_no_storage_to_count(watching: EmulatedMeter) -> Non
     assert values.is_sparse
 
 
-def test_memory_that_the_store_adopted_is_the_programs_until_nobody_else_refers_to_it() -> None:
-    meter = EmulatedMeter()
+def test_memory_that_the_store_adopted_is_the_programs_until_nobody_else_refers_to_it(
+    watching: EmulatedMeter,
+) -> None:
+    meter = watching
     meter.begin(())
     mine = torch.zeros(1000, dtype=torch.uint8)
     stores = mine.detach()
@@ -218,21 +256,19 @@ def test_memory_that_the_store_adopted_is_the_programs_until_nobody_else_refers_
     assert meter.live_bytes() == 0
     del again, stores
     assert meter.live_bytes() == 0
-    meter.end()
 
 
-def test_memory_that_the_store_has_let_go_of_stays_the_programs() -> None:
-    meter = EmulatedMeter()
+def test_memory_that_the_store_has_let_go_of_stays_the_programs(watching: EmulatedMeter) -> None:
+    meter = watching
     meter.begin(())
     mine = torch.zeros(1000, dtype=torch.uint8)
     meter.hand_over(mine.untyped_storage(), lambda: False)
     assert meter.live_bytes() == 1000
     assert meter.take_peak() == 1000
-    meter.end()
 
 
-def test_a_peak_leaves_out_what_the_store_alone_refers_to() -> None:
-    meter = EmulatedMeter()
+def test_a_peak_leaves_out_what_the_store_alone_refers_to(watching: EmulatedMeter) -> None:
+    meter = watching
     meter.begin(())
     kept = []
     for _ in range(5):
@@ -251,8 +287,8 @@ def test_tensors_are_found_in_whatever_holds_them() -> None:
     assert [tensor.numel() for tensor in found] == [0, 1, 2]
 
 
-def test_inputs_that_come_in_a_dataclass_count() -> None:
-    meter = EmulatedMeter()
+def test_inputs_that_come_in_a_dataclass_count(watching: EmulatedMeter) -> None:
+    meter = watching
     meter.begin([Output(torch.zeros(10), (torch.zeros(5),))])
     assert meter.live_bytes() == 0  # they have died
     kept = Output(torch.zeros(10), (torch.zeros(5),))

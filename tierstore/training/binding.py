@@ -171,6 +171,7 @@ class Bindings:
         self.store = store
         self._note_access = note_access
         self.apart = apart
+        self.prepare: Callable[[int], None] = lambda _: None  # makes room for as much; may refuse
         self.ask_for_more: MakeRoom = lambda _: False
         self._lock = threading.RLock()  # guards all bindings and the next two
         self._by_storage: dict[int, Binding] = {}
@@ -301,6 +302,7 @@ class Bindings:
     def _acquire(self, binding: Binding) -> None:
         self.sweep()
         try:
+            self._prepare(binding)
             lease = self.store.lease(binding.key, tier=binding.tier, write=True)
         except CapacityError as error:
             let_frames_go(error)
@@ -320,9 +322,14 @@ class Bindings:
         gc.collect()
         self.sweep()
         self._empty(binding.tier)
+        self._prepare(binding)
         return lease_with_room(
             lambda: self.store.lease(binding.key, tier=binding.tier, write=True), self.ask_for_more
         )
+
+    def _prepare(self, binding: Binding) -> None:
+        if binding.tier not in self.store.tier_names[1:]:
+            self.prepare(binding.nbytes)
 
     def _empty(self, tier: str) -> None:
         """Push everything that is not leased out of a tier, so that its free bytes are in one piece."""

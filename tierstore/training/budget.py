@@ -3,18 +3,23 @@
 A step has two phases with different needs: forward and backward, which make activations, and the
 optimizers' steps, which need a bundle's gradients and state beside its parameters.
 
-1. At first the store has in each phase only what the largest bundle needs there, and a prefetch.
-2. What the program takes beside it is measured in the first two steps; from then on the store has the
-   rest of the budget, less a margin.
-3. Where leases need more together than that, the store is given what the program leaves at that moment,
-   and the program is measured in every step.
+1. The store has at every moment its *own* bytes or what is leased, whichever is more.  Own bytes are what
+   the program, at its peak, leaves of the budget: they may be full of what is used later.
+2. What the program takes is measured in the first two steps; until then nothing is the store's own.  So a
+   first step takes the same bytes whatever the budget is, and later ones no more than the budget if they
+   are like it: what trains within some budget trains within every larger one.
+3. Where leases need more than the store's own, it is given what the program leaves at that moment, until
+   they end, and the program is measured in every step.
 4. When inputs grow, the store makes room in proportion before the model runs, and it is measured
    again.
+5. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
+   there are then only the bytes that it asked for: where that is too much, no budget so small is enough.
 """
 
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,11 +27,13 @@ from dataclasses import dataclass
 from tierstore.errors import CapacityError
 from tierstore.store import Store
 from tierstore.training.footprint import Meter, tensors_in
-from tierstore.units import format_bytes
+from tierstore.units import align_up, format_bytes
 
 LEARNING_STEPS = 2
 MARGIN = 1.1
 """Steps differ a little: allocations overlap otherwise, a metric is kept a while longer."""
+ALIGNMENT_BYTES = 512
+"""What devices' allocators round to."""
 
 
 class Phase(enum.Enum):
@@ -35,6 +42,7 @@ class Phase(enum.Enum):
     MODEL = enum.auto()  # forward and backward
     OPTIMIZER = enum.auto()
     EVALUATION = enum.auto()  # forward alone
+    BETWEEN = enum.auto()  # nothing of the model's: inputs are made
 
 
 @dataclass(slots=True)
@@ -63,7 +71,7 @@ class WorkingSet:
 
 
 class DeviceBudget:
-    """Sets the quota of the store's device tier.
+    """Sets the quota of the store's device tier.  Safe from any thread.
 
     Args:
         store: with a device tier as its fastest.
@@ -71,7 +79,7 @@ class DeviceBudget:
         sets: of every bundle.
         meter: of what the program has outside the store.
         apart: what is allocated inside this context is the store's.
-        resized: told of each new quota.
+        resized: told how much is the store's own.
 
     Raises:
         CapacityError: one bundle alone does not fit.
@@ -95,23 +103,23 @@ class DeviceBudget:
         largest = max(sets, key=lambda each: each.nbytes)
         if largest.nbytes > limit_bytes:
             raise self._too_large(largest)
-        bundle_bytes = max(each.bundle_bytes for each in sets)
-        self._least = {
-            Phase.MODEL: min(limit_bytes, 2 * bundle_bytes),
-            Phase.OPTIMIZER: min(limit_bytes, largest.nbytes + bundle_bytes),
-            Phase.EVALUATION: min(limit_bytes, 2 * bundle_bytes),
-        }
-        self._quotas = dict(self._least)
-        self._program: dict[Phase, int] = {}
+        self._step_ahead_bytes = min(limit_bytes, largest.nbytes + max(each.bundle_bytes for each in sets))
+        self._all_bytes = sum(each.nbytes for each in sets)
+        self._gradient_bytes = self._all_bytes - sum(each.bundle_bytes + each.state_bytes for each in sets)
+        self._lock = threading.RLock()  # guards what follows; held while hardware makes room
+        self._own = dict.fromkeys(Phase, 0)
+        self._program: dict[Phase, int] = {}  # its peaks in the last use that was measured
+        self._seen: dict[Phase, int] = {}  # in the one that is being measured
+        self._leased: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the most that leases needed together
         self._at_gradients_bytes = 0
         self._step_bytes = 0
         self._before_step_bytes = 0
-        self._quota_bytes = 0
-        self._grown_bytes = 0  # the most that leases needed together so far
-        self._phase = Phase.MODEL
+        self._quota_bytes = -1
+        self._phase = Phase.BETWEEN
         self._lessons = {Phase.MODEL: _Lesson(), Phase.EVALUATION: _Lesson()}
         self._learning: _Lesson | None = None
-        self._give(self._quotas[Phase.MODEL])
+        self._has_ended = False  # the use that is learned from, as far as is known
+        self._give(0)
 
     def _too_large(self, largest: WorkingSet) -> CapacityError:
         return CapacityError(
@@ -128,14 +136,16 @@ class DeviceBudget:
 
     def begin_forward(self, inputs: Sequence[object], phase: Phase) -> None:
         """The model begins to run on ``inputs``: in a step (``MODEL``) or for itself (``EVALUATION``)."""
+        self._conclude()
         self._enter(phase)
         lesson = self._lessons[phase]
         elements = sum(tensor.numel() for tensor in tensors_in(inputs))
         if elements > lesson.seen_elements:
             self._expect_more(phase, lesson, elements)
-        if (lesson.steps_to_learn or self._is_tight) and self._learning is None:
+        if self._learning is None and (lesson.steps_to_learn or self._is_tight):
             self._learning = lesson
             self._at_gradients_bytes = 0
+        if self._learning is not None:
             self._meter.begin(inputs)
 
     def _expect_more(self, phase: Phase, lesson: _Lesson, elements: int) -> None:
@@ -143,39 +153,48 @@ class DeviceBudget:
         if phase in self._program:
             # Inputs, and what was computed of them, are there as well when the optimizer steps.
             for each in (phase, Phase.OPTIMIZER) if phase is Phase.MODEL else (phase,):
-                expected_bytes = self._program.get(each, 0) * elements // max(1, lesson.seen_elements)
-                self._quotas[each] = self._rest(each, expected_bytes)
-            self._give(self._quotas[phase])
+                program_bytes = self._program.get(each, 0)
+                self._program[each] = program_bytes * elements // max(1, lesson.seen_elements)
             lesson.steps_to_learn = LEARNING_STEPS
+            self._divide()
+            self._enter(phase)
         lesson.seen_elements = elements
 
     def begin_optimizer(self) -> None:
         """An optimizer begins to step."""
         self._enter(Phase.OPTIMIZER)
-        if self._learning is not None:
+        if self._learning is self._lessons[Phase.MODEL]:
+            self._meter.begin(())
+            self._has_ended = False
             self._before_step_bytes = self._meter.live_bytes()
 
     def end_evaluation(self) -> None:
         """The model has run for itself."""
-        if self._learning is self._lessons[Phase.EVALUATION]:
-            self._end()
+        if self._phase is Phase.EVALUATION:
+            self._end(self._lessons[Phase.EVALUATION])
 
     def end_step(self) -> None:
-        """An optimizer has stepped."""
-        if self._learning is self._lessons[Phase.MODEL]:
-            self._end()
+        """An optimizer has stepped, or a model without one was used."""
+        self._end(self._lessons[Phase.MODEL])
 
-    def _end(self) -> None:
-        """What there was to learn from this use is known."""
+    def _end(self, lesson: _Lesson) -> None:
+        """A use has ended, unless another optimizer steps, too."""
+        self._enter(Phase.BETWEEN)
+        if self._learning is lesson:
+            self._meter.end()
+            self._has_ended = True
+
+    def _conclude(self) -> None:
+        """Another use begins: what there was to learn from the last one is known."""
         lesson = self._learning
-        assert lesson is not None
-        self._note_peak()
-        self.close()
+        if lesson is None or not self._has_ended:
+            return
+        self._learning, self._has_ended = None, False
+        self._program.update(self._seen)
+        self._seen.clear()
         lesson.steps_to_learn = max(0, lesson.steps_to_learn - 1)
         if lesson.steps_to_learn == 0:
-            for phase, program_bytes in self._program.items():
-                self._quotas[phase] = self._rest(phase, program_bytes)
-            self._give(self._quotas[self._phase])
+            self._divide()
 
     def look(self) -> None:
         """Take a sample of what the program has."""
@@ -184,28 +203,40 @@ class DeviceBudget:
             self._at_gradients_bytes = max(self._at_gradients_bytes, self._meter.live_bytes())
 
     def close(self) -> None:
-        """Stop measuring."""
-        if self._learning is not None:
-            self._learning = None
-            self._meter.end()
+        """Stop measuring, for good."""
+        self._learning = None
+        self._meter.close()
 
     def _enter(self, phase: Phase) -> None:
         if phase is not self._phase:
             self._note_peak()
             self._phase = phase
-        self._give(self._quotas[phase])
+        self._resized(self._own[phase])
+        with self._lock:
+            if self._quota_bytes < self._own[phase]:
+                self._give(self._own[phase])
+        self.settle()
 
     def _note_peak(self) -> None:
-        """Keep the peak of the phase that ends: the last one measured counts, as the first makes state."""
-        if self._learning is not None:
-            self._program[self._phase] = self._meter.take_peak()
+        """Keep the peak of the phase that ends: the last use measured counts, as the first makes state."""
+        if self._learning is not None and not self._has_ended:
+            peak_bytes = self._meter.take_peak()
+            self._seen[self._phase] = max(self._seen.get(self._phase, 0), peak_bytes)
             if self._phase is Phase.OPTIMIZER:
-                self._step_bytes = max(0, self._program[self._phase] - self._before_step_bytes)
+                self._step_bytes = max(0, peak_bytes - self._before_step_bytes)
+
+    # --- what is known ------------------------------------------------------------------------
 
     @property
     def _is_tight(self) -> bool:
-        """Whether leases may need more than the quota again: then the program is measured from then on."""
-        return self._grown_bytes > self._quotas[Phase.MODEL]
+        """Whether leases may need more than the store's own: then the program is measured from then on."""
+        return any(self._leased[phase] > self._own[phase] for phase in self._program)
+
+    @property
+    def has_room_for_gradients(self) -> bool:
+        """Whether it is known that all there is fits beside the program, so that gradients may be its own."""
+        needed_bytes = int(self._program.get(Phase.MODEL, 0) * MARGIN) + self._all_bytes
+        return not self._lessons[Phase.MODEL].steps_to_learn and needed_bytes <= self._limit_bytes
 
     @property
     def allows_steps_in_backward(self) -> bool:
@@ -213,39 +244,87 @@ class DeviceBudget:
         return (
             Phase.OPTIMIZER in self._program
             and not self._lessons[Phase.MODEL].steps_to_learn
-            and (self._quotas[Phase.MODEL] >= self._least[Phase.OPTIMIZER])
+            and min(self._own[Phase.MODEL], self._beside_steps_bytes) >= self._step_ahead_bytes
         )
+
+    @property
+    def _beside_steps_bytes(self) -> int:
+        """What the program leaves where an optimizer steps in the midst of backward."""
+        return self._limit_bytes - int((self._at_gradients_bytes + self._step_bytes) * MARGIN)
 
     # --- quotas -------------------------------------------------------------------------------
 
-    def _rest(self, phase: Phase, program_bytes: int) -> int:
-        """Return what the program leaves of the budget, at least what is needed to train at all.
-
-        Where an optimizer can step in the midst of backward, its workspace is left as well.
-        """
-        rest = max(self._least[phase], self._limit_bytes - int(program_bytes * MARGIN))
-        if phase is Phase.MODEL:
-            beside_step = self._limit_bytes - int((self._at_gradients_bytes + self._step_bytes) * MARGIN)
-            return min(rest, beside_step) if beside_step >= self._least[Phase.OPTIMIZER] else rest
-        return rest
+    def _divide(self) -> None:
+        """Make the store's own what the program leaves of the budget."""
+        gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else 0
+        for phase, program_bytes in self._program.items():
+            rest_bytes = max(0, self._limit_bytes - int(program_bytes * MARGIN) - gradient_bytes)
+            if phase is Phase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
+                rest_bytes = min(rest_bytes, self._beside_steps_bytes)
+            self._own[phase] = rest_bytes
+        self._own[Phase.BETWEEN] = self._own[Phase.MODEL]
 
     def _give(self, quota_bytes: int) -> None:
-        if quota_bytes == self._quota_bytes:
-            return
-        with self._apart():
-            self._store.resize(self._tier, quota_bytes)
-        self._quota_bytes = quota_bytes
-        self._resized(quota_bytes)
+        if quota_bytes != self._quota_bytes:
+            with self._apart():
+                self._store.resize(self._tier, quota_bytes)
+            self._quota_bytes = quota_bytes
+
+    def _leased_bytes(self) -> int:
+        return self._store.stats().tiers[self._tier].leased_bytes
+
+    def prepare(self, needed_bytes: int) -> None:
+        """See to it that so many bytes can be leased, where they may be more than the store's own.
+
+        Raises:
+            CapacityError: see `grow`.
+        """
+        if self._learning is not None or self._is_tight or not self._program:
+            self.grow(needed_bytes)
 
     def grow(self, needed_bytes: int) -> bool:
-        """Give the store so much more of what the program does not use now; return whether there was any.
+        """Give the store room for so much beside what is leased, until leases end.
 
-        For what must be on the device together though no bundle needs it, such as the weights that a
-        graph of gradients keeps, or the activations that one node of it uses.
+        For what must be on the device together.  Returns whether it had less.
+
+        Raises:
+            CapacityError: the program uses what would be given.
         """
-        free_bytes = self._limit_bytes - int(self._meter.live_bytes() * MARGIN) - self._quota_bytes
-        if free_bytes <= 0:
-            return False
-        self._give(self._quota_bytes + min(free_bytes, max(1, needed_bytes)))
-        self._grown_bytes = max(self._grown_bytes, self._quota_bytes)
-        return True
+        with self._lock:
+            leased_bytes, live_bytes = self._leased_bytes(), self._meter.live_bytes()
+            quota_bytes = leased_bytes + align_up(needed_bytes, ALIGNMENT_BYTES)
+            self._leased[self._phase] = max(self._leased[self._phase], quota_bytes)
+            if quota_bytes + live_bytes > self._limit_bytes:
+                raise self._too_much(needed_bytes, leased_bytes, live_bytes)
+            if quota_bytes <= self._quota_bytes:
+                return False
+            self._give(quota_bytes)
+            return True
+
+    def _too_much(self, needed_bytes: int, leased_bytes: int, live_bytes: int) -> CapacityError:
+        return CapacityError(
+            f"no room for {format_bytes(needed_bytes)} in {self._tier!r}: {format_bytes(leased_bytes)} are "
+            f"in use there, and the program has {format_bytes(live_bytes)} beside the store, such as "
+            "activations and the workspace of operators. max_device_memory is "
+            f"{format_bytes(self._limit_bytes)}. Raise it, take smaller batches, or swap or recompute more.",
+            tier=self._tier,
+            needed_bytes=needed_bytes,
+            free_bytes=max(0, self._limit_bytes - leased_bytes - live_bytes),
+        )
+
+    def settle(self) -> None:
+        """Take back what was given to the store for leases that have ended.
+
+        Raises:
+            CapacityError: the tiers below have no room for what has to leave.
+        """
+        with self._lock:
+            while self._quota_bytes > self._own[self._phase]:
+                leased_bytes = self._leased_bytes()
+                try:
+                    self._give(max(self._own[self._phase], leased_bytes))
+                except CapacityError:
+                    if self._leased_bytes() <= leased_bytes:
+                        raise
+                else:
+                    return

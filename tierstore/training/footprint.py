@@ -23,7 +23,12 @@ class Meter(Protocol):
     """Measures the program's device bytes between `begin` and `end`."""
 
     def begin(self, inputs: Iterable[object]) -> None:
-        """Start; ``inputs`` are there already."""
+        """Start, or go on.
+
+        Args:
+            inputs: of the model, which are there already, as is whatever else it is given; none: an
+                optimizer begins, whose operations may be given what is in host memory.
+        """
         ...
 
     def look(self) -> None:
@@ -31,7 +36,7 @@ class Meter(Protocol):
         ...
 
     def live_bytes(self) -> int:
-        """Return what there is now, as far as it was measured."""
+        """Return what there is now of what was seen while it was measured."""
         ...
 
     def take_peak(self) -> int:
@@ -40,6 +45,10 @@ class Meter(Protocol):
 
     def end(self) -> None:
         """Stop."""
+        ...
+
+    def close(self) -> None:
+        """Stop for good, and leave nothing behind."""
         ...
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
@@ -78,55 +87,58 @@ _ALONE = 2  # one tensor refers to a storage, beside the storage's object in Pyt
 
 
 class EmulatedMeter:
-    """Sees every operation of the thread and counts the storages that come out of it anew."""
+    """Sees every operation of the thread and counts the storages that come out of it anew.
 
-    def __init__(self) -> None:
-        self._mode: _Counting | None = None
-        self._peak_bytes = 0
+    What the model's operations are given that is not known is the program's, too, unless a store has
+    allocated it: such as the targets of a loss.  It was there all the time.
+
+    Args:
+        store: whose bytes are not the program's.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._mode = _Counting()
+        self._leave_alone = store.watch_device(self._mode.leave_out)
 
     def begin(self, inputs: Iterable[object]) -> None:
         """See `Meter.begin`."""
-        if self._mode is None:
-            self._mode = _Counting()
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-        self._mode.add(
-            [tensor.untyped_storage() for tensor in tensors_in(inputs) if type(tensor) is torch.Tensor]
-        )
+        given = [tensor.untyped_storage() for tensor in tensors_in(inputs) if type(tensor) is torch.Tensor]
+        self._mode.begin(is_given=bool(given))
+        self._mode.add(given)
 
     def look(self) -> None:
         """See `Meter.look`."""
 
     def live_bytes(self) -> int:
         """See `Meter.live_bytes`."""
-        if self._mode is None:
-            return self._peak_bytes
         self._mode.settle()
         return self._mode.live_bytes
 
     def take_peak(self) -> int:
         """See `Meter.take_peak`."""
         mode = self._mode
-        if mode is not None:
-            mode.settle()
-            self._peak_bytes, mode.peak_bytes = mode.peak_bytes, mode.live_bytes
-        return self._peak_bytes
+        mode.settle()
+        peak_bytes, mode.peak_bytes = mode.peak_bytes, mode.live_bytes
+        return peak_bytes
 
     def end(self) -> None:
         """See `Meter.end`."""
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            mode.end()
+        self._mode.end()
+
+    def close(self) -> None:
+        """See `Meter.close`."""
+        self.end()
+        self._leave_alone()
 
     def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
         """See `Meter.hand_over`."""
-        if self._mode is not None:
-            self._mode.hand_over(storage, is_held)
+        self._mode.hand_over(storage, is_held)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """See `Meter.apart`."""
         mode = self._mode
-        if mode is None or mode.is_paused:
+        if mode.is_paused:
             yield
             return
         mode.is_paused = True
@@ -146,22 +158,36 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
 
 
 class _Counting(TorchDispatchMode):
-    """The mode that `EmulatedMeter` is in while it measures."""
+    """The mode that `EmulatedMeter` is in while it measures.  What it has seen counts until it dies."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, _Storage] = {}
         self._adopted: dict[int, Callable[[], bool]] = {}  # by key: the store has them, and maybe others
+        self._stored: dict[int, _Storage] = {}  # what stores have allocated
         self.live_bytes = 0
         self.peak_bytes = 0
         self.is_paused = False
+        self.is_over = True
+        self._is_entered = False
+        self._is_given = False
+
+    def begin(self, *, is_given: bool) -> None:
+        """Be in force; say whether what operations are given is on the device."""
+        self._is_given = is_given
+        if self.is_over:
+            self.peak_bytes = self.live_bytes
         self.is_over = False
+        if not self._is_entered:
+            self._is_entered = True
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Be no mode any more; one that others were put on top of goes when it is on top again."""
+        """Be no mode any more; one that others were put on top of stays, and sees nothing."""
         self.is_over = True
         if torch.utils._python_dispatch._get_current_dispatch_mode() is self:  # noqa: SLF001
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_entered = False
 
     def add(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Count storages that were not counted yet."""
@@ -174,6 +200,26 @@ class _Counting(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self.settle()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def add_former(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count storages that have been there since before this was in force."""
+        unknown = [each for each in storages if id(each) not in self._live and id(each) not in self._stored]
+        if unknown:
+            before_bytes = self.live_bytes
+            peak_bytes, self.peak_bytes = self.peak_bytes, 0
+            self.add(unknown)
+            self.peak_bytes = peak_bytes + max(0, self.live_bytes - before_bytes)
+
+    def leave_out(self, storage: torch.UntypedStorage) -> None:
+        """Never take for the program's what a store has allocated.  From any thread."""
+        if id(storage) not in self._live:
+            entry = _Storage(storage, self._forget_stored)
+            entry.key, entry.nbytes = id(storage), 0
+            self._stored[entry.key] = entry
+
+    def _forget_stored(self, entry: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(entry, _Storage)
+        self._stored.pop(entry.key, None)
 
     def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
         """Let a storage count no more as soon as the store alone refers to it."""
@@ -209,7 +255,9 @@ class _Counting(TorchDispatchMode):
         """Run the operation and count what is new."""
         result = func(*args, **(kwargs or {}))
         if not (self.is_paused or self.is_over):
-            given = {id(storage) for storage in _storages((args, kwargs or {}))}
+            given = {id(storage): storage for storage in _storages((args, kwargs or {}))}
+            if self._is_given:
+                self.add_former(given.values())
             self.add([storage for storage in _storages((result,)) if id(storage) not in given])
         return result
 
@@ -281,6 +329,9 @@ class AllocatorMeter:
     def end(self) -> None:
         """See `Meter.end`."""
         self._least_stored_bytes = None
+
+    def close(self) -> None:
+        """See `Meter.close`."""
 
     def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
         """See `Meter.hand_over`: the allocator counts it, and the store's charge is subtracted."""

@@ -5,7 +5,7 @@
 2. ``p.grad`` is then a *handle*: a guarded tensor over that key, the same object until it is zeroed.
    Nothing is brought before it is used.
 3. A gradient that somebody assigned, that is sparse, or that has a graph of its own stays an ordinary
-   tensor.
+   tensor; so does one that there was room for where backward made it, until it is zeroed.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class Gradient:
     Attributes:
         name: the parameter's.
         binding: ties the handle to the key, while a stash exists.
-        is_assigned: whether somebody set it, so that it stays where it is.
+        stays: whether somebody set it, or it was not stashed at first: it is an ordinary tensor then.
         accumulations: how many backward passes have added to it since the last step.
         known_uses: of the binding, by accumulation and by the optimizer.
     """
 
-    __slots__ = ("accumulations", "binding", "is_assigned", "known_uses", "name", "parameter")
+    __slots__ = ("accumulations", "binding", "known_uses", "name", "parameter", "stays")
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
         self.name = name
         self.parameter = parameter
         self.binding: Binding | None = None
-        self.is_assigned = False
+        self.stays = False
         self.accumulations = 0
         self.known_uses = 0
 
@@ -104,7 +104,7 @@ class Gradients:
         self._warden = warden
         self._placement = placement
         self._of: dict[torch.Tensor, Gradient] = {}
-        self.is_stashing = False
+        self.must_stash: Callable[[], bool] = lambda: False
         self.note_put: Access | None = None
         self.note_change: Callable[[torch.Tensor], None] = lambda _: None  # before a stash changes or goes
 
@@ -152,7 +152,7 @@ class Gradients:
             # A guard's class must not get in autograd's way: take the bytes of another's handle.
             value = value.clone() if guard.tenant_of(value) is not None else value
         set_native_gradient(parameter, value)
-        gradient.is_assigned = value is not None
+        gradient.stays = value is not None
         self._forget(gradient)
 
     # --- stashing -----------------------------------------------------------------------------
@@ -161,7 +161,10 @@ class Gradients:
         """Bring a gradient that autograd has just accumulated to its key, if it is to wait there."""
         gradient = self._of[parameter]
         fresh = native_gradient(parameter)
-        if fresh is None or not self._is_stashable(gradient, fresh):
+        if fresh is None:
+            return
+        if not self._is_stashable(gradient, fresh):
+            gradient.stays = True  # the same object until it is zeroed
             return
         if gradient.binding is None:
             self._put(gradient, fresh)
@@ -179,8 +182,8 @@ class Gradients:
         if gradient.binding is not None:
             return True
         return (
-            self.is_stashing
-            and not gradient.is_assigned
+            self.must_stash()
+            and not gradient.stays
             and not fresh.requires_grad
             and fresh.layout is torch.strided
         )

@@ -14,7 +14,7 @@ from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.store import Store
 from tierstore.training import guard
-from tierstore.training.budget import DeviceBudget, WorkingSet
+from tierstore.training.budget import ALIGNMENT_BYTES, DeviceBudget, WorkingSet
 from tierstore.training.encoding import not_in_the_model
 from tierstore.training.follow import Follower, Window
 from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, Meter
@@ -28,7 +28,6 @@ from tierstore.units import MIB, align_up, format_bytes
 log = logging.getLogger("tierstore")
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
-_DEVICE_ALIGNMENT_BYTES = 512
 _PREFETCH_SHARE = 4  # a quarter of a tier may be ahead of its use
 _SMALL_SHARE = 64  # bundles below this part of the fastest tier are worth joining
 
@@ -125,12 +124,15 @@ def open_session(
     meter = None if fastest == HOST else _meter(store)
     windows = [] if fits and meter is None else _windows(store)
     session = _new_session(model, optimizers, config, store, windows, meter)
-    session.gradients.is_stashing = not fits or config.offload_grad is not None
-    if session.gradients.is_stashing:
+    is_stashing = not fits or config.offload_grad is not None
+    session.gradients.must_stash = lambda: is_stashing
+    if is_stashing or meter is not None:
         give_freed_memory_back()
     try:
         if meter is not None and sets:
-            _bound(session, sets, meter, fastest_bytes)
+            budget = _bound(session, sets, meter, fastest_bytes)
+            if config.offload_grad is None:
+                session.gradients.must_stash = lambda: not budget.has_room_for_gradients
         _take_in(session, groups, source)
         if store.is_durable:
             session.make_durable(0 if former is None else former.checkpoints)
@@ -160,10 +162,10 @@ def _new_session(
     return session
 
 
-def _bound(session: Session, sets: Sequence[WorkingSet], meter: Meter, fastest_bytes: int) -> None:
+def _bound(session: Session, sets: Sequence[WorkingSet], meter: Meter, fastest_bytes: int) -> DeviceBudget:
     """Let the session's store have of the device what activations and workspace leave."""
     fastest, follower = session.store.tier_names[0], session.follower
-    session.budget = DeviceBudget(
+    session.budget = budget = DeviceBudget(
         session.store,
         fastest_bytes,
         sets,
@@ -171,7 +173,9 @@ def _bound(session: Session, sets: Sequence[WorkingSet], meter: Meter, fastest_b
         session.bindings.apart,
         lambda quota_bytes: follower.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
     )
-    session.bindings.ask_for_more = session.budget.grow
+    session.bindings.prepare = budget.prepare
+    session.bindings.ask_for_more = budget.grow
+    return budget
 
 
 def _take_in(session: Session, groups: Sequence[ParameterGroup], source: Weights | Former | None) -> None:
@@ -199,7 +203,7 @@ def give_freed_memory_back() -> None:
 
 def _meter(store: Store) -> Meter:
     if store.device.type == "cpu":
-        return EmulatedMeter()
+        return EmulatedMeter(store)
     return AllocatorMeter(store, store.device)
 
 
@@ -214,16 +218,14 @@ def _working_set(
     group: ParameterGroup, optimizers: Sequence[torch.optim.Optimizer], former: Former | None
 ) -> WorkingSet:
     """Return what is needed together to train one bundle."""
-    bundle_bytes = align_up(group.nbytes, _DEVICE_ALIGNMENT_BYTES)
+    bundle_bytes = align_up(group.nbytes, ALIGNMENT_BYTES)
     if group.optimizer is None:
         return WorkingSet(group.names[0], bundle_bytes, 0, bundle_bytes)
     trained = [p for p in group.parameters if p.requires_grad]
-    gradient_bytes = sum(align_up(p.numel() * p.element_size(), _DEVICE_ALIGNMENT_BYTES) for p in trained)
+    gradient_bytes = sum(align_up(p.numel() * p.element_size(), ALIGNMENT_BYTES) for p in trained)
     optimizer = optimizers[group.optimizer]
     known_bytes = 0 if former is None else former.state_bytes(group.optimizer, group.names)
-    state_bytes = align_up(
-        known_bytes or sum(_state_bytes(optimizer, p) for p in trained), _DEVICE_ALIGNMENT_BYTES
-    )
+    state_bytes = align_up(known_bytes or sum(_state_bytes(optimizer, p) for p in trained), ALIGNMENT_BYTES)
     return WorkingSet(group.names[0], bundle_bytes, state_bytes, bundle_bytes + gradient_bytes + state_bytes)
 
 

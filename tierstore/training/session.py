@@ -7,6 +7,7 @@ all at the end.  It is the guard's `Warden`.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -24,6 +25,7 @@ from tierstore.training.activations import both
 from tierstore.training.activations.both import Activations
 from tierstore.training.activations.layers import Names
 from tierstore.training.activations.sections import Sections
+from tierstore.training.activations.swap import vaults
 from tierstore.training.activations.vault import Vault
 from tierstore.training.binding import Binding, Bindings, ordinary_mode
 from tierstore.training.budget import DeviceBudget, Phase
@@ -84,6 +86,7 @@ class Session:
         self.steps: list[OptimizerSteps] = []
         self.durable: DurableState | None = None
         self.activations = Activations()
+        vaults[store] = weakref.WeakMethod(self._new_vault)
         self._handles: list[RemovableHandle] = []
         self._step_hooks: list[tuple[OrderedDict[int, Any], int]] = []
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
@@ -148,7 +151,7 @@ class Session:
         vault = Vault(
             self.store,
             self.bindings.apart,
-            note_use=self.follower.note_passing,
+            note_use=self._note_activation,
             make_room=make_room,
             note_adopted=_unheard if self._meter is None else self._meter.hand_over,
         )
@@ -246,7 +249,16 @@ class Session:
             self.budget.look()
 
     def _note(self, binding: Binding) -> None:
+        self._settle_budget()
         self.follower.note(binding.key)
+
+    def _note_activation(self, key: str, nbytes: int) -> None:
+        self._settle_budget()
+        self.follower.note_passing(key, nbytes)
+
+    def _settle_budget(self) -> None:
+        if self.budget is not None:
+            self.budget.settle()
 
     def _choose_residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
         """Choose what stays in host memory, where that is where computing happens.
@@ -294,8 +306,9 @@ class Session:
     def _begin_forward(self, inputs: Sequence[object]) -> None:
         self.bindings.sweep()
         if self.budget is not None:
-            is_step = torch.is_grad_enabled() and bool(self.optimizers)
-            self.budget.begin_forward(inputs, Phase.MODEL if is_step else Phase.EVALUATION)
+            if not self.optimizers:
+                self.budget.end_step()
+            self.budget.begin_forward(inputs, Phase.MODEL if torch.is_grad_enabled() else Phase.EVALUATION)
         self.state_dicts.reset()
         self.clock.begin_forward()
         for steps in self.steps:
@@ -317,6 +330,7 @@ class Session:
         self.clock.note_backward()
         self.bindings.sweep()
         self.gradients.stash(parameter)
+        self._settle_budget()
         self._look()
         for steps in self.steps:
             before_s = steps.ahead.seconds

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -162,11 +163,23 @@ def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store
     kept = Store(offloading.store_config()) if store is None else store
     try:
         check_tiers(kept)
-        return Swap(model, marks, Vault(kept), owns_store=store is None)
+        return Swap(model, marks, new_vault(kept), owns_store=store is None)
     except BaseException:
         if store is None:
             kept.close()
         raise
+
+
+vaults: weakref.WeakKeyDictionary[Store, weakref.WeakMethod[Callable[[], Vault]]]
+vaults = weakref.WeakKeyDictionary()
+"""Who makes the vaults of stores that others look after, and whose quotas they set."""
+
+
+def new_vault(store: Store) -> Vault:
+    """Return a vault over a store, under the quotas of whoever looks after it."""
+    maker = vaults.get(store)
+    make = None if maker is None else maker()
+    return Vault(store) if make is None else make()
 
 
 def _read(config: Config) -> tuple[Sections, OffloadConfig]:
