@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.training.vaults import KINDS, base, host, late_store
+from tierstore import Transfer
 from tierstore.config import StoreConfig
 from tierstore.errors import LeaseError
 from tierstore.store import Store
+from tierstore.training.activations.estate import Estate
 from tierstore.training.activations.vault import Vault
+from tierstore.units import MIB
 
 
 @pytest.fixture
@@ -252,6 +255,7 @@ def test_what_every_use_has_taken_goes_down_again(vault: Vault) -> None:
             assert "device" in vault.store.where("k")
     vault.store.evict("k", to="host").result()  # waits for what is under way
     assert vault.stats.released == 2
+    assert not vault._restless
 
 
 def test_bytes_stay_for_the_one_that_did_not_take_them(vault: Vault) -> None:
@@ -280,6 +284,82 @@ def test_a_graph_that_is_retained_brings_its_bytes_once_in_each_backward(vault: 
             vault.sweep()
     stats = vault.stats
     assert stats.brought == 4
+
+
+def test_bytes_that_are_dropped_while_they_are_found_are_kept_anew(vault: Vault) -> None:
+    x = base()
+    parked = [vault.keep(x, "k")]
+    look_up = vault._look_up
+
+    def look_up_slowly(storage: torch.UntypedStorage, extent: tuple[int, int]) -> Estate | None:
+        found = look_up(storage, extent)
+        parked.clear()
+        vault.sweep()
+        return found
+
+    with mock.patch.object(vault, "_look_up", look_up_slowly):
+        second = vault.keep(x, "k")
+    assert vault.stats.kept == 2
+    assert torch.equal(second.take(), x)
+
+
+def test_a_lease_for_which_room_was_made_by_a_sweep_is_ended_as_others_are(store: Store) -> None:
+    def make_room(_: int) -> bool:
+        vault.sweep()
+        lease.release()
+        store.drop("parameters")
+        return True
+
+    vault = Vault(store, make_room=make_room)
+    parked = vault.keep(base(), "k")
+    parked.release()
+    store.put("parameters", torch.zeros(MIB, dtype=torch.uint8), tier="device")
+    lease = store.lease("parameters")
+    assert torch.equal(parked.take(), base())
+    vault.sweep()
+    store.evict("k", to="host").result()  # which a lease would forbid
+
+
+class Held:
+    """A transfer whose callback is called when the test says so."""
+
+    def __init__(self, transfer: Transfer[None]) -> None:
+        self.transfer = transfer
+        self.result, self.done = transfer.result, transfer.done
+        self.callbacks: list[Callable[[], object]] = []
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Keep it."""
+        self.callbacks.append(callback)
+
+
+def test_a_departure_that_is_told_late_or_twice_is_counted_once(vault: Vault) -> None:
+    parked = vault.keep(base(), "k")
+    evict, held = vault.store.evict, list[Held]()
+
+    def evict_and_tell_later(*keys: str, to: str) -> Held:
+        held.append(Held(evict(*keys, to=to)))
+        return held[-1]
+
+    with mock.patch.object(vault.store, "evict", evict_and_tell_later):
+        parked.weakly().leave()
+    held[0].result()
+    parked.take()
+    for _ in range(2):
+        held[0].callbacks[0]()
+    assert (vault.stats.released, vault.stats.brought) == (1, 1)
+
+
+def test_a_departure_is_counted_once_however_it_came(vault: Vault) -> None:
+    parked = vault.keep(base(), "k")
+    vault.store.evict("k", to="host").result()
+    parked.release()
+    assert vault.stats.released == 1
+    parked.weakly().leave()
+    parked.bring()
+    parked.take()
+    stats = vault.stats
+    assert (stats.released, stats.brought, stats.handed_over) == (1, 1, 0)
 
 
 def test_a_release_of_what_is_in_use_does_nothing(vault: Vault) -> None:

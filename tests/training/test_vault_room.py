@@ -194,6 +194,7 @@ def test_a_part_goes_below_at_once_where_leases_leave_it_no_room(vault: Vault) -
     with vault.store.lease("parameters"):
         parked = vault.keep(base()[1000:1100], "part")
         assert vault.store.where("part") == ("host",)
+        assert (vault.stats.released, vault.stats.stalls) == (1, 1)
     vault.store.drop("parameters")
     assert torch.equal(parked.take(), base()[1000:1100])
 
@@ -224,3 +225,20 @@ def test_an_interrupt_leaves_no_key_no_lease_and_no_bytes() -> None:
         if interrupted.moment is None:
             break
     assert number > 200
+
+
+def test_an_interrupted_take_leaves_no_lease() -> None:
+    for number in itertools.count(1):
+        with Store(StoreConfig([emulated(), host()])) as store:
+            vault = Vault(store)
+            parked = vault.keep(base(), "k")
+            parked.release()
+            interrupted = InterruptAt(number, of=OURS)
+            with contextlib.suppress(KeyboardInterrupt), interrupted:
+                parked.take()
+            vault.sweep()
+            store.evict("k", to="host").result()
+            assert torch.equal(parked.take(), base()), interrupted.moment
+        if interrupted.moment is None:
+            break
+    assert number > 20

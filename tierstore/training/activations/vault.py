@@ -345,37 +345,24 @@ class Vault:
 
     def _put(self, estate: Estate, flat: torch.Tensor, *, is_whole: bool) -> None:
         key = estate.key
-        if not self._can_adopt:
-            self.store.put(key, flat)
-            return
-        try:
-            if is_whole:
-                self.store.adopt(key, flat)
-            else:
-                self.store.put(key, flat, tier=self._fastest)
-        except CapacityError as error:
-            if not self._below:
-                raise
-            log.debug("%s goes down at once: %s", key, error)
-            let_frames_go(error)  # they refer to these bytes
-            self._counts.add("stalls")
-            self._put_below(key, flat)
-            self._note_away(estate)
-            return
-        if is_whole:
-            self._note_adopted(flat.untyped_storage(), lambda: self.is_here(estate))
-        if self._below:
-            self.store.fetch(key, tier=self._below[0])
-
-    def _put_below(self, key: str, flat: torch.Tensor) -> None:
-        for tier in self._below[:-1]:
+        if is_whole and self._can_adopt:
             try:
-                self.store.put(key, flat, tier=tier)
+                self.store.adopt(key, flat)
             except CapacityError as error:
-                let_frames_go(error)
+                log.debug("%s goes down at once: %s", key, error)
+                let_frames_go(error)  # they refer to these bytes
+                self.store.put(key, flat)
             else:
-                return
-        self.store.put(key, flat, tier=self._below[-1])
+                self._note_adopted(flat.untyped_storage(), lambda: self.is_here(estate))
+        else:
+            self.store.put(key, flat)
+        if not self._below:
+            return
+        if self.is_here(estate):
+            self.store.fetch(key, tier=self._below[0])
+        else:
+            self._counts.add("stalls")
+            self._note_away(estate)
 
     def note_change(self, storage: torch.UntypedStorage) -> None:
         """Take in that a storage changes: what is kept of it is no longer what is there.
@@ -494,13 +481,14 @@ class Vault:
         if is_new and not self.is_here(estate):
             self._counts.add("stalls")
             self._note_away(estate)
-        self._restless[estate] = None  # so that a lease is ended even if this is interrupted
 
         def lease() -> Lease:
             return lease_with_room(lambda: self.store.lease(estate.key), self._make_room)
 
-        flat = estate.lend(current_stream(self.store.device), lease)
-        self._restless[estate] = None  # making room may have swept
+        try:
+            flat = estate.lend(current_stream(self.store.device), lease)
+        finally:
+            self._restless[estate] = None  # a lease may be held, whatever came between
         if estate.stay is not Stay.TAKEN:
             self._counts.add(estate.stay.value, estate.nbytes)
             estate.stay = Stay.TAKEN
@@ -533,8 +521,8 @@ class Vault:
                 if isinstance(end, User):
                     end.estate.users.pop(id(end), None)
                     self._restless[end.estate] = None
-                elif isinstance(end, _Known) and self._known.get(end.key, (None,))[0] is end:
-                    del self._known[end.key]
+                elif isinstance(end, _Known):
+                    self._known.pop(end.key, None)  # another storage there was not kept before this note
                 self._ended.popleft()
 
     def _settle(self, estate: Estate) -> None:

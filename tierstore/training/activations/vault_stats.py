@@ -13,7 +13,8 @@ class VaultStats:
 
     Attributes:
         kept, kept_bytes: storages that were taken over.
-        released, released_bytes: those whose device memory was given up, after the copy down.
+        released, released_bytes: those that were seen to have left the device: because they were given up, or
+            because its quota demanded it.
         brought, brought_bytes: those that had left the device and were brought back.
         handed_over, handed_over_bytes: those that were wanted while still on the device: no byte came back.
         stalls: how often somebody waited: for bytes to come, or for a copy before a release.
