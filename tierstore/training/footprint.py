@@ -66,6 +66,10 @@ class Meter(Protocol):
         """
         ...
 
+    def leave_out(self, storage: torch.UntypedStorage) -> None:
+        """Take in that a storage lies over memory that is charged to the store.  From any thread."""
+        ...
+
 
 def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples, mappings and dataclasses."""
@@ -133,6 +137,10 @@ class EmulatedMeter:
     def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
         """See `Meter.hand_over`."""
         self._mode.hand_over(storage, is_held)
+
+    def leave_out(self, storage: torch.UntypedStorage) -> None:
+        """See `Meter.leave_out`."""
+        self._mode.leave_out(storage)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -335,6 +343,9 @@ class AllocatorMeter:
 
     def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
         """See `Meter.hand_over`: the allocator counts it, and the store's charge is subtracted."""
+
+    def leave_out(self, storage: torch.UntypedStorage) -> None:
+        """See `Meter.leave_out`: likewise."""
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

@@ -154,6 +154,7 @@ class Session:
             note_use=self._note_activation,
             make_room=make_room,
             note_adopted=_unheard if self._meter is None else self._meter.hand_over,
+            note_lent=_unheard if self._meter is None else self._meter.leave_out,
         )
 
         def ask_all(needed_bytes: int) -> bool:
@@ -416,9 +417,8 @@ class Session:
         self.steps[index].take_in_state(tenant.binding)
 
 
-def _unheard(storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+def _unheard(*_: object) -> None:
     """Nobody counts what the program has."""
-    del storage, is_held
 
 
 Needs = dict[nn.Module, tuple[list[Binding], list[Binding]]]

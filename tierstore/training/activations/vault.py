@@ -202,6 +202,7 @@ class Vault:
         note_use: told the key of whatever is kept or taken, and its bytes, when they are held.
         make_room: called where leases leave no room on the device for what is taken.
         note_adopted: told of a storage that the store has adopted, and how to ask whether it has it still.
+        note_lent: told of a storage that lies over leased memory.
     """
 
     def __init__(
@@ -212,12 +213,14 @@ class Vault:
         note_use: Callable[[str, int], None] = lambda _key, _nbytes: None,
         make_room: MakeRoom = lambda _: False,
         note_adopted: NoteAdopted = lambda _storage, _is_held: None,
+        note_lent: Callable[[torch.UntypedStorage], None] = lambda _storage: None,
     ) -> None:
         self.store = store
         self._apart = apart
         self._note_use = note_use
         self._make_room = make_room
         self._note_adopted = note_adopted
+        self._note_lent = note_lent
         self._counts = Counts()
         self._can_adopt = store.can_adopt
         self._fastest = store.tier_names[0]
@@ -493,6 +496,7 @@ class Vault:
             self._counts.add(estate.stay.value, estate.nbytes)
             estate.stay = Stay.TAKEN
         if is_new:
+            self._note_lent(flat.untyped_storage())
             self._note_use(estate.key, estate.nbytes)
         return flat
 
