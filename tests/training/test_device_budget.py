@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.training.twins import Optimizer, Trial, assert_equal_lists, config_of
 from tierstore.errors import CapacityError
+from tierstore.spi import device_storage_listeners
 from tierstore.testing.memory import DeviceBudget, OutOfDeviceMemory
 from tierstore.training import offload
 
@@ -94,13 +95,22 @@ def test_the_share_of_what_is_left_can_be_set(tmp_path: Path) -> None:
 
 def test_one_module_that_cannot_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
     model, (optimizer,) = build(3)
+    listeners = list(device_storage_listeners)
     text = r"'0\.linear\.weight' cannot be trained.*64\.0 KiB.*60\.0 KiB"
     with pytest.raises(CapacityError, match=text) as caught:
         offload(model, optimizer, _config(tmp_path, 60 * 1024))
     assert caught.value.needed_bytes == 4 * LAYER_BYTES
     assert caught.value.free_bytes == 60 * 1024
+    assert device_storage_listeners == listeners
     assert all(type(p) is nn.Parameter for p in model.parameters())
     model(torch.randn(2, DIM)).sum().backward()
+
+
+def test_a_model_without_parameters_is_measured_by_nobody_after_its_run(tmp_path: Path) -> None:
+    listeners = list(device_storage_listeners)
+    with offload(nn.Sequential(nn.ReLU()), None, _config(tmp_path)):
+        pass
+    assert device_storage_listeners == listeners
 
 
 def test_tiers_that_are_too_small_together_leave_the_model_as_it_was(tmp_path: Path) -> None:
