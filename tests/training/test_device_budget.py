@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.training.twins import Optimizer, Trial, assert_equal_lists, config_of
 from tierstore.errors import CapacityError
+from tierstore.spi import device_storage_listeners
 from tierstore.testing.memory import DeviceBudget, OutOfDeviceMemory
 from tierstore.training import offload
 
@@ -95,8 +96,10 @@ def test_the_share_of_what_is_left_can_be_set(tmp_path: Path) -> None:
 def test_one_module_that_cannot_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
     model, (optimizer,) = build(3)
     text = r"'0\.linear\.weight' cannot be trained.*64\.0 KiB.*60\.0 KiB"
+    listeners = list(device_storage_listeners)
     with pytest.raises(CapacityError, match=text) as caught:
         offload(model, optimizer, _config(tmp_path, 60 * 1024))
+    assert device_storage_listeners == listeners
     assert caught.value.needed_bytes == 4 * LAYER_BYTES
     assert caught.value.free_bytes == 60 * 1024
     assert all(type(p) is nn.Parameter for p in model.parameters())

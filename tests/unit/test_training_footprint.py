@@ -194,9 +194,10 @@ def test_what_a_device_has_allocated_for_a_store_is_not_the_programs(watching: E
             made = lease.tensor + 1
         assert watching.live_bytes() == 1000
         del made
+    assert watching._mode.leave_out in device_storage_listeners
     watching.close()
     watching.close()
-    assert not device_storage_listeners
+    assert watching._mode.leave_out not in device_storage_listeners
 
 
 class OnTop(TorchDispatchMode):

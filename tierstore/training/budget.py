@@ -203,9 +203,9 @@ class DeviceBudget:
             self._at_gradients_bytes = max(self._at_gradients_bytes, self._meter.live_bytes())
 
     def close(self) -> None:
-        """Stop measuring, for good."""
+        """Stop measuring."""
         self._learning = None
-        self._meter.close()
+        self._meter.end()
 
     def _enter(self, phase: Phase) -> None:
         if phase is not self._phase:

@@ -381,6 +381,8 @@ class Session:
         self.activations.close()
         if self.budget is not None:
             self.budget.close()
+        if self._meter is not None:
+            self._meter.close()
         self.gradients.restore()
         for steps in self.steps:
             for binding in steps.states.values():
