@@ -137,9 +137,20 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1),
     "sorted": lambda x: x.sort(-1).values + 0.01 * x.cumsum(-1),
 }
+
+
+class OwnSGD(torch.optim.SGD):
+    """None of PyTorch's own: no step of it is made during backward."""
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """Likewise."""
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "momentum in the end": lambda model: OwnSGD(model.parameters(), lr=1e-2, momentum=0.9),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False),
     "AdamW at once": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True),
 }

@@ -97,8 +97,10 @@ def test_one_module_that_cannot_fit_is_refused_before_the_first_step(tmp_path: P
     model, (optimizer,) = build(3)
     listeners = list(device_storage_listeners)
     text = r"'0\.linear\.weight' cannot be trained.*64\.0 KiB.*60\.0 KiB"
+    listeners = list(device_storage_listeners)
     with pytest.raises(CapacityError, match=text) as caught:
         offload(model, optimizer, _config(tmp_path, 60 * 1024))
+    assert device_storage_listeners == listeners
     assert caught.value.needed_bytes == 4 * LAYER_BYTES
     assert caught.value.free_bytes == 60 * 1024
     assert device_storage_listeners == listeners

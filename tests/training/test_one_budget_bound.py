@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.training.ahead_loops import Taken, count_taken
 from tests.training.one_budget import (
@@ -20,6 +22,8 @@ from tests.training.one_budget import (
     RECOMPUTES,
     SWAPS,
     Net,
+    OwnAdamW,
+    OwnSGD,
     Way,
     build,
     document,
@@ -225,13 +229,50 @@ def _train(net: Net, marks: dict[str, object], budget_bytes: int) -> Trial | Non
     return trial
 
 
-@pytest.mark.parametrize("kib", [295, 300, 350, 400, 450, 500, 700, 1000, 3000])
-def test_more_room_is_never_too_little(kib: int) -> None:
-    plain = TWELVE.build()
-    TWELVE.train(plain)
-    found = _train(TWELVE, whole_layers(1), kib * KIB)
+DEEP = Net(64, 96, (("relu",),) * 30, is_residual=True, optimizer="momentum in the end", has_targets=True)
+
+
+@pytest.mark.parametrize(
+    ("net", "prefetch", "kib"),
+    [
+        *((TWELVE, 1, kib) for kib in (295, 300, 350, 400, 450, 500, 700, 1000, 3000)),
+        *((TWELVE, 40, kib) for kib in (600, 710, 730, 760, 800, 900)),
+        *((DEEP, 1, kib) for kib in (210, 250, 300, 400, 600, 1000)),
+    ],
+)
+def test_more_room_is_never_too_little(net: Net, prefetch: int, kib: int) -> None:
+    plain = net.build()
+    net.train(plain)
+    found = _train(net, whole_layers(prefetch), kib * KIB)
     assert found is not None
     _assert_same(plain, found)
+
+
+@pytest.mark.parametrize("kib", [130, 150, 180, 210, 240, 300])
+def test_every_optimizer_of_a_step_finds_room(tmp_path: Path, kib: int) -> None:
+    def run(trial: Trial) -> None:
+        for number in range(4):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+            loss = trial.model(x).square().mean()
+            loss.backward()
+            trial.log(loss)
+            for optimizer in trial.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def made() -> Trial:
+        torch.manual_seed(0)
+        small, large = (nn.Sequential(*(nn.Linear(32, n), nn.Linear(n, 32))) for n in (32, 128))
+        model = nn.Sequential(*(layer for _ in range(6) for layer in copy.deepcopy(small)), *large)
+        first, second = model[:-2].parameters(), model[-2:].parameters()
+        return Trial(model, [OwnSGD(first, lr=0.1), OwnAdamW(second, foreach=True)])
+
+    plain, ours = made(), made()
+    run(plain)
+    settings_ = document(tmp_path, marks={}, max_device_memory=kib * KIB)["offload_config"]
+    with DeviceBudget(kib * KIB), offload(ours.model, list(ours.optimizers), settings_):  # type: ignore[arg-type]
+        run(ours)
+    _assert_same(plain, ours)
 
 
 @st.composite
