@@ -258,7 +258,7 @@ class RemadeLayer:
     def enter(self) -> None:
         """The layer begins to run."""
         discard_interrupted()
-        if torch.is_grad_enabled() and not regions.is_recomputed():
+        if not regions.is_idle():
             run = _Run(self._selection, self._givens, self._counts)
             run.begin()
             _opened.begin(self, run)
