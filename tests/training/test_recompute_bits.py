@@ -337,6 +337,21 @@ def test_a_copy_that_shares_the_hooks_runs_itself_again() -> None:
         assert run.stats().repetitions + run.stats().operators > 0
 
 
+def test_what_was_made_before_a_change_serves_a_retained_graph() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = self.linear(x)
+            made = torch.sin(h + 1)
+            return made + h.mul_(2)
+
+    run = assert_same_bits(lambda: Model(Changing), retained, {"select_recompute": ["aten.add"]})
+    assert run.stats().operators > 0
+
+
 def test_what_is_given_twice_is_one_object_again() -> None:
     class Mixing(nn.Module):
         def __init__(self) -> None:
