@@ -295,7 +295,7 @@ def test_a_dataclass_that_a_layer_changes_is_what_it_was() -> None:
 
         def forward(self, state: State) -> State:
             state.steps += 1
-            state.x = torch.tanh(self.linear(state.x)) * state.steps
+            state.x = torch.tanh(self.linear(state.x) * state.steps)
             return state
 
     class Stepped(Model):
@@ -305,8 +305,9 @@ def test_a_dataclass_that_a_layer_changes_is_what_it_was() -> None:
                 state = layer(state)
             return state.x
 
-    run = assert_same_bits(lambda: Stepped(Stepping), train, {"recompute": True})
-    assert run.stats().repetitions > 0
+    for steps in (train, retained):
+        run = assert_same_bits(lambda: Stepped(Stepping), steps, {"recompute": True})
+        assert run.stats().repetitions > 0
 
 
 def test_parameters_that_are_lent_for_a_call_are_those_of_its_repetition() -> None:
@@ -335,6 +336,73 @@ def test_a_copy_that_shares_the_hooks_runs_itself_again() -> None:
     for config in WHOLE_OR_OPERATORS:
         run = assert_same_bits(lambda: Model(lambda: Squashed(DIM, DIM)), steps, config)
         assert run.stats().repetitions + run.stats().operators > 0
+
+
+def test_what_was_made_before_a_change_serves_a_retained_graph() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = self.linear(x)
+            made = torch.sin(h + 1)
+            return made + h.mul_(2)
+
+    run = assert_same_bits(lambda: Model(Changing), retained, {"select_recompute": ["aten.add"]})
+    assert run.stats().operators > 0
+
+
+def test_what_is_given_twice_is_one_object_again() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(DIM, 2, 0.1, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mixed, _ = self.attention(x, x, x)  # if these are one, it takes another way
+            return torch.tanh(mixed)
+
+    for config in (*WHOLE_OR_OPERATORS, {"select_recompute": ["attention", "aten.tanh"]}):
+        run = assert_same_bits(lambda: Model(Mixing), train, config)
+        assert run.stats().repetitions + run.stats().operators > 0
+
+
+def test_a_lazy_layer_is_recomputed_from_its_second_forward_on() -> None:
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(DIM), nn.Sequential(nn.LazyBatchNorm1d(), nn.Tanh()))
+
+    for config in WHOLE_OR_OPERATORS[:2]:
+        run = assert_same_bits(lambda: Model(lazy), train, config)
+        assert run.stats().repetitions == 5  # of 2 x 4, without the first of each of 3 layers
+
+
+def _slopes(model: nn.Module) -> list[Tensor | None]:
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        output: Tensor = torch.func.functional_call(model, parameters, (inputs(),))
+        return output.square().mean()
+
+    return list(torch.func.grad(loss)(dict(model.named_parameters())).values())
+
+
+def _by_row(model: nn.Module) -> list[Tensor | None]:
+    output: Tensor = torch.func.vmap(model)(inputs().unsqueeze(1))
+    output.square().mean().backward()
+    return [output.detach()]
+
+
+def _traced(model: nn.Module) -> list[Tensor | None]:
+    for layer in model.get_submodule("layers").children():
+        layer.register_buffer("scale", torch.ones(()))
+    return [torch.jit.trace(model, inputs())(inputs()).detach()]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.parametrize("steps", [_slopes, _by_row, _traced])
+@pytest.mark.parametrize("config", WHOLE_OR_OPERATORS, ids=str)
+def test_inside_of_transforms_nothing_is_recomputed(steps: Steps, config: dict[str, object]) -> None:
+    run = assert_same_bits(lambda: Model(_smooth), steps, config)
+    assert run.stats().repetitions + run.stats().operators == 0
 
 
 def test_what_is_read_once_is_not_recomputed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

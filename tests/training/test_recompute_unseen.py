@@ -174,6 +174,58 @@ def test_memory_that_others_fill_is_kept() -> None:
         assert all(map(torch.equal, plain, _gradients(model)))
 
 
+class _Leaking(nn.Module):
+    """Gives away what an operator returned, to be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.w1(x)
+        return h, torch.sin(2 * h)
+
+
+class _Changer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Leaking() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h, x = layer(x)
+            h.add_(1)
+        return x
+
+
+def test_what_a_layer_kept_and_others_changed_is_made_again() -> None:
+    torch.manual_seed(0)
+    model = _Changer()
+    plain = _gradients(model)
+    with recompute(model, {"recompute": True, "select_recompute_exclude": ["aten.addmm"]}, layers="layers"):
+        assert all(map(torch.equal, plain, _gradients(model)))
+
+
+def test_what_a_retained_graph_keeps_is_not_made_again() -> None:
+    ran: list[object] = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+            ran.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.SiLU()) for _ in range(2)))
+    with recompute(model, {"recompute": True, "select_recompute_exclude": ["aten.addmm"]}) as run, Count():
+        loss = model(torch.randn(4, DIM)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert run.stats().repetitions == 4
+    assert ran.count(torch.ops.aten.addmm.default) == 2
+
+
 @pytest.mark.parametrize("config", [{"recompute": True}, {"select_recompute": ["0"]}])
 def test_an_interrupt_that_ends_the_context_leaves_nothing_in_force(config: dict[str, object]) -> None:
     class Interrupted(nn.Module):

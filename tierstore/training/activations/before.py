@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
@@ -20,10 +21,16 @@ from typing import Any, NamedTuple, cast
 import numpy
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tierstore.training.binding import natively
 from tierstore.training.saved import refuse_if_changed
+
+
+def has_lazy(module: nn.Module) -> bool:
+    """Say whether the first forward of a module is still to make parameters or buffers."""
+    return any(map(is_lazy, itertools.chain(module.parameters(), module.buffers())))
 
 
 class _Buffer(NamedTuple):

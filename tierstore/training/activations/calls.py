@@ -105,8 +105,9 @@ class Call:
         self._counts = counts
         self._lock = threading.RLock()  # guards the values while they are made
         self._values: Sequence[torch.Tensor] | None = None
-        self._is_pinned = False
+        self.is_pinned = False
         self._references: set[int] = set()
+        self._saved: set[int] = set()  # those of them that somebody has saved
         self._waiting: set[int] = set()
         self._numbers = itertools.count()
         self._users: list[weakref.ref[Call]] = []
@@ -155,36 +156,63 @@ class Call:
     def settle(self) -> None:
         """Depend on the inputs no more: they are about to change.
 
-        If nobody saved an output, it is made again no more, and neither is what would be made from it.
+        If nobody has saved an output, nor what is made from it, none of that is made again any more.
         """
-        if not (self.is_packed and self._references):
+        if not self._is_wanted():
             due = [self]
             while due:
                 due += due.pop().give_up()
-        elif not self._is_pinned:
+        elif not self.is_pinned:
             with self._lock:
                 values = self._make()
-                self._is_pinned = True
+                self.is_pinned = True
                 self._values = values
                 self._args, self._kwargs = (), {}
 
+    def _is_wanted(self) -> bool:
+        """Whether somebody has saved an output, or what is made from it."""
+        due, seen = [self], {self}
+        while due:
+            call = due.pop()
+            if call.is_saved:
+                return True
+            due += [user for user in call.users() if user not in seen]
+            seen.update(due)
+        return False
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether somebody has saved an output."""
+        return bool(self._saved)
+
+    def users(self) -> Sequence[Call]:
+        """Return the calls that were given outputs, and want them if they are wanted themselves."""
+        return [call for each in self._users if (call := each()) is not None and not call.is_pinned]
+
     def give_up(self) -> Sequence[Call]:
         """Be made again no more; return the calls that were given outputs, to which the same happens."""
-        if self.is_over or self._is_pinned:
+        if self.is_over or self.is_pinned:
             return ()
         self.is_over = True
         self._args, self._kwargs = (), {}
-        return [call for each in self._users if (call := each()) is not None]
+        return self.users()
 
-    def refer(self) -> int:
-        """Count one more reference; return its number."""
+    def refer(self, *, is_saved: bool) -> int:
+        """Count one more reference; return its number.
+
+        Args:
+            is_saved: whether it is saved; else another call was given the output.
+        """
         number = next(self._numbers)
         self._references.add(number)
+        if is_saved:
+            self._saved.add(number)
         return number
 
     def forget(self, number: int) -> None:
         """One reference is no more.  From any thread, at any time."""
         self._references.discard(number)
+        self._saved.discard(number)
         self._followed(number)
 
     def value(self, index: int, number: int) -> torch.Tensor:
@@ -226,7 +254,7 @@ class Call:
 
     def _followed(self, number: int) -> None:
         self._waiting.discard(number)
-        if not self._waiting and not self._is_pinned:
+        if not self._waiting and not self.is_pinned:
             self._values = None
 
     def _run(self) -> Sequence[torch.Tensor]:
@@ -246,7 +274,7 @@ class Made:
 
     __slots__ = ("_dtype", "_index", "_is_conj", "_is_neg", "_number", "_offset", "_shape", "_stride", "call")
 
-    def __init__(self, call: Call, index: int, tensor: torch.Tensor) -> None:
+    def __init__(self, call: Call, index: int, tensor: torch.Tensor, *, is_saved: bool) -> None:
         self.call = call
         self._index = index
         self._dtype = tensor.dtype
@@ -255,7 +283,7 @@ class Made:
         self._offset = int(tensor.storage_offset())
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
-        self._number = call.refer()
+        self._number = call.refer(is_saved=is_saved)
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor that it stands for, or a view that is the same."""

@@ -3,7 +3,7 @@
 1. ``forward`` is not replaced: PyTorch's checkpoint is begun by a pre-hook and ended by a hook.  Hooks that a
    module has besides are inside, and run again with it.
 2. Nothing happens where nothing is kept for backward (`torch.no_grad`), inside a forward that is recomputed
-   anyway, by us or by the program, and where an argument can be read only once.
+   anyway, by us or by the program, where an argument can be read only once, and where `is_idle` says so.
 3. Random numbers and autocast are as they were: PyTorch sees to it.  So is what else a forward saw, which is
    not changed a second time (`Before`); lists, dicts and dataclasses among the arguments are copies.
 4. Whatever ends a forward ends the region: an exception at once, a ``KeyboardInterrupt``, for which PyTorch
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training.activations import slices
-from tierstore.training.activations.before import Before
+from tierstore.training.activations.before import Before, has_lazy
 from tierstore.training.hooks import Hook, Opened
 from tierstore.training.saved import packs_the_rest
 
@@ -67,6 +67,21 @@ def is_recomputed() -> bool:
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - backward runs, also that of a reentrant one
         return True
     return getattr(packs_the_rest(), "__module__", None) == checkpoint.__name__
+
+
+def is_idle() -> bool:
+    """Whether nothing that begins now in this thread is to be recomputed.
+
+    Nothing is kept for backward, it is recomputed anyway, or it is seen through a transform of ``torch.func``
+    or by ``torch.jit.trace``, for which its operators would be others than those of its repetition.
+    """
+    if not torch.is_grad_enabled() or is_recomputed() or not _are_hooks_allowed():
+        return True
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+    return is_transformed or torch._C._is_tracing()  # noqa: SLF001
+
+
+_are_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def is_for_recompute() -> bool:
@@ -121,10 +136,9 @@ class Region:
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """The module begins to run, or a copy that shares its hooks."""
         discard_interrupted()
-        if not torch.is_grad_enabled() or is_recomputed():
+        if is_idle() or has_lazy(module):
             return
         values, shape = tree_flatten((args, dict(kwargs)))
-        values = [_copied(value) for value in values]
         if any(isinstance(value, Iterator) for value in values):
             self._say_what_is_read_once()
             return
@@ -135,12 +149,15 @@ class Region:
             forward, again = self._contexts()
             return forward, _Again(self, before, again)
 
-        kept, cuts = slices.cut(values, self._groups) if self._groups else (values, [None] * len(values))
+        each = {id(value): value for value in values}  # what is given twice is one object when it runs again
+        places = [list(each).index(id(value)) for value in values]
+        kept = [_copied(value) for value in each.values()]
+        kept, cuts = slices.cut(kept, self._groups) if self._groups else (kept, [None] * len(kept))
 
         def run(*given: Any) -> object:  # noqa: ANN401 - what was kept
             whole = [one if how is None else how.whole(one) for one, how in zip(given, cuts, strict=True)]
             whole = [_copied(value) for value in whole]
-            positions, names = tree_unflatten(whole, shape)
+            positions, names = tree_unflatten([whole[place] for place in places], shape)
             return module(*positions, **names)
 
         # Everything goes as a position: PyTorch looks there for tensors, which it has saved, and for devices

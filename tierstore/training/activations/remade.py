@@ -134,7 +134,7 @@ class _Run(TorchDispatchMode):
         live = self._look_up(tensor)
         if live is None:
             return None
-        made = Made(live.call, live.index, tensor)
+        made = Made(live.call, live.index, tensor, is_saved=True)
         if not live.call.is_packed:
             with self.apart(), _as_it_is_wanted():
                 live.call.pack()
@@ -200,7 +200,8 @@ class _Run(TorchDispatchMode):
         def taken(tensor: torch.Tensor) -> Input:
             live = self._look_up(tensor)
             if live is not None:
-                return Input(Made(live.call, live.index, tensor), unpack, is_cloned=is_cloned)
+                made = Made(live.call, live.index, tensor, is_saved=False)
+                return Input(made, unpack, is_cloned=is_cloned)
             reference = None if saved is None else saved.refer(tensor)
             if saved is not None and reference is not None:
                 return Input(reference, saved.unpack, is_cloned=is_cloned)
@@ -258,7 +259,7 @@ class RemadeLayer:
     def enter(self) -> None:
         """The layer begins to run."""
         discard_interrupted()
-        if torch.is_grad_enabled() and not regions.is_recomputed():
+        if not regions.is_idle():
             run = _Run(self._selection, self._givens, self._counts)
             run.begin()
             _opened.begin(self, run)
