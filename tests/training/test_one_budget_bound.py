@@ -320,3 +320,100 @@ def test_what_trains_within_a_budget_trains_within_every_larger_one(
             _assert_same(plain, found)
     assert least is not None
     event("the least of all" if least == int(shares[0] * enough) else "more than the least")
+
+
+# ---------------------------------------------------------------------- what a step is like
+
+
+@pytest.mark.parametrize("kib", [150, 200, 300])
+@pytest.mark.parametrize("sizes", [(6, 2, 6), (6, 6, 6, 2, 6, 6)], ids=str)
+def test_a_smaller_batch_teaches_nothing_about_the_larger_ones(
+    tmp_path: Path, kib: int, sizes: tuple[int, ...]
+) -> None:
+    trial = build()
+    with DeviceBudget(kib * KIB), _offload(trial, tmp_path, kib * KIB):
+        train(trial, QUIET, sizes)
+    _assert_same(_plain(sizes), trial)
+
+
+@pytest.mark.parametrize("kib", [250, 300, 500])
+def test_a_model_may_be_evaluated_between_forward_and_backward(tmp_path: Path, kib: int) -> None:
+    def loop(trial: Trial) -> None:
+        torch.manual_seed(1)
+        for number in range(5):
+            loss = trial.model(inputs(number, 4)).square().mean()
+            with torch.no_grad():
+                trial.log(trial.model(inputs(number, 1)).mean())
+            loss.backward()
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+
+    plain, ours = build(), build()
+    loop(plain)
+    with DeviceBudget(kib * KIB), _offload(ours, tmp_path, kib * KIB, recompute="a layer recomputed"):
+        loop(ours)
+    _assert_same(plain, ours)
+
+
+def _linears(count: int, optimizer: str) -> Trial:
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(count))
+    model = nn.Sequential(*layers)
+    return Trial(model, [OPTIMIZERS[optimizer](model)])
+
+
+@pytest.mark.parametrize("kib", [450, 500, 600, 700])
+def test_inputs_may_grow_where_gradients_are_being_added_up(tmp_path: Path, kib: int) -> None:
+    def loop(trial: Trial) -> None:
+        for micro in [(16, 16)] * 4 + [(16, 64), (64, 64)]:
+            for size in micro:
+                x = torch.randn(size, 64, generator=torch.Generator().manual_seed(size))
+                trial.model(x).square().mean().backward()
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+
+    plain, ours = _linears(12, "SGD"), _linears(12, "SGD")
+    loop(plain)
+    with DeviceBudget(kib * KIB), _offload(ours, tmp_path, kib * KIB, marks={}):
+        loop(ours)
+    _assert_same(plain, ours)
+
+
+@pytest.mark.parametrize("host_kib", [128, 400, 520, 540, 800])
+def test_what_host_memory_cannot_hold_stays_on_a_device_that_can(tmp_path: Path, host_kib: int) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(4):
+            trial.model(torch.ones(4, 64)).square().mean().backward()
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+
+    plain, ours = _linears(8, "AdamW"), _linears(8, "AdamW")
+    loop(plain)
+    small = {"offload_cpu_size": host_kib * KIB, "offload_disk_size": 0}
+    with DeviceBudget(2048 * KIB), _offload(ours, tmp_path, 2048 * KIB, marks={}, **small):
+        loop(ours)
+    _assert_same(plain, ours)
+
+
+def test_a_lease_whose_window_could_not_be_opened_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = _linears(4, "SGD")
+    with _offload(trial, tmp_path, 400 * KIB, marks={}) as run:
+        session = run._session
+        assert session is not None
+        assert session.budget is not None
+        calls = 0
+
+        def fail() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise CapacityError("full", tier="device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session.budget, "settle", fail)
+            with pytest.raises(CapacityError, match="full"):
+                trial.model(torch.ones(4, 64)).sum().backward()
+        session.bindings.sweep()
+        assert run.store.stats().tiers["device"].leased_bytes == 0

@@ -80,6 +80,7 @@ def test_a_new_peak_of_the_allocator_counts_beside_the_least_that_was_stored(
     allocator.set(150)
     asking.look()
     assert asking.take_peak() == 900, "the store may have had nothing at that moment"
+    assert not asking.was_peak_hidden
 
 
 def test_a_peak_that_an_earlier_one_hides_is_what_was_seen_at_the_boundaries(
@@ -92,6 +93,7 @@ def test_a_peak_that_an_earlier_one_hides_is_what_was_seen_at_the_boundaries(
     asking.look()
     allocator.set(200)
     assert asking.take_peak() == 600
+    assert asking.was_peak_hidden
 
 
 def test_each_peak_is_taken_once(asking: AllocatorMeter, allocator: Allocator) -> None:

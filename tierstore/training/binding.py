@@ -204,6 +204,8 @@ class Bindings:
         with self._lock, self.apart():
             if binding.lease is None:
                 self._acquire(binding)
+            if binding.windows == 0:
+                self._lingering[binding] = None  # until the window is open: the next may fail
             # Held first: what the plan has passed is what prefetches push out.
             self.note_access(binding)
             binding.windows += 1
@@ -270,9 +272,9 @@ class Bindings:
         with self._lock, self.apart():
             if binding.lease is None:
                 self._acquire(binding)
-            self.note_access(binding)
             if binding.windows == 0:
                 self._lingering[binding] = None
+            self.note_access(binding)
             assert binding.flat is not None
             return binding.flat
 

@@ -5,13 +5,14 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
 
 1. The store has at every moment its *own* bytes or what is leased, whichever is more.  Own bytes are what
    the program, at its peak, leaves of the budget: they may be full of what is used later.
-2. What the program takes is measured in the first two steps; until then nothing is the store's own.  So a
-   first step takes the same bytes whatever the budget is, and later ones no more than the budget if they
-   are like it: what trains within some budget trains within every larger one.
+2. What the program takes is measured in the first two steps; until then nothing is the store's own, but
+   what finds no room in the tiers below.  So a first step takes the same bytes whatever the budget is, and
+   later ones no more than the budget if they are like it: what trains within some budget trains within
+   every larger one.
 3. Where leases need more than the store's own, it is given what the program leaves at that moment, until
    they end, and the program is measured in every step.
 4. When inputs grow, the store makes room in proportion before the model runs, and it is measured
-   again.
+   again.  Smaller inputs teach nothing about larger ones.
 5. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
    there are then only the bytes that it asked for: where that is too much, no budget so small is enough.
 """
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 
 from tierstore.errors import CapacityError
 from tierstore.store import Store
+from tierstore.training.binding import let_frames_go
 from tierstore.training.footprint import Meter, tensors_in
 from tierstore.units import align_up, format_bytes
 
@@ -107,7 +109,11 @@ class DeviceBudget:
         self._all_bytes = sum(each.nbytes for each in sets)
         self._gradient_bytes = self._all_bytes - sum(each.bundle_bytes + each.state_bytes for each in sets)
         self._lock = threading.RLock()  # guards what follows; held while hardware makes room
-        self._own = dict.fromkeys(Phase, 0)
+        below = [tier.capacity_bytes for name, tier in store.stats().tiers.items() if name != self._tier]
+        # What the tiers below cannot hold has to be on the device, beside what is in use there.
+        homeless_bytes = max(0, self._all_bytes + self._step_ahead_bytes - sum(below))
+        self._floor_bytes = min(limit_bytes, homeless_bytes)
+        self._own = dict.fromkeys(Phase, self._floor_bytes)
         self._program: dict[Phase, int] = {}  # its peaks in the last use that was measured
         self._seen: dict[Phase, int] = {}  # in the one that is being measured
         self._leased: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the most that leases needed together
@@ -116,10 +122,13 @@ class DeviceBudget:
         self._before_step_bytes = 0
         self._quota_bytes = -1
         self._phase = Phase.BETWEEN
+        self._around_evaluation = Phase.BETWEEN
         self._lessons = {Phase.MODEL: _Lesson(), Phase.EVALUATION: _Lesson()}
         self._learning: _Lesson | None = None
+        self._elements = 0  # the most of inputs in the use that is learned from
         self._has_ended = False  # the use that is learned from, as far as is known
-        self._give(0)
+        self.staying_bytes: Callable[[], int] = lambda: 0  # of gradients that are the program's for now
+        self._give(self._floor_bytes)
 
     def _too_large(self, largest: WorkingSet) -> CapacityError:
         return CapacityError(
@@ -137,6 +146,8 @@ class DeviceBudget:
     def begin_forward(self, inputs: Sequence[object], phase: Phase) -> None:
         """The model begins to run on ``inputs``: in a step (``MODEL``) or for itself (``EVALUATION``)."""
         self._conclude()
+        if phase is Phase.EVALUATION and self._phase is not phase:
+            self._around_evaluation = self._phase
         self._enter(phase)
         lesson = self._lessons[phase]
         elements = sum(tensor.numel() for tensor in tensors_in(inputs))
@@ -144,7 +155,9 @@ class DeviceBudget:
             self._expect_more(phase, lesson, elements)
         if self._learning is None and (lesson.steps_to_learn or self._is_tight):
             self._learning = lesson
-            self._at_gradients_bytes = 0
+            self._at_gradients_bytes = self._step_bytes = self._elements = 0
+        if self._learning is lesson:
+            self._elements = max(self._elements, elements)
         if self._learning is not None:
             self._meter.begin(inputs)
 
@@ -170,16 +183,16 @@ class DeviceBudget:
 
     def end_evaluation(self) -> None:
         """The model has run for itself."""
-        if self._phase is Phase.EVALUATION:
-            self._end(self._lessons[Phase.EVALUATION])
+        if self._phase is Phase.EVALUATION:  # and it may have run in the midst of a step
+            self._end(self._lessons[Phase.EVALUATION], self._around_evaluation)
 
     def end_step(self) -> None:
         """An optimizer has stepped, or a model without one was used."""
         self._end(self._lessons[Phase.MODEL])
 
-    def _end(self, lesson: _Lesson) -> None:
+    def _end(self, lesson: _Lesson, then: Phase = Phase.BETWEEN) -> None:
         """A use has ended, unless another optimizer steps, too."""
-        self._enter(Phase.BETWEEN)
+        self._enter(then)
         if self._learning is lesson:
             self._meter.end()
             self._has_ended = True
@@ -190,9 +203,13 @@ class DeviceBudget:
         if lesson is None or not self._has_ended:
             return
         self._learning, self._has_ended = None, False
-        self._program.update(self._seen)
+        is_like_the_largest = self._elements >= lesson.seen_elements
+        for phase, peak_bytes in self._seen.items():
+            former_bytes = 0 if is_like_the_largest else self._program.get(phase, 0)
+            self._program[phase] = max(former_bytes, peak_bytes)
         self._seen.clear()
-        lesson.steps_to_learn = max(0, lesson.steps_to_learn - 1)
+        if is_like_the_largest:
+            lesson.steps_to_learn = max(0, lesson.steps_to_learn - 1)
         if lesson.steps_to_learn == 0:
             self._divide()
 
@@ -221,9 +238,11 @@ class DeviceBudget:
         """Keep the peak of the phase that ends: the last use measured counts, as the first makes state."""
         if self._learning is not None and not self._has_ended:
             peak_bytes = self._meter.take_peak()
+            former_bytes = self._program.get(self._phase, 0) if self._meter.was_peak_hidden else 0
+            peak_bytes = max(peak_bytes, former_bytes)
             self._seen[self._phase] = max(self._seen.get(self._phase, 0), peak_bytes)
             if self._phase is Phase.OPTIMIZER:
-                self._step_bytes = max(0, peak_bytes - self._before_step_bytes)
+                self._step_bytes = max(self._step_bytes, peak_bytes - self._before_step_bytes)
 
     # --- what is known ------------------------------------------------------------------------
 
@@ -256,12 +275,12 @@ class DeviceBudget:
 
     def _divide(self) -> None:
         """Make the store's own what the program leaves of the budget."""
-        gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else 0
+        gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else self.staying_bytes()
         for phase, program_bytes in self._program.items():
-            rest_bytes = max(0, self._limit_bytes - int(program_bytes * MARGIN) - gradient_bytes)
+            rest_bytes = self._limit_bytes - int(program_bytes * MARGIN) - gradient_bytes
             if phase is Phase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
                 rest_bytes = min(rest_bytes, self._beside_steps_bytes)
-            self._own[phase] = rest_bytes
+            self._own[phase] = max(self._floor_bytes, rest_bytes)
         self._own[Phase.BETWEEN] = self._own[Phase.MODEL]
 
     def _give(self, quota_bytes: int) -> None:
@@ -315,16 +334,20 @@ class DeviceBudget:
     def settle(self) -> None:
         """Take back what was given to the store for leases that have ended.
 
+        Where the tiers below have no room for what has to leave, it stays as long as it is not in the way.
+
         Raises:
-            CapacityError: the tiers below have no room for what has to leave.
+            CapacityError: it is.
         """
         with self._lock:
             while self._quota_bytes > self._own[self._phase]:
                 leased_bytes = self._leased_bytes()
                 try:
                     self._give(max(self._own[self._phase], leased_bytes))
-                except CapacityError:
-                    if self._leased_bytes() <= leased_bytes:
+                except CapacityError as error:
+                    if self._leased_bytes() > leased_bytes:
+                        continue
+                    if self._quota_bytes + self._meter.live_bytes() > self._limit_bytes:
                         raise
-                else:
-                    return
+                    let_frames_go(error)
+                return

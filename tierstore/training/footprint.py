@@ -20,7 +20,13 @@ from tierstore.training.binding import natively
 
 
 class Meter(Protocol):
-    """Measures the program's device bytes between `begin` and `end`."""
+    """Measures the program's device bytes between `begin` and `end`.
+
+    Attributes:
+        was_peak_hidden: whether the last peak told may be too low, as an earlier one hid it.
+    """
+
+    was_peak_hidden: bool
 
     def begin(self, inputs: Iterable[object]) -> None:
         """Start, or go on.
@@ -99,6 +105,8 @@ class EmulatedMeter:
     Args:
         store: whose bytes are not the program's.
     """
+
+    was_peak_hidden = False
 
     def __init__(self, store: Store) -> None:
         self._mode = _Counting()
@@ -285,11 +293,15 @@ class AllocatorMeter:
     """Asks the device's allocator.
 
     The allocator's own peak is the user's: it is read and never reset.  Where an earlier peak hides
-    this step's, samples at modules' boundaries have to do.
+    this step's, `was_peak_hidden` says so: what was told earlier holds then, or if nothing was, samples
+    that are taken as gradients come have to do.
 
     Args:
         store: whose bytes are not the program's.
         device: that is asked.
+
+    Attributes:
+        was_peak_hidden: see `Meter`.
     """
 
     def __init__(self, store: Store, device: torch.device) -> None:
@@ -298,6 +310,7 @@ class AllocatorMeter:
         self._most_bytes = 0
         self._former_peak_bytes = 0
         self._least_stored_bytes: int | None = None
+        self.was_peak_hidden = False
 
     def begin(self, inputs: Iterable[object]) -> None:
         """See `Meter.begin`."""
@@ -326,7 +339,8 @@ class AllocatorMeter:
         self.look()
         peak_bytes = torch.accelerator.max_memory_allocated(self._device)
         most_bytes = self._most_bytes
-        if peak_bytes > self._former_peak_bytes:
+        self.was_peak_hidden = peak_bytes <= self._former_peak_bytes
+        if not self.was_peak_hidden:
             most_bytes = max(most_bytes, peak_bytes - (self._least_stored_bytes or 0))
         self._former_peak_bytes = peak_bytes
         self._most_bytes = 0

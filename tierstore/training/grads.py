@@ -122,6 +122,11 @@ class Gradients:
         """Whether all of their gradients wait in the store and nobody has looked at one since."""
         return all(self._of[parameter].is_untouched for parameter in parameters)
 
+    def staying_bytes(self) -> int:
+        """Return the bytes of those that are ordinary tensors until they are zeroed."""
+        natives = [native_gradient(each.parameter) for each in self._of.values() if each.stays]
+        return sum(native.nbytes for native in natives if native is not None)
+
     def know_uses(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take all uses until now for our own."""
         for parameter in parameters:

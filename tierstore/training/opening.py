@@ -173,6 +173,7 @@ def _bound(session: Session, sets: Sequence[WorkingSet], meter: Meter, fastest_b
         session.bindings.apart,
         lambda quota_bytes: follower.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
     )
+    budget.staying_bytes = session.gradients.staying_bytes
     session.bindings.prepare = budget.prepare
     session.bindings.ask_for_more = budget.grow
     return budget
