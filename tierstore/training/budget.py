@@ -73,7 +73,9 @@ class WorkingSet:
 
 
 class DeviceBudget:
-    """Sets the quota of the store's device tier.  Safe from any thread.
+    """Sets the quota of the store's device tier.
+
+    `prepare`, `grow` and `settle` are safe from any thread; the rest is for the one that trains.
 
     Args:
         store: with a device tier as its fastest.

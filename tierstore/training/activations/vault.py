@@ -62,12 +62,16 @@ Park = Callable[["Estate"], "Parked"]
 _PART = 2  # a view of less than one part in so many of its storage is kept without the rest
 
 
+Extent = tuple[int, int]
+"""Which bytes of a storage: from the first, to before the second."""
+
+
 class _Known(weakref.ref[torch.UntypedStorage]):
     """A live storage, of which some bytes are kept."""
 
     __slots__ = ("key",)
 
-    key: tuple[int, int, int]
+    key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,7 @@ class Vault:
         self.note_end = self._ended.append
         self._lock = threading.Lock()  # guards the rest
         self._restless: dict[Estate, None] = {}  # they may have leases, or no users: see `_settle`
-        self._known: dict[tuple[int, int, int], tuple[_Known, Estate]] = {}
+        self._known: dict[int, dict[Extent, tuple[_Known, Estate]]] = {}  # by the storage's id
         self._estates: dict[str, Estate] = {}  # by key, until they are dropped
 
     @property
@@ -271,7 +275,7 @@ class Vault:
             parked = self._share(storage, (low, high), version, park)
             return parked or self._keep_anew(storage, (low, high), version, name, park)
 
-    def _extent(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
+    def _extent(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Extent:
         """Return which of a storage's bytes to keep: what a small view touches, or all."""
         whole = (0, storage.nbytes())
         if tensor.numel() == 0:
@@ -283,9 +287,9 @@ class Vault:
         is_large = (part[1] - part[0]) * _PART >= whole[1]
         return whole if is_large or self._look_up(storage, whole) is not None else part
 
-    def _look_up(self, storage: torch.UntypedStorage, extent: tuple[int, int]) -> Estate | None:
+    def _look_up(self, storage: torch.UntypedStorage, extent: Extent) -> Estate | None:
         with self._lock:
-            found = self._known.get((id(storage), *extent))
+            found = self._known.get(id(storage), {}).get(extent)
         is_known = found is not None and found[0]() is storage and self._is_kept(found[1])
         return found[1] if found is not None and is_known else None
 
@@ -294,7 +298,7 @@ class Vault:
         return self._estates.get(estate.key) is estate
 
     def _share(
-        self, storage: torch.UntypedStorage, extent: tuple[int, int], version: int, park: Park
+        self, storage: torch.UntypedStorage, extent: Extent, version: int, park: Park
     ) -> Parked | None:
         """Park what is kept of these very bytes; let former ones of another version leave the device."""
         estate = self._look_up(storage, extent)
@@ -307,20 +311,20 @@ class Vault:
             return park(estate) if self._is_kept(estate) else None
 
     def _keep_anew(
-        self, storage: torch.UntypedStorage, extent: tuple[int, int], version: int, name: str, park: Park
+        self, storage: torch.UntypedStorage, extent: Extent, version: int, name: str, park: Park
     ) -> Parked:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
         flat.set_(storage)
         low, high = extent
         estate = Estate(high - low, version)
         known = _Known(storage, self.note_end)
-        known.key = (id(storage), low, high)
+        known.key = id(storage)
         with estate.lock:
             is_whole = high - low == storage.nbytes()
             self._store(estate, flat if is_whole else flat[low:high], name, is_whole=is_whole)
             parked = park(estate)
         with self._lock:
-            self._known[known.key] = (known, estate)
+            self._known.setdefault(id(storage), {})[extent] = (known, estate)
         self._counts.add("kept", estate.nbytes)
         self._note_use(estate.key, estate.nbytes)
         return parked
@@ -374,8 +378,7 @@ class Vault:
         has a counter of its own.
         """
         with self._lock:
-            for key in [key for key in self._known if key[0] == id(storage)]:
-                del self._known[key]
+            self._known.pop(id(storage), None)
 
     # --- what `Parked` does -------------------------------------------------------------------
 
@@ -526,7 +529,7 @@ class Vault:
                     end.estate.users.pop(id(end), None)
                     self._restless[end.estate] = None
                 elif isinstance(end, _Known):
-                    self._known.pop(end.key, None)  # another storage there was not kept before this note
+                    self._known.pop(end.key, None)  # nothing of another storage there was kept before
                 self._ended.popleft()
 
     def _settle(self, estate: Estate) -> None:
