@@ -13,11 +13,10 @@ from bench.batches import resnet50_batch
 from bench.branches import swap_leaks
 from bench.command import Question, Settings, UnmeasurableError, main
 from bench.links import A100, GB, LLAMA_7B, least_step
-from bench.llamas import Manner, Size, marks, peak
+from bench.llamas import MIB, Manner, Size, marks, peak
 from bench.paced import NONE, Link, computing_beside_copies, equal_losses, in_paced_turns, in_turns
 from bench.record import Better, Figure
 
-MIB = 1024**2
 GPU_SHARE = A100.share(LLAMA_7B)
 FORWARD = 1 / 3  # of a step's operations
 

@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import tierstore as ts
+from bench.links import GB
 from device_budget import moved_to_device
 from llama import Llama, LlamaConfig
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Swap, recompute, swap
 
-GB = 1000**3
 MIB = 1024**2
 FLOAT32_BYTES = 4
 SwapMarks = Mapping[str, object]

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from bench.command import Settings, UnmeasurableError
-from bench.llamas import Manner, Size, Trainee
+from bench.llamas import MIB, Manner, Size, Trainee
 from bench.measure import Spread, ratios, take_turns
 
-MIB = 1024**2
 NONE = "none"
 """The name of the manner that the link is paced by."""
 
