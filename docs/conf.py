@@ -28,6 +28,7 @@ napoleon_use_rtype = False
 nitpick_ignore_regex = [
     # There is no network where this is built, so other projects' pages are not linked to.
     (r"py:.*", r"(torch|numpy|zarr|collections|pathlib|types|typing|threading|asyncio|os|enum|re)(\..*)?"),
+    (r"py:class", r"contextlib\..*"),
     # A name in single backticks is linked where there is something to link to.
     (r"py:obj", r".*"),
     # A backend's classes are reached through its factory.

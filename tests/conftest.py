@@ -1,8 +1,15 @@
-"""What every test shares: Hypothesis' profiles, and the marks that need hardware."""
+"""What every test shares: Hypothesis' profiles, and the marks that need hardware.
+
+``--simulate-accelerator`` gives the whole process the simulated accelerator (`tests.accelerator`), for the
+tests in that folder, those marked ``gpu``, and those of training that are there for each layout of
+`tests.training.twins`.  Without it those in that folder are not collected.  Where it cannot be built, all of
+it is skipped, with the reason; with ``TIERSTORE_REQUIRE_ACCELERATOR=1`` that is a failure.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +32,52 @@ settings.load_profile(_PROFILE)
 
 _LONG_TIMEOUT_S = 7200
 
+_SIMULATE = "--simulate-accelerator"
+_NEEDS_SIMULATION = Path(__file__).parent / "accelerator"
+_TRAINING = Path(__file__).parent / "training"
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the long profile time, and skip what needs an accelerator where there is none."""
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Offer the simulated accelerator."""
+    parser.addoption(_SIMULATE, action="store_true", help="run on a simulated accelerator: the whole process")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Bring the simulated accelerator, if asked, before any test looks for one."""
+    if not config.getoption(_SIMULATE):
+        return
+    try:
+        import tests.accelerator  # noqa: F401 - from here on PyTorch has it
+    except ImportError as error:
+        if error.name != "openreg":
+            raise
+        if os.environ.get("TIERSTORE_REQUIRE_ACCELERATOR") == "1":
+            raise pytest.UsageError(str(error)) from error
+        pytest.exit(f"tests on the simulated accelerator are skipped: {error}", returncode=0)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what only the simulated accelerator can run."""
+    is_simulated = config.getoption(_SIMULATE)
+    return True if _NEEDS_SIMULATION in collection_path.parents and not is_simulated else None
+
+
+def _is_for_an_accelerator(item: pytest.Item) -> bool:
+    """Say whether a test is more than one of training in a layout that no accelerator has."""
+    if _TRAINING not in item.path.parents:
+        return True
+    from tests.training.twins import LAYOUTS
+
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and callspec.params.get("layout") in LAYOUTS
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give the long profile time, and leave out what needs an accelerator, or another one, than there is."""
+    if config.getoption(_SIMULATE):
+        left_out = [item for item in items if not _is_for_an_accelerator(item)]
+        items[:] = [item for item in items if _is_for_an_accelerator(item)]
+        config.hook.pytest_deselected(items=left_out)
     if _PROFILE == "long":  # a test's own limit is for a hundred examples, not for thousands
         for item in items:
             item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT_S), append=False)

@@ -6,6 +6,7 @@ the caller's alone.  Knows nothing of the books: who calls has a grant, and ends
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -102,32 +103,87 @@ class Handover:
             former = self._got.get(tier, Traffic(0, 0))
             self._got[tier] = Traffic(former.copies + 1, former.nbytes + nbytes)
 
-    def lend(self, granted: Sequence[Granted]) -> tuple[dict[str, torch.Tensor], list[AddressableSlot]]:
-        """Return the replicas as tensors by key, and their slots, acquired: release them in the end.
+    def lend(self, granted: Sequence[Granted]) -> tuple[dict[str, torch.Tensor], Loan]:
+        """Return the replicas as tensors by key, for the current stream, and the loan: end it.
+
+        Args:
+            granted: replicas of one tier.
 
         Raises:
             IntegrityError: what a replica's bytes mean is lost.
         """
         tensors: dict[str, torch.Tensor] = {}
         slots: list[AddressableSlot] = []
+        for replica in granted:
+            spec = spec_of(replica)
+            check_known(replica.key, spec)
+            slot = self._engine.addressable(self._engine.slot(replica), replica.place.tier)
+            assert slot is not None  # a lease is refused where bytes cannot be used in place
+            slots.append(slot)
+            tensors[replica.key] = view_bytes(slot.memory, spec)
+        loan = Loan(slots, self._engine.backends[granted[0].place.tier].capabilities.device)
         try:
-            for replica in granted:
-                spec = spec_of(replica)
-                check_known(replica.key, spec)
-                slot = self._engine.addressable(self._engine.slot(replica), replica.place.tier)
-                assert slot is not None  # a lease is refused where bytes cannot be used in place
-                slot.acquire()
-                slots.append(slot)
-                tensors[replica.key] = view_bytes(slot.memory, spec)
-        except Exception:
-            for slot in slots:
-                slot.release()
+            loan.use()
+        except BaseException:
+            loan.end()
             raise
-        return tensors, slots
+        return tensors, loan
 
     def close(self) -> None:
         """Keep no memory for copies any more."""
         self._outputs.clear()
+
+
+class Loan:
+    """Slots that are lent together, and the device streams that use them.  From any thread.
+
+    1. Each of those streams waited for what wrote the slots before it used them.
+    2. The slots are busy until each has done what it was told when the loan ended; so it is with the stream
+       that the loan is ended on.
+
+    Args:
+        slots: of one tier.
+        device: where they are.
+    """
+
+    __slots__ = ("_device", "_lock", "_slots", "_streams")
+
+    def __init__(self, slots: Sequence[AddressableSlot], device: torch.device) -> None:
+        self._slots = slots
+        self._device = device
+        self._lock = threading.Lock()  # guards the next, and is held while streams are told to wait
+        self._streams: list[torch.Stream | None] = []
+
+    def use(self) -> None:
+        """Let the current stream use the slots from now on."""
+        stream = current_stream(self._device)
+        with self._lock:
+            if stream in self._streams:
+                return
+            self._streams.append(stream)  # first: what fails half-way is released as well
+            for slot in self._slots:
+                slot.acquire()
+
+    def end(self) -> None:
+        """Let go of the slots.  If this is interrupted, the next call goes on with it."""
+        stream = current_stream(self._device)
+        with self._lock:
+            if stream not in self._streams:
+                self._streams.append(stream)
+            while self._streams:
+                with _on(self._streams[-1]):
+                    for slot in self._slots:
+                        slot.release()
+                self._streams.pop()
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream of ``device`` that is current in this thread; ``None``: it has none."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else stream
 
 
 def spec_of(granted: Granted) -> TensorSpec:

@@ -23,6 +23,7 @@ class Lease:
     Args:
         tensors: by key.
         places: by key, where they are.
+        use: lets the calling thread's current device stream use the bytes.
         end: ends the lease, given whether bytes were written; does nothing if it had come to its end.
         split: makes replicas keys of their own; returns whether it did.
     """
@@ -31,11 +32,13 @@ class Lease:
         self,
         tensors: Mapping[str, torch.Tensor],
         places: Mapping[str, Place],
+        use: Callable[[], None],
         end: Callable[[bool], None],
         split: Callable[[Mapping[Place, str]], bool],
     ) -> None:
         self._tensors = tensors
         self._places = places
+        self._use = use
         self._end = end
         self._split = split
         self._is_held = True
@@ -55,6 +58,20 @@ class Lease:
         if self._is_held and len(self._tensors) != 1:
             raise UsageError(f"lease.tensor needs a lease on one key, not on {len(self._tensors)}.")
         return self[next(iter(self._tensors), "")]
+
+    def use(self) -> None:
+        """Let the calling thread's current device stream use the bytes as well.  Never blocks the host.
+
+        The stream waits for them, and what it has been told when the lease ends is done before they go.  So
+        it is from the beginning with the stream on which the lease was taken, and with the one on which it
+        is released.  Nothing happens for a stream that uses them already, or where the device has no streams.
+
+        Raises:
+            UsageError: the lease was released.
+        """
+        if not self._is_held:
+            raise UsageError("the lease was released; no stream can use its bytes any more.")
+        self._use()
 
     def release(self, *, written: bool = True) -> None:
         """End the lease.  A second call does nothing, but for one that was interrupted: then it ends it.

@@ -226,7 +226,7 @@ class Store:
             raise
 
     def _lend(self, granted: Sequence[m.Granted], released: m.LeaseReleased) -> Lease:
-        tensors, slots = self._handover.lend(granted)
+        tensors, loan = self._handover.lend(granted)
         is_told = False
 
         def end(written: bool) -> None:
@@ -236,15 +236,14 @@ class Store:
             released.written = written
             tell = self._engine.told.append
             try:
-                for slot in slots:
-                    slot.release()
+                loan.end()
             finally:
                 is_told = True
                 tell(released)
                 self._engine.take_in()
 
         places = {each.key: each.place for each in granted}
-        return Lease(tensors, places, end, functools.partial(self._split, released.request))
+        return Lease(tensors, places, loan.use, end, functools.partial(self._split, released.request))
 
     def _split(self, lease: int, names: Mapping[m.Place, str]) -> bool:
         number = self._engine.number()

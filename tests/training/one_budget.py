@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.training.swap_models import DIM, LENGTH, Llama, operators, whole_layers
 from tests.training.twins import LATE_AND_OVERWRITTEN, Trial, adam
+from tierstore.training import register_optimizer
 
 LAYERS = 3
 BATCH = 4
@@ -146,6 +147,9 @@ class OwnSGD(torch.optim.SGD):
 class OwnAdamW(torch.optim.AdamW):
     """Likewise."""
 
+
+for own in (OwnSGD, OwnAdamW):
+    register_optimizer(own)
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),

@@ -162,3 +162,13 @@ def test_a_gradient_is_the_same_object_though_room_for_it_gets_short(tmp_path: P
             assert all(p.grad is grad for p, grad in zip(trial.model.parameters(), first, strict=True))
             trial.log_gradients()
     assert_equal_lists(plain.logged, ours.logged)
+
+
+def test_host_memory_that_cannot_hold_one_bundle_is_refused_at_opening(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
+    config = {"device": "cpu", "offload_disk_size": "64MB", "offload_path": str(tmp_path)}
+    text = r"'0\.weight' cannot be trained in host memory.*256\.0 KiB.*offload_cpu_size is 192\.0 KiB"
+    with pytest.raises(CapacityError, match=text):
+        offload(model, torch.optim.Adam(model.parameters()), {**config, "offload_cpu_size": "192KB"})
+    with offload(model, torch.optim.Adam(model.parameters()), {**config, "offload_cpu_size": "256KB"}):
+        model(torch.ones(1, 128)).sum().backward()

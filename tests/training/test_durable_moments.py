@@ -24,7 +24,7 @@ from tests.training.twins import (
     loss_of,
 )
 from tierstore.errors import UsageError
-from tierstore.training import offload
+from tierstore.training import offload, register_optimizer
 from tierstore.training.ahead import StepsAhead
 from tierstore.training.turns import Turn
 
@@ -141,6 +141,9 @@ class Torn(torch.optim.SGD):
         if self.calls_to_failure == -1:
             raise ArithmeticError("torn")
         return super().step(closure)
+
+
+register_optimizer(Torn)
 
 
 def test_after_a_step_that_failed_in_its_midst_it_is_refused_until_a_whole_one(tmp_path: Path) -> None:

@@ -190,3 +190,88 @@ def test_a_view_of_a_gradient_that_was_zeroed_keeps_its_values(tmp_path: Path) -
         loss_of(model, *batch()).backward()
         optimizer.zero_grad()
         assert not [key for key in run.store if key.startswith("grad/")], "nothing is left of them"
+
+
+class Strided(nn.Module):
+    """Parameters whose strides are dense, but not the usual ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t())
+        self.conv = nn.Conv2d(4, 8, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.single = nn.Parameter(torch.randn(WIDTH).as_strided((1, WIDTH), (3, 1)))
+        self.gaps = nn.Parameter(torch.randn(WIDTH, 6)[:, :5])
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([x, x.square()], 1) @ self.transposed
+        x = x + self.conv(x.view(-1, 4, 4, 3)).flatten(1)[:, :WIDTH] + self.single.sinh()
+        logits: Tensor = self.head(x) + x @ self.gaps
+        return logits
+
+
+@every_layout
+def test_gradients_have_the_strides_that_autograd_gives_them(layout: str, tmp_path: Path) -> None:
+    strides: list[list[object]] = []
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = nn.Sequential(Strided(), nn.Linear(5, 5))
+        strides.append([])
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(note)
+        return model, [torch.optim.SGD(model.parameters(), lr=0.01)]
+
+    def note(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        strides[-1].append(parameter.grad.stride())
+
+    def loop(trial: Trial) -> None:
+        for _ in range(4):
+            loss_of(trial.model, *batch()).backward()
+            loss_of(trial.model, *batch()).backward()
+            for parameter in trial.model.parameters():
+                note(parameter)
+                trial.log(None if parameter.grad is None else parameter.grad.sum())
+            finish_step(trial)
+
+    assert_same(build, loop, layout, tmp_path, {"offload_grad": "cpu"})
+    assert strides[0] == strides[1]
+
+
+@every_layout
+def test_gradients_of_chosen_parameters(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        parameters = list(trial.model.parameters())
+        for number in range(3):
+            loss = loss_of(trial.model, *batch())
+            loss.backward(retain_graph=True, inputs=parameters[number::2])
+            trial.log_gradients()
+            torch.autograd.backward([loss], retain_graph=True, inputs=parameters[0])
+            trial.log_gradients()
+            loss.backward(inputs=parameters)
+            finish_step(trial)
+
+    assert_same(build_blocks, loop, layout, tmp_path, {"offload_grad": "cpu"})
+
+
+@every_layout
+def test_gradients_detached_in_place(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(2):
+            for _ in range(2):
+                loss_of(trial.model, *batch()).backward()
+                for parameter in trial.model.parameters():
+                    assert parameter.grad is not None
+                    assert parameter.grad.detach_() is parameter.grad
+            finish_step(trial)
+
+    assert_same(build_blocks, loop, layout, tmp_path, {"offload_grad": "cpu"})
+
+
+def test_gradients_wait_in_the_store_after_something_was_compiled(tmp_path: Path) -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    assert compiled(torch.ones(1)).item() == 2.0
+    model, optimizers = build_blocks()
+    with offload(model, optimizers, config_of("disk", tmp_path)) as run:
+        loss_of(model, *batch()).backward()
+        assert any(key.startswith("grad/") for key in run.store)

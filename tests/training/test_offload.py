@@ -140,17 +140,6 @@ def test_an_error_inside_the_context_restores_the_model(tmp_path: Path) -> None:
     optimizer.step()
 
 
-def test_pointing_a_parameter_at_other_memory_is_refused_by_name(tmp_path: Path) -> None:
-    model, optimizers = build_blocks()
-    with offload(model, optimizers, config_of("device", tmp_path)):
-        with pytest.raises(UsageError, match=r"'0\.up\.weight'.*copy_"):
-            model[0].up.weight.data = torch.zeros(2 * WIDTH, WIDTH)  # type: ignore[index]
-        with pytest.raises(UsageError, match="before offload"):
-            model.double()
-        model.to("cpu")  # it is there: nothing to do
-        loss_of(model, *batch()).backward()
-
-
 def test_parameters_look_like_themselves_without_being_brought(tmp_path: Path) -> None:
     model, optimizers = build_blocks()
     with offload(model, optimizers, config_of("device", tmp_path)) as run:

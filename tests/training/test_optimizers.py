@@ -24,7 +24,6 @@ from tests.training.twins import (
     steps,
     with_device,
 )
-from tierstore.errors import UsageError
 from tierstore.training import offload
 
 optim = torch.optim
@@ -304,12 +303,28 @@ def test_the_gradient_is_the_same_object_until_it_is_zeroed(tmp_path: Path) -> N
         assert not torch.equal(before, first)
 
 
-def test_lbfgs_is_refused(tmp_path: Path) -> None:
-    model = blocks()
-    with pytest.raises(UsageError, match="LBFGS"):
-        offload(model, torch.optim.LBFGS(model.parameters()), config_of("host", tmp_path))
-
-
 @every_layout
 def test_an_optimizer_that_computes_on_the_cpu(layout: str, tmp_path: Path) -> None:
     assert_same(build_blocks, steps(3), layout, tmp_path, {"optimizer_target": "cpu"})
+
+
+@every_layout
+def test_parameters_that_share_memory_and_belong_to_two_optimizers(layout: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks()
+        one, other = model.get_parameter("0.up.weight"), model.get_parameter("1.up.weight")
+        other.data = one.data
+        rest = [p for p in model.parameters() if p is not one]
+        return model, [torch.optim.Adam([one], lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+    assert_same(build, steps(), layout, tmp_path)
+
+
+def test_a_parameter_that_shares_memory_and_belongs_to_no_optimizer(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks()
+        one, other = model.get_parameter("0.up.weight"), model.get_parameter("1.up.weight")
+        other.data = one.data
+        return model, [torch.optim.Adam([p for p in model.parameters() if p is not other], lr=1e-2)]
+
+    assert_same(build, steps(), "disk", tmp_path)

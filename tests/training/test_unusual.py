@@ -382,3 +382,44 @@ def test_a_buffer_without_values_and_without_weights_is_refused_by_name(tmp_path
     model.register_buffer("table", torch.ones(3, device="meta"))
     with pytest.raises(UsageError, match="the buffer 'table' is on the meta device"):
         offload(model, None, config_of("host", tmp_path))
+
+
+# --- custom functions ---------------------------------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """``x @ w.t()``, which saves what it is given, as fused losses and kernels of users do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401 - PyTorch's own
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - as well
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class _ByTheParent(nn.Module):
+    """Computes with its children's weights and never calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            x = torch.tanh(_Product.apply(x, layer.weight) + layer.bias)  # type: ignore[no-untyped-call]
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@every_layout
+def test_a_custom_function_that_saves_weights_of_other_modules(layout: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = _ByTheParent()
+        return model, adam(model)
+
+    assert_same(build, steps(), layout, tmp_path)

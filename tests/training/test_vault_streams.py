@@ -13,9 +13,9 @@ import torch
 
 from tests.training.vaults import base, host
 from tests.unit.test_device_streams import Simulated, SimulatedEvent, SimulatedStream
+from tierstore import handover
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.store import Store
-from tierstore.training.activations import vault as vaults
 from tierstore.training.activations.vault import Vault
 from tierstore.units import MIB
 from tierstore_backends.device.streams import DeviceModule, StreamDevice
@@ -55,7 +55,7 @@ def vault(device: Simulated) -> Iterator[Vault]:
         return Current(device, device.current)
 
     with (
-        mock.patch.object(vaults, "current_stream", current_stream),
+        mock.patch.object(handover, "current_stream", current_stream),
         Store(StoreConfig([TierConfig("device", backend, MIB), host()])) as store,
     ):
         yield Vault(store)

@@ -39,8 +39,11 @@ _DEFAULTS: dict[str, object] = {
     "eviction": "next-use",
     "checksum": True,
     "optimizer_target": "device",
+    "optimizer_in_backward": False,
     "codec": None,
     "durable": False,
+    "ignored": [],
+    "pinned": [],
 }
 
 _Pairs = list[tuple[object, object]]  # what is given, and what is kept
@@ -59,6 +62,7 @@ _ACCEPTED: dict[str, _Pairs] = {
     "max_device_memory": [*_SIZE, (None, None)],
     **dict.fromkeys(["offload_param", "offload_checkpoint", "offload_grad", "offload_optimizer"], _TARGET),
     **dict.fromkeys(["auto_offload", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _FLAG),
+    "optimizer_in_backward": _FLAG,
     "offload_cpu_size": [*_SIZE, (None, None)],
     "offload_disk_size": [*_SIZE, (None, None), ("0GB", 0)],
     "offload_path": [("a/b", "a/b"), (Path("a/b"), "a/b"), (["a", Path("b")], ["a", "b"]), (("a",), ["a"])],
@@ -78,6 +82,7 @@ _ACCEPTED: dict[str, _Pairs] = {
     "eviction": [(each, each) for each in ("lru", "size-class", "next-use")],
     "optimizer_target": [("device", "device"), ("cpu", "cpu")],
     "codec": [("lz4", "lz4"), ("none", None), (None, None)],
+    **{key: [([], []), (["a", r"b\.c"], ["a", r"b\.c"]), (("a",), ["a"])] for key in ["ignored", "pinned"]},
 }
 
 _REFUSED: dict[str, list[object]] = {
@@ -87,6 +92,7 @@ _REFUSED: dict[str, list[object]] = {
         ["offload_param", "offload_checkpoint", "offload_grad", "offload_optimizer"], _NOT_A_TARGET
     ),
     **dict.fromkeys(["auto_offload", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _NOT_A_FLAG),
+    "optimizer_in_backward": _NOT_A_FLAG,
     "offload_cpu_size": [*_NOT_A_SIZE, 0, "0GB"],
     "offload_disk_size": _NOT_A_SIZE,
     "offload_path": ["", 1, None, True, b"x", "a\0b", [], ["a", ""], ["a", 1], ["a", "./a"], ["a", "a/b"]],
@@ -100,6 +106,7 @@ _REFUSED: dict[str, list[object]] = {
     "eviction": ["LRU", "fifo", None, 1, ""],
     "optimizer_target": ["Device", "gpu", "disk", None, 1],
     "codec": ["", "LZ4", "zstd", "None", True, 1],
+    **{key: ["a", None, [""], [1], {"a": 1}, True] for key in ["ignored", "pinned"]},
 }
 
 

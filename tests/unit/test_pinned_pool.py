@@ -15,9 +15,10 @@ import torch
 from tierstore.errors import BackendError, CapacityError, ConfigError
 from tierstore.spi import AddressableSlot, Slot
 from tierstore.units import GIB, KIB, MIB
-from tierstore_backends.pinned import PinnedPool, open_backend
-from tierstore_backends.pinned.blocks import Block, CudaRegistrar
+from tierstore_backends.pinned import PinnedPool, open_backend, registrars
+from tierstore_backends.pinned.blocks import Block
 from tierstore_backends.pinned.pages import HUGE_PAGE_BYTES
+from tierstore_backends.pinned.registrars import CudaRegistrar
 
 
 class Ledger:
@@ -510,8 +511,32 @@ def test_the_block_size_may_be_text() -> None:
     pool.close()
 
 
-def test_nothing_is_locked_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_nothing_is_locked_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    pool = open_backend(capacity_bytes=MIB, options={})
+    pool.reserve(1)
+    assert pool.pinned_bytes == 0
+
+
+def _pretend_accelerator(monkeypatch: pytest.MonkeyPatch, device_type: str) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(device_type))
+
+
+def test_the_registrar_is_the_current_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registrars, "_makers", dict(registrars._makers))
+    registrars.add_registrar("xpu", Ledger)
+    _pretend_accelerator(monkeypatch, "xpu")
+    pool = open_backend(capacity_bytes=MIB, options={})
+    pool.reserve(1)
+    assert pool.pinned_bytes == MIB
+    pool.close()
+    _pretend_accelerator(monkeypatch, "cuda")
+    assert isinstance(registrars.find_registrar(), CudaRegistrar)
+
+
+def test_an_accelerator_without_a_registrar_has_pageable_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_accelerator(monkeypatch, "mtia")
     pool = open_backend(capacity_bytes=MIB, options={})
     pool.reserve(1)
     assert pool.pinned_bytes == 0

@@ -116,6 +116,33 @@ def test_a_measurement_that_ended_is_forgotten(asking: AllocatorMeter, allocator
     assert asking.take_peak() == 300
 
 
+def test_a_peak_that_the_user_resets_was_seen_before(asking: AllocatorMeter, allocator: Allocator) -> None:
+    asking.begin(())
+    allocator.set(800)  # and back
+    allocator.set(100)
+    asking.look()
+    allocator.peak_bytes = 100
+    assert asking.take_peak() == 800
+    assert not asking.was_peak_hidden
+
+
+def test_what_a_step_makes_is_counted_under_a_higher_peak(store: ts.Store, allocator: Allocator) -> None:
+    asking = AllocatorMeter(store, torch.device("cpu"))  # any kind of device is counted alike
+    allocator.set(5000)
+    allocator.set(100)
+    asking.begin(())
+    asking.take_peak()
+    asking.begin_step()
+    torch.empty(1000, dtype=torch.uint8).add_(1)
+    kept = torch.empty(300, dtype=torch.uint8).neg()
+    assert asking.take_peak() == 100 + 1024, "rounded as allocators round, and on top of what there was"
+    assert not asking.was_peak_hidden
+    del kept
+    torch.empty(4000, dtype=torch.uint8)
+    assert asking.take_peak() == 100, "the step is over"
+    asking.close()
+
+
 def test_asking_needs_no_pause(asking: AllocatorMeter, allocator: Allocator) -> None:
     with asking.apart():
         allocator.set(10)

@@ -187,6 +187,13 @@ def name(value: object) -> str:
     return value
 
 
+def texts(value: object) -> tuple[str, ...]:
+    """Accept a list of texts that are not empty."""
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) and each for each in value):
+        raise ConfigError("accepted: a list of patterns, each a text that is not empty")
+    return tuple(value)
+
+
 def device(value: object) -> str:
     """Accept the name of a device (or a ``torch.device``, which prints as its name)."""
     is_torch_device = type(value).__module__ == "torch" and type(value).__name__ == "device"

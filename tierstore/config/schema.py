@@ -178,8 +178,8 @@ class OffloadConfig:
 
     The names and defaults are those of the reference configuration; ``offload_grad``,
     ``offload_optimizer``, ``aio_engine``, ``device``, ``device_options``, ``eviction``, ``checksum``,
-    ``optimizer_target``, ``codec`` and ``durable`` are ours.  Sizes may be given as text and are kept in
-    bytes.
+    ``optimizer_target``, ``optimizer_in_backward``, ``codec``, ``durable``, ``ignored`` and ``pinned`` are
+    ours.  Sizes may be given as text and are kept in bytes.
 
     Args:
         memory_offload: ``"ON"`` or ``"OFF"``; with OFF nothing is offloaded.
@@ -210,9 +210,12 @@ class OffloadConfig:
         eviction: ``"lru"``, ``"size-class"`` or ``"next-use"``.
         checksum: whether bytes read from disk are compared with those written.
         optimizer_target: where the optimizer computes: ``"device"`` or ``"cpu"``.
+        optimizer_in_backward: whether backward itself steps each bundle as soon as it has its gradients,
+            which are not kept.  Every backward pass is then a step: ``optimizer.step()`` has nothing to do.
         codec: how bytes on disk are compressed where that pays: ``"lz4"``; ``None`` or ``"none"``: not.
         durable: whether the files survive the process: `Offload.checkpoint` makes the state of training
             durable there, and the next ``offload`` on the same ``offload_path`` resumes from it.
+        ignored, pinned: patterns of parameters, as in `tierstore.training.offload`.
 
     Raises:
         ConfigError: lists every fault.
@@ -241,8 +244,11 @@ class OffloadConfig:
     eviction: str = "next-use"
     checksum: bool = True
     optimizer_target: str = "device"
+    optimizer_in_backward: bool = False
     codec: str | None = None
     durable: bool = False
+    ignored: Sequence[str] = ()
+    pinned: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         faults = Faults("OffloadConfig")
@@ -406,8 +412,11 @@ _OFFLOAD: dict[str, Check] = {
     "eviction": checks.eviction,
     "checksum": checks.flag,
     "optimizer_target": checks.one_of("device", "cpu"),
+    "optimizer_in_backward": checks.flag,
     "codec": checks.codec,
     "durable": checks.flag,
+    "ignored": checks.texts,
+    "pinned": checks.texts,
 }
 
 

@@ -9,6 +9,7 @@ from tierstore.training.activations.selective import create_selective_checkpoint
 from tierstore.training.activations.swap import Swap, SwapStats, swap
 from tierstore.training.activations.vault import Vault
 from tierstore.training.former import Resumed
+from tierstore.training.known import register_optimizer
 from tierstore.training.offload import Offload, RunStats, offload
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "offload",
     "recompute",
+    "register_optimizer",
     "swap",
 ]

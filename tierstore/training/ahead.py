@@ -8,7 +8,8 @@ may change first.  So it is made beside everything:
    state keep their bytes, and whoever looks at them sees those.
 2. ``step`` lets the new values take the place of the old ones (`Store.rename`), if nothing that they
    were made from was touched since; else they are forgotten, and the step is made again.
-3. Only optimizers of ``torch.optim`` are run ahead: they do nothing but what a step is about.  And only
+3. Only optimizers of ``torch.optim`` (`tierstore.training.known`) are run ahead: they do nothing but what
+   a step is about.  And only
    where the step before shows that it will be right: after as many backward passes, with gradients
    that nobody looked at (to clip them, say).  After a step that had to be made again this waits, longer
    every time.
@@ -34,10 +35,10 @@ import torch
 from tierstore.errors import KeyNotFound, LeaseError, TierStoreError
 from tierstore.leases import Lease
 from tierstore.training import guard
-from tierstore.training.binding import Binding, Bindings, natively
-from tierstore.training.grads import Gradients
+from tierstore.training.binding import Binding, natively
 from tierstore.training.groups import next_version
-from tierstore.training.turns import Group, Turn, options_of, own_step, placed
+from tierstore.training.known import is_of_torch
+from tierstore.training.turns import Group, Trainer, Turn, options_of, own_step, placed
 
 Entries = dict[str, Any]
 MOST_STEPS_TO_WAIT = 1024
@@ -78,28 +79,58 @@ class MadeStep:
         return {next_version(binding.key): binding.key for binding, _ in self.written}
 
 
+class Expectations:
+    """Which optimizers wait for which gradients, so that each gradient asks only those.
+
+    Attributes:
+        of: by parameter, whose steps ahead need its gradient.
+        made: by bundle, who has made its step: no two can.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[torch.Tensor, dict[StepsAhead, None]] = {}
+        self.made: dict[Binding, StepsAhead] = {}
+
+    def offer(self, parameter: torch.Tensor) -> float:
+        """A gradient has been accumulated: make steps of which it was the last; return how long that took."""
+        begin = time.perf_counter()
+        waiting = tuple(self.of.get(parameter, ()))
+        for steps in waiting:
+            steps.offer(parameter)
+        return time.perf_counter() - begin if waiting else 0.0
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """A gradient changes or goes: what was made from it is worth nothing."""
+        tenant = guard.tenant_of(parameter)
+        if tenant is not None and (steps := self.made.get(tenant.binding)) is not None:
+            steps.forget(tenant.binding)
+
+
 class StepsAhead:
     """Makes steps of one optimizer during backward.
 
     Args:
         optimizer: whose.
-        bindings, gradients: of the model.
-        turn_of: returns what a bundle's step is about now.
+        trainer: the session.
+        expectations: of all optimizers.
+        turn_of: returns what a bundle's step would be about.
         state_of: returns the binding of a bundle's state.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        bindings: Bindings,
-        gradients: Gradients,
+        trainer: Trainer,
+        expectations: Expectations,
         turn_of: Callable[[Binding], Turn | None],
         state_of: Callable[[Binding], Binding | None],
     ) -> None:
         self.optimizer = optimizer
-        self._store = bindings.store
-        self._bindings = bindings
-        self._gradients = gradients
+        self._store = trainer.bindings.store
+        self._bindings = trainer.bindings
+        self._gradients = trainer.gradients
+        self._trainer = trainer
+        self._expectations = expectations
         self._turn_of = turn_of
         self._state_of = state_of
         self._expected: dict[torch.Tensor, int] = {}
@@ -107,12 +138,7 @@ class StepsAhead:
         self._steps_to_wait = 0
         self._next_wait = 1
         self._was_wrong = False
-        kind = type(optimizer)
-        is_known = getattr(torch.optim, kind.__name__, None) is kind
-        self._is_possible = is_known and len(self._store.tier_names) > 1
-        self.tier = self._store.tier_names[0]
-        self.is_affordable: Callable[[], bool] = lambda: True
-        self.is_resident: Callable[[Binding], bool] = lambda _: False
+        self._is_possible = is_of_torch(optimizer) and len(self._store.tier_names) > 1
         self._without_others: set[Binding] = set()
         self.seconds = 0.0
 
@@ -121,6 +147,8 @@ class StepsAhead:
     def learn(self) -> None:
         """A step begins: take in what led to it, for the next one."""
         self._steps_to_wait = max(0, self._steps_to_wait - 1)
+        for parameter in self._expected:
+            self._expectations.of[parameter].pop(self, None)
         self._expected.clear()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -129,6 +157,7 @@ class StepsAhead:
                     continue
                 if gradient.is_untouched and self._are_idle([gradient.binding]):
                     self._expected[parameter] = gradient.accumulations
+                    self._expectations.of.setdefault(parameter, {})[self] = None
                 gradient.accumulations = 0
 
     def _are_idle(self, bindings: Sequence[Binding | None]) -> bool:
@@ -150,9 +179,8 @@ class StepsAhead:
             return
         tenant = guard.tenant_of(parameter)
         assert tenant is not None
-        if self.is_resident(tenant.binding):  # two versions of it would push others out
-            return
-        if not all(map(self._is_complete, tenant.binding.tensors)) or not self.is_affordable():
+        is_complete = all(map(self._is_complete, tenant.binding.tensors))
+        if not is_complete or not self._trainer.allows_step_ahead(tenant.binding):
             return
         turn = self._turn_of(tenant.binding)
         if turn is not None and self._may_make(turn):
@@ -195,7 +223,7 @@ class StepsAhead:
         above_bytes = sum(tier.capacity_bytes for tier in faster)
         return (
             slowest.capacity_bytes - slowest.charged_bytes >= above_bytes + new_bytes
-            and tiers[self.tier].capacity_bytes >= new_bytes + gradient_bytes
+            and tiers[self._trainer.optimizer_tier].capacity_bytes >= new_bytes + gradient_bytes
         )
 
     def _make_or_leave(self, turn: Turn) -> None:
@@ -218,7 +246,7 @@ class StepsAhead:
         made: MadeStep | None = None
         try:
             with (
-                placed(self._bindings, [binding for _, binding in stashed], self.tier),
+                placed(self._bindings, [binding for _, binding in stashed], self._trainer.optimizer_tier),
                 self._bindings.window([binding for _, binding in stashed]),
             ):
                 made = self._run(turn, lease, {p: binding.tensors[0] for p, binding in stashed})
@@ -228,6 +256,7 @@ class StepsAhead:
                 self._store.drop(*(next_version(binding.key) for binding in needed))
         self._gradients.know_uses(turn.parameters)
         self._made[turn.bundle] = made
+        self._expectations.made[turn.bundle] = self
 
     def _lease_beside(self, needed: Sequence[Binding]) -> Lease | None:
         """Lease what is to become the new values, beside the old ones; ``None``: there are no others."""
@@ -235,7 +264,7 @@ class StepsAhead:
         with self._bindings.alone():
             if any(name in self._store for name in names.values()):
                 return None  # another optimizer of the same parameters was faster
-            lease = self._store.lease(*names, tier=self.tier, write=True)
+            lease = self._store.lease(*names, tier=self._trainer.optimizer_tier, write=True)
             is_split = False
             try:
                 # Held first: what the plan has passed is what prefetches push out.
@@ -277,7 +306,7 @@ class StepsAhead:
 
     def take(self, turn: Turn) -> bool:
         """Let the new values of a bundle take the place of the old ones; return whether it was so."""
-        made = self._made.pop(turn.bundle, None)
+        made = self._pop(turn.bundle)
         if made is None:
             return False
         with self._bindings.alone():
@@ -342,13 +371,18 @@ class StepsAhead:
 
     # --- forgetting ---------------------------------------------------------------------------
 
-    def forget(self, parameter: torch.Tensor) -> None:
+    def forget(self, bundle: Binding) -> None:
         """A gradient changes or goes: what was made from it is worth nothing."""
-        tenant = guard.tenant_of(parameter)
-        made = None if tenant is None else self._made.pop(tenant.binding, None)
+        made = self._pop(bundle)
         if made is not None:
             self._was_wrong = True
             self._drop(made)
+
+    def _pop(self, bundle: Binding) -> MadeStep | None:
+        made = self._made.pop(bundle, None)
+        if made is not None:
+            self._expectations.made.pop(bundle, None)
+        return made
 
     def _drop(self, made: MadeStep) -> None:
         self._store.drop(*made.names)

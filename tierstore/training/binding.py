@@ -1,15 +1,17 @@
 """How bytes come and go under tensors that stay.
 
-A `Binding` ties the tensors of one bundle to one key of the store.  While the bundle is away, each
-tensor's data is one NaN, expanded: shape and dtype are right, nothing is held, nothing can crash.
-While it is here, each tensor's data is a view into the leased bytes.
-
-1. A binding holds at most one lease, for writing; what changed is told at its release.
+1. A binding (`tierstore.training.homes`) holds at most one lease, for writing; what changed is told at its
+   release.
 2. Tensors have their bytes only while a *window* is open.  Outside they wear a guard's class, so that
    every use is seen (`tierstore.training.guard`).
-3. The lease is held while a window is open *or anything else refers to the storage*: an alias that a
+3. Every device stream that opens a window or reaches for the bytes waits for them, and they go only when it
+   has done what it was told until the lease's end.  A stream that uses them without either, inside a
+   module that was called on another, has to wait for that one, and that one for it.
+4. The lease is held while a window is open *or anything else refers to the storage*: an alias that a
    user keeps, a saved tensor that backward unpacked, a view that a module returned.  The storage's use
    count tells; `Bindings.sweep` releases what nobody refers to any more.
+5. What somebody pointed at other memory is brought home as soon as it may (`tierstore.training.returning`),
+   and whenever another bundle is leased.
 
 Knows nothing of modules and optimizers.
 """
@@ -18,144 +20,135 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tierstore.errors import CapacityError, KeyNotFound, LeaseError
 from tierstore.leases import Lease
 from tierstore.store import Store
-from tierstore.training.groups import Place
+from tierstore.training.homes import (
+    Access,
+    Binding,
+    dress,
+    natively,
+    references,
+    set_data,
+    undress,
+    versions_of,
+)
+from tierstore.training.pinning import Leasing, State
+from tierstore.training.returning import copy_home, fit_as_they_are, laid_out_anew, lay, that_may_return
+from tierstore.training.unseen import may_have_changed, watch
 
-Access = Callable[["Binding"], None]
+__all__ = ["Access", "Binding", "Bindings", "natively", "set_data"]
+
 Apart = Callable[[], AbstractContextManager[object]]
-Classes = Callable[["Binding"], Sequence[type]]
+Classes = Callable[[Binding], Sequence[type]]
+Explain = Callable[[CapacityError], CapacityError]
+"""Returns what to raise where bundles cannot be here together."""
 MakeRoom = Callable[[int], bool]
 """Lets go of what nobody uses, and raises a quota that leaves no room for so many bytes; says if it did."""
 
-_Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
-_set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
-_Natively = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
-_AS_IT_IS = contextlib.nullcontext()
-
-
-def natively() -> AbstractContextManager[None]:
-    """Let guarded tensors be treated as the tensors they are, inside the context."""
-    return _Natively()
-
-
-def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Point ``tensor`` at the memory of ``data``; autograd's version counter stays."""
-    _set_data(tensor, data)
+# Without these a user's modes and transforms would take the library's own work for the model's.
+_functorch: Any = torch._C._functorch  # noqa: SLF001
+_count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # noqa: SLF001
+_pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack  # noqa: SLF001
+_push_function_mode: Callable[[object], None] = torch._C._push_on_torch_function_stack  # noqa: SLF001
 
 
 class _OwnWork(threading.local):
-    """How deep this thread is in the library's own work."""
+    """How deep this thread is in the library's own work: one number, which contexts share."""
 
     def __init__(self) -> None:
-        self.depth = 0
+        self.depth = [0]
 
 
 _own_work = _OwnWork()
 
 
-@contextlib.contextmanager
-def ordinary_mode() -> Iterator[None]:
+class ordinary_mode(AbstractContextManager[None]):  # noqa: N801 - used as a function is
     """Do the library's own work inside the context: what happens is no part of the model.
 
-    Inference mode is left: slots and views made under it could never be trained.
+    Nothing of it is seen by ``torch.func`` transforms, by dispatch and function modes (the user's, or
+    PyTorch's own, such as ``with torch.device(...)``) and by a forward pass that derivatives go along
+    with.  Inference mode is left: slots and views made under it could never be trained.
+
+    An interrupt may keep the context from being left: then the work ends with the last reference to it.
     """
-    _own_work.depth += 1
+
+    __slots__ = ("_depth", "_left")
+
+    def __init__(self) -> None:
+        self._left: contextlib.ExitStack | None = None
+        self._depth: list[int] | None = None  # where it is counted
+
+    def __enter__(self) -> None:
+        """Leave what is in force in this thread."""
+        depth = _own_work.depth
+        depth[0] += 1
+        self._depth = depth
+        try:
+            if (
+                _functorch.peek_interpreter_stack() is not None
+                or _count_dispatch_modes()
+                or _count_function_modes()
+                or torch.is_inference_mode_enabled()
+            ):
+                self._left = leave_all_modes()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        """Go back to it."""
+        left, self._left = self._left, None
+        try:
+            if left is not None:
+                left.close()
+        finally:
+            depth, self._depth = self._depth, None
+            if depth is not None:
+                depth[0] -= 1
+
+    def __del__(self) -> None:
+        if self._depth is not None:
+            self._depth[0] -= 1
+
+
+def leave_all_modes() -> contextlib.ExitStack:
+    """Leave every mode and transform of this thread; closing what is returned goes back to them."""
+    with contextlib.ExitStack() as left:
+        left.enter_context(_leave_function_modes())
+        left.enter_context(_disable_current_modes())
+        left.enter_context(temporarily_clear_interpreter_stack())
+        if torch.is_inference_mode_enabled():
+            left.enter_context(torch.inference_mode(mode=False))
+        return left.pop_all()
+
+
+@contextlib.contextmanager
+def _leave_function_modes() -> Iterator[None]:
+    """Leave function modes, and go on seeing the uses of guarded tensors."""
+    modes: list[object] = []
     try:
-        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
-            yield
+        while _count_function_modes():
+            modes.append(_pop_function_mode())
+        yield
     finally:
-        _own_work.depth -= 1
+        while modes:
+            _push_function_mode(modes.pop())
 
 
 def is_own_work() -> bool:
     """Say whether this thread does the library's own work, such as moving bytes for the store."""
-    return _own_work.depth > 0
-
-
-class Binding:
-    """The tensors of one bundle and the key that their bytes are under.
-
-    Args:
-        key: in the store.
-        places: where each tensor lies in the bundle.
-        tensors: in the same order; they are given a guard's class by whoever calls `Bindings.adopt`.
-        guards: the class that each wears while it has no bytes.
-        tier: where it is leased.
-        uses: how often it was used.
-        writes: how often its bytes were changed.
-    """
-
-    __slots__ = (
-        "after_use",
-        "baseline",
-        "flat",
-        "guards",
-        "is_dirty",
-        "is_saved_by_reference",
-        "key",
-        "lease",
-        "nbytes",
-        "places",
-        "plain",
-        "poisons",
-        "storage",
-        "tensors",
-        "tier",
-        "uses",
-        "versions",
-        "windows",
-        "writes",
-    )
-
-    def __init__(
-        self,
-        key: str,
-        places: Sequence[Place],
-        nbytes: int,
-        tensors: Sequence[torch.Tensor],
-        guards: Sequence[type],
-        poisons: Sequence[torch.Tensor],
-    ) -> None:
-        self.key = key
-        self.places = tuple(places)
-        self.nbytes = nbytes
-        self.tensors = tuple(tensors)
-        self.plain = tuple(type(tensor) for tensor in tensors)
-        self.guards = tuple(guards)
-        self.poisons = tuple(poisons)
-        self.tier = "device"
-        self.uses = 0
-        self.writes = 0
-        self.windows = 0
-        self.is_dirty = False
-        self.is_saved_by_reference = True
-        self.after_use: Access | None = None
-        self.lease: Lease | None = None
-        self.flat: torch.Tensor | None = None
-        self.storage: torch.UntypedStorage | None = None
-        self.baseline = 0
-        self.versions: list[int] = []
-
-    @property
-    def is_referred_to(self) -> bool:
-        """Whether anything but the store and the binding refers to the leased bytes."""
-        return self.storage is not None and self.references() > self.baseline
-
-    def references(self) -> int:
-        """Count who refers to the leased bytes: tensors, and users of the storage object itself."""
-        assert self.storage is not None
-        return _use_count(self.storage._cdata) + sys.getrefcount(self.storage)  # noqa: SLF001
+    return _own_work.depth[0] > 0
 
 
 class Bindings:
@@ -165,22 +158,46 @@ class Bindings:
         store: where the bytes are.
         note_access: told of every use, when its bytes are held.
         apart: what is allocated inside this context is the store's.
+        explain: asked when bundles cannot be here together.
+
+    Attributes:
+        leasing: whether they may be leased.
+        pinned: those that keep the lease that they have got.
     """
 
-    def __init__(self, store: Store, note_access: Access, apart: Apart = ordinary_mode) -> None:
+    def __init__(
+        self,
+        store: Store,
+        note_access: Access,
+        apart: Apart = ordinary_mode,
+        explain: Explain = lambda error: error,
+    ) -> None:
         self.store = store
         self._note_access = note_access
         self.apart = apart
+        self._explain = explain
+        self._computing_tier: str | None = None
         self.prepare: Callable[[int], None] = lambda _: None  # makes room for as much; may refuse
         self.ask_for_more: MakeRoom = lambda _: False
-        self._lock = threading.RLock()  # guards all bindings and the next two
+        self._lock = threading.RLock()  # guards all bindings and the next five
+        self.leasing = Leasing()
         self._by_storage: dict[int, Binding] = {}
         self._lingering: dict[Binding, None] = {}
+        self.pinned: set[Binding] = set()
+        self._abroad: dict[Binding, None] = {}
+        self._addressed: dict[Binding, torch.Tensor] = {}  # with an alias that keeps the bytes where they are
 
     def note_access(self, binding: Binding) -> None:
         """Take in that a binding is used now."""
         binding.uses += 1
         self._note_access(binding)
+
+    def compute_in(self, tier: str | None) -> None:
+        """Lease all bundles in ``tier`` from now on; ``None``: each where it says itself."""
+        self._computing_tier = tier
+
+    def _tier_of(self, binding: Binding) -> str:
+        return self._computing_tier or binding.tier
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -201,25 +218,11 @@ class Bindings:
             CapacityError: there is no room for it beside what is in use.
             BackendError: its bytes could not be brought.
         """
-        with self._lock, self.apart():
-            if binding.lease is None:
-                self._acquire(binding)
-            if binding.windows == 0:
-                self._lingering[binding] = None  # until the window is open: the next may fail
-            # Held first: what the plan has passed is what prefetches push out.
-            self.note_access(binding)
-            binding.windows += 1
-            if binding.windows == 1:
-                self._lingering.pop(binding, None)
-                _dress(binding, classes or binding.plain)
+        self.open_all([binding], None if classes is None else lambda _: classes)
 
     def close(self, binding: Binding) -> None:
         """Close a window; after the last one the bytes may go."""
-        with self._lock, self.apart():
-            binding.windows -= 1
-            if binding.windows == 0:
-                _undress(binding)
-                self._settle(binding)
+        self.close_all([binding])
 
     def open_all(self, bindings: Sequence[Binding], classes: Classes | None = None) -> None:
         """Open windows on all ``bindings``, or on none.  Blocks for hardware.
@@ -235,43 +238,93 @@ class Bindings:
         # Large pieces first: what is leased cannot be moved to make room in one piece.
         order = sorted(bindings, key=lambda binding: -binding.nbytes) if len(bindings) > 1 else bindings
         try:
+            self._open_with_room(order, classes)
+        except CapacityError as error:
+            explained = self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _open_with_room(self, order: Sequence[Binding], classes: Classes | None) -> None:
+        try:
             self._open_or_none(order, classes)
         except CapacityError as error:
             if len(order) == 1:
                 raise
             let_frames_go(error)
-            self._empty(order[0].tier)
+            self._empty(self._tier_of(order[0]))
             self._open_or_none(order, classes)
 
     def _open_or_none(self, bindings: Sequence[Binding], classes: Classes | None) -> None:
-        opened: list[Binding] = []
-        try:
-            for binding in bindings:
-                self.open(binding, None if classes is None else classes(binding))
-                opened.append(binding)
-        except BaseException:
-            self.close_all(opened)
-            raise
+        with self._lock:  # until it is known what is open: an interrupt may come at every call
+            opened: list[Binding] = []
+            try:
+                with self.apart():
+                    for binding in bindings:
+                        self._make_ready(binding, classes)
+                        binding.windows += 1
+                        opened.append(binding)
+                        self._lingering.pop(binding, None)
+            except BaseException:
+                self.close_all(opened)
+                raise
 
-    def close_all(self, bindings: Sequence[Binding]) -> None:
-        """Close windows on all ``bindings``."""
-        for binding in reversed(bindings):
-            self.close(binding)
+    def _make_ready(self, binding: Binding, classes: Classes | None) -> None:
+        self._hold(binding)
+        if binding.windows == 0:
+            self._lingering[binding] = None  # until the window is open: the next may fail
+        # Held first: what the plan has passed is what prefetches push out.
+        self.note_access(binding)
+        if binding.windows == 0:
+            dress(binding, binding.plain if classes is None else classes(binding))
+
+    def close_all(self, opened: list[Binding]) -> None:
+        """Close windows, also where closing one of them fails.
+
+        Args:
+            opened: on which; each is taken out as its window closes, so that an interrupt leaves the others.
+        """
+        with self._lock, self.apart():
+            failure: BaseException | None = None
+            while opened:
+                binding = opened.pop()
+                binding.windows -= 1
+                if binding.windows == 0:
+                    self._lingering[binding] = None  # what is interrupted here, the next sweep does
+                    try:
+                        self._settle(binding)
+                    except BaseException as error:  # noqa: BLE001 - the others are to be closed, too
+                        failure = error
+            try:
+                if failure is not None:
+                    raise failure
+            finally:
+                failure = None  # or its traceback and this frame keep each other, and what it refers to
 
     @contextlib.contextmanager
     def window(self, bindings: Sequence[Binding]) -> Iterator[None]:
         """Keep windows on all ``bindings`` open, inside the context."""
-        self.open_all(bindings)
+        opened: list[Binding] = []
         try:
+            self.open_all(bindings)
+            opened += bindings
             yield
         finally:
-            self.close_all(bindings)
+            try:
+                self.close_all(opened)
+            finally:
+                if opened:
+                    self.close_all(opened)  # that was interrupted
+
+    def watch(self, bindings: Sequence[Binding]) -> None:
+        """Other code than PyTorch's gets its hands on bundles that have windows: see if it writes."""
+        with self._lock, self.apart():
+            watch(bindings)
 
     def reach(self, binding: Binding) -> torch.Tensor:
         """Return the bundle's flat bytes.  They stay while anything refers to their storage."""
         with self._lock, self.apart():
-            if binding.lease is None:
-                self._acquire(binding)
+            self._hold(binding)
             if binding.windows == 0:
                 self._lingering[binding] = None
             self.note_access(binding)
@@ -284,6 +337,20 @@ class Bindings:
             return None
         return self._by_storage.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
+    def keep_addresses(self, bindings: Sequence[Binding]) -> None:
+        """Keep bundles that have windows where they are: somebody knows addresses of theirs."""
+        with self._lock, self.apart():
+            for binding in bindings:
+                assert binding.flat is not None
+                self._addressed.setdefault(binding, binding.flat.detach())
+
+    def forget_addresses(self) -> None:
+        """Nobody uses an address any more that was told before."""
+        if self._addressed:
+            with self._lock, self.apart():
+                self._addressed.clear()
+                self.sweep()
+
     def sweep(self) -> None:
         """Release every lease that no window needs and nothing refers to."""
         if not self._lingering:
@@ -293,44 +360,106 @@ class Bindings:
                 self._settle(binding)
 
     def release_idle(self, binding: Binding) -> bool:
-        """Release the binding's lease if nothing needs it; return whether it holds none now."""
+        """Release the lease if nothing needs it; return whether all bytes are the store's now."""
         with self._lock, self.apart():
+            self.bring_home()
             if binding.windows == 0 and binding.lease is not None:
                 self._settle(binding)
-            return binding.lease is None
+            return binding.lease is None and binding.is_whole
+
+    # --- what was pointed elsewhere ---------------------------------------------------------------
+
+    def bring_home(self) -> None:
+        """Let tensors that were pointed elsewhere have their bytes in the store again, where that may be.
+
+        Where there is no room they stay where they are.
+        """
+        if not self._abroad or self.leasing.state is State.SUSPENDED:
+            return
+        with self._lock, self.apart():
+            travellers = that_may_return(self._abroad, self.store.device)
+            for binding in travellers:
+                self._abroad.pop(binding)  # first: what is leased brings others home
+            for binding, numbers in travellers.items():
+                try:
+                    self._bring_home(binding, numbers)
+                except CapacityError as error:
+                    let_frames_go(error)
+                finally:
+                    if not binding.is_whole:
+                        self._abroad[binding] = None
+
+    def _bring_home(self, binding: Binding, numbers: Sequence[int]) -> None:
+        self._hold(binding)
+        if fit_as_they_are(binding, numbers):
+            copy_home(binding, numbers)
+            self._settle(binding)
+        elif not binding.is_referred_to and binding not in self.pinned:
+            places, flat = laid_out_anew(binding, numbers)
+            self._release(binding)
+            self.store.put(binding.key, flat, replace=True)
+            lay(binding, places, flat.numel(), numbers)
+            binding.writes += 1
+            if binding.after_use is not None:
+                binding.after_use(binding)
+
+    def busy(self, bindings: Sequence[Binding]) -> list[Binding]:
+        """Return those that somebody has a hand on, when all that nobody needs is released."""
+        self.sweep()
+        if not all(map(self.release_idle, bindings)):
+            gc.collect()  # what only a cycle refers to
+        return [binding for binding in bindings if not self.release_idle(binding)]
 
     # --- leases -------------------------------------------------------------------------------
 
+    def _hold(self, binding: Binding) -> None:
+        """Have a lease that the current stream uses."""
+        if binding.lease is None or binding.flat is None:
+            self._acquire(binding)
+        else:
+            binding.lease.use()
+
     def _acquire(self, binding: Binding) -> None:
+        self.leasing.require(f"the bytes of {binding.places[0].name!r} are needed")
         self.sweep()
+        self.bring_home()
+        if binding.flat is not None:  # as it came home, and something refers to its bytes
+            return
+        if binding.lease is not None:
+            self._release(binding)  # that was interrupted
+        binding.is_dirty = False
         try:
             self._prepare(binding)
-            lease = self.store.lease(binding.key, tier=binding.tier, write=True)
+            self._lingering[binding] = None  # whatever fails from here on, the next sweep ends the lease
+            binding.lease = self.store.lease(binding.key, tier=self._tier_of(binding), write=True)
         except CapacityError as error:
             let_frames_go(error)
             lease = self._lease_after_making_room(binding)
-        flat = lease.tensor
+            self._lingering[binding] = None
+            binding.lease = lease
+        flat = binding.lease.tensor
         storage = flat.untyped_storage()
+        binding.versions = versions_of(binding)
         self._by_storage[storage._cdata] = binding  # noqa: SLF001
-        binding.lease, binding.flat, binding.storage = lease, flat, storage
+        binding.storage = storage
         del storage
-        binding.baseline = binding.references()
-        binding.versions = _versions(binding)
-        binding.is_dirty = False
+        binding.baseline = references(binding.storage)
+        binding.flat = flat
 
     def _lease_after_making_room(self, binding: Binding) -> Lease:
         """Lease a bundle that there was no room for, with every means that there is."""
         # What an error's traceback or a cycle refers to holds its lease: let those go first.
         gc.collect()
         self.sweep()
-        self._empty(binding.tier)
+        tier = self._tier_of(binding)
+        self._empty(tier)
         self._prepare(binding)
         return lease_with_room(
-            lambda: self.store.lease(binding.key, tier=binding.tier, write=True), self.ask_for_more
+            lambda: self.store.lease(binding.key, tier=tier, write=True), self.ask_for_more
         )
 
     def _prepare(self, binding: Binding) -> None:
-        if binding.tier not in self.store.tier_names[1:]:
+        if self._tier_of(binding) not in self.store.tier_names[1:]:
             self.prepare(binding.nbytes)
 
     def _empty(self, tier: str) -> None:
@@ -348,30 +477,48 @@ class Bindings:
 
     def _settle(self, binding: Binding) -> None:
         """A binding has no window: release its lease, or let it linger while it is referred to."""
+        if binding.worn is not binding.guards:
+            undress(binding)
+            if not binding.is_whole:
+                self._abroad[binding] = None
+        if binding in self.pinned:
+            self._lingering.pop(binding, None)
+            return
         if binding.is_referred_to:
             self._lingering[binding] = None
             return
-        self._lingering.pop(binding, None)
         self._release(binding)
+        self._lingering.pop(binding, None)
 
     def _release(self, binding: Binding) -> None:
+        """End the lease; where that was interrupted, do the rest of it."""
         lease, storage = binding.lease, binding.storage
-        if lease is None or storage is None:
+        if lease is None:
             return
-        is_written = binding.is_dirty or _versions(binding) != binding.versions
-        binding.writes += is_written
-        del self._by_storage[storage._cdata]  # noqa: SLF001
-        binding.lease = binding.flat = binding.storage = None
+        if storage is not None and binding.flat is not None and not binding.is_dirty:
+            binding.is_dirty = versions_of(binding) != binding.versions or may_have_changed(binding)
+        binding.is_watched = False
+        binding.flat = None  # from here on nobody uses it
+        if storage is not None:
+            self._by_storage.pop(storage._cdata, None)  # noqa: SLF001
+        binding.storage = None
         del storage
-        lease.release(written=is_written)
+        lease.release(written=binding.is_dirty)
+        binding.lease = None
+        binding.writes += binding.is_dirty
         if binding.after_use is not None:
             binding.after_use(binding)
 
     def forsake(self, binding: Binding) -> None:
         """End the binding's lease whoever refers to its bytes, and open no window again."""
         with self._lock, self.apart():
+            self.pinned.discard(binding)
             binding.windows = 0
+            if binding.worn is not binding.guards and binding.flat is not None:
+                undress(binding)
+            binding.worn = binding.guards
             self._lingering.pop(binding, None)
+            self._abroad.pop(binding, None)
             self._release(binding)
 
 
@@ -396,23 +543,3 @@ def let_frames_go(error: BaseException) -> None:
     """Free what the frames of a handled error refer to, which may be activations, now and not by chance."""
     error.__traceback__ = None
     error.__context__ = None
-
-
-def _versions(binding: Binding) -> list[int]:
-    with natively():
-        return [tensor._version for tensor in binding.tensors]  # noqa: SLF001
-
-
-def _dress(binding: Binding, classes: Sequence[type]) -> None:
-    """Give the tensors their bytes and a class that does not look."""
-    assert binding.flat is not None
-    for tensor, place, kind in zip(binding.tensors, binding.places, classes, strict=True):
-        tensor.__class__ = kind
-        _set_data(tensor, place.view(binding.flat))
-
-
-def _undress(binding: Binding) -> None:
-    """Take the bytes from the tensors and let a guard watch them."""
-    for tensor, poison, guard in zip(binding.tensors, binding.poisons, binding.guards, strict=True):
-        _set_data(tensor, poison)
-        tensor.__class__ = guard

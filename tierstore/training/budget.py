@@ -64,12 +64,50 @@ class WorkingSet:
         bundle_bytes: of its parameters.
         state_bytes: of what optimizers keep for them.
         nbytes: of these, with gradients.
+        pinned_bytes: of its parameters, where they stay on the device.
     """
 
     name: str
     bundle_bytes: int
     state_bytes: int
     nbytes: int
+    pinned_bytes: int = 0
+
+
+_DEVICE = ("on the device", "max_device_memory")
+_FASTEST = {"host": ("in host memory", "offload_cpu_size")}
+"""Where computing happens, and the key that bounds it."""
+
+
+def largest_needs(sets: Sequence[WorkingSet]) -> tuple[WorkingSet, int]:
+    """Return the set that needs most beside all that is pinned, and how much that is with it."""
+    pinned_bytes = sum(each.pinned_bytes for each in sets)
+    largest = max(sets, key=lambda each: each.nbytes - each.pinned_bytes)
+    return largest, largest.nbytes - largest.pinned_bytes + pinned_bytes
+
+
+def too_large(tier: str, limit_bytes: int, sets: Sequence[WorkingSet]) -> CapacityError:
+    """Return what to raise if the largest needs do not fit into the fastest tier.
+
+    Args:
+        tier: its name.
+        limit_bytes: what it may have.
+        sets: of every bundle.
+    """
+    where, limit = _FASTEST.get(tier, _DEVICE)
+    largest, needed_bytes = largest_needs(sets)
+    pinned_bytes = needed_bytes - largest.nbytes + largest.pinned_bytes
+    beside = f"beside {format_bytes(pinned_bytes)} that are pinned, " if pinned_bytes else ""
+    advice = "Pin fewer parameters, raise it, or" if pinned_bytes else "Raise it, or"
+    return CapacityError(
+        f"{largest.name!r} cannot be trained {where}: {beside}its bundle's parameters, gradients and "
+        f"optimizer state need {format_bytes(largest.nbytes)} together, and {limit} is "
+        f"{format_bytes(limit_bytes)}. {advice} split the module.",
+        key=largest.name,
+        tier=tier,
+        needed_bytes=needed_bytes,
+        free_bytes=limit_bytes,
+    )
 
 
 class DeviceBudget:
@@ -104,16 +142,17 @@ class DeviceBudget:
         self._meter = meter
         self._apart = apart
         self._resized = resized
-        largest = max(sets, key=lambda each: each.nbytes)
-        if largest.nbytes > limit_bytes:
-            raise self._too_large(largest)
-        self._step_ahead_bytes = min(limit_bytes, largest.nbytes + max(each.bundle_bytes for each in sets))
+        _, needed_bytes = largest_needs(sets)
+        if needed_bytes > limit_bytes:
+            raise too_large(self._tier, limit_bytes, sets)
+        self._step_ahead_bytes = min(limit_bytes, needed_bytes + max(each.bundle_bytes for each in sets))
         self._all_bytes = sum(each.nbytes for each in sets)
         self._gradient_bytes = self._all_bytes - sum(each.bundle_bytes + each.state_bytes for each in sets)
         self._lock = threading.RLock()  # guards what follows; held while hardware makes room
         below = [tier.capacity_bytes for name, tier in store.stats().tiers.items() if name != self._tier]
         # What the tiers below cannot hold has to be on the device, beside what is in use there.
-        homeless_bytes = max(0, self._all_bytes + self._step_ahead_bytes - sum(below))
+        pinned_bytes = sum(each.pinned_bytes for each in sets)
+        homeless_bytes = max(pinned_bytes, self._all_bytes + self._step_ahead_bytes - sum(below))
         self._floor_bytes = min(limit_bytes, homeless_bytes)
         self._own = dict.fromkeys(Phase, self._floor_bytes)
         self._program: dict[Phase, int] = {}  # its peaks in the last use that was measured
@@ -131,17 +170,6 @@ class DeviceBudget:
         self._has_ended = False  # the use that is learned from, as far as is known
         self.staying_bytes: Callable[[], int] = lambda: 0  # of gradients that are the program's for now
         self._give(self._floor_bytes)
-
-    def _too_large(self, largest: WorkingSet) -> CapacityError:
-        return CapacityError(
-            f"{largest.name!r} cannot be trained on the device: its bundle's parameters, gradients and "
-            f"optimizer state need {format_bytes(largest.nbytes)} together, and max_device_memory is "
-            f"{format_bytes(self._limit_bytes)}. Raise it, or split the module.",
-            key=largest.name,
-            tier=self._tier,
-            needed_bytes=largest.nbytes,
-            free_bytes=self._limit_bytes,
-        )
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -179,7 +207,7 @@ class DeviceBudget:
         """An optimizer begins to step."""
         self._enter(Phase.OPTIMIZER)
         if self._learning is self._lessons[Phase.MODEL]:
-            self._meter.begin(())
+            self._meter.begin_step()
             self._has_ended = False
             self._before_step_bytes = self._meter.live_bytes()
 
@@ -220,6 +248,22 @@ class DeviceBudget:
         if self._learning is not None:
             self._meter.look()
             self._at_gradients_bytes = max(self._at_gradients_bytes, self._meter.live_bytes())
+
+    def suspend(self) -> None:
+        """Let the store have nothing of the device, and do not measure what others do there.
+
+        Raises:
+            CapacityError: the tiers below cannot take what is there: it has what it had.
+        """
+        with self._lock:
+            self._note_peak()
+            self._meter.end()
+            self._give(0)
+
+    def resume(self) -> None:
+        """Give the store its own again."""
+        with self._lock:
+            self._give(self._own[self._phase])
 
     def close(self) -> None:
         """Stop measuring."""

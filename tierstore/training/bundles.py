@@ -6,16 +6,22 @@ memory does not take it for the device's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
 
+from tierstore.errors import KeyNotFound
 from tierstore.store import Store
 from tierstore.training import guard
 from tierstore.training.binding import Binding, Bindings, natively, set_data
-from tierstore.training.grads import flat_bytes, poison_for
-from tierstore.training.groups import Place, lay_out
+from tierstore.training.ending import Ending
+from tierstore.training.homes import Where
+from tierstore.training.identity import aliases_of
+from tierstore.training.layout import Place, fill, flat_bytes, lay_out, pack, place_of, unpack
+from tierstore.training.poisons import Poisons, poison_for
 from tierstore.training.tiers import Placement
 
 
@@ -25,8 +31,19 @@ def materialise(parameter: torch.Tensor, values: torch.Tensor) -> None:
     torch.utils.swap_tensors(parameter, fresh)
 
 
+def give_values(tensor: torch.Tensor, values: torch.Tensor, device: torch.device) -> None:
+    """Give an ordinary tensor values; one on the meta device gets its memory on ``device``."""
+    if tensor.is_meta:
+        materialise(tensor, values.to(device, tensor.dtype, copy=True))
+    else:
+        with torch.no_grad():
+            fill(tensor, values)
+
+
 def host_memory(nbytes: int) -> torch.Tensor:
     """Return fresh host memory as a one-dimensional uint8 tensor."""
+    if nbytes == 0:  # numpy's has a stride of 0, and cannot be viewed as another type
+        return torch.empty(0, dtype=torch.uint8)
     return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
 
 
@@ -44,6 +61,7 @@ class Adopter:
         self._bindings = bindings
         self._warden = warden
         self._scratch = host_memory(0)
+        self._poisons = Poisons(store.device)
         self.nbytes: dict[str, int] = {}
         self._origins: dict[Binding, list[torch.device]] = {}
 
@@ -103,15 +121,20 @@ class Adopter:
             origins: where each tensor goes in the end.
         """
         nbytes = self._store.spec(key).nbytes
-        for place, tensor in zip(places, tensors, strict=True):
-            if tensor.is_meta:
-                materialise(tensor, poison_for(place, self._store.device))
-        poisons = [poison_for(place, self._store.device) for place in places]
+        poisons = [
+            self._poisons.like(place)
+            if isinstance(tensor, torch.nn.Parameter)
+            else poison_for(place, self._store.device)
+            for place, tensor in zip(places, tensors, strict=True)
+        ]
         guards = [guard.guard_of(type(tensor)) for tensor in tensors]
         binding = Binding(key, places, nbytes, tensors, guards, poisons)
         binding.after_use = placement.after_use
         self.nbytes[key] = nbytes
-        self._origins[binding] = origins
+        self._origins[binding] = origins  # from here on `restore_all` gives them back
+        for place, tensor in zip(places, tensors, strict=True):
+            if tensor.is_meta:
+                materialise(tensor, poison_for(place, self._store.device))
         guard.enrol(binding, self._warden)
         for tensor, poison, kind in zip(tensors, poisons, guards, strict=True):
             set_data(tensor, poison)
@@ -126,16 +149,19 @@ class Adopter:
             self._scratch = host_memory(nbytes)
         flat = self._scratch[:nbytes]
         with torch.no_grad():
-            for place, tensor in zip(places, tensors, strict=True):
-                place.view(flat).copy_(tensor)
+            pack(flat, places, tensors)
         return flat
 
     def copies(self, binding: Binding) -> list[torch.Tensor]:
         """Return independent copies of a bundle's tensors, in host memory."""
         flat = self._store.get(binding.key, device="cpu") if binding.flat is None else binding.flat
-        is_alone = len(binding.places) == 1 and binding.flat is None
+        is_fresh = binding.flat is None
         cpu = torch.device("cpu")
-        return [_own(place, flat, cpu, is_alone=is_alone) for place in binding.places]
+        found = _unpack(flat, binding.places, [cpu] * len(binding.places), is_fresh=is_fresh)
+        with natively():
+            for number in binding.abroad:
+                found[number] = binding.tensors[number].detach().to(cpu, copy=True)
+        return found
 
     def origins(self) -> dict[torch.Tensor, torch.device]:
         """Return where each tensor goes in the end."""
@@ -152,40 +178,91 @@ class Adopter:
     # --- back ---------------------------------------------------------------------------------
 
     def restore(self, binding: Binding) -> None:
-        """Make a bundle's tensors ordinary ones with their values, where they were before; drop the key."""
-        self._bindings.forsake(binding)
-        with self._bindings.apart():
-            flat = self._store.get(binding.key, device="cpu")
-            self._hand_out(binding, flat)
+        """Make a bundle's tensors ordinary ones with their values, where they were before; drop the key.
+
+        Where it fails or is interrupted it may be called again: what it had not done is done then.
+        """
+        aliases: Sequence[torch.Tensor] = ()
+        try:
+            aliases = aliases_of(binding)
+            self._bindings.forsake(binding)
+        finally:  # whatever failed at the end of a lease, the bytes may be there
+            if binding in self._origins:
+                with self._bindings.apart():
+                    self._hand_out(binding, self._store.get(binding.key, device="cpu"), aliases)
+        self._drop(binding)
+
+    def restore_all(self, first: Sequence[Binding], ending: Ending) -> None:
+        """Restore everything that was adopted; what cannot be is lost, and the rest goes on.
+
+        Args:
+            first: the bundles that matter most.
+            ending: that this is a part of.
+        """
+        for binding in [*first, *(each for each in list(self._origins) if each not in first)]:
+            failure = ending.attempt(functools.partial(self.restore, binding))
+            if failure is not None and binding in self._origins:
+                ending.attempt(functools.partial(self._lose, binding, ending, failure))
+
+    def _hand_out(self, binding: Binding, flat: torch.Tensor, aliases: Sequence[torch.Tensor]) -> None:
+        """Give tensors their bytes for good; what else is a view of these bytes is one of them then."""
+        devices = self._origins[binding]
+        with natively():
+            others = [
+                place_of("", each, int(each.storage_offset()) * each.element_size()) for each in aliases
+            ]
+        everywhere = [*devices, *(torch.device("cpu") for _ in aliases)]
+        # All of them are made first: where there is no memory for one, none is pointed at other bytes.
+        values = _unpack(flat, [*binding.places, *others], everywhere, is_fresh=True)
+        with natively():
+            for alias, value in zip(aliases, values[len(devices) :], strict=True):
+                set_data(alias, value)
+        for number, (tensor, plain) in enumerate(zip(binding.tensors, binding.plain, strict=True)):
+            with natively():
+                if binding.where[number] is Where.HOME:
+                    set_data(tensor, values[number])
+                elif devices[number].type not in (tensor.device.type, "meta"):
+                    set_data(tensor, tensor.detach().to(devices[number]))
+            tensor.__class__ = plain
+        guard.dismiss(binding)
+        del self._origins[binding]
+
+    def _lose(self, binding: Binding, ending: Ending, reason: BaseException) -> None:
+        guard.dismiss(binding)
+        for tensor, place, plain, poison, where in zip(
+            binding.tensors, binding.places, binding.plain, binding.poisons, binding.where, strict=True
+        ):
+            if where is Where.ABROAD:  # it has its bytes
+                tensor.__class__ = plain
+                continue
+            with natively():
+                set_data(tensor, poison)  # it may show bytes of a lease that has ended
+            ending.lose(tensor, plain, place.name, reason)
+        self._origins.pop(binding, None)
+
+    def _drop(self, binding: Binding) -> None:
+        with suppress(KeyNotFound):
             self._store.drop(binding.key)
         self.nbytes.pop(binding.key, None)
-
-    def _hand_out(self, binding: Binding, flat: torch.Tensor) -> None:
-        guard.dismiss(binding)
-        devices = self._origins.pop(binding)
-        for tensor, place, plain, device in zip(
-            binding.tensors, binding.places, binding.plain, devices, strict=True
-        ):
-            with natively():
-                set_data(tensor, _own(place, flat, device, is_alone=len(binding.tensors) == 1))
-            tensor.__class__ = plain
 
     def forget(self, binding: Binding) -> None:
         """Drop a bundle's key; its tensors are nobody's any more."""
         guard.dismiss(binding)
         self._bindings.forsake(binding)
-        self._store.drop(binding.key)
-        self.nbytes.pop(binding.key, None)
         self._origins.pop(binding, None)
+        self._drop(binding)
 
 
-def _own(place: Place, flat: torch.Tensor, device: torch.device, *, is_alone: bool) -> torch.Tensor:
-    """Return a tensor's bytes in memory of its own."""
-    view = place.view(flat)
-    if device.type not in ("cpu", "meta"):  # what had no memory before gets the host's
-        return view.to(device)
-    if is_alone:
-        return view
-    memory = host_memory(place.nbytes)
-    own = memory.view(place.dtype).as_strided(place.shape, place.stride)
-    return own.copy_(view)
+def _unpack(
+    flat: torch.Tensor, places: Sequence[Place], devices: Sequence[torch.device], *, is_fresh: bool
+) -> list[torch.Tensor]:
+    """Return a bundle's tensors in memory of their own; in ``flat`` itself if it is fresh, of one region."""
+
+    def own(part: torch.Tensor, number: int) -> torch.Tensor:
+        if devices[number].type not in ("cpu", "meta"):  # what had no memory before gets the host's
+            return part.to(devices[number])
+        if is_fresh and len(part) == len(flat):
+            return part
+        return host_memory(len(part)).copy_(part)
+
+    return unpack(flat, places, own)

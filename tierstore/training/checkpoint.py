@@ -28,6 +28,7 @@ from tierstore.training.encoding import (
     parameters_by_group,
 )
 from tierstore.training.groups import first_names
+from tierstore.training.layout import fill
 from tierstore.training.tensorfile import Entry, TensorFile, check_names, write_file
 
 MODEL = "model.safetensors"
@@ -60,7 +61,7 @@ def ordinary_access(model: nn.Module) -> Access:
     def write(part: Parameters, values: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             for parameter, value in zip(part, values, strict=True):
-                parameter.copy_(value)
+                fill(parameter, value)
 
     return Access([[p] for p in model.parameters()], list, write, lambda *_: None)
 
@@ -70,6 +71,16 @@ def all_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+    return names
+
+
+def buffer_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Return every name of every persistent buffer, the first one first."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:  # noqa: SLF001 - there is no other way to ask
+                names.setdefault(buffer, []).append(f"{path}.{name}" if path else name)
     return names
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierstore.training.groups import Place
+from tierstore.training.layout import Place, span_bytes
 
 DOCUMENT = "training/checkpoint"
 """The key of the document."""
@@ -37,16 +37,21 @@ class Held(NamedTuple):
         """Return it as a document holds it."""
         place = self.place
         dtype = str(place.dtype).removeprefix("torch.")
-        return [self.parameter, self.entry, dtype, list(place.shape), list(place.stride), place.offset]
+        lazy = [name for name, applies in (("conj", place.is_conj), ("neg", place.is_neg)) if applies]
+        described = [self.parameter, self.entry, dtype, list(place.shape), list(place.stride), place.offset]
+        return [*described, lazy] if lazy else described
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Held:
         """Return what `to_json` was called on."""
-        parameter, entry, dtype_name, sizes, stride, offset = value
+        parameter, entry, dtype_name, sizes, steps, offset, *rest = value
+        lazy = rest[0] if rest else ()
         dtype: torch.dtype = getattr(torch, dtype_name)
         shape = torch.Size(sizes)
         name = f"the optimizer's {entry!r} of {parameter!r}" if entry else parameter
-        place = Place(name, shape, dtype, tuple(stride), offset, shape.numel() * dtype.itemsize)
+        stride = tuple(steps)
+        nbytes = span_bytes(shape, stride, dtype.itemsize)
+        place = Place(name, shape, dtype, stride, offset, nbytes, "conj" in lazy, "neg" in lazy)
         return cls(parameter, entry, place)
 
 
@@ -66,6 +71,11 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 def buffer_name(name: str) -> str:
     """Return what the document calls a buffer's values."""
     return f"buffer/{name}"
+
+
+def parameter_name(name: str) -> str:
+    """Return what the document calls the values of a parameter that was ignored."""
+    return f"parameter/{name}"
 
 
 def owner_of(key: str) -> int | None:

@@ -1,8 +1,8 @@
 """``run.checkpoint()``: the state of training becomes durable where it lies.
 
 1. Parameters and optimizer state are keys of the store: those bytes that the durable tier has already are
-   not written again.  Everything else (options, scalars, buffers, random number generators, what the
-   caller adds) is one document under a key of its own.
+   not written again.  Everything else (options, scalars, buffers, ignored parameters with their state, random
+   number generators, what the caller adds) is one document under a key of its own.
 2. All of it is one flush of exactly these keys: a crash leaves this checkpoint or the former one.
    Gradients, and steps that are made ahead, are no part of it.
 3. Between checkpoints the document's key holds a mark in its place.  So a flush of the whole store, which
@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,12 +32,14 @@ from tierstore.training.document import (
     Held,
     buffer_name,
     kind_of,
+    parameter_name,
     unfinished,
 )
 from tierstore.training.encoding import Sources, describe_optimizer, encode, not_in_the_model
 from tierstore.training.hooks import ModuleWindows
-from tierstore.training.optimizer import OptimizerSteps
+from tierstore.training.pinning import all_unpinned
 from tierstore.training.tensorfile import Entry, pack
+from tierstore.training.turns import Steps
 
 
 class DurableState:
@@ -51,7 +52,7 @@ class DurableState:
         windows: of its modules.
         bundles: of its parameters.
         steps: of its optimizers.
-        checkpoints: how many were made so far, in earlier runs.
+        ignored: parameters that are none of the store's, with their names.
 
     Attributes:
         checkpoints: how many were made so far, in all runs.
@@ -65,8 +66,8 @@ class DurableState:
         bindings: Bindings,
         windows: ModuleWindows,
         bundles: Sequence[Binding],
-        steps: Sequence[OptimizerSteps],
-        checkpoints: int,
+        steps: Sequence[Steps],
+        ignored: Mapping[torch.Tensor, str],
     ) -> None:
         self._model = model
         self._store = store
@@ -74,7 +75,8 @@ class DurableState:
         self._windows = windows
         self._bundles = bundles
         self._steps = steps
-        self.checkpoints = checkpoints
+        self._ignored = ignored
+        self.checkpoints = 0
         self.seconds = 0.0
         self.mark()
 
@@ -101,10 +103,10 @@ class DurableState:
             raise UsageError("the model runs: make a checkpoint between steps.")
         for steps in self._steps:
             steps.require_whole()
-        with self._bindings.alone():
+        with self._bindings.alone(), all_unpinned(self._bindings):
             self._require_idle()
             for steps in self._steps:
-                steps.adopt_existing()
+                steps.state.take_in_all()
             bundles = self._held()
             document = self._document(bundles, extra)
             try:
@@ -118,14 +120,11 @@ class DurableState:
     def _all(self) -> Iterator[Binding]:
         yield from self._bundles
         for steps in self._steps:
-            yield from steps.states.values()
+            yield from steps.state.bindings.values()
 
     def _require_idle(self) -> None:
         """Raise if anything but the store has a hand on the bytes: it may write, unseen, at any moment."""
-        self._bindings.sweep()
-        if self._busy():
-            gc.collect()  # what only a cycle refers to
-        if busy := self._busy():
+        if busy := self._bindings.busy(list(self._all())):
             names = ", ".join(repr(binding.places[0].name) for binding in busy[:3])
             raise UsageError(
                 f"the bytes of {len(busy)} bundles are in use ({names}{', ...' if len(busy) > 3 else ''}): "
@@ -134,34 +133,33 @@ class DurableState:
                 key=busy[0].key,
             )
 
-    def _busy(self) -> list[Binding]:
-        return [binding for binding in self._all() if not self._bindings.release_idle(binding)]
-
     # --- what there is ------------------------------------------------------------------------
 
     def _held(self) -> Bundles:
         """Return what is in which key."""
         held: Bundles = {b.key: [Held(place.name, "", place) for place in b.places] for b in self._bundles}
         for steps in self._steps:
-            for bundle, state in steps.states.items():
-                entries = steps.state_of(bundle.tensors)
+            for bundle, state in steps.state.bindings.items():
+                entries = steps.state.of(bundle)
                 held[state.key] = [
-                    Held(_name(parameter), entry, place)
+                    Held(self._name(parameter), entry, place)
                     for (parameter, entry), place in zip(entries, state.places, strict=True)
                 ]
         return held
 
     def _document(self, bundles: Bundles, extra: Mapping[str, object]) -> torch.Tensor:
         for name, parameter in self._model.named_parameters():
-            if guard.tenant_of(parameter) is None:
+            if guard.tenant_of(parameter) is None and parameter not in self._ignored:
                 raise UsageError(f"the parameter {name!r} is new since offload(...): it is not in the store.")
         buffers = persistent_buffers(self._model)
         sources: Sources = {buffer_name(name): buffer for name, buffer in buffers.items()}
+        sources |= {parameter_name(name): parameter for parameter, name in self._ignored.items()}
         document = {
             "format": FORMAT,
             "checkpoints": self.checkpoints + 1,
             "bundles": {key: [each.to_json() for each in held] for key, held in bundles.items()},
             "buffers": list(buffers),
+            "ignored": list(self._ignored.values()),
             "optimizers": [self._describe(steps, sources) for steps in self._steps],
             "rng": rng.save(self._store.device, sources),
             "extra": encode(dict(extra), "extra", sources),
@@ -169,15 +167,30 @@ class DurableState:
         entries = [Entry.of(name, tensor) for name, tensor in sources.items()]
         return pack(entries, sources.values(), {METADATA: json.dumps(document)})
 
-    def _describe(self, steps: OptimizerSteps, sources: Sources) -> dict[str, object]:
-        optimizer = steps.optimizer
+    def _describe(self, steps: Steps, sources: Sources) -> dict[str, object]:
+        optimizer, index = steps.optimizer, steps.state.index
+        held = {
+            f"{index}/{self._name(parameter)}/{entry}": state.key
+            for bundle, state in steps.state.bindings.items()
+            for parameter, entry in steps.state.of(bundle)
+        }
 
         def encode_one(value: object, name: str) -> object:
-            tenant = guard.tenant_of(value)
-            return encode(value, name, sources) if tenant is None else {"bundle": tenant.binding.key}
+            if name in held:
+                return {"bundle": held[name]}
+            is_guarded = isinstance(value, torch.Tensor) and guard.tenant_of(value) is not None
+            return encode(value.clone() if is_guarded else value, name, sources)  # type: ignore[attr-defined]
 
-        described = describe_optimizer(steps.index, optimizer, optimizer.state, _name, encode_one)
+        described = describe_optimizer(index, optimizer, optimizer.state, self._name, encode_one)
         return {"kind": kind_of(optimizer), **described}
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        tenant = guard.tenant_of(parameter)
+        if tenant is not None:
+            return tenant.place.name
+        if parameter in self._ignored:
+            return self._ignored[parameter]
+        raise not_in_the_model(parameter)
 
 
 def _require_mapping(extra: object) -> None:
@@ -186,10 +199,3 @@ def _require_mapping(extra: object) -> None:
             f"run.checkpoint({extra!r:.80}) is given a {type(extra).__name__}; accepted is a mapping of text "
             "to numbers, text, tensors, and lists, tuples and dicts of these, such as {'step': 100}."
         )
-
-
-def _name(parameter: torch.Tensor) -> str:
-    tenant = guard.tenant_of(parameter)
-    if tenant is None:
-        raise not_in_the_model(parameter)
-    return tenant.place.name

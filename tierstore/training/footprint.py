@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from tierstore.store import Store
 from tierstore.training.binding import natively
+from tierstore.units import align_up
 
 
 class Meter(Protocol):
@@ -32,9 +33,12 @@ class Meter(Protocol):
         """Start, or go on.
 
         Args:
-            inputs: of the model, which are there already, as is whatever else it is given; none: an
-                optimizer begins, whose operations may be given what is in host memory.
+            inputs: of the model, which are there already, as is whatever else it is given.
         """
+        ...
+
+    def begin_step(self) -> None:
+        """Start, or go on: an optimizer begins, whose operations may be given what is in host memory."""
         ...
 
     def look(self) -> None:
@@ -91,6 +95,8 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
+# Without it a tensor that a ``torch.func`` transform has wrapped would be asked for a storage, and raise.
+_is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001
 _ALONE = 2  # one tensor refers to a storage, beside the storage's object in Python
 
 # ---------------------------------------------------------------------- an emulated device
@@ -114,9 +120,13 @@ class EmulatedMeter:
 
     def begin(self, inputs: Iterable[object]) -> None:
         """See `Meter.begin`."""
-        given = [tensor.untyped_storage() for tensor in tensors_in(inputs) if type(tensor) is torch.Tensor]
+        given = list(_storages(each for each in tensors_in(inputs) if type(each) is torch.Tensor))
         self._mode.begin(is_given=bool(given))
         self._mode.add(given)
+
+    def begin_step(self) -> None:
+        """See `Meter.begin_step`."""
+        self._mode.begin(is_given=False)
 
     def look(self) -> None:
         """See `Meter.look`."""
@@ -153,15 +163,8 @@ class EmulatedMeter:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """See `Meter.apart`."""
-        mode = self._mode
-        if mode.is_paused:
+        with self._mode.paused():
             yield
-            return
-        mode.is_paused = True
-        try:
-            yield
-        finally:
-            mode.is_paused = False
 
 
 class _Storage(weakref.ref[torch.UntypedStorage]):
@@ -174,10 +177,17 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
 
 
 class _Counting(TorchDispatchMode):
-    """The mode that `EmulatedMeter` is in while it measures.  What it has seen counts until it dies."""
+    """The mode that a meter is in while it sees operations.  What it has seen counts until it dies.
 
-    def __init__(self) -> None:
+    Args:
+        device_type: whose storages count.
+        rounded_bytes: what each is rounded to.
+    """
+
+    def __init__(self, device_type: str = "cpu", rounded_bytes: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
+        self._rounded_bytes = rounded_bytes
         self._live: dict[int, _Storage] = {}
         self._adopted: dict[int, Callable[[], bool]] = {}  # by key: the store has them, and maybe others
         self._stored: dict[int, _Storage] = {}  # what stores have allocated
@@ -205,12 +215,24 @@ class _Counting(TorchDispatchMode):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_entered = False
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """See nothing, inside the context."""
+        if self.is_paused:
+            yield
+            return
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
     def add(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Count storages that were not counted yet."""
         for storage in storages:
-            if id(storage) not in self._live and storage.device.type == "cpu":
+            if id(storage) not in self._live and storage.device.type == self._device_type:
                 entry = _Storage(storage, self._forget)
-                entry.key, entry.nbytes = id(storage), storage.nbytes()
+                entry.key, entry.nbytes = id(storage), align_up(storage.nbytes(), self._rounded_bytes)
                 self._live[entry.key] = entry
                 self.live_bytes += entry.nbytes
         if self.live_bytes > self.peak_bytes:
@@ -282,19 +304,25 @@ def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
     with natively():  # parameters wear other classes inside their windows and outside
         for tensor in tensors_in(values):
             is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-            if tensor.layout is torch.strided and not is_wrapper:
+            if tensor.layout is torch.strided and not is_wrapper and not _is_transformed(tensor):
                 yield tensor.untyped_storage()
 
 
-# ---------------------------------------------------------------------- CUDA
+# ---------------------------------------------------------------------- accelerators
+
+_ROUNDED_BYTES = 512
+"""What accelerators' allocators round to."""
 
 
 class AllocatorMeter:
-    """Asks the device's allocator.
+    """Asks the device's allocator, and sees the operations of optimizers.
 
-    The allocator's own peak is the user's: it is read and never reset.  Where an earlier peak hides
-    this step's, `was_peak_hidden` says so: what was told earlier holds then, or if nothing was, samples
-    that are taken as gradients come have to do.
+    1. The allocator's own peak is the user's: it is read and never reset.  It is read at every look, so that
+       what it told is known when the user resets it.
+    2. Where an earlier peak hides that of a forward and backward pass, `was_peak_hidden` says so: what was
+       told earlier holds then, or if nothing was, samples that are taken as gradients come have to do.
+    3. A pass's peak hides an optimizer's as a rule.  So what operations make in a step is counted, as on an
+       emulated device, on top of what there is when it begins.
 
     Args:
         store: whose bytes are not the program's.
@@ -310,58 +338,89 @@ class AllocatorMeter:
         self._most_bytes = 0
         self._former_peak_bytes = 0
         self._least_stored_bytes: int | None = None
+        self._has_told_peak = False  # the allocator, in this phase
+        self._before_step_bytes: int | None = None  # None: no optimizer steps
+        self._mode = _Counting(device.type, _ROUNDED_BYTES)
         self.was_peak_hidden = False
 
     def begin(self, inputs: Iterable[object]) -> None:
         """See `Meter.begin`."""
         del inputs
         if self._least_stored_bytes is None:
-            self._most_bytes = 0
-            self._former_peak_bytes = torch.accelerator.max_memory_allocated(self._device)
+            self._restart()
+        self.look()
+
+    def begin_step(self) -> None:
+        """See `Meter.begin_step`."""
+        self.begin(())
+        if self._before_step_bytes is None:
+            self._before_step_bytes = self.live_bytes()
+            self._mode.begin(is_given=False)
+
+    def _restart(self) -> None:
+        """Another phase begins."""
+        self._most_bytes = 0
+        self._least_stored_bytes = None
+        self._has_told_peak = False
+        self._former_peak_bytes = torch.accelerator.max_memory_allocated(self._device)
         self.look()
 
     def look(self) -> None:
         """See `Meter.look`."""
-        stored_bytes = self._store.stats().tiers[self._store.tier_names[0]].charged_bytes
-        self._most_bytes = max(
-            self._most_bytes, torch.accelerator.memory_allocated(self._device) - stored_bytes
-        )
+        stored_bytes = self._stored_bytes()
+        live_bytes = torch.accelerator.memory_allocated(self._device) - stored_bytes
+        self._most_bytes = max(self._most_bytes, live_bytes)
         least = self._least_stored_bytes
         self._least_stored_bytes = stored_bytes if least is None else min(least, stored_bytes)
+        peak_bytes = torch.accelerator.max_memory_allocated(self._device)
+        is_step = self._before_step_bytes is not None  # in which the store's bytes come and go as well
+        if not is_step and peak_bytes != self._former_peak_bytes:  # of this phase: higher, or after a reset
+            self._has_told_peak = True
+            self._most_bytes = max(self._most_bytes, peak_bytes - self._least_stored_bytes)
+
+    def _stored_bytes(self) -> int:
+        return self._store.stats().tiers[self._store.tier_names[0]].charged_bytes
 
     def live_bytes(self) -> int:
         """See `Meter.live_bytes`."""
-        stored_bytes = self._store.stats().tiers[self._store.tier_names[0]].charged_bytes
-        return torch.accelerator.memory_allocated(self._device) - stored_bytes
+        return torch.accelerator.memory_allocated(self._device) - self._stored_bytes()
 
     def take_peak(self) -> int:
         """See `Meter.take_peak`."""
         self.look()
-        peak_bytes = torch.accelerator.max_memory_allocated(self._device)
         most_bytes = self._most_bytes
-        self.was_peak_hidden = peak_bytes <= self._former_peak_bytes
-        if not self.was_peak_hidden:
-            most_bytes = max(most_bytes, peak_bytes - (self._least_stored_bytes or 0))
-        self._former_peak_bytes = peak_bytes
-        self._most_bytes = 0
-        self._least_stored_bytes = None
-        self.look()
+        self.was_peak_hidden = not self._has_told_peak
+        if self._before_step_bytes is not None:
+            self._mode.settle()
+            most_bytes = max(most_bytes, self._before_step_bytes + self._mode.peak_bytes)
+            self.was_peak_hidden = False
+        self._stop_counting()
+        self._restart()
         return most_bytes
+
+    def _stop_counting(self) -> None:
+        self._before_step_bytes = None
+        self._mode.end()
 
     def end(self) -> None:
         """See `Meter.end`."""
         self._least_stored_bytes = None
+        self._stop_counting()
 
     def close(self) -> None:
         """See `Meter.close`."""
+        self.end()
 
     def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
         """See `Meter.hand_over`: the allocator counts it, and the store's charge is subtracted."""
+        self._mode.hand_over(storage, is_held)
 
     def leave_out(self, storage: torch.UntypedStorage) -> None:
         """See `Meter.leave_out`: likewise."""
+        self._mode.leave_out(storage)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """See `Meter.apart`."""
-        yield
+        with self._mode.paused():
+            yield

@@ -33,12 +33,14 @@ from tierstore.training.document import (
     look_of,
     looks,
     owner_of,
+    parameter_name,
     unfinished,
 )
 from tierstore.training.encoding import decode, parameters_by_group
-from tierstore.training.grads import poison_for
-from tierstore.training.groups import ParameterGroup, first_names, lay_out
-from tierstore.training.optimizer import OptimizerSteps, state_key
+from tierstore.training.groups import ParameterGroup, first_names
+from tierstore.training.layout import lay_out
+from tierstore.training.optimizer_state import OptimizerState, Taken, state_key
+from tierstore.training.poisons import poison_for
 from tierstore.training.tensorfile import unpack
 
 _ASIDE = "training/former/"
@@ -117,6 +119,7 @@ class Former:
             for held in each
         }
         self._bundles = bundles
+        self._ignored = {name: parameter_name(name) for name in self._document.get("ignored", ())}
         self._bound: set[str] = set()
         self._last: tuple[str, torch.Tensor] | None = None
         missing = [key for key in bundles if key not in store]
@@ -156,7 +159,8 @@ class Former:
             )
 
     def _parameters(self) -> dict[str, str]:
-        return {
+        ignored = looks({name: self._tensors[entry] for name, entry in self._ignored.items()})
+        return ignored | {
             held.parameter: look_of(held.place.shape, held.place.dtype)
             for key, each in self._bundles.items()
             for held in each
@@ -210,7 +214,9 @@ class Former:
             for index in range(len(self._document["optimizers"])):
                 key = state_key(index, group.key)
                 expected = list(self._entries_in_store(index, group.names))
-                if expected and expected == [(h.parameter, h.entry) for h in self._bundles.get(key, ())]:
+                is_new = any(name in self._ignored for name in group.names)
+                held = [(each.parameter, each.entry) for each in self._bundles.get(key, ())]
+                if expected and not is_new and expected == held:
                     self._bound.add(key)
         aside = {key: _ASIDE + key for key in self._bundles if key not in self._bound}
         if aside:
@@ -231,6 +237,8 @@ class Former:
 
     def read(self, parameter: str) -> torch.Tensor:
         """Return the values of a parameter whose bundle was cut differently.  Reads that bundle."""
+        if parameter in self._ignored:
+            return self._tensors[self._ignored[parameter]]
         return self._read(None, parameter, "")
 
     def _read(self, owner: int | None, parameter: str, entry: str) -> torch.Tensor:
@@ -255,46 +263,59 @@ class Former:
                     with torch.no_grad():
                         buffer.copy_(values)
 
-    def give_optimizer(self, steps: OptimizerSteps, origins: Mapping[torch.Tensor, torch.device]) -> None:
+    def give_optimizer(
+        self,
+        kept: OptimizerState,
+        origins: Mapping[torch.Tensor, torch.device],
+        ignored: Mapping[torch.Tensor, str],
+    ) -> None:
         """Give an optimizer its options and state.
 
         Args:
-            steps: of the optimizer, with every bundle of parameters.
+            kept: the state of the optimizer.
             origins: where each parameter goes in the end; its state goes there too.
+            ignored: parameters that are in no bundle, with their names.
         """
-        saved = self._document["optimizers"][steps.index]
-        optimizer = steps.optimizer
+        saved = self._document["optimizers"][kept.index]
+        optimizer = kept.optimizer
         for group, entry in zip(optimizer.param_groups, saved["groups"], strict=True):
             for name, value in entry["options"].items():
                 group[name] = self._decode(value)
             for parameter in group["params"]:
                 optimizer.state.pop(parameter, None)
-        for bundle in steps.bundles:
-            self._give_state(steps, bundle, saved["state"], origins)
+        for bundle in kept.bundles():
+            self._give_state(kept, bundle, saved["state"], origins)
+        for parameter, name in ignored.items():
+            if name in saved["state"]:
+                optimizer.state[parameter] = {
+                    entry: self._own_value(kept.index, parameter, name, entry, value)
+                    for entry, value in saved["state"][name].items()
+                }
+        self._last = None
 
     def _give_state(
         self,
-        steps: OptimizerSteps,
+        kept: OptimizerState,
         bundle: Binding,
         saved: Mapping[str, Mapping[str, object]],
         origins: Mapping[torch.Tensor, torch.device],
     ) -> None:
-        key = state_key(steps.index, bundle.key)
-        for parameter, place in zip(bundle.tensors, bundle.places, strict=True):
-            if place.name in saved:
-                steps.optimizer.state[parameter] = {
-                    entry: self._state_value(
-                        steps.index, place.name, entry, value, is_bound=key in self._bound
-                    )
-                    for entry, value in saved[place.name].items()
+        key = state_key(kept.index, bundle.key)
+        named = {place.name: p for p, place in zip(bundle.tensors, bundle.places, strict=True)}
+        for name, parameter in named.items():
+            if name in saved:
+                kept.optimizer.state[parameter] = {
+                    entry: self._state_value(kept.index, name, entry, value, is_bound=key in self._bound)
+                    for entry, value in saved[name].items()
                 }
         self._last = None
         if key in self._bound:
-            places = [held.place for held in self._bundles[key]]
-            owners = [parameter for parameter, _ in steps.state_of(bundle.tensors)]
-            steps.bind_state(bundle, places, [origins[owner] for owner in owners])
+            held = self._bundles[key]
+            owners = [named[each.parameter] for each in held]
+            tensors = [kept.optimizer.state[p][each.entry] for p, each in zip(owners, held, strict=True)]
+            kept.bind(bundle, [each.place for each in held], tensors, [origins[owner] for owner in owners])
         else:
-            steps.take_in_state(bundle)
+            kept.take_in(bundle, Taken.ALL)
 
     def _state_value(
         self, index: int, parameter: str, entry: str, value: object, *, is_bound: bool
@@ -307,6 +328,13 @@ class Former:
             return self._read(index, parameter, entry)
         poison = poison_for(found[1], self._store.device)
         return poison.as_strided(poison.size(), poison.stride())
+
+    def _own_value(self, index: int, parameter: torch.Tensor, name: str, entry: str, value: object) -> object:
+        """Return an entry of the state of a parameter that is ignored now: a tensor of its own."""
+        found = self._state_value(index, name, entry, value, is_bound=False)
+        if isinstance(found, torch.Tensor) and found.dim():
+            return found.to(parameter.device, copy=True)
+        return found
 
     def _decode(self, value: object) -> object:
         """Decode a value; what was on an accelerator goes to the one that there is, or to the CPU."""

@@ -1,91 +1,42 @@
 """Gradients that wait for the optimizer in the store.
 
-1. Where gradients are stashed, each parameter's gradient is one key, put there as soon as backward has
-   accumulated it.  Later backward passes add to it in place, in the order in which PyTorch would.
-2. ``p.grad`` is then a *handle*: a guarded tensor over that key, the same object until it is zeroed.
-   Nothing is brought before it is used.
-3. A gradient that somebody assigned, that is sparse, or that has a graph of its own stays an ordinary
-   tensor; so does one that there was room for where backward made it, until it is zeroed.
+1. Where gradients are stashed, each parameter's gradient is one key.  ``p.grad`` is then a *handle*: a
+   guarded tensor over that key, the same object until it is zeroed.  Nothing is brought before it is used.
+2. A gradient is autograd's own from before its accumulation node runs until that node and every hook
+   behind it are done: `Gradients.lend` gives the stash back as the gradient that autograd itself sees, and
+   `Gradients.take` brings it to its key again.  In between nothing of ours is in the way: PyTorch
+   itself adds, and whoever looks, from Python or not, sees what it would see without us.
+3. What autograd itself sees wins over a stash: who sets, clears or replaces a gradient assigns it.
+4. A gradient stays an ordinary tensor until it is zeroed if somebody assigned it, if it is sparse or has
+   a graph of its own, if anything else refers to it or to its memory (an alias would not see what is added
+   later), or if there was room for it where backward made it.
+5. The handle is the tensor that autograd made: whoever kept it in a hook has what ``p.grad`` is later.
 """
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
 
 import torch
 
 from tierstore.store import Store
 from tierstore.training import guard
-from tierstore.training.binding import Access, Binding, Bindings, natively
-from tierstore.training.groups import Place, lay_out
+from tierstore.training.binding import Access, Binding, Bindings, natively, set_data
+from tierstore.training.ending import Ending
+from tierstore.training.gradient import (
+    Gradient,
+    State,
+    Stay,
+    is_alone,
+    is_kept,
+    native_gradient,
+    set_native_gradient,
+)
+from tierstore.training.homes import values_of
+from tierstore.training.layout import flat_bytes, lay_out
+from tierstore.training.poisons import poison_for
 from tierstore.training.tiers import Placement
-
-_Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
-_get_grad = _Tensor.grad.__get__
-_set_grad = _Tensor.grad.__set__
-
-
-def native_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient that autograd itself sees."""
-    with natively():
-        return cast("torch.Tensor | None", _get_grad(parameter))
-
-
-def set_native_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Set the gradient that autograd itself sees."""
-    with natively():
-        _set_grad(parameter, gradient)
-
-
-class Gradient:
-    """The gradient of one parameter.
-
-    Attributes:
-        name: the parameter's.
-        binding: ties the handle to the key, while a stash exists.
-        stays: whether somebody set it, or it was not stashed at first: it is an ordinary tensor then.
-        accumulations: how many backward passes have added to it since the last step.
-        known_uses: of the binding, by accumulation and by the optimizer.
-    """
-
-    __slots__ = ("accumulations", "binding", "known_uses", "name", "parameter", "stays")
-
-    def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.binding: Binding | None = None
-        self.stays = False
-        self.accumulations = 0
-        self.known_uses = 0
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether it waits in the store and nobody has looked at it since."""
-        return self.binding is not None and self.binding.uses == self.known_uses
-
-    def know_uses(self) -> None:
-        """Take the uses until now for our own."""
-        assert self.binding is not None
-        self.known_uses = self.binding.uses
-
-    @property
-    def handle(self) -> torch.Tensor | None:
-        """What ``p.grad`` is while it is stashed."""
-        return None if self.binding is None else self.binding.tensors[0]
-
-    @property
-    def usual_key(self) -> str:
-        """The key that it is under: the same one in every step, as plans know it by name."""
-        return f"grad/{self.name}"
-
-    def new_key(self, store: Store) -> str:
-        """Return a key that nothing is under."""
-        key = self.usual_key
-        while key in store:  # somebody still has an alias of an older gradient
-            key += "'"
-        return key
 
 
 class Gradients:
@@ -104,15 +55,27 @@ class Gradients:
         self._warden = warden
         self._placement = placement
         self._of: dict[torch.Tensor, Gradient] = {}
+        self._kept: set[torch.Tensor] = set()  # by parameter: those that are always ordinary tensors
         self.must_stash: Callable[[], bool] = lambda: False
         self.note_put: Access | None = None
         self.note_change: Callable[[torch.Tensor], None] = lambda _: None  # before a stash changes or goes
 
     def add(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Look after one parameter's gradient; one that is there already becomes a stash."""
-        gradient = Gradient(name, parameter)
-        self._of[parameter] = gradient
-        self.stash(parameter)
+        gradient = self._of[parameter] = Gradient(name, parameter)
+        if parameter in self._kept:
+            gradient.stay = Stay.ALWAYS
+        self._settle(gradient)
+
+    def keep(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let gradients be ordinary tensors from now on, where autograd itself sees them."""
+        for parameter in parameters:
+            self._kept.add(parameter)
+            gradient = self._of.get(parameter)
+            if gradient is not None:
+                with gradient.lock:
+                    gradient.stay = Stay.ALWAYS
+                    self._restore(gradient)
 
     def find(self, parameter: torch.Tensor) -> Gradient | None:
         """Return the gradient of a parameter; ``None``: it is not one of the model's."""
@@ -124,7 +87,8 @@ class Gradients:
 
     def staying_bytes(self) -> int:
         """Return the bytes of those that are ordinary tensors until they are zeroed."""
-        natives = [native_gradient(each.parameter) for each in self._of.values() if each.stays]
+        stay = [each for each in self._of.values() if each.stay is not Stay.IN_STORE]
+        natives = [native_gradient(each.parameter) for each in stay if each.state is State.ORDINARY]
         return sum(native.nbytes for native in natives if native is not None)
 
     def know_uses(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -151,100 +115,163 @@ class Gradients:
         if gradient is None:
             set_native_gradient(parameter, value)
             return
-        if value is not None and value is gradient.handle:
-            return
-        if value is not None:
-            # A guard's class must not get in autograd's way: take the bytes of another's handle.
-            value = value.clone() if guard.tenant_of(value) is not None else value
-        set_native_gradient(parameter, value)
-        gradient.stays = value is not None
-        self._forget(gradient)
+        with gradient.lock:
+            if value is not None and value is gradient.handle:
+                return
+            if value is not None:
+                # A guard's class must not get in autograd's way: take the bytes of another's handle.
+                value = value.clone() if guard.tenant_of(value) is not None else value
+            set_native_gradient(parameter, value)
+            if gradient.stay is not Stay.ALWAYS:
+                gradient.stay = Stay.IN_STORE if value is None else Stay.UNTIL_ZEROED
+            self._forget(gradient)
 
-    # --- stashing -----------------------------------------------------------------------------
+    # --- autograd's turn ----------------------------------------------------------------------
 
-    def stash(self, parameter: torch.Tensor) -> None:
-        """Bring a gradient that autograd has just accumulated to its key, if it is to wait there."""
-        gradient = self._of[parameter]
-        fresh = native_gradient(parameter)
-        if fresh is None:
+    def begin_pass(self) -> None:
+        """A backward pass begins: nothing needs to be known for it."""
+
+    def lend(self, gradient: Gradient) -> bool:
+        """Autograd is about to add to a gradient: let it see what there is.  Blocks for hardware.
+
+        Returns:
+            Whether `take` is due when its node and the hooks behind it are done.
+
+        Raises:
+            CapacityError: there is no room for it beside what is in use.
+            BackendError: its bytes could not be brought.
+        """
+        with gradient.lock:
+            if gradient.state is State.ORDINARY and not self._may_go(gradient):
+                return False
+            if gradient.state is State.STASHED:
+                self._show(gradient)
+            gradient.flights += 1
+        return True
+
+    def _may_go(self, gradient: Gradient) -> bool:
+        """Whether what autograd makes of an ordinary gradient, or of none, may become a stash."""
+        if gradient.stay is Stay.UNTIL_ZEROED and native_gradient(gradient.parameter) is None:
+            gradient.stay = Stay.IN_STORE
+        if gradient.stay is Stay.IN_STORE and not gradient.flights and not self.must_stash():
+            gradient.stay = Stay.UNTIL_ZEROED
+        return gradient.stay is Stay.IN_STORE
+
+    def stash_all(self) -> None:
+        """Bring every gradient that is an ordinary tensor of its own to a key.  Blocks.
+
+        Raises:
+            CapacityError: there is no room for one; it stays as it is.
+        """
+        for gradient in self._of.values():
+            with gradient.lock:
+                native = native_gradient(gradient.parameter)
+                if gradient.state is not State.ORDINARY or gradient.flights or native is None:
+                    continue
+                if (
+                    gradient.stay is not Stay.ALWAYS
+                    and _has_plain_bytes(native)
+                    and is_alone(gradient.parameter)
+                ):
+                    self._put(gradient, native)
+                    gradient.know_uses()
+
+    def _show(self, gradient: Gradient) -> None:
+        binding, parameter = gradient.binding, gradient.parameter
+        assert binding is not None
+        if native_gradient(parameter) is not None:  # set where no guard could see it
+            self._forget(gradient)
             return
-        if not self._is_stashable(gradient, fresh):
-            gradient.stays = True  # the same object until it is zeroed
-            return
-        if gradient.binding is None:
-            self._put(gradient, fresh)
-        elif fresh.requires_grad:
-            self._join_graph(gradient, fresh)
-            return
+        self.note_change(parameter)
+        self._bindings.open(binding)
+        binding.is_dirty = True
+        set_native_gradient(parameter, binding.tensors[0])
+        gradient.note_holders()
+        gradient.move(State.LENT)
+
+    def take(self, gradient: Gradient) -> None:
+        """A pass that `lend` was for is done with a gradient: bring it to its key, if it is to wait there.
+
+        Raises:
+            CapacityError: there is no room for it; it stays autograd's.
+        """
+        with gradient.lock:
+            gradient.flights -= 1
+            if not gradient.flights:
+                self._settle(gradient)
+
+    def _settle(self, gradient: Gradient) -> None:
+        """Nobody works on a gradient: stash what autograd itself sees."""
+        native = native_gradient(gradient.parameter)
+        if gradient.state is State.LENT and native is gradient.handle:
+            del native
+            if gradient.has_new_holders:
+                return  # autograd keeps it, in the store's bytes, until they are gone or it is zeroed
+            self._take_back(gradient)
+        elif native is not None:
+            self._forget(gradient)
+            if not (self._is_stashable(gradient, native) and is_alone(gradient.parameter)):
+                gradient.stay = gradient.stay if gradient.stay is Stay.ALWAYS else Stay.UNTIL_ZEROED
+                return
+            self._put(gradient, native)
         else:
-            self.note_change(parameter)
-            self._accumulate(gradient.binding, fresh)
-        set_native_gradient(parameter, None)
+            if gradient.state is State.LENT:
+                self._forget(gradient)
+            return
         gradient.accumulations += 1
         gradient.know_uses()
 
-    def _is_stashable(self, gradient: Gradient, fresh: torch.Tensor) -> bool:
-        if gradient.binding is not None:
-            return True
-        return (
-            self.must_stash()
-            and not gradient.stays
-            and not fresh.requires_grad
-            and fresh.layout is torch.strided
-        )
+    def _is_stashable(self, gradient: Gradient, native: torch.Tensor) -> bool:
+        return gradient.stay is Stay.IN_STORE and _has_plain_bytes(native) and self.must_stash()
+
+    def _take_back(self, gradient: Gradient) -> None:
+        assert gradient.binding is not None
+        set_native_gradient(gradient.parameter, None)
+        gradient.move(State.STASHED)
+        self._bindings.close(gradient.binding)
 
     def _put(self, gradient: Gradient, fresh: torch.Tensor) -> None:
         key = gradient.new_key(self._store)
         places, nbytes = lay_out([(f"the gradient of {gradient.name}", fresh)])
         poison = poison_for(places[0], fresh.device)
-        handle = poison.as_strided(poison.size(), poison.stride())
-        binding = Binding(key, places, nbytes, [handle], [guard.guard_of(torch.Tensor)], [poison])
+        binding = Binding(key, places, nbytes, [fresh], [guard.guard_of(torch.Tensor)], [poison])
         binding.is_saved_by_reference = False
         binding.after_use = self._placement.after_use
-        flat = flat_bytes(fresh, places[0], nbytes)
         with self._bindings.apart():
             if self.note_put is not None:
                 self.note_put(binding)
-            self._store.put(key, flat, tier=self._placement.start)
-        guard.enrol(binding, self._warden)
-        handle.__class__ = guard.guard_of(torch.Tensor)
+            self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=self._placement.start)
         gradient.binding = binding
-
-    def _accumulate(self, binding: Binding, fresh: torch.Tensor) -> None:
-        self._bindings.open(binding)
-        try:
-            with torch.no_grad():
-                binding.tensors[0].add_(fresh)
-            binding.is_dirty = True
-        finally:
-            self._bindings.close(binding)
-
-    def _join_graph(self, gradient: Gradient, fresh: torch.Tensor) -> None:
-        """A gradient with a graph of its own is added to a stash: the sum is an ordinary tensor."""
-        handle = gradient.handle
-        assert handle is not None
-        with torch.enable_grad():
-            total = handle.clone() + fresh
-        set_native_gradient(gradient.parameter, total)
-        self._forget(gradient)
+        gradient.move(State.STASHED)
+        set_native_gradient(gradient.parameter, None)
+        guard.enrol(binding, self._warden)
+        set_data(fresh, poison)
+        fresh.__class__ = guard.guard_of(torch.Tensor)
 
     def _forget(self, gradient: Gradient) -> None:
-        """Drop the stash; a handle that somebody else still has becomes an ordinary tensor."""
+        """Drop the stash, if there is one; a handle that somebody else has becomes an ordinary tensor."""
         if gradient.binding is None:
             return
         self.note_change(gradient.parameter)
         binding, gradient.binding = gradient.binding, None
-        is_kept = sys.getrefcount(binding.tensors[0]) > _OWN_REFERENCES
-        if is_kept:
+        is_lent = gradient.state is State.LENT
+        gradient.move(State.ORDINARY)
+        has_keeper = is_kept(binding)
+        if has_keeper:
             with natively():
-                kept = binding.places[0].view(self._copy(binding))
+                (kept,) = values_of(binding, self._copy(binding))
+        if is_lent:
+            self._bindings.close(binding)
         guard.dismiss(binding)
-        if is_kept:
-            if binding.windows:  # whose end would take the bytes from the handle again
+        if has_keeper:
+            # The end of a window would take the bytes from the handle again, and so would coming home.
+            if binding.windows or not binding.is_whole:
                 self._bindings.forsake(binding)
             binding.tensors[0].__class__ = torch.Tensor
             binding.tensors[0].data = kept
-        if not self._bindings.release_idle(binding):
+        if not binding.is_whole:  # and nobody has it: it need not come home
+            self._bindings.forsake(binding)
+        elif not self._bindings.release_idle(binding):
             binding.after_use = self._drop  # an alias of it lives on: drop it when that is gone
             return
         self._store.drop(binding.key)
@@ -257,20 +284,54 @@ class Gradients:
     def _drop(self, binding: Binding) -> None:
         self._store.drop(binding.key)
 
-    def restore(self) -> None:
-        """Make every stashed gradient an ordinary one."""
+    def restore(self, ending: Ending) -> None:
+        """Make every stashed gradient an ordinary one; what cannot be is lost, and the rest goes on.
+
+        Args:
+            ending: that this is a part of; its parameters are ordinary by now.
+        """
         for gradient in self._of.values():
-            binding = gradient.binding
-            if binding is None:
-                continue
-            gradient.binding = None
-            guard.dismiss(binding)
+            failure = ending.attempt(functools.partial(self._restore, gradient))
+            if failure is not None and gradient.binding is not None:
+                ending.attempt(functools.partial(self._lose, gradient, ending, failure))
+
+    def _restore(self, gradient: Gradient) -> None:
+        binding = gradient.binding
+        if binding is None:
+            return
+        try:
             self._bindings.forsake(binding)
-            handle = binding.tensors[0]
-            handle.__class__ = torch.Tensor
-            handle.data = binding.places[0].view(self._store.get(binding.key))
-            set_native_gradient(gradient.parameter, handle)
-            self._store.drop(binding.key)
+        finally:  # whatever failed at the end of a lease, the bytes may be there
+            device = gradient.parameter.device
+            with self._bindings.apart():
+                (values,) = values_of(binding, self._store.get(binding.key, device=device))
+            self._give_back(gradient, binding, values)
+        self._store.drop(binding.key)
+
+    def _give_back(self, gradient: Gradient, binding: Binding, values: torch.Tensor) -> None:
+        handle = binding.tensors[0]
+        with natively():
+            set_data(handle, values)
+        handle.__class__ = torch.Tensor
+        guard.dismiss(binding)
+        set_native_gradient(gradient.parameter, handle)
+        self._is_given_back(gradient)
+
+    def _lose(self, gradient: Gradient, ending: Ending, reason: BaseException) -> None:
+        binding = gradient.binding
+        assert binding is not None
+        guard.dismiss(binding)
+        handle = binding.tensors[0]
+        with natively():
+            set_data(handle, binding.poisons[0])  # it may show bytes of a lease that has ended
+        set_native_gradient(gradient.parameter, handle)
+        self._is_given_back(gradient)
+        ending.lose(handle, torch.Tensor, binding.places[0].name, reason)
+
+    def _is_given_back(self, gradient: Gradient) -> None:
+        if gradient.state is not State.ORDINARY:
+            gradient.move(State.ORDINARY)
+        gradient.binding = None
 
     # --- for the optimizer --------------------------------------------------------------------
 
@@ -282,6 +343,27 @@ class Gradients:
             if (gradient := self._of.get(parameter)) is not None and gradient.binding is not None
         ]
 
+    def show(self, stashed: Iterable[tuple[torch.Tensor, Binding]]) -> None:
+        """Let a step see stashes, whose windows are open, where autograd itself sees gradients."""
+        for parameter, binding in stashed:
+            set_native_gradient(parameter, binding.tensors[0])
+
+    def hide(
+        self, stashed: Iterable[tuple[torch.Tensor, Binding]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """End what `show` began: return what is in the place of a stash where the step changed that.
+
+        It has to be assigned when the windows are closed.  What autograd works on stays with it.
+        """
+        changed: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for parameter, binding in stashed:
+            native = native_gradient(parameter)
+            if native is not binding.tensors[0]:
+                changed.append((parameter, native))
+            if self._of[parameter].state is not State.LENT:
+                set_native_gradient(parameter, None)
+        return changed
+
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a gradient, wherever it is."""
         gradient = self._of.get(parameter)
@@ -290,39 +372,6 @@ class Gradients:
         ) is not None
 
 
-def poison_for(place: Place, device: torch.device) -> torch.Tensor:
-    """Return one NaN (or the largest number, where there is none) that looks like the tensor."""
-    dtype = place.dtype
-    is_inexact = dtype.is_floating_point or dtype.is_complex
-    value = float("nan") if is_inexact else True if dtype is torch.bool else torch.iinfo(dtype).max
-    try:
-        single = torch.full((), value, dtype=dtype, device=device)
-    except NotImplementedError:  # the fp8 kinds without a NaN, or without a fill
-        single = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device).view(dtype)[0]
-    return single.expand(place.shape)
-
-
-def flat_bytes(tensor: torch.Tensor, place: Place, nbytes: int) -> torch.Tensor:
-    """Return a tensor's bytes as a bundle of its own: a view where its memory allows it."""
-    tensor = tensor.detach()
-    exact = tensor.numel() * tensor.element_size()
-    if tensor.stride() == place.stride and exact == nbytes and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    flat = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
-    place.view(flat).copy_(tensor)
-    return flat
-
-
-def _count_own_references() -> int:
-    """Return what ``sys.getrefcount(binding.tensors[0])`` is when nobody else has the handle.
-
-    The binding's tuple, the guard's table of tenants, and the call's own argument.
-    """
-    holder = (object(),)
-    table = {0: holder[0]}
-    count = sys.getrefcount(holder[0])
-    del table
-    return count
-
-
-_OWN_REFERENCES = _count_own_references()
+def _has_plain_bytes(native: torch.Tensor) -> bool:
+    """Whether a gradient is a dense tensor without a graph of its own."""
+    return type(native) is torch.Tensor and not native.requires_grad and native.layout is torch.strided

@@ -1,89 +1,44 @@
-"""What travels together: parameters as bundles, and where each tensor lies in its bundle.
+"""What travels together: parameters as bundles.
 
-A *bundle* is one key of the store: one flat buffer of bytes in which each tensor begins at a multiple
-of 64 bytes.  The rules of grouping:
+A *bundle* is one key of the store: one flat buffer of bytes (`tierstore.training.layout`).  The rules of
+grouping:
 
 1. The direct parameters of one module travel together, apart by optimizer and by whether they are
-   trained, so that frozen bytes are never written back with trained ones.
+   trained, so that frozen bytes are never written back with trained ones.  What is pinned travels apart from
+   what is not, and what is ignored does not travel.
 2. Small modules (below 1 MiB) travel with other small ones of the same parent, up to that size.
 3. A parameter that several modules share lies in one bundle, which each of them needs.
+4. Parameters whose memory overlaps lie in one bundle, whatever modules and optimizers they belong to.
 
 Knows nothing of stores and tiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from tierstore.units import MIB, align_up
+from tierstore.training.layout import lay_out, overlapping, span_of
+from tierstore.units import MIB
 
-ALIGNMENT_BYTES = 64
 SMALL_BYTES = MIB
-
-Stride = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one tensor lies in a bundle, and what it looks like.
-
-    Attributes:
-        name: what messages call the tensor.
-        shape: its sizes.
-        dtype: its element type.
-        stride: in elements; dense.
-        offset: of its first element from the start of the bundle, in elements.
-        nbytes: its bytes.
-    """
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    stride: Stride
-    offset: int
-    nbytes: int
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view into the bundle's flat bytes."""
-        return flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
-
-    @property
-    def offset_bytes(self) -> int:
-        """Where it begins in the bundle."""
-        return self.offset * self.dtype.itemsize
-
-
-def lay_out(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[Place, ...], int]:
-    """Place tensors one after another; return the places and the bytes of the bundle.
-
-    A tensor alone takes its own bytes and no more, so that it can be stored without a copy.
-    """
-    places: list[Place] = []
-    end_bytes = 0
-    for name, tensor in named:
-        begin_bytes = align_up(end_bytes, ALIGNMENT_BYTES)
-        nbytes = tensor.numel() * tensor.element_size()
-        offset = begin_bytes // tensor.element_size()
-        places.append(Place(name, tensor.shape, tensor.dtype, dense_stride(tensor), offset, nbytes))
-        end_bytes = begin_bytes + nbytes
-    return tuple(places), end_bytes if len(places) == 1 else align_up(end_bytes, ALIGNMENT_BYTES)
-
-
-def dense_stride(tensor: torch.Tensor) -> Stride:
-    """Return the tensor's strides if it is dense without overlap, else those of a contiguous one."""
-    if tensor.is_contiguous():
-        return tensor.stride()
-    # `empty_like` preserves the strides of a dense tensor, and makes a contiguous one of any other.
-    return torch.empty_like(tensor, device="meta").stride()
 
 
 def next_version(key: str) -> str:
     """Return the key that a bundle's new values are under until they take the place of the old ones."""
     return f"{key}~next"
+
+
+class Kind(NamedTuple):
+    """What tells parameters apart that must not travel together."""
+
+    optimizer: int | None
+    is_trained: bool
+    is_pinned: bool
 
 
 @dataclass(slots=True)
@@ -95,12 +50,16 @@ class ParameterGroup:
         parameters: in the same order.
         optimizer: the index of the optimizer that trains them; ``None``: none does.
         modules: the modules whose forward needs them.
+        is_pinned: whether they stay in the fastest tier.
+        repeated_bytes: that several of them share, for each beside the first.
     """
 
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     optimizer: int | None = None
     modules: list[nn.Module] = field(default_factory=list)
+    is_pinned: bool = False
+    repeated_bytes: int = 0
 
     @property
     def key(self) -> str:
@@ -110,12 +69,13 @@ class ParameterGroup:
     @property
     def nbytes(self) -> int:
         """The bytes of its tensors."""
-        return sum(p.numel() * p.element_size() for p in self.parameters)
+        return sum(map(span_of, self.parameters)) - self.repeated_bytes
 
     def absorb(self, other: ParameterGroup) -> None:
         """Take in another group's parameters and modules."""
         self.names += other.names
         self.parameters += other.parameters
+        self.repeated_bytes += other.repeated_bytes
         self.modules += [module for module in other.modules if module not in self.modules]
 
 
@@ -125,23 +85,37 @@ def first_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def group_parameters(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], small_bytes: int = SMALL_BYTES
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    small_bytes: int = SMALL_BYTES,
+    *,
+    ignored: Container[torch.Tensor] = (),
+    pinned: Container[torch.Tensor] = (),
 ) -> list[ParameterGroup]:
-    """Group all parameters of ``model``, in the order of its modules.
+    """Group the parameters of ``model``, in the order of its modules.
 
     Args:
         model: whose parameters.
         optimizers: parameters of different ones travel apart.
         small_bytes: modules below it travel with others, until they have that many bytes together.
+        ignored: parameters that are left out.
+        pinned: parameters that stay in the fastest tier.
     """
     names = first_names(model)
     owners = _optimizer_of_each(optimizers)
+
+    def kind_of(parameter: nn.Parameter) -> Kind | None:
+        if parameter in ignored:
+            return None
+        return Kind(owners.get(parameter), parameter.requires_grad, parameter in pinned)
+
     groups: list[ParameterGroup] = []
     home: dict[nn.Parameter, ParameterGroup] = {}
-    small: dict[tuple[str, int | None, bool], ParameterGroup] = {}
+    kin = _overlapping([parameter for parameter in names if parameter not in ignored])
+    small: dict[tuple[str, Kind], ParameterGroup] = {}
     for path, module in model.named_modules():
-        for is_trained, part in _split(module, names, owners, home):
-            kind = (path.rpartition(".")[0], part.optimizer, is_trained)
+        for each, part in _split(module, names, home, kind_of, kin).items():
+            kind = (path.rpartition(".")[0], each)
             group = small.get(kind)
             if group is not None and part.nbytes + group.nbytes <= small_bytes:
                 group.absorb(part)
@@ -159,27 +133,53 @@ def group_parameters(
 def _split(
     module: nn.Module,
     names: Mapping[nn.Parameter, str],
-    owners: Mapping[nn.Parameter, int],
     home: Mapping[nn.Parameter, ParameterGroup],
-) -> list[tuple[bool, ParameterGroup]]:
-    """Split the direct parameters of a module that have no group yet."""
-    parts: dict[tuple[int | None, bool], ParameterGroup] = {}
-    for parameter in dict.fromkeys(direct_parameters(module)):
-        if parameter in home:
+    kind_of: Callable[[nn.Parameter], Kind | None],
+    kin: Mapping[nn.Parameter, Sequence[nn.Parameter]],
+) -> dict[Kind, ParameterGroup]:
+    """Split the direct parameters of a module that travel and have no group yet, with what shares memory."""
+    parts: dict[Kind, ParameterGroup] = {}
+    known: set[nn.Parameter] = set()
+    for parameter in direct_parameters(module):
+        together = () if parameter in home or parameter in known else kin.get(parameter, (parameter,))
+        kinds = [kind for kind in map(kind_of, together) if kind is not None]
+        if not kinds:
             continue
-        kind = (owners.get(parameter), parameter.requires_grad)
-        group = parts.setdefault(kind, ParameterGroup(optimizer=kind[0]))
-        group.names.append(names[parameter])
-        group.parameters.append(parameter)
-    return [(kind[1], group) for kind, group in parts.items()]
+        kind = _joint(kinds)
+        group = parts.setdefault(kind, ParameterGroup(optimizer=kind.optimizer, is_pinned=kind.is_pinned))
+        group.names += [names[each] for each in together]
+        group.parameters += together
+        if len(together) > 1:
+            group.repeated_bytes += sum(map(span_of, together)) - lay_out(("", each) for each in together)[1]
+        known.update(together)
+    return parts
+
+
+def _joint(kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of parameters that have to travel together."""
+    optimizers = [kind.optimizer for kind in kinds if kind.optimizer is not None]
+    return Kind(
+        optimizers[0] if optimizers else None,
+        any(kind.is_trained for kind in kinds),
+        any(kind.is_pinned for kind in kinds),
+    )
+
+
+def _overlapping(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """Return for each parameter that shares memory with others all of those, itself among them."""
+    if not parameters:
+        return {}
+    parts = [[parameters[number] for number in part] for part in overlapping(parameters)]
+    return {parameter: part for part in parts if len(part) > 1 for parameter in part}
 
 
 def _note_sharers(model: nn.Module, home: Mapping[nn.Parameter, ParameterGroup]) -> None:
     """Add to each group the modules that share its parameters."""
     for module in model.modules():
         for parameter in direct_parameters(module):
-            if module not in home[parameter].modules:
-                home[parameter].modules.append(module)
+            group = home.get(parameter)
+            if group is not None and module not in group.modules:
+                group.modules.append(module)
 
 
 def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

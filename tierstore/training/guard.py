@@ -7,7 +7,8 @@ Outside its window a tensor wears a guard's class, whose ``__torch_function__`` 
 3. Functions over lists (``torch._foreach_*``, ``torch._amp_foreach_*``) work on each tensor by itself:
    they are run bundle by bundle, and give the same bits.
 4. What leaves with an alias of the bytes (``p.data``, ``p.detach()``) keeps them here for as long as it
-   lives, and they count as written.
+   lives, and they count as written.  What leaves as a bare address, which refers to nothing, keeps them
+   until the model is called or an optimizer steps.
 
 Inside a module's window a parameter wears an *open* class: PyTorch's own but for ``data`` and
 ``grad``, which are looked after.
@@ -17,20 +18,25 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
 from tierstore.errors import UsageError
 from tierstore.training.binding import Binding, Bindings, natively
-from tierstore.training.groups import Place
+from tierstore.training.homes import Where
+from tierstore.training.layout import Place
+from tierstore.training.unseen import is_foreign_operator, says_that_it_writes
 
 Function = Callable[..., Any]
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _get_data: Function = _Tensor.data.__get__
+_set_data: Function = _Tensor.data.__set__
 _get_grad: Function = _Tensor.grad.__get__
 _set_grad: Function = _Tensor.grad.__set__
 
@@ -56,6 +62,14 @@ class Warden(Protocol):
         """Return an independent copy while a ``state_dict`` is being made, else ``None``."""
         ...
 
+    def begin_use(self, bindings: Sequence[Binding]) -> None:
+        """Tensors of ``bindings`` are about to be used."""
+        ...
+
+    def note_write(self) -> None:
+        """Tensors may have been written in a way that version counters do not tell."""
+        ...
+
     def requires_grad_changed(self, tensor: torch.Tensor) -> None:
         """Take in that ``requires_grad`` was set."""
         ...
@@ -66,9 +80,18 @@ class Tenant(NamedTuple):
 
     tensor: torch.Tensor  # keeps its id taken
     binding: Binding
-    place: Place
+    number: int
     warden: Warden
-    twin: torch.Tensor  # on the meta device, with the true strides
+
+    @property
+    def place(self) -> Place:
+        """Where it lies in its bundle."""
+        return self.binding.places[self.number]
+
+    @property
+    def is_abroad(self) -> bool:
+        """Whether its bytes are elsewhere."""
+        return self.binding.where[self.number] is Where.ABROAD
 
 
 _tenants: dict[int, Tenant] = {}
@@ -77,9 +100,8 @@ _tenants: dict[int, Tenant] = {}
 
 def enrol(binding: Binding, warden: Warden) -> None:
     """Let the guard know whom to ask about a binding's tensors."""
-    for tensor, place in zip(binding.tensors, binding.places, strict=True):
-        twin = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
-        _tenants[id(tensor)] = Tenant(tensor, binding, place, warden, twin)
+    for number, tensor in enumerate(binding.tensors):
+        _tenants[id(tensor)] = Tenant(tensor, binding, number, warden)
 
 
 def dismiss(binding: Binding) -> None:
@@ -92,6 +114,18 @@ def tenant_of(tensor: object) -> Tenant | None:
     """Return what is known of a tensor; ``None`` if nobody guards it."""
     tenant = _tenants.get(id(tensor))
     return tenant if tenant is not None and tenant.tensor is tensor else None
+
+
+def is_poisoned(tenant: Tenant) -> bool:
+    """Say whether a tensor's bytes are away: what it has natively is its poison."""
+    binding, tensor = tenant.binding, tenant.tensor
+    poison = next(p for t, p in zip(binding.tensors, binding.poisons, strict=True) if t is tensor)
+    with natively():
+        return tensor.data_ptr() == poison.data_ptr()
+
+
+_guards: dict[type, type] = {}
+"""What each guard's class stands for."""
 
 
 # ---------------------------------------------------------------------- what passes
@@ -123,8 +157,12 @@ _LAYOUT = _members(["stride", "is_contiguous", "storage_offset", "sym_stride"])
 _CHANGES_REQUIRES_GRAD = {_Tensor.requires_grad.__set__, _Tensor.requires_grad_}
 _PASSING |= {_Tensor.requires_grad.__get__} | _CHANGES_REQUIRES_GRAD
 _ESCAPES = _members(
-    ["data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__"]
+    """data_ptr untyped_storage storage _typed_storage numpy __array__ __dlpack__ __cuda_array_interface__
+    """.split()  # noqa: SIM905 - a table
 )
+_ADDRESSES = _members(["data_ptr", "const_data_ptr", "mutable_data_ptr", "__cuda_array_interface__"])
+_EXPORTS = _members(["numpy", "__array__", "__dlpack__"])
+_RESIZES = _members(["resize_", "resize_as_"])
 _LISTWISE = ("_foreach_", "_amp_foreach_")
 _WRITES_UNSEEN = ("_fused_", "_amp_")
 
@@ -146,7 +184,9 @@ def torch_function(
             tenant.warden.requires_grad_changed(args[0])
         return result
     if func in _LAYOUT and (tenant := tenant_of(args[0])) is not None:
-        return func(tenant.twin, *args[1:], **kwargs)
+        with natively():
+            looks = args[0] if tenant.is_abroad else tenant.binding.twins[tenant.number]
+            return func(looks, *args[1:], **kwargs)
     return _fault(func, args, kwargs)
 
 
@@ -166,13 +206,15 @@ def _tensors_in(values: Iterable[object]) -> Iterator[Tenant]:
 
 def _fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     tenants = list(_tensors_in((*args, *kwargs.values())))
-    if not tenants:  # a guard's class on a tensor that nobody knows any more
-        with natively():
-            return func(*args, **kwargs)
-    if func is torch.autograd.grad:
-        return _autograd_grad(args, kwargs)
-    if func is torch.Tensor.detach and (made := tenants[0].warden.copy_for_state_dict(args[0])) is not None:
+    if not tenants:
+        _take_off_in((*args, *kwargs.values()))
+        return func(*args, **kwargs)
+    if func in _BACKWARDS:
+        return _backward(func, args, kwargs)
+    if func in _SPECIAL and (made := _SPECIAL[func](tenants[0], args[0])) is not None:
         return made
+    if func in _RESIZES:
+        func = _in_memory_of_its_own(func)
     bindings = list(dict.fromkeys(tenant.binding for tenant in tenants))
     if len(bindings) > 1 and func.__name__.startswith(_LISTWISE):
         parts = _parts_by_bundle(args, kwargs)
@@ -181,14 +223,85 @@ def _fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
     return _with_windows(tenants[0].warden, bindings, func, args, kwargs)
 
 
+def _take_off_in(values: Iterable[object]) -> None:
+    """Give tensors that wear a guard's class and that nobody knows the class that they would have without."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            _take_off_in(value)
+        elif isinstance(value, dict):
+            _take_off_in(value.values())
+        elif type(value) in _guards:
+            value.__class__ = _guards[type(value)]
+
+
+def _is_for_a_parameter() -> bool:
+    """Whether ``nn.Parameter(p)`` asks for ``p.detach()``: it wants an alias that has the class of ``p``."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no other way to know
+    for _ in range(4):
+        if frame is None or frame.f_code is torch.nn.Parameter.__new__.__code__:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is torch.nn.Parameter.__new__.__code__
+
+
+def _detach(tenant: Tenant, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy for a state dict, or an alias for a new parameter; ``None``: nobody wants either."""
+    made = tenant.warden.copy_for_state_dict(tensor)
+    return _of_the_same_class(tensor) if made is None and _is_for_a_parameter() else made
+
+
+def _refuse_to_share(tenant: Tenant, tensor: torch.Tensor) -> None:
+    del tensor
+    raise UsageError(
+        f"cannot share the memory of {tenant.place.name!r} with other processes: it is offloaded, and has "
+        "none of its own. Share p.detach().clone(), or share it after the run.",
+        key=tenant.binding.key,
+    )
+
+
+_SPECIAL: dict[Function, Callable[[Tenant, torch.Tensor], torch.Tensor | None]] = {
+    torch.Tensor.detach: _detach,
+    torch.Tensor.share_memory_: _refuse_to_share,
+}
+
+
+def _of_the_same_class(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias in the class that ``tensor`` wears; it takes that off when it is used."""
+    tenant = tenant_of(tensor)
+    assert tenant is not None
+    kind = type(tensor)
+    alias = cast(
+        "torch.Tensor", _with_windows(tenant.warden, [tenant.binding], torch.Tensor.detach, (tensor,), {})
+    )
+    alias.__class__ = kind
+    return alias
+
+
+def _in_memory_of_its_own(func: Function) -> Function:
+    """Return ``func`` for a tensor that gets a copy of its bytes first: in its bundle it has neighbours."""
+
+    @functools.wraps(func)
+    def alone(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401 - passed on
+        _set_data(tensor, tensor.detach().clone())
+        return func(tensor, *args, **kwargs)
+
+    return alone
+
+
 def _with_windows(
     warden: Warden, bindings: Sequence[Binding], func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> object:
     """Run ``func`` while all ``bindings`` are here and wear plain classes."""
+    warden.begin_use(bindings)
     with warden.bindings.window(bindings):
+        if is_foreign_operator(func):
+            warden.bindings.watch(bindings)
         with warden.watch_saved():
-            result = func(*args, **kwargs)
+            result = func(*_exported(func, args), **kwargs)
+        if func in _ADDRESSES:
+            warden.bindings.keep_addresses(bindings)
         if _may_write_unseen(func, kwargs):
+            warden.note_write()
             for binding in bindings:
                 binding.is_dirty = True
     for binding in bindings:
@@ -204,7 +317,21 @@ def _may_write_unseen(func: Function, kwargs: dict[str, Any]) -> bool:
     """
     name = func.__name__
     is_in_place = name.endswith("_") and not name.endswith("__")
-    return is_in_place or func in _ESCAPES or "out" in kwargs or name.startswith(_WRITES_UNSEEN)
+    return (
+        is_in_place
+        or func in _ESCAPES
+        or func is _get_data
+        or "out" in kwargs
+        or name.startswith(_WRITES_UNSEEN)
+        or says_that_it_writes(func)
+    )
+
+
+def _exported(func: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of ``func``: what it makes keeps an alias, not a tensor that loses its bytes."""
+    if func in _EXPORTS and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
+        return (args[0].detach(), *args[1:])
+    return args
 
 
 def _parts_by_bundle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]:
@@ -245,18 +372,37 @@ def _pick(value: object, *, indices: Sequence[int], length: int) -> object:
     return [cast("Sequence[object]", value)[index] for index in indices]
 
 
-def _autograd_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+_BACKWARDS: set[Function] = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+
+
+def _backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Ask for gradients of guarded tensors by their place in the graph: their bytes do not matter."""
-    named = dict(zip(("outputs", "inputs"), args[:2], strict=False)) | kwargs
-    given = named["inputs"]
-    inputs = [given] if isinstance(given, torch.Tensor) else list(given)
+    if func is torch.autograd.grad:
+        args = (args[0], _edges(args[1]), *args[2:])
+    elif kwargs.get("inputs") is not None:
+        kwargs = {**kwargs, "inputs": _edges(kwargs["inputs"])}
+    tenants = list(_tensors_in((*args, *kwargs.values())))
+    if not tenants:
+        return func(*args, **kwargs)
+    bindings = list(dict.fromkeys(tenant.binding for tenant in tenants))
+    return _with_windows(tenants[0].warden, bindings, func, args, kwargs)
+
+
+def _edges(given: object) -> list[object]:
+    """Return inputs of a backward pass, guarded ones by their places in the graph.
+
+    Raises:
+        RuntimeError: one needs no gradient; the text is PyTorch's.
+    """
+    inputs: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    return [each if tenant_of(each) is None else _edge(each) for each in inputs]
+
+
+def _edge(tensor: torch.Tensor) -> object:
+    if not tensor.requires_grad:
+        raise RuntimeError("One of the differentiated Tensors does not require grad")
     with natively():
-        named["inputs"] = [
-            torch.autograd.graph.get_gradient_edge(each) if tenant_of(each) is not None else each
-            for each in inputs
-        ]
-    outputs = named.pop("outputs")
-    return torch.autograd.grad(outputs, named.pop("inputs"), *args[2:], **named)
+        return torch.autograd.graph.get_gradient_edge(tensor)
 
 
 # ---------------------------------------------------------------------- the classes
@@ -266,6 +412,7 @@ def _data(self: torch.Tensor) -> torch.Tensor:
     """Return an alias of the bytes, which stay while it lives."""
     tenant = tenant_of(self)
     if tenant is None:
+        _take_off_in([self])
         with natively():
             return cast("torch.Tensor", _get_data(self))
     return cast("torch.Tensor", _with_windows(tenant.warden, [tenant.binding], _get_data, (self,), {}))
@@ -278,29 +425,61 @@ def _data_in_window(self: torch.Tensor) -> torch.Tensor:
     return cast("torch.Tensor", _get_data(self))
 
 
-def _refuse_data(self: torch.Tensor, value: torch.Tensor) -> None:
-    """Allow what changes nothing, such as ``model.to()`` with the device it is on."""
+def _point(self: torch.Tensor, value: torch.Tensor) -> None:
+    """Do what ``p.data = value`` means: from then on it has that memory, and whatever is written there.
+
+    Raises:
+        UsageError: the memory is on another device.
+    """
     if value is self:
         return
     tenant = tenant_of(self)
-    assert tenant is not None
-    binding, place = tenant.binding, tenant.place
-    is_same_memory = (
-        binding.storage is not None
-        and value.untyped_storage()._cdata == binding.storage._cdata  # noqa: SLF001
-        and (value.dtype, value.shape, value.storage_offset()) == (place.dtype, place.shape, place.offset)
-    )
-    if not is_same_memory:
+    if tenant is None:
+        with natively():
+            _set_data(self, value)
+        return
+    if value.device != tenant.warden.bindings.store.device:
         raise UsageError(
-            f"cannot point {place.name!r} at other memory while it is offloaded. Change its values in place "
-            f"(with torch.no_grad(): p.copy_(values)), or do this before offload(...).",
-            key=binding.key,
+            f"cannot point {tenant.place.name!r} at memory of {value.device}: it is offloaded, to compute on "
+            f"{tenant.warden.bindings.store.device}. Move it before offload(...) or after the run.",
+            key=tenant.binding.key,
         )
+    involved = dict.fromkeys(each.binding for each in _tensors_in((self, value)))
+    _with_windows(tenant.warden, list(involved), _set_data, (self, value), {})
+
+
+def _set(self: torch.Tensor, *source: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own signature
+    """Do what ``p.set_(source)`` means; PyTorch asks no guard about it."""
+    return cast("torch.Tensor", torch_function(type(self), torch.Tensor.set_, (), (self, *source), named))
+
+
+def _as_subclass(self: torch.Tensor, kind: type) -> torch.Tensor:
+    """Do what ``p.as_subclass(kind)`` means; PyTorch asks no guard about it."""
+    return cast("torch.Tensor", torch_function(type(self), torch.Tensor.as_subclass, (), (self, kind)))
+
+
+def _resize(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own
+    return cast("torch.Tensor", _in_memory_of_its_own(torch.Tensor.resize_)(self, *args, **kwargs))
+
+
+def _resize_as(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own
+    return cast("torch.Tensor", _in_memory_of_its_own(torch.Tensor.resize_as_)(self, *args, **kwargs))
+
+
+def _refuse_to_be_swapped(self: torch.Tensor) -> int:
+    """PyTorch asks for this count before it swaps tensors, and for nothing else."""
+    tenant = tenant_of(self)
+    name = "a tensor of an offloaded model" if tenant is None else repr(tenant.place.name)
+    raise UsageError(
+        f"cannot swap {name} with another tensor while it is offloaded: torch.utils.swap_tensors is seen by "
+        "nobody. Use p.data = other, or swap before offload(...)."
+    )
 
 
 def _grad(self: torch.Tensor) -> torch.Tensor | None:
     tenant = tenant_of(self)
     if tenant is None:
+        _take_off_in([self])
         with natively():
             return cast("torch.Tensor | None", _get_grad(self))
     return tenant.warden.gradient_of(self)
@@ -309,6 +488,7 @@ def _grad(self: torch.Tensor) -> torch.Tensor | None:
 def _store_grad(self: torch.Tensor, value: torch.Tensor | None) -> None:
     tenant = tenant_of(self)
     if tenant is None:
+        _take_off_in([self])
         with natively():
             _set_grad(self, value)
         return
@@ -346,11 +526,16 @@ def guard_of(kind: type) -> type:
         "__torch_function__": classmethod(torch_function),
         "__deepcopy__": _deepcopy,
         "__reduce_ex__": _reduce_ex,
-        "data": property(_data, _refuse_data),
+        "data": property(_data, _point),
+        "set_": _set,
+        "as_subclass": _as_subclass,
+        "_use_count": _refuse_to_be_swapped,
     }
     if issubclass(kind, torch.nn.Parameter):
         members["grad"] = property(_grad, _store_grad, _drop_grad)
-    return type(kind)(f"Guarded{kind.__name__}", (kind,), members)
+    guard = type(kind)(f"Guarded{kind.__name__}", (kind,), members)
+    _guards[guard] = kind
+    return guard
 
 
 @functools.cache
@@ -360,7 +545,9 @@ def open_of(kind: type) -> type:
         "__doc__": f"A {kind.__name__} whose bytes are here for now.",
         "__module__": __name__,
         "__torch_function__": kind.__torch_function__,  # type: ignore[attr-defined]
-        "data": property(_data_in_window, _refuse_data),
+        "data": property(_data_in_window, _point),
+        "resize_": _resize,
+        "resize_as_": _resize_as,
         "grad": property(_grad, _store_grad, _drop_grad),
     }
     return type(kind)(f"Open{kind.__name__}", (kind,), members)
@@ -376,4 +563,24 @@ def _let_foreach_take_handles() -> None:
         kinds.append(guard_of(torch.Tensor))
 
 
+def _let_scripts_take_guarded() -> None:
+    """Let functions that ``torch.jit.script`` made be seen where they are given a guarded tensor.
+
+    They are called in C++, which asks no ``__torch_function__``, and would compute with what stands in for
+    bytes that are away.
+    """
+    in_cpp: Function = torch.jit.ScriptFunction.__call__
+
+    def call(*args: object, **kwargs: object) -> object:
+        return in_cpp(*args, **kwargs)
+
+    @functools.wraps(in_cpp)
+    def seen(*args: object, **kwargs: object) -> object:
+        is_guarded = any(True for _ in _tensors_in((*args, *kwargs.values())))
+        return _fault(call, args, kwargs) if is_guarded else in_cpp(*args, **kwargs)
+
+    torch.jit.ScriptFunction.__call__ = seen  # type: ignore[method-assign,assignment]
+
+
 _let_foreach_take_handles()
+_let_scripts_take_guarded()

@@ -2,17 +2,19 @@
 
 Before a module's forward its bundles get windows, and after it they close, whatever happened inside.
 The hooks are objects that copy and pickle as hooks that do nothing, so that a copied or saved model is
-an ordinary one.
+an ordinary one.  On a module that they were not made for, to which a tool has moved them, they do nothing
+either: guards serve what it uses.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.training import guard
 from tierstore.training.binding import Binding, Bindings
-from tierstore.training.saved import SavedTensors
+from tierstore.training.saved import SavedTensors, pop_hooks
+from tierstore.training.unseen import is_pytorchs_own
 
 
 def do_nothing(*arguments: object, **named: object) -> None:
@@ -43,12 +46,18 @@ class Hook:
         return _nothing, ()
 
 
-class _Entry(NamedTuple):
-    """A module that is being run, with what was opened for it."""
+class _Entry:
+    """A module that is being run, with what is open for it.
 
-    owner: ModuleHooks
-    bindings: Sequence[Binding]
-    is_pushed: bool
+    It is there before anything is opened, so that no interrupt leaves open what nobody knows of.
+    """
+
+    __slots__ = ("is_pushed", "opened", "owner")
+
+    def __init__(self, owner: ModuleHooks) -> None:
+        self.owner = owner
+        self.opened: list[Binding] = []
+        self.is_pushed = False
 
 
 class _Running(threading.local):
@@ -85,19 +94,32 @@ class ModuleWindows:
     def enter(self, owner: ModuleHooks, bindings: Sequence[Binding]) -> None:
         """Open windows on ``bindings`` for a module that begins to run."""
         self._bindings.sweep()
+        entry = _Entry(owner)
+        self._running.entries.append(entry)
         self._bindings.open_all(bindings, self._open_classes)
-        self._running.entries.append(_Entry(owner, bindings, self._saved.push()))
+        entry.opened += bindings
+        if bindings and not is_pytorchs_own(owner.module):
+            self._bindings.watch(bindings)
+        entry.is_pushed = self._saved.push()
 
     def leave(self, owner: ModuleHooks) -> None:
         """Close what `enter` opened; nothing, if it could not."""
         entries = self._running.entries
         if entries and entries[-1].owner is owner:
-            self._end(entries.pop())
+            self._end_last()
 
-    def _end(self, entry: _Entry) -> None:
+    def _end_last(self) -> None:
+        """End the innermost entry; it stays until that is done."""
+        entries = self._running.entries
+        entry = entries[-1]
         if entry.is_pushed:
-            self._saved.pop()
-        self._bindings.close_all(entry.bindings)
+            entry.is_pushed = False
+            pop_hooks()
+        try:
+            self._bindings.close_all(entry.opened)
+        finally:
+            if not entry.opened:
+                entries.pop()
 
     def discard_interrupted(self, beginning: nn.Module | None = None) -> None:
         """Close what modules left open that a ``KeyboardInterrupt`` or its like has ended.
@@ -118,7 +140,7 @@ class ModuleWindows:
             opened[entries[-1].owner.module] -= 1
             if len(entries) == 1:
                 self.discard_inner(beginning is not None)
-            self._end(entries.pop())
+            self._end_last()
 
     def _open_classes(self, binding: Binding) -> list[type]:
         classes = self._classes.get(binding)
@@ -218,12 +240,10 @@ class ModuleHooks:
         self.bindings = tuple(bindings)
         self.in_evaluation = (*bindings, *in_evaluation)
 
-    def register(self) -> list[RemovableHandle]:
-        """Hook them to the module: around whatever other hooks it has."""
-        return [
-            self.module.register_forward_pre_hook(_Before(self), prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(_After(self), always_call=True),
-        ]
+    def register(self) -> Iterator[RemovableHandle]:
+        """Hook them to the module: around whatever other hooks it has; yield each when it is there."""
+        yield self.module.register_forward_pre_hook(_Before(self), prepend=True, with_kwargs=True)
+        yield self.module.register_forward_hook(_After(self), always_call=True)
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module begins to run."""
@@ -240,9 +260,11 @@ class _Before(Hook):
         self._hooks = hooks
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module
-        self._hooks.before(args, kwargs)
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        if module is self._hooks.module:
+            self._hooks.before(args, kwargs or {})
 
 
 class _After(Hook):
@@ -251,8 +273,9 @@ class _After(Hook):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
-        del module, args, output
-        self._hooks.after()
+        del args, output
+        if module is self._hooks.module:
+            self._hooks.after()
 
 
 class RootHooks(ModuleHooks):
@@ -289,20 +312,25 @@ class RootHooks(ModuleHooks):
             self._end()
 
 
-class TensorHook(Hook):
+class GradientHook(Hook):
     """A hook on a parameter, as `ModuleHooks` are on modules.
 
     Args:
-        act: what to do when its gradient has been accumulated.
+        parameter: whose.
+        act: what to do before its gradient is accumulated.
     """
 
-    def __init__(self, act: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, parameter: torch.Tensor, act: Callable[[torch.Tensor], None]) -> None:
+        self._parameter = weakref.ref(parameter)
         self._act = act
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, parameter: torch.Tensor) -> None:
-        """Act on ``parameter``."""
-        self._act(parameter)
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        """Act; what is accumulated stays as it is."""
+        del gradient
+        parameter = self._parameter()
+        if parameter is not None:
+            self._act(parameter)
 
 
 def modules_read_whole(module: nn.Module) -> list[nn.Module]:
@@ -319,5 +347,10 @@ def modules_read_whole(module: nn.Module) -> list[nn.Module]:
 
 
 def modules_read_always(module: nn.Module) -> list[nn.Module]:
-    """Return the modules under ``module`` whose parameters its own forward reads."""
-    return list(module.modules()) if isinstance(module, nn.MultiheadAttention) else []
+    """Return the modules under ``module`` whose parameters its own forward reads.
+
+    What ``torch.jit`` has made of modules runs in C++, which calls no hooks of theirs.
+    """
+    return (
+        list(module.modules()) if isinstance(module, nn.MultiheadAttention | torch.jit.ScriptModule) else []
+    )

@@ -8,6 +8,7 @@ makes everything ordinary again.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,14 @@ from tierstore.training.activations.recompute import RecomputeStats
 from tierstore.training.activations.sections import SECTIONS
 from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.checkpoint import Checkpoint, ordinary_access
+from tierstore.training.ending import Ending
 from tierstore.training.former import Resumed
+from tierstore.training.in_backward import Stepping
 from tierstore.training.opening import check_model, find_former, open_session
+from tierstore.training.selection import Selection, patterns, select
 from tierstore.training.session import Session
+from tierstore.training.suspension import Suspension
+from tierstore.training.tiers import HOST
 from tierstore.training.weights import Weights
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -97,7 +103,9 @@ class Offload:
         self._model = model
         self._optimizers = tuple(optimizers)
         self._session = session
+        self._suspension = None if session is None else Suspension(session)
         self._is_closed = False
+        self._ending = Ending()
 
     @property
     def store(self) -> Store:
@@ -131,11 +139,24 @@ class Offload:
             session.activations.recompute_stats,
         )
 
+    def swap_paused(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which no activation is swapped, as `Swap.paused`; without swap it is empty."""
+        activations = self._activations if self._session is None else self._session.activations
+        return activations.swap_paused()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return what it was.
 
         The same as ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``.
+
+        Raises:
+            UsageError: ``optimizer_in_backward`` is set: there are no gradients any more.
         """
+        if self._session is not None and self._session.stepping is Stepping.IN_BACKWARD:
+            raise UsageError(
+                "optimizer_in_backward has stepped with the gradients and let go of them: their norm cannot "
+                "be clipped. Leave it out to clip."
+            )
         return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type)
 
     def save(self, path: str | Path) -> None:
@@ -198,22 +219,68 @@ class Offload:
             )
         session.durable.commit({} if extra is None else extra)
 
+    def suspend(self, to: str = HOST) -> None:
+        """Take the whole run off the device, for another model to use it.  Blocks until that is done.
+
+        Parameters, gradients and optimizer state go down to host memory, or to disk where that is full, and
+        buffers to host memory; what the device's allocator had cached of it is given back.  Until `resume`
+        whatever would need bytes on the device raises: the model, a backward pass, a step, an operation on
+        a parameter.  `stats`, `save`, `checkpoint`, state dicts, ``zero_grad`` and `close` work.  Ignored
+        parameters stay, and so do gradients that something else refers to; a warning names them.
+
+        Suspended once more, it does nothing, or goes further down.
+
+        Args:
+            to: the fastest tier that bytes may be in: ``"host"`` or ``"disk"``.
+
+        Raises:
+            UsageError: the model, a backward pass or a step is under way, swapped activations wait for
+                backward, something refers to the bytes of a parameter, there is no such tier, or the run
+                is closed.
+            CapacityError: the tiers from ``to`` on cannot hold everything; nothing has changed.
+            BackendError: a medium failed; the run goes on as it was.
+        """
+        self._suspendable("suspend").suspend(to)
+
+    def resume(self) -> None:
+        """Let a suspended run go on where it was.  What was on the device is on its way there.  Idempotent.
+
+        Raises:
+            UsageError: the run is closed.
+            CapacityError: what is pinned has no room on the device; the run stays suspended.
+            BackendError: a medium failed; the run stays suspended.
+        """
+        self._suspendable("resume").resume()
+
+    def _suspendable(self, what: str) -> Suspension:
+        if self._suspension is None:
+            raise UsageError(f"memory_offload is OFF: run.{what}() has no store to work on. Set it to ON.")
+        if self._is_closed:
+            raise UsageError(f"the run is closed: run.{what}() has nothing to work on.")
+        return self._suspension
+
     def close(self) -> None:
         """Make parameters, gradients and state ordinary tensors again, and close the store.  Idempotent.
 
         They lie in host memory then, or on the accelerator if they did before.  Nothing is made durable:
         what survives is the last `checkpoint`.
+
+        Whatever fails, everything else is brought back; an interrupt is raised when that is done.
+
+        Raises:
+            TierStoreError: something is gone, such as what only a broken disk had, or what there was no
+                memory for.  It names all of that, with the causes attached; every use of it raises
+                `StoreClosed`.  Or nothing is gone, and the store could not be closed.
         """
-        self._activations.close()
-        if self._is_closed or self._session is None:
-            return
+        session, ending = self._session, self._ending
+        ending.attempt(self._activations.close)
+        if session is not None and not self._is_closed:
+            if self._suspension is not None:
+                ending.attempt(self._suspension.give_buffers_back)
+            session.end(ending)
+            ending.attempt(functools.partial(session.store.close, flush=False))
         self._is_closed = True
-        session = self._session
-        try:
-            session.restore()
-        finally:
-            session.remove_hooks()
-            session.store.close(flush=False)
+        ending.conclude()
 
     def __enter__(self) -> Self:
         """Return the run itself."""
@@ -222,8 +289,11 @@ class Offload:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
-        self.close()
+        """Close it, even if that is interrupted."""
+        try:
+            self.close()
+        finally:
+            self.close()  # does nothing, or goes on where an interrupt has ended it
 
 
 def offload(
@@ -234,8 +304,10 @@ def offload(
     weights: str | Path | None = None,
     resume: bool = True,
     layers: Names = None,
+    ignored: Sequence[str] = (),
+    pinned: Sequence[str] = (),
 ) -> Offload:
-    """Train ``model`` with its parameters, gradients and optimizer state in a tiered store.
+    r"""Train ``model`` with its parameters, gradients and optimizer state in a tiered store.
 
     With ``durable`` set in the configuration, training goes on from the checkpoint that is in
     ``offload_path``, if there is one: parameters, buffers, optimizer state and options, and random number
@@ -247,26 +319,48 @@ def offload(
         config: an `OffloadConfig`, a mapping of its keys, or a document: a mapping of sections, or the path
             of a YAML file of them.  A document's ``swap_config`` and ``recompute_config`` are applied, too:
             activations are then kept in the same store, within the same quotas.
-        weights: a safetensors file that parameters and buffers get their values from; needed where the
-            model was built under ``torch.device("meta")``.  Not read if training is resumed.
+        weights: a safetensors file, the index of several (``model.safetensors.index.json``) or their
+            directory, that parameters and buffers get their values from; needed where the model was built
+            under ``torch.device("meta")``.  Not read if training is resumed.
         resume: whether it is.  If not, training begins anew, and the checkpoint that is there stays
             until the first one of this run.
         layers: names of the containers of the model's layers, such as ``"model.layers"``, for documents that
             swap or recompute; ``None``: the only ``nn.ModuleList`` or ``nn.Sequential`` of like modules.
+        ignored: patterns of parameters that the store does not touch: they stay ordinary tensors where
+            they are, with their gradients and optimizer state.  A pattern is levels separated by ``\.``, from
+            the model down, each a regular expression that matches a name fully: ``r"layers\.\d+\.norm"``
+            means modules, and so all parameters below them.  One name of a shared parameter is enough.
+        pinned: patterns of parameters that are the store's and never leave its fastest tier.  Their gradients
+            and optimizer state travel as others do.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit this machine.
         UsageError: a parameter or an optimizer cannot be offloaded, or the weights do not fit; the
             message names it.  Or the checkpoint is of another model or other optimizers: the message
-            lists every difference, and nothing was changed.
-        CapacityError: the tiers together cannot hold it, or one module does not fit on the device.
+            lists every difference, and nothing was changed.  Or a parameter is both ignored and pinned.
+        CapacityError: the tiers together cannot hold it, or one module does not fit on the device, beside
+            what is pinned.
     """
     settings, sections = _read(config)
     optimizers = _as_tuple(optimizer)
+    selection = select(
+        model,
+        [*settings.ignored, *patterns("ignored", ignored)],
+        [*settings.pinned, *patterns("pinned", pinned)],
+    )
     with contextlib.ExitStack() as files:
         source = None if weights is None else files.enter_context(Weights(model, Path(weights)))
         if settings.is_on:
-            return _open(model, optimizers, settings, source, resume=resume, sections=sections, layers=layers)
+            return _open(
+                model,
+                optimizers,
+                settings,
+                source,
+                selection,
+                resume=resume,
+                sections=sections,
+                layers=layers,
+            )
         if source is not None:
             source.load_buffers()
             source.load_ordinary()
@@ -278,23 +372,34 @@ def _open(
     optimizers: tuple[torch.optim.Optimizer, ...],
     settings: OffloadConfig,
     source: Weights | None,
+    selection: Selection,
     *,
     resume: bool,
     sections: Sections,
     layers: Names,
 ) -> Offload:
     """Open a store for the model and move it there."""
-    check_model(model, optimizers, has_weights=source is not None or settings.durable)
+    check_model(
+        model,
+        optimizers,
+        has_weights=source is not None or settings.durable,
+        ignored=selection.ignored,
+    )
     store = Store(settings.store_config())
     try:
         former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
-        check_model(model, optimizers, has_weights=source is not None or former is not None)
-        session = open_session(model, optimizers, settings, store, former or source)
-        session.apply_to_activations(sections, layers)
+        has_weights = source is not None or former is not None
+        check_model(model, optimizers, has_weights=has_weights, ignored=selection.ignored)
+        session = open_session(model, optimizers, settings, store, former or source, selection)
+        try:
+            session.apply_to_activations(sections, layers)
+            return Offload(model, optimizers, session, None if former is None else former.resumed)
+        except BaseException:
+            session.undo()
+            raise
     except BaseException:
         store.close(flush=False)
         raise
-    return Offload(model, optimizers, session, None if former is None else former.resumed)
 
 
 def _read(config: Config) -> tuple[OffloadConfig, Sections]:
@@ -313,4 +418,4 @@ def _read(config: Config) -> tuple[OffloadConfig, Sections]:
 def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     if optimizer is None:
         return ()
-    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    return tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)

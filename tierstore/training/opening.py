@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.jit._script import RecursiveScriptModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.store import Store
-from tierstore.training import guard
-from tierstore.training.budget import ALIGNMENT_BYTES, DeviceBudget, WorkingSet
+from tierstore.training import guard, replicas
+from tierstore.training.budget import (
+    DeviceBudget,
+    WorkingSet,
+)
 from tierstore.training.encoding import not_in_the_model
 from tierstore.training.follow import Follower, Window
 from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, Meter
 from tierstore.training.former import Former, forget, is_held
 from tierstore.training.groups import SMALL_BYTES, ParameterGroup, group_parameters
+from tierstore.training.identity import require_sole_reference
+from tierstore.training.in_backward import Stepping
+from tierstore.training.optimizer_needs import (
+    check_lbfgs,
+    check_steps_in_backward,
+    require_room,
+    working_sets,
+)
+from tierstore.training.selection import Selection, require_one_place
 from tierstore.training.session import Session
 from tierstore.training.tiers import HOST, Placements
 from tierstore.training.weights import Weights
-from tierstore.units import MIB, align_up, format_bytes
+from tierstore.units import MIB, format_bytes
 
 log = logging.getLogger("tierstore")
 
@@ -35,24 +48,64 @@ _SMALL_SHARE = 64  # bundles below this part of the fastest tier are worth joini
 # ---------------------------------------------------------------------- what can be offloaded
 
 
-def check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, has_weights: bool) -> None:
-    """Raise if something cannot be offloaded.
+def check_model(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    has_weights: bool,
+    ignored: Container[torch.Tensor] = (),
+) -> None:
+    """Raise if something cannot be offloaded.  What is ignored has to have values, and no more.
 
     Raises:
         UsageError: it names what, and says why.
     """
     for name, parameter in model.named_parameters():
-        reason = _why_not(parameter, has_weights=has_weights)
+        if parameter in ignored:
+            reason = _NO_VALUES if parameter.is_meta and not has_weights else None
+        else:
+            reason = _why_not(parameter, has_weights=has_weights)
         if reason is not None:
             raise UsageError(f"the parameter {name!r} cannot be offloaded: {reason}.", key=name)
+    _check_scripts(model, ignored)
     for name, buffer in model.named_buffers():
         if buffer.is_meta and not has_weights:
             raise UsageError(f"the buffer {name!r} is on the meta device and has no values.", key=name)
+    require_sole_reference(model, ignored)
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
+        given: object = optimizer
+        if not isinstance(given, torch.optim.Optimizer):
             raise UsageError(
-                "LBFGS looks at all parameters at once and cannot be stepped a bundle at a time. "
-                "Use an optimizer that treats each parameter by itself, such as AdamW or SGD."
+                f"{type(given).__name__} is no torch.optim.Optimizer. Pass the optimizer that it works with: "
+                "what it does beside with parameters, gradients and state is served as it uses them."
+            )
+        _refuse_other_runs(optimizer)
+
+
+def _refuse_other_runs(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of parameters that another run has: its step would be made by both."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (tenant := guard.tenant_of(parameter)) is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__} also trains {tenant.place.name!r}, which another run has "
+                    "offloaded: both would step it. Give each run an optimizer of its own, or offload one "
+                    "model that holds both.",
+                    key=tenant.binding.key,
+                )
+
+
+_NO_VALUES = "it is on the meta device and has no values; pass weights=..."
+
+
+def _check_scripts(model: nn.Module, ignored: Container[torch.Tensor]) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, RecursiveScriptModule) and any(p not in ignored for p in module.parameters()):
+            raise UsageError(
+                f"the module {name!r} is a script of torch.jit, which takes no hooks: nobody can tell when "
+                "it is run. Offload the module that it was made of, make it with torch.jit.trace, or leave "
+                "it out with ignored=[...].",
+                key=name,
             )
 
 
@@ -63,9 +116,11 @@ def _why_not(parameter: nn.Parameter, *, has_weights: bool) -> str | None:
         "it is offloaded already; close that run first": guard.tenant_of(parameter) is not None,
         "it has no shape yet; run the model once before": is_lazy,
         f"it is a {type(parameter).__name__}, a wrapper without plain bytes": is_wrapper,
-        "it is on the meta device and has no values; pass weights=...": parameter.is_meta and not has_weights,
+        _NO_VALUES: parameter.is_meta and not has_weights,
         f"it is sparse ({parameter.layout})": parameter.layout is not torch.strided,
         f"it is quantised ({parameter.dtype})": parameter.is_quantized,
+        "it was made under torch.inference_mode(), and nobody can tell when it is written to; make the model "
+        "outside, or under torch.no_grad()": not is_lazy and parameter.is_inference(),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -105,6 +160,7 @@ def open_session(
     config: OffloadConfig,
     store: Store,
     source: Weights | Former | None,
+    selection: Selection,
 ) -> Session:
     """Adopt the model and the optimizers' state, and register the hooks; undo all if that fails.
 
@@ -114,16 +170,28 @@ def open_session(
         config: how.
         store: where to.
         source: where values come from; ``None``: they are there.
+        selection: which parameters are treated otherwise.
     """
     fastest = store.tier_names[0]
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes
-    groups = group_parameters(model, optimizers, min(SMALL_BYTES, fastest_bytes // _SMALL_SHARE))
+    check_steps_in_backward(optimizers, config, fastest)
+    groups = group_parameters(
+        model,
+        optimizers,
+        min(SMALL_BYTES, fastest_bytes // _SMALL_SHARE),
+        ignored=selection.ignored,
+        pinned=selection.pinned,
+    )
     former = source if isinstance(source, Former) else None
-    sets = [_working_set(group, optimizers, former) for group in groups]
+    sets = working_sets(groups, optimizers, former)
     fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
+    check_lbfgs(optimizers, sets, fastest, fastest_bytes)
+    require_room(groups, sets, optimizers, fastest, fastest_bytes)
+    if fastest != HOST and config.optimizer_target == "cpu":
+        require_one_place(selection, optimizers)
     meter = None if fastest == HOST else _meter(store)
     windows = [] if fits and meter is None else _windows(store)
-    session = _new_session(model, optimizers, config, store, windows, meter)
+    session = _new_session(model, optimizers, config, store, windows, meter, selection.ignored)
     is_stashing = not fits or config.offload_grad is not None
     session.gradients.must_stash = lambda: is_stashing
     if is_stashing or meter is not None:
@@ -133,6 +201,8 @@ def open_session(
             budget = _bound(session, sets, meter, fastest_bytes)
             if config.offload_grad is None:
                 session.gradients.must_stash = lambda: not budget.has_room_for_gradients
+        _say_if_elsewhere(store, selection.ignored)
+        _make_way_for_wrappers(session, sets, fastest_bytes)
         _take_in(session, groups, source)
         if store.is_durable:
             session.make_durable(0 if former is None else former.checkpoints)
@@ -140,8 +210,7 @@ def open_session(
         if former is not None:
             former.end()
     except BaseException:
-        session.remove_hooks()
-        session.restore()
+        session.undo()
         raise
     return session
 
@@ -153,11 +222,14 @@ def _new_session(
     store: Store,
     windows: Sequence[Window],
     meter: Meter | None,
+    ignored: Mapping[torch.Tensor, str],
 ) -> Session:
     """Return a session that has nothing yet; its follower knows the bytes of what will be adopted."""
     nbytes: Mapping[str, int] = {}
     follower = Follower(store, windows, lambda key: nbytes.get(key, 0), len(optimizers))
-    session = Session(model, optimizers, store, Placements.of(config, store), follower, meter)
+    stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
+    placements = Placements.of(config, store)
+    session = Session(model, optimizers, store, placements, follower, meter, ignored, stepping)
     nbytes = session.adopter.nbytes
     return session
 
@@ -177,6 +249,34 @@ def _bound(session: Session, sets: Sequence[WorkingSet], meter: Meter, fastest_b
     session.bindings.prepare = budget.prepare
     session.bindings.ask_for_more = budget.grow
     return budget
+
+
+def _say_if_elsewhere(store: Store, ignored: Mapping[torch.Tensor, str]) -> None:
+    """Log which ignored parameters are not where the model computes: its operations may refuse them."""
+    names = [name for each, name in ignored.items() if each.device.type not in (store.device.type, "meta")]
+    if names:
+        log.warning(
+            "%d ignored parameters are not on %s, where the model computes, and stay where they are: %s",
+            len(names),
+            store.device,
+            ", ".join(names[:4]),
+        )
+
+
+def _make_way_for_wrappers(session: Session, sets: Sequence[WorkingSet], capacity_bytes: int) -> None:
+    """Keep gradients where a wrapper reads them, now or when one is made later."""
+    largest_bytes = max((each.bundle_bytes + each.state_bytes for each in sets), default=0)
+    room = replicas.Room(
+        session.store.tier_names[0],
+        sum(each.bundle_bytes for each in sets),
+        capacity_bytes,
+        None if session.budget is None else capacity_bytes - largest_bytes,
+    )
+    for wrapper in replicas.wrappers_in(session.model, session.store.device):
+        reduced = list(wrapper.parameters())
+        room.refuse_gradients(reduced, are_views=wrapper.gradient_as_bucket_view)
+        session.gradients.keep(reduced)
+    session.hold(replicas.Wrapping(session.model, session.gradients.keep, room).watch())
 
 
 def _take_in(session: Session, groups: Sequence[ParameterGroup], source: Weights | Former | None) -> None:
@@ -215,21 +315,6 @@ def _windows(store: Store) -> list[Window]:
     return [Window(name, tiers[name].capacity_bytes // _PREFETCH_SHARE) for name in names]
 
 
-def _working_set(
-    group: ParameterGroup, optimizers: Sequence[torch.optim.Optimizer], former: Former | None
-) -> WorkingSet:
-    """Return what is needed together to train one bundle."""
-    bundle_bytes = align_up(group.nbytes, ALIGNMENT_BYTES)
-    if group.optimizer is None:
-        return WorkingSet(group.names[0], bundle_bytes, 0, bundle_bytes)
-    trained = [p for p in group.parameters if p.requires_grad]
-    gradient_bytes = sum(align_up(p.numel() * p.element_size(), ALIGNMENT_BYTES) for p in trained)
-    optimizer = optimizers[group.optimizer]
-    known_bytes = 0 if former is None else former.state_bytes(group.optimizer, group.names)
-    state_bytes = align_up(known_bytes or sum(_state_bytes(optimizer, p) for p in trained), ALIGNMENT_BYTES)
-    return WorkingSet(group.names[0], bundle_bytes, state_bytes, bundle_bytes + gradient_bytes + state_bytes)
-
-
 def _say_if_small(store: Store, sets: Sequence[WorkingSet]) -> None:
     """Log what checkpoints need if the durable tier is smaller."""
     kept_bytes = sum(each.bundle_bytes + each.state_bytes for each in sets)
@@ -244,32 +329,3 @@ def _say_if_small(store: Store, sets: Sequence[WorkingSet]) -> None:
             format_bytes(capacity_bytes),
             format_bytes(2 * kept_bytes),
         )
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
-    """Return the bytes of a parameter's state: as it is, or as that kind of optimizer will make it."""
-    entries = optimizer.state.get(parameter)
-    if entries:
-        tensors = [value for value in entries.values() if isinstance(value, torch.Tensor) and value.dim()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    options = next(
-        (group for group in optimizer.param_groups if any(each is parameter for each in group["params"])), {}
-    )
-    copies = next((count for kind, count in _STATE_COPIES.items() if isinstance(optimizer, kind)), _two)
-    return copies(options) * parameter.numel() * parameter.element_size()
-
-
-def _two(options: Mapping[str, object]) -> int:
-    del options
-    return 2
-
-
-_STATE_COPIES: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, object]], int]] = {
-    torch.optim.SGD: lambda options: 1 if options.get("momentum") else 0,
-    torch.optim.Adam: lambda options: 3 if options.get("amsgrad") else 2,
-    torch.optim.RMSprop: lambda options: 1 + bool(options.get("momentum")) + bool(options.get("centered")),
-    torch.optim.Adagrad: lambda _: 1,
-    torch.optim.ASGD: lambda _: 1,
-    torch.optim.Adafactor: lambda _: 1,
-}
-"""How many tensors of the parameter's size an optimizer keeps; others are taken to keep two."""

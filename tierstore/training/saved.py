@@ -2,11 +2,16 @@
 
 Without this a saved weight would keep its memory until backward, and evicting it would free nothing.
 
-1. A saved alias of a parameter's bundle becomes a `Reference`; backward brings the bundle again.
+1. A saved alias of a parameter's bundle becomes a `Reference`; backward brings the bundle again.  So does a
+   parameter that is saved while its bytes are away, by where it lies in its bundle.
 2. A saved alias of a gradient or of optimizer state is copied: its key may be gone by then.
-3. Everything else goes to whoever's hooks were there before (``torch.utils.checkpoint``,
-   ``save_on_cpu``), or is kept as it is.
-4. A tensor that was changed in place since it was saved raises what PyTorch raises.  (PyTorch does
+3. Everything else goes to whoever's hooks were there before, or is kept as it is.  PyTorch's own
+   (``torch.utils.checkpoint``, ``save_on_cpu``) need not see bundles.  A user's hooks see all that plain
+   PyTorch shows them, and what their unpack hook returns is used; of what they packed only aliases of
+   bundles are replaced by references, until they are unpacked.
+4. Where hooks are forbidden (``disable_saved_tensors_hooks``, and so ``torch.func.grad`` and its like), what
+   is saved keeps its bundle here as long as the graph lives.
+5. A tensor that was changed in place since it was saved raises what PyTorch raises.  (PyTorch does
    not look where hooks are in force.)
 """
 
@@ -14,18 +19,24 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from tierstore.training import guard
 from tierstore.training.binding import Binding, Bindings, natively
+from tierstore.training.layout import Place
 
 Hook = Callable[[Any], Any]
 
 _autograd: Any = torch._C._autograd  # noqa: SLF001
 push_hooks: Callable[[Hook, Hook], None] = _autograd._push_saved_tensors_default_hooks  # noqa: SLF001
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
+
+# Without it hooks would be pushed where PyTorch has forbidden them, and raise.
+_are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # noqa: SLF001
 
 
 def top_hooks() -> tuple[Hook, Hook] | None:
@@ -38,7 +49,8 @@ class Reference(NamedTuple):
     """An alias of a bundle's bytes, without the bytes."""
 
     binding: Binding
-    owner: torch.Tensor  # whose version counter tells of changes
+    places: Sequence[Place]  # of the bundle, as it was laid out then
+    owners: Sequence[torch.Tensor]  # whose version counters tell of changes: one of them, not known which
     version: int | None  # None: the alias had a counter of its own
     dtype: torch.dtype
     shape: torch.Size
@@ -60,6 +72,25 @@ class Delegated(NamedTuple):
 
     packed: object
     unpack: Hook
+
+
+class Displayed:
+    """What a user's hook made of a tensor, with references in the place of aliases of bundles."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: object, unpack: Hook) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+class _Away:
+    """A bundle's alias among what a user's hook has packed."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Reference | Kept) -> None:
+        self.packed = packed
 
 
 def keep(tensor: torch.Tensor) -> Kept:
@@ -87,29 +118,29 @@ class SavedTensors:
 
     Args:
         bindings: of the model.
+        before_unpacking: what is called first whenever backward comes for a tensor.
     """
 
-    def __init__(self, bindings: Bindings) -> None:
+    def __init__(self, bindings: Bindings, before_unpacking: Callable[[], None]) -> None:
         self._bindings = bindings
+        self._before_unpacking = before_unpacking
         self._pack: Hook = self.pack
         self._unpack: Hook = self.unpack
 
     # --- being in force -----------------------------------------------------------------------
 
     def push(self) -> bool:
-        """Come into force in this thread, unless nobody was since; return whether `pop` is due."""
+        """Come into force in this thread, unless nobody was since; return whether ``pop_hooks`` is due."""
+        if not _are_hooks_allowed():
+            return False
         top = top_hooks()
         if top is None:
             push_hooks(self._pack, self._unpack)
             return True
         if getattr(top[0], "saved", getattr(top[0], "__self__", None)) is self:
             return False
-        push_hooks(Chained(self, *top), self._unpack)
+        push_hooks((Shown if _is_a_users(top[0]) else Chained)(self, *top), self._unpack)
         return True
-
-    def pop(self) -> None:
-        """Be in force no more."""
-        pop_hooks()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -119,7 +150,7 @@ class SavedTensors:
             yield
         finally:
             if is_pushed:
-                self.pop()
+                pop_hooks()
 
     # --- packing ------------------------------------------------------------------------------
 
@@ -130,17 +161,46 @@ class SavedTensors:
             return reference
         return keep(tensor)
 
-    def refer(self, tensor: torch.Tensor) -> object | None:
-        """Return a reference to a bundle, or a copy, if ``tensor`` lies in leased bytes."""
+    def refer(self, tensor: torch.Tensor) -> Reference | Kept | None:
+        """Return a reference to a bundle, or a copy, if ``tensor`` lies in leased bytes or is guarded.
+
+        A guarded one is given by custom functions that save it while no window is open: it is never asked
+        itself, as its guard would bring its bytes, and answers for where it would lie in memory of its own.
+        """
         try:
-            binding = self._bindings.find(tensor)
+            with natively():
+                binding = self._bindings.find(tensor)
         except (NotImplementedError, RuntimeError):  # fake and functional tensors have no storage
             return None
         if binding is None:
-            return None
+            return self._refer_away(tensor)
         if not binding.is_saved_by_reference:
             return Kept(tensor.detach().clone(), 0)
-        return _refer(binding, tensor)
+        with natively():
+            return _refer(binding, tensor)
+
+    def _refer_away(self, tensor: torch.Tensor) -> Reference | Kept | None:
+        """Return a reference to a guarded tensor whose bytes are away, or a copy; ``None``: it is none."""
+        tenant = guard.tenant_of(tensor)
+        if tenant is None or not guard.is_poisoned(tenant):
+            return None
+        if not tenant.binding.is_saved_by_reference:
+            return Kept(tensor.detach().clone(), 0)
+        place = tenant.place
+        with natively():
+            version = tensor._version  # noqa: SLF001
+        return Reference(
+            tenant.binding,
+            tenant.binding.places,
+            [tensor],
+            version,
+            place.dtype,
+            place.shape,
+            place.stride,
+            place.offset,
+            place.is_conj,
+            place.is_neg,
+        )
 
     def unpack(self, packed: object) -> torch.Tensor:
         """Return the tensor that was packed.
@@ -148,17 +208,27 @@ class SavedTensors:
         Raises:
             RuntimeError: it was changed in place since; the text is PyTorch's.
         """
+        self._before_unpacking()
+        if isinstance(packed, Displayed):
+            brought = tree_map_only(_Away, self._bring_as_it_is, packed.packed)
+            return cast("torch.Tensor", packed.unpack(brought))
         if isinstance(packed, Reference):
             with natively():
-                now = packed.owner._version  # noqa: SLF001
-            refuse_if_changed(packed.dtype, packed.shape, now, packed.version)
+                now = [owner._version for owner in packed.owners]  # noqa: SLF001
+            if packed.version not in now:
+                refuse_if_changed(packed.dtype, packed.shape, max(now), packed.version)
             return self._bring(packed)
         assert isinstance(packed, Kept | Delegated)
         return restore(packed)
 
+    def _bring_as_it_is(self, away: _Away) -> torch.Tensor:
+        packed = away.packed
+        return self._bring(packed) if isinstance(packed, Reference) else packed.tensor
+
     def _bring(self, packed: Reference) -> torch.Tensor:
         flat = self._bindings.reach(packed.binding)
-        view = flat.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+        offset = packed.offset if packed.places is packed.binding.places else _offset_now(packed)
+        view = flat.view(packed.dtype).as_strided(packed.shape, packed.stride, offset)
         if packed.is_conj:
             view = torch._conj(view)  # noqa: SLF001 - sets the bit, as the saved tensor had it
         return torch._neg_view(view) if packed.is_neg else view  # noqa: SLF001
@@ -184,12 +254,40 @@ class Chained:
         return Delegated(self.pack_before(tensor), self._unpack_before)
 
 
+class Shown:
+    """Shows everything to a user's hooks; of what they pack, aliases of bundles become references.
+
+    Attributes:
+        pack_before: theirs.
+    """
+
+    def __init__(self, saved: SavedTensors, pack: Hook, unpack: Hook) -> None:
+        self.saved = saved
+        self.pack_before = pack
+        self._unpack_before = unpack
+
+    def __call__(self, tensor: torch.Tensor) -> object:
+        """Return what is kept instead of ``tensor``."""
+        packed = tree_map_only(torch.Tensor, self._refer, self.pack_before(tensor))
+        return Displayed(packed, self._unpack_before)
+
+    def _refer(self, tensor: torch.Tensor) -> object:
+        reference = self.saved.refer(tensor)
+        return tensor if reference is None else _Away(reference)
+
+
+def _is_a_users(hook: Hook) -> bool:
+    """Say whether a hook is neither PyTorch's own nor ours, so that somebody may tell what it is shown."""
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(module).partition(".")[0] not in ("torch", "tierstore")
+
+
 def refers() -> SavedTensors | None:
     """Return whoever turns aliases of bundles into references in this thread; ``None``: nobody does."""
     top = top_hooks()
     hook = None if top is None else top[0]
     while hook is not None:
-        owner = hook.saved if isinstance(hook, Chained) else getattr(hook, "__self__", None)
+        owner = hook.saved if isinstance(hook, Chained | Shown) else getattr(hook, "__self__", None)
         if isinstance(owner, SavedTensors):
             return owner
         hook = getattr(hook, "pack_before", None)
@@ -208,17 +306,36 @@ def packs_the_rest() -> Hook | None:
     return hook
 
 
+def _offset_now(packed: Reference) -> int:
+    """Return where a saved alias begins in a bundle that was laid out anew since.
+
+    Raises:
+        RuntimeError: the parameter itself looks different now.
+    """
+    number = next(n for n, tensor in enumerate(packed.binding.tensors) if tensor is packed.owners[0])
+    then, now = packed.places[number], packed.binding.places[number]
+    if then.looks != now.looks:
+        raise RuntimeError(
+            f"{now.name!r} was pointed at memory of another shape or type between forward and backward: "
+            "what backward needs is gone, as it is offloaded. Do this before the forward, or after backward."
+        )
+    return packed.offset + (now.begin_bytes - then.begin_bytes) // packed.dtype.itemsize
+
+
 def _refer(binding: Binding, tensor: torch.Tensor) -> Reference:
+    """Return a reference to an alias of leased bytes.  Called natively."""
     begin_bytes = tensor.storage_offset() * tensor.element_size()
-    places = binding.places
-    index = bisect.bisect_right(places, begin_bytes, key=lambda place: place.offset_bytes) - 1
-    owner = binding.tensors[index]
-    with natively():
-        version = owner._version  # noqa: SLF001
+    regions = binding.regions
+    region = regions[bisect.bisect_right(regions, begin_bytes, key=lambda each: each.begin_bytes) - 1]
+    version = tensor._version  # noqa: SLF001
+    owners = [binding.tensors[number] for number in region.members]
+    owners = [owner for owner in owners if owner._version == version] or owners  # noqa: SLF001
+    is_known = owners[0]._version == version  # noqa: SLF001
     return Reference(
         binding,
-        owner,
-        version if version == tensor._version else None,  # noqa: SLF001
+        binding.places,
+        owners,
+        version if is_known else None,
         tensor.dtype,
         tensor.shape,
         tensor.stride(),

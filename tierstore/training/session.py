@@ -6,42 +6,54 @@ all at the end.  It is the guard's `Warden`.
 
 from __future__ import annotations
 
-import time
+import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tierstore.errors import KeyNotFound
+from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.planning import Trained, choose_residents
 from tierstore.store import Store
-from tierstore.training import guard, hooks
+from tierstore.training import guard, hooks, known
+from tierstore.training.accumulation import Accumulation, PassEnd, is_in_backward
 from tierstore.training.activations import both
 from tierstore.training.activations.both import Activations
 from tierstore.training.activations.layers import Names
 from tierstore.training.activations.sections import Sections
 from tierstore.training.activations.swap import vaults
 from tierstore.training.activations.vault import Vault
+from tierstore.training.ahead import Expectations
 from tierstore.training.binding import Binding, Bindings, ordinary_mode
 from tierstore.training.budget import DeviceBudget, Phase
-from tierstore.training.bundles import Adopter
+from tierstore.training.bundles import Adopter, give_values
 from tierstore.training.checkpoint import Access
+from tierstore.training.clock import Clock
 from tierstore.training.durable import DurableState
+from tierstore.training.ending import Ending
 from tierstore.training.follow import Follower
 from tierstore.training.footprint import Meter
 from tierstore.training.former import Former
 from tierstore.training.grads import Gradients
 from tierstore.training.groups import ParameterGroup
-from tierstore.training.optimizer import OptimizerSteps
+from tierstore.training.in_backward import Stepping, StepsInBackward
+from tierstore.training.layout import fill
+from tierstore.training.needs import needs_of
+from tierstore.training.optimizer import StepsByBundle
+from tierstore.training.optimizer_state import OptimizerState, Taken
+from tierstore.training.pinning import pin
 from tierstore.training.saved import SavedTensors
 from tierstore.training.statedicts import StateDicts
 from tierstore.training.tiers import HOST, Placements
+from tierstore.training.turns import Steps, runs_of_step
 from tierstore.training.weights import Weights
+from tierstore.training.whole_step import WholeSteps
 
 
 class Session:
@@ -54,6 +66,7 @@ class Session:
         placements: where each kind of bytes goes.
         follower: learns and follows the plan.
         meter: of what the program has on the device; ``None``: there is no device.
+        ignored: parameters that stay ordinary tensors, with their names.
     """
 
     def __init__(
@@ -64,26 +77,40 @@ class Session:
         placements: Placements,
         follower: Follower,
         meter: Meter | None,
+        ignored: Mapping[torch.Tensor, str] = MappingProxyType({}),
+        stepping: Stepping = Stepping.WHEN_ASKED,
     ) -> None:
+        self.stepping = stepping
         self.model = model
         self.optimizers = tuple(optimizers)
         self.store = store
         self.follower = follower
         self.placements = placements
+        self.ignored = ignored
         self._meter = meter
         self.budget: DeviceBudget | None = None
-        self.bindings = Bindings(store, self._note, ordinary_mode if meter is None else self._apart)
-        self.saved = SavedTensors(self.bindings)
-        self.windows = hooks.ModuleWindows(self.bindings, self.saved)
+        apart = ordinary_mode if meter is None else self._apart
+        self.bindings = Bindings(store, self._note, apart, self._explain)
         self.gradients = Gradients(store, self.bindings, self, placements.gradients)
+        self._in_backward: StepsInBackward | None = None
+        if stepping is Stepping.IN_BACKWARD:
+            self._in_backward = StepsInBackward(self.gradients, self._stepped)
+        keeper = self._in_backward or self.gradients
+        self.accumulation = Accumulation(keeper, self._begin_accumulation, self._landed, self._end_pass)
+        self.saved = SavedTensors(self.bindings, self.accumulation.settle)
+        self.windows = hooks.ModuleWindows(self.bindings, self.saved)
         self.gradients.note_put = lambda binding: follower.note_gradient(binding.key)
         follower.choose_residents = self._choose_residents
-        self.gradients.note_change = self._forget_steps_ahead
+        self._expectations = Expectations()
+        self.gradients.note_change = self._expectations.forget
         self.adopter = Adopter(store, self.bindings, self)
         self.state_dicts = StateDicts(self.adopter)
         self.clock = Clock()
         self.bundles: list[Binding] = []
-        self.steps: list[OptimizerSteps] = []
+        self.order: dict[Binding, int] = {}
+        self.steps: list[Steps] = []
+        self._under_way: list[Steps] = []  # outermost first
+        self._stepped_in_backward: dict[Steps, None] = {}  # since the model ran last
         self.durable: DurableState | None = None
         self.activations = Activations()
         vaults[store] = weakref.WeakMethod(self._new_vault)
@@ -91,6 +118,7 @@ class Session:
         self._step_hooks: list[tuple[OrderedDict[int, Any], int]] = []
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
         self._watched: set[torch.Tensor] = set()
+        self._vaults: weakref.WeakSet[Vault] = weakref.WeakSet()
 
     # --- the beginning ------------------------------------------------------------------------
 
@@ -103,14 +131,21 @@ class Session:
                 ``None``: they are there.
         """
         for group in groups:
-            self.bundles.append(self._adopt_group(group, source))
+            bundle = self._adopt_group(group, source)
+            self.order[bundle] = len(self.bundles)
+            self.bundles.append(bundle)
+            if group.is_pinned:
+                pin(self.bindings, bundle)
             for name, parameter in zip(group.names, group.parameters, strict=True):
                 self.gradients.add(name, parameter)
+        if source is not None:
+            for ignored, name in self.ignored.items():
+                give_values(ignored, source.read(name), self.store.device)
         self._add_steps()
         for steps in self.steps:
             if isinstance(source, Former):
-                source.give_optimizer(steps, self.adopter.origins())
-            steps.adopt_existing()
+                source.give_optimizer(steps.state, self.adopter.origins(), self.ignored)
+            steps.state.take_in_all()
         self.adopter.end_adoption()
 
     def _adopt_group(self, group: ParameterGroup, source: Weights | Former | None) -> Binding:
@@ -124,18 +159,14 @@ class Session:
     def make_durable(self, checkpoints: int) -> None:
         """Let checkpoints be made, after so many in earlier runs."""
         self.durable = DurableState(
-            self.model, self.store, self.bindings, self.windows, self.bundles, self.steps, checkpoints
+            self.model, self.store, self.bindings, self.windows, self.bundles, self.steps, self.ignored
         )
+        self.durable.checkpoints = checkpoints
 
     def apply_to_activations(self, sections: Sections, layers: Names) -> None:
-        """Swap and recompute what a document says, in this store and its quotas; else end the session."""
-        try:
-            self.activations = both.apply(self.model, sections, layers, self._new_vault)
-            self.windows.discard_inner = self._discard_swap
-        except BaseException:
-            self.remove_hooks()
-            self.restore()
-            raise
+        """Swap and recompute what a document says, in this store and its quotas."""
+        self.activations = both.apply(self.model, sections, layers, self._new_vault)
+        self.windows.discard_inner = self._discard_swap
 
     def _discard_swap(self, is_beginning: bool) -> None:
         if self.activations.swap is not None:
@@ -155,7 +186,10 @@ class Session:
             make_room=make_room,
             note_adopted=_unheard if self._meter is None else self._meter.hand_over,
             note_lent=_unheard if self._meter is None else self._meter.leave_out,
+            before_unpacking=self.accumulation.settle,
         )
+
+        self._vaults.add(vault)
 
         def ask_all(needed_bytes: int) -> bool:
             vault.sweep()
@@ -173,59 +207,62 @@ class Session:
 
     def _add_steps(self) -> None:
         for index, optimizer in enumerate(self.optimizers):
-            steps = OptimizerSteps(
-                optimizer,
-                index,
-                self.bundles,
-                self.bindings,
-                self.gradients,
-                self.adopter,
-                self.placements.state,
-                self._advise,
-            )
-            steps.ahead.tier = self.placements.optimizer_tier
-            steps.ahead.is_affordable = self._can_afford_a_step
-            steps.ahead.is_resident = lambda binding: binding.key in self.follower.residents
-            self.steps.append(steps)
+            is_known = known.is_per_parameter(optimizer)
+            taken = Taken.ALL if is_known else Taken.UNSHARED
+            state = OptimizerState(optimizer, index, self.order, self.adopter, self.placements.state, taken)
+            if is_known:
+                steps = StepsByBundle(optimizer, state, self, self._expectations)
+                self.steps.append(steps)
+                if self._in_backward is not None:
+                    self._in_backward.add(steps)
+            else:
+                self.steps.append(WholeSteps(optimizer, state, self))
+
+    def hold(self, handle: RemovableHandle) -> None:
+        """Let a hook be removed with the others."""
+        self._handles.append(handle)
 
     def watch(self, groups: Sequence[ParameterGroup]) -> None:
         """Register every hook."""
-        needs = _needs(self.model, dict(zip(self.bundles, groups, strict=True)))
+        needs = needs_of(self.model, dict(zip(self.bundles, groups, strict=True)))
         for module in self.model.modules():
             own = hooks.ModuleHooks(self.windows, module, *needs.get(module, ((), ())))
             if module is self.model:
                 own = hooks.RootHooks(own, self._begin_forward, self._end_forward)
             elif not own.in_evaluation:
                 continue
-            self._handles += own.register()
-        self._handles += self.state_dicts.watch_model(self.model)
+            self._keep(own.register())
+        self._keep(self.state_dicts.watch_model(self.model))
         for gradient in self.gradients:
             self.watch_gradient(gradient.parameter)
         for steps in self.steps:
             self._watch_optimizer(steps)
 
     def watch_gradient(self, parameter: torch.Tensor) -> None:
-        """Take gradients of a trained parameter as soon as they are accumulated."""
+        """Lend gradients of a trained parameter to autograd, and take them again."""
         if parameter.requires_grad and parameter not in self._watched:
             self._watched.add(parameter)
-            hook = hooks.TensorHook(self._accumulated)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            hook = hooks.GradientHook(parameter, self.accumulation.lend)
+            self._handles.append(parameter.register_hook(hook))
 
-    def _watch_optimizer(self, steps: OptimizerSteps) -> None:
+    def _watch_optimizer(self, steps: Steps) -> None:
         optimizer = steps.optimizer
 
         def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-            self.windows.discard_interrupted()
-            self.clock.end_backward()
+            self.bindings.leasing.require("an optimizer steps")
+            if runs_of_step(optimizer) > 1:  # a subclass calls the step of its base class
+                return None
+            if not is_in_backward():  # whose thread may be another than that of a step around it
+                self._end_interrupted_steps()
+                self.windows.discard_interrupted()
+            self.accumulation.settle()
+            self.bindings.forget_addresses()
             self.bindings.sweep()
-            steps.on_begin = None if self.budget is None else self.budget.begin_optimizer
             return steps.before(args, kwargs)
 
         def after(*_: object) -> None:
-            if steps.after():
-                self.follower.note_step(steps.index)
-                if self.budget is not None:
-                    self.budget.end_step()
+            if runs_of_step(optimizer) <= 1 and steps.after():
+                self._end_step(steps)
 
         self._handles.append(optimizer.register_step_pre_hook(before))  # type: ignore[arg-type]
         pre_hooks: Any = optimizer._optimizer_step_pre_hooks  # noqa: SLF001
@@ -234,7 +271,53 @@ class Session:
         # Gradients are shown again before users' own hooks look at them.
         post_hooks: Any = optimizer._optimizer_step_post_hooks  # noqa: SLF001
         post_hooks.move_to_end(self._handles[-1].id, last=False)
-        self._handles += self.state_dicts.watch_optimizer(steps)
+        self._keep(self.state_dicts.watch_optimizer(steps.state))
+
+    def _keep(self, handles: Iterator[RemovableHandle]) -> None:
+        """Keep each handle as soon as its hook is there: the next one may fail."""
+        for handle in handles:
+            self._handles.append(handle)
+
+    # --- what steps ask (turns.Trainer) ---------------------------------------------------------
+
+    @property
+    def optimizer_tier(self) -> str:
+        """Where optimizers compute."""
+        return self.placements.optimizer_tier
+
+    def begin_step(self, steps: Steps) -> None:
+        """An optimizer begins to step, by itself or in the midst of another one's step."""
+        self._under_way.append(steps)
+        self.go_on_with_step()
+
+    def go_on_with_step(self) -> None:
+        """An optimizer goes on after the model has run in the midst of its step.
+
+        In a hook, backward goes on around it: there are activations, and no other phase begins.
+        """
+        if is_in_backward():
+            return
+        self.clock.end_backward()
+        if self.budget is not None:
+            self.budget.begin_optimizer()
+
+    def _end_step(self, steps: Steps) -> None:
+        del self._under_way[self._under_way.index(steps) :]
+        self.follower.note_step(steps.state.index)
+        if is_in_backward():
+            self._stepped_in_backward[steps] = None
+        elif self.budget is not None and not self._under_way:
+            self.budget.end_step()
+
+    def _end_interrupted_steps(self) -> None:
+        """Let go of steps that an exception has ended: PyTorch calls no hooks then."""
+        while self._under_way and not runs_of_step(self._under_way[-1].optimizer):
+            self._under_way.pop().abandon()
+
+    def allows_step_ahead(self, bundle: Binding) -> bool:
+        """Whether a bundle may be stepped during backward: there is room, and nothing is pushed out."""
+        is_resident = bundle.key in self.follower.residents  # two versions of it would push others out
+        return not is_resident and (self.budget is None or self.budget.allows_steps_in_backward)
 
     # --- while it runs ------------------------------------------------------------------------
 
@@ -273,14 +356,20 @@ class Session:
             return frozenset()
         bundles = {binding.key: binding for binding in self.bundles}
         order = [bundles[key] for key in dict.fromkeys(accesses) if key in bundles]
-        trained = [self._trained(bundle, frozenset(gradients)) for bundle in order]
+        states: dict[Binding, list[Binding]] = {}
+        for steps in self.steps:
+            for bundle, state in steps.state.bindings.items():
+                states.setdefault(bundle, []).append(state)
+        made = frozenset(gradients)
+        trained = [self._trained([bundle, *states.get(bundle, ())], made) for bundle in order]
         return choose_residents(
-            [each for each in trained if each.gradients], self.store.stats().tiers[fastest].capacity_bytes
+            [each for each in trained if each.gradients or self._in_backward is not None],
+            self.store.stats().tiers[fastest].capacity_bytes,
         )
 
-    def _trained(self, bundle: Binding, gradients: frozenset[str]) -> Trained:
-        """Return what is trained together with a bundle."""
-        parts = [bundle, *(state for steps in self.steps if (state := steps.states.get(bundle)) is not None)]
+    def _trained(self, parts: Sequence[Binding], gradients: frozenset[str]) -> Trained:
+        """Return what is trained together: a bundle, with state of it."""
+        bundle = parts[0]
         found = {
             gradient.usual_key: place.nbytes
             for parameter, place in zip(bundle.tensors, bundle.places, strict=True)
@@ -293,7 +382,7 @@ class Session:
             gradient_bytes=sum(found.values()),
         )
 
-    def _advise(self, keys: Sequence[str]) -> None:
+    def advise(self, keys: Sequence[str]) -> None:
         """Prefetch what the next turn needs, while no plan does it."""
         if not self.follower.is_needed or self.follower.has_plan:
             return
@@ -304,16 +393,26 @@ class Session:
         with self.bindings.apart(), suppress(KeyNotFound):
             self.store.prefetch(key)
 
+    def sweep_activations(self) -> None:
+        """Drop swapped activations that nobody waits for."""
+        for vault in list(self._vaults):
+            vault.sweep()
+
     def _begin_forward(self, inputs: Sequence[object]) -> None:
+        self.bindings.leasing.require("the model is called")
+        self.accumulation.settle()
+        self.bindings.forget_addresses()
         self.bindings.sweep()
+        if self.budget is not None and (not self.optimizers or self._stepped_in_backward):
+            self.budget.end_step()
+        self._stepped_in_backward.clear()
         if self.budget is not None:
-            if not self.optimizers:
-                self.budget.end_step()
             self.budget.begin_forward(inputs, Phase.MODEL if torch.is_grad_enabled() else Phase.EVALUATION)
         self.state_dicts.reset()
         self.clock.begin_forward()
-        for steps in self.steps:
-            steps.after()  # of a step that an exception has ended
+        self._end_interrupted_steps()
+        for steps in self._under_way:
+            steps.begin_model()
         for step_hooks, own in self._step_hooks:
             if next(reversed(step_hooks)) != own:
                 step_hooks.move_to_end(own)  # users' own hooks may change gradients, or refuse
@@ -323,27 +422,38 @@ class Session:
             self.follower.begin_inference()
 
     def _end_forward(self) -> None:
+        self.bindings.forget_addresses()
         self.clock.end_forward()
         if self.budget is not None:
             self.budget.end_evaluation()
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
+    def _stepped(self, steps: StepsByBundle, seconds: float) -> None:
+        """A bundle was stepped in backward."""
+        self.clock.leave_out(seconds)
+        self._stepped_in_backward[steps] = None
+
+    def _end_pass(self, how: PassEnd) -> None:
+        if self._in_backward is None:
+            return
+        self._in_backward.end_pass()
+        for steps in self._stepped_in_backward:
+            self.follower.note_step(steps.state.index)
+            if how is PassEnd.COMPLETE and isinstance(steps, StepsByBundle):
+                steps.end_pass()
+
+    def _begin_accumulation(self) -> None:
+        self.bindings.leasing.require("a backward pass accumulates a gradient")
         self.clock.note_backward()
         self.bindings.sweep()
-        self.gradients.stash(parameter)
         self._settle_budget()
         self._look()
-        for steps in self.steps:
-            before_s = steps.ahead.seconds
-            steps.ahead.offer(parameter)
-            self.clock.leave_out(steps.ahead.seconds - before_s)
 
-    def _can_afford_a_step(self) -> bool:
-        return self.budget is None or self.budget.allows_steps_in_backward
-
-    def _forget_steps_ahead(self, parameter: torch.Tensor) -> None:
-        for steps in self.steps:
-            steps.ahead.forget(parameter)
+    def _landed(self, parameter: torch.Tensor) -> None:
+        """A gradient waits for the optimizer: its bundle's step may be made."""
+        self.clock.note_backward()
+        self._settle_budget()
+        self._look()
+        self.clock.leave_out(self._expectations.offer(parameter))
 
     # --- what the guard asks (guard.Warden) ---------------------------------------------------
 
@@ -363,6 +473,21 @@ class Session:
         """Return an independent copy while a ``state_dict`` is being made, else ``None``."""
         return self.state_dicts.copy(tensor)
 
+    def begin_use(self, bindings: Sequence[Binding]) -> None:
+        """Tensors of ``bindings`` are about to be used."""
+        if self._under_way:
+            self._under_way[-1].begin_use(bindings)
+        if self._in_backward is not None and self._in_backward.has_pending and not is_in_backward():
+            self.accumulation.settle()  # of a pass that was interrupted
+
+    def note_write(self) -> None:
+        """Tensors may have been written in a way that version counters do not tell."""
+        for steps in self._under_way:
+            steps.note_write()
+
+    def _explain(self, error: CapacityError) -> CapacityError:
+        return self._under_way[-1].explain(error) if self._under_way else error
+
     def requires_grad_changed(self, tensor: torch.Tensor) -> None:
         """Take in that ``requires_grad`` was set."""
         if guard.tenant_of(tensor) is not None and tensor.is_leaf:
@@ -376,107 +501,67 @@ class Session:
             handle.remove()
         self._handles.clear()
 
-    def restore(self) -> None:
-        """Make everything ordinary tensors again."""
-        self.windows.discard_interrupted()  # the inner hooks first
-        self.activations.close()
+    def end(self, ending: Ending) -> None:
+        """Make everything ordinary tensors again, and leave nothing on the model and the optimizers.
+
+        Args:
+            ending: that this is a part of.
+        """
+        ending.attempt(self.windows.discard_interrupted)  # the inner hooks first
+        ending.attempt(self.activations.close)
         if self.budget is not None:
-            self.budget.close()
+            ending.attempt(self.budget.close)
         if self._meter is not None:
-            self._meter.close()
-        self.gradients.restore()
+            ending.attempt(self._meter.close)
         for steps in self.steps:
-            for binding in steps.states.values():
-                self.adopter.restore(binding)
-            steps.states.clear()
-        for binding in self.bundles:
-            self.adopter.restore(binding)
-        self.bundles.clear()
+            ending.attempt(steps.abandon)
+            steps.state.bindings.clear()
+        self.adopter.restore_all(self.bundles, ending)
+        self.gradients.restore(ending)
         for buffer, device in self._moved:
-            buffer.data = buffer.data.to(device)
+            ending.attempt(functools.partial(_bring_back, buffer, device))
+        self.bundles.clear()
         self._moved.clear()
+        ending.attempt(self.remove_hooks)
+
+    def undo(self) -> None:
+        """End the session because it could not be opened.
+
+        Raises:
+            TierStoreError: something cannot be brought back.
+        """
+        ending = Ending()
+        self.end(ending)
+        ending.conclude()
 
     # --- checkpoints --------------------------------------------------------------------------
 
     def access(self) -> Access:
         """Return how a checkpoint gets at the bytes."""
-        return Access([b.tensors for b in self.bundles], self._read, self._write, self._settle)
+        parts = [*(b.tensors for b in self.bundles), *([each] for each in self.ignored)]
+        return Access(parts, self._read, self._write, self._settle)
 
     def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [self.state_dicts.read(tensor) for tensor in tensors]
 
     def _write(self, part: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         tenant = guard.tenant_of(part[0])
-        assert tenant is not None
-        with self.bindings.window([tenant.binding]), torch.no_grad():
-            tenant.binding.is_dirty = True
+        bindings = [] if tenant is None else [tenant.binding]
+        with self.bindings.window(bindings), torch.no_grad():
+            for binding in bindings:
+                binding.is_dirty = True
             for parameter, value in zip(part, values, strict=True):
-                parameter.copy_(value)
+                fill(parameter, value)
 
     def _settle(self, index: int, part: Sequence[torch.Tensor]) -> None:
         tenant = guard.tenant_of(part[0])
-        assert tenant is not None
-        self.steps[index].take_in_state(tenant.binding)
+        if tenant is not None:
+            self.steps[index].state.take_in(tenant.binding, Taken.ALL)
+
+
+def _bring_back(buffer: torch.Tensor, device: torch.device) -> None:
+    buffer.data = buffer.data.to(device)
 
 
 def _unheard(*_: object) -> None:
     """Nobody counts what the program has."""
-
-
-Needs = dict[nn.Module, tuple[list[Binding], list[Binding]]]
-
-
-def _needs(model: nn.Module, groups: dict[Binding, ParameterGroup]) -> Needs:
-    """Return the bundles that each module's forward needs: always, and beside them in evaluation."""
-    direct: dict[nn.Module, list[Binding]] = {}
-    for binding, group in groups.items():
-        for module in group.modules:
-            direct.setdefault(module, []).append(binding)
-    needs: Needs = {}
-    for module in model.modules():
-        always = _union(direct, [module, *hooks.modules_read_always(module)])
-        evaluating = [b for b in _union(direct, hooks.modules_read_whole(module)) if b not in always]
-        needs[module] = (always, evaluating)
-    return needs
-
-
-def _union(direct: dict[nn.Module, list[Binding]], modules: Sequence[nn.Module]) -> list[Binding]:
-    return list(dict.fromkeys(binding for module in modules for binding in direct.get(module, ())))
-
-
-class Clock:
-    """Where a step's time goes.  Backward is from its first sign to its last before the next phase."""
-
-    def __init__(self) -> None:
-        self.forward_s = 0.0
-        self.backward_s = 0.0
-        self._forward_began: float | None = None
-        self._forward_ended: float | None = None
-        self._backward_seen: float | None = None
-
-    def begin_forward(self) -> None:
-        """The model begins to run."""
-        self.end_backward()
-        self._forward_began = time.perf_counter()
-
-    def end_forward(self) -> None:
-        """The model has run."""
-        now = time.perf_counter()
-        if self._forward_began is not None:
-            self.forward_s += now - self._forward_began
-        self._forward_began = None
-        self._forward_ended = now
-
-    def note_backward(self) -> None:
-        """A gradient was accumulated."""
-        self._backward_seen = time.perf_counter()
-
-    def leave_out(self, seconds: float) -> None:
-        """So long of the backward pass was something else."""
-        self.backward_s -= seconds
-
-    def end_backward(self) -> None:
-        """Whatever comes now is no backward pass."""
-        if self._backward_seen is not None and self._forward_ended is not None:
-            self.backward_s += self._backward_seen - self._forward_ended
-        self._backward_seen = self._forward_ended = None

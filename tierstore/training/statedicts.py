@@ -8,17 +8,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.jit._script import RecursiveScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training import guard
 from tierstore.training.bundles import Adopter
+from tierstore.training.footprint import tensors_in
 from tierstore.training.hooks import Hook
-from tierstore.training.optimizer import OptimizerSteps
+from tierstore.training.optimizer_state import OptimizerState, Taken
 
 StateDict = dict[str, Any]
 
@@ -38,13 +42,13 @@ class StateDicts:
 
     # --- the model ----------------------------------------------------------------------------
 
-    def watch_model(self, model: nn.Module) -> list[RemovableHandle]:
-        """Hook into the ``state_dict`` of every module."""
-        handles: list[RemovableHandle] = []
+    def watch_model(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        """Hook into the ``state_dict`` of every module; yield each hook's handle when it is there."""
         for module in model.modules():
-            handles.append(module.register_state_dict_pre_hook(_Call(self._begin)))
-            handles.append(module.register_state_dict_post_hook(_Call(self._end)))
-        return handles
+            if isinstance(module, RecursiveScriptModule):  # it takes none, and nothing of it is offloaded
+                continue
+            yield module.register_state_dict_pre_hook(_Call(self._begin))
+            yield module.register_state_dict_post_hook(_Call(self._end))
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of a guarded tensor while a model's state dict is being made, else ``None``."""
@@ -80,22 +84,20 @@ class StateDicts:
 
     # --- optimizers ---------------------------------------------------------------------------
 
-    def watch_optimizer(self, steps: OptimizerSteps) -> list[RemovableHandle]:
-        """Hook into ``state_dict`` and ``load_state_dict`` of an optimizer."""
-        optimizer = steps.optimizer
+    def watch_optimizer(self, kept: OptimizerState) -> Iterator[RemovableHandle]:
+        """Hook into ``state_dict`` and ``load_state_dict`` of an optimizer; yield as `watch_model` does."""
+        optimizer = kept.optimizer
 
         def take(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
             self._pending[optimizer] = state_dict
             return {**state_dict, "state": {}}
 
         def put(optimizer: torch.optim.Optimizer) -> None:
-            self._load(steps, self._pending.pop(optimizer, {}))
+            self._load(kept, self._pending.pop(optimizer, {}))
 
-        return [
-            optimizer.register_state_dict_post_hook(lambda _, state_dict: self._copy_state(state_dict)),
-            optimizer.register_load_state_dict_pre_hook(take),
-            optimizer.register_load_state_dict_post_hook(put),
-        ]
+        yield optimizer.register_state_dict_post_hook(lambda _, state_dict: self._copy_state(state_dict))
+        yield optimizer.register_load_state_dict_pre_hook(take)
+        yield optimizer.register_load_state_dict_post_hook(put)
 
     def _copy_state(self, state_dict: StateDict) -> StateDict:
         """Return the state dict with copies in the place of guarded tensors."""
@@ -113,20 +115,21 @@ class StateDicts:
     def _plain(self, value: object) -> object:
         return self._copy(value) if isinstance(value, torch.Tensor) else value
 
-    def _load(self, steps: OptimizerSteps, loaded: StateDict) -> None:
+    def _load(self, kept: OptimizerState, loaded: StateDict) -> None:
         """Take the tensors of a loaded state dict, bundle by bundle."""
-        optimizer = steps.optimizer
-        steps.forget_states()
+        optimizer = kept.optimizer
+        kept.forget()
         numbers = [number for group in loaded.get("param_groups", ()) for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         number_of = dict(zip(parameters, numbers, strict=True))
         state = dict(loaded.get("state", {}))
-        for bundle in steps.bundles:
+        cast = _Cast(loaded, kept.taken)
+        for bundle in kept.bundles():
             for parameter in bundle.tensors:
-                self._load_one(optimizer, parameter, number_of.pop(parameter, None), state, loaded)
-            steps.take_in_state(bundle)
+                self._load_one(optimizer, parameter, number_of.pop(parameter, None), state, cast)
+            kept.take_in(bundle)
         for parameter, number in number_of.items():
-            self._load_one(optimizer, parameter, number, state, loaded)
+            self._load_one(optimizer, parameter, number, state, cast)
         optimizer.state.update(state)  # what belongs to no parameter
 
     def _load_one(
@@ -135,26 +138,50 @@ class StateDicts:
         parameter: torch.Tensor,
         number: object,
         state: dict[Any, Any],
-        loaded: StateDict,
+        cast: _Cast,
     ) -> None:
         entries = state.pop(number, None)
-        if entries is None:
-            return
-        optimizer.state[parameter] = {
-            name: _cast(parameter, number, loaded["param_groups"], name, value)
-            for name, value in entries.items()
-        }
+        if isinstance(entries, dict):
+            optimizer.state[parameter] = {
+                name: cast(parameter, number, name, value) for name, value in entries.items()
+            }
+        elif entries is not None:
+            optimizer.state[parameter] = entries
 
 
-def _cast(parameter: torch.Tensor, number: object, groups: object, name: str, value: object) -> object:
-    """Return a loaded value as PyTorch would keep it; the caller's own tensor object is never kept."""
-    if isinstance(value, torch.Tensor) and value.dim() > 0 and guard.tenant_of(parameter) is not None:
+class _Cast:
+    """Returns loaded values as PyTorch would keep them, never the caller's own tensor objects.
+
+    Args:
+        loaded: the state dict.
+        taken: which tensors go into the store; where it is those that share no memory, others share it still.
+    """
+
+    def __init__(self, loaded: StateDict, taken: Taken) -> None:
+        self._groups = loaded.get("param_groups", ())
+        self._memo: dict[int, object] = {}
+        self._shared: set[int] = set()
+        if taken is Taken.UNSHARED:
+            tensors = {id(tensor): tensor for tensor in tensors_in([loaded.get("state", {})])}.values()
+            plain = [tensor for tensor in tensors if tensor.layout is torch.strided]
+            counts = Counter(tensor.untyped_storage()._cdata for tensor in plain)  # noqa: SLF001
+            self._shared = {id(t) for t in plain if counts[t.untyped_storage()._cdata] > 1}  # noqa: SLF001
+        self._is_copied = taken is Taken.UNSHARED
+
+    def __call__(self, parameter: torch.Tensor, number: object, name: str, value: object) -> object:
+        """Return one entry of a parameter's state."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.dim() == 0 or guard.tenant_of(parameter) is None or id(value) in self._shared:
+            policy = torch.optim.Optimizer._process_value_according_to_param_policy  # noqa: SLF001 - the same policy
+            own = copy.deepcopy(value, self._memo) if id(value) in self._shared else value
+            return policy(parameter, own, number, self._groups, name)  # type: ignore[arg-type]
         cast = value.detach()
-        return cast.to(dtype=parameter.dtype) if parameter.is_floating_point() and name != "step" else cast
-    if isinstance(value, torch.Tensor):
-        policy = torch.optim.Optimizer._process_value_according_to_param_policy  # noqa: SLF001 - the same policy
-        return policy(parameter, value, number, groups, name)  # type: ignore[arg-type]
-    return value
+        if parameter.is_floating_point() and name != "step":
+            cast = cast.to(dtype=parameter.dtype)
+        if not self._is_copied:
+            return cast
+        return cast.to(device=parameter.device, copy=True)
 
 
 class _Call(Hook):

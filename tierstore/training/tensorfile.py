@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -145,12 +145,53 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array) if flat.numel() else memoryview(b"")
 
 
+class TensorSource(Protocol):
+    """One file or several that tensors are read from by name, one at a time.  A context manager.
+
+    Attributes:
+        path: what messages name.
+        names: of all its tensors.
+        faults: what is wrong with it as a whole, each in a few words.
+    """
+
+    @property
+    def path(self) -> Path: ...  # noqa: D102 - above
+
+    @property
+    def names(self) -> Sequence[str]: ...  # noqa: D102
+
+    @property
+    def faults(self) -> Sequence[str]: ...  # noqa: D102
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's sizes without reading it."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return a tensor's element type without reading it; ``None``: one that PyTorch has not."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor."""
+        ...
+
+    def __enter__(self) -> Self:
+        """Open it."""
+        ...
+
+    def __exit__(self, *exception: object) -> None:
+        """Close it."""
+        ...
+
+
 class TensorFile:
     """A safetensors file that tensors are read from one at a time.  A context manager.
 
     Raises:
         UsageError: it cannot be read.
     """
+
+    faults: Sequence[str] = ()
 
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
@@ -164,7 +205,7 @@ class TensorFile:
         self.names = tuple(self._file.keys())
         self.metadata: Mapping[str, str] = self._file.metadata() or {}
 
-    def __enter__(self) -> TensorFile:
+    def __enter__(self) -> Self:
         """Open it."""
         self._file.__enter__()
         return self
@@ -177,6 +218,10 @@ class TensorFile:
         """Return a tensor's sizes without reading it."""
         return tuple(self._file.get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return a tensor's element type without reading it; ``None``: one that PyTorch has not."""
+        return _DTYPE_OF.get(self._file.get_slice(name).get_dtype())
+
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor."""
         tensor: torch.Tensor = self._file.get_tensor(name)
@@ -184,40 +229,59 @@ class TensorFile:
 
 
 def check_names(
-    file: TensorFile, wanted: Mapping[str, torch.Tensor], aliases: Mapping[str, Sequence[str]]
+    source: TensorSource, wanted: Mapping[str, torch.Tensor], aliases: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """Return under which name each wanted tensor is in a file.
+    """Return under which name each wanted tensor is in a source.
 
     Args:
-        file: that is to be read.
+        source: that is to be read.
         wanted: the tensors that are to get values, by name.
-        aliases: other names of a tensor, any of which will do.
+        aliases: other names of a tensor, any of which will do; several have to hold the same bytes.
 
     Raises:
-        UsageError: names are missing, not expected, or of another shape; all are listed.
+        UsageError: names are missing, not expected, or of another shape or kind; all are listed.
     """
-    there = set(file.names)
-    found: dict[str, str] = {}
-    missing: list[str] = []
+    there = set(source.names)
+    known: set[str] = set()
+    found: dict[str, list[str]] = {}
+    faults = list(source.faults)
     for name in wanted:
-        names = [each for each in (name, *aliases.get(name, ())) if each in there]
-        if names:
-            found[name] = names[0]
+        names = (name, *aliases.get(name, ()))
+        known.update(names)
+        held = [each for each in names if each in there]
+        if held:
+            found[name] = held
         else:
-            missing.append(name)
-    known = {each for name in wanted for each in (name, *aliases.get(name, ()))}
-    faults = [f"missing: {name}" for name in missing]
-    faults += [f"not in the model: {name}" for name in file.names if name not in known]
-    faults += _shape_faults(file, wanted, found)
+            faults.append(f"missing: {name}")
+    faults += [f"not in the model: {name}" for name in source.names if name not in known]
+    for name, held in found.items():
+        mismatches = [fault for each in held for fault in _mismatches(source, each, wanted[name])]
+        faults += mismatches or _differences(source, held)
     if faults:
-        raise UsageError(f"{str(file.path)!r} does not fit the model: " + "; ".join(faults))
-    return found
+        raise UsageError(f"{str(source.path)!r} does not fit the model: " + "; ".join(faults))
+    return {name: held[0] for name, held in found.items()}
 
 
-def _shape_faults(
-    file: TensorFile, wanted: Mapping[str, torch.Tensor], found: Mapping[str, str]
-) -> Iterator[str]:
-    for name, other in found.items():
-        shape, expected = file.shape(other), tuple(wanted[name].shape)
-        if shape != expected:
-            yield f"{other} is {list(shape)}, the model's is {list(expected)}"
+def _mismatches(source: TensorSource, name: str, wanted: torch.Tensor) -> Iterator[str]:
+    shape, expected = source.shape(name), tuple(wanted.shape)
+    if shape != expected:
+        yield f"{name} is {list(shape)}, the model's is {list(expected)}"
+    dtype = source.dtype(name)
+    if dtype is None:
+        yield f"{name} has an element type that PyTorch has not"
+    elif not torch.can_cast(dtype, wanted.dtype):
+        yield f"{name} is {dtype}, which cannot become the model's {wanted.dtype}"
+
+
+def _differences(source: TensorSource, names: Sequence[str]) -> Iterator[str]:
+    """Yield other names of one tensor that a source has other values under."""
+    first = source.read(names[0]) if len(names) > 1 else None
+    for name in names[1:]:
+        other = source.read(name)
+        assert first is not None
+        if first.dtype != other.dtype or not torch.equal(_as_bytes(first), _as_bytes(other)):
+            yield f"{names[0]} and {name} are one tensor in the model, and their values differ"
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """The pinned block pool: host memory in large blocks that devices and disks use directly.
 
-Memory comes in blocks of ``host_mem_block_size``, page-locked once each where a CUDA device is there;
-slots of exact size are cut out of them.
+Memory comes in blocks of ``host_mem_block_size``, page-locked once each where an accelerator is there that
+a registrar speaks to (`tierstore_backends.pinned.registrars`); slots of exact size are cut out of them.
 
 1. The memory in use never exceeds the capacity, nor do the bytes of the blocks, but for rule 5.
    After a ``resize`` below what the blocks hold, the slots fit in the new capacity, blocks are given
@@ -25,7 +25,7 @@ slots of exact size are cut out of them.
 
 Options:
     host_mem_block_size: the size of a block (default "1GB"); a larger slot gets a larger block.
-    enable_pinned_mem: whether to page-lock blocks (default True; done only where CUDA is).
+    enable_pinned_mem: whether to page-lock blocks (default True; done only where a registrar is).
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, KIB, MIB, align_up, format_bytes
 from tierstore_backends import host
 from tierstore_backends.options import Options
-from tierstore_backends.pinned.blocks import PAGE_BYTES, Block, CudaRegistrar, Registrar
+from tierstore_backends.pinned.blocks import PAGE_BYTES, Block
 from tierstore_backends.pinned.pages import HUGE_PAGE_BYTES
 from tierstore_backends.pinned.ranges import FreeRanges
+from tierstore_backends.pinned.registrars import Registrar, find_registrar
 from tierstore_backends.quota import Quota
 
 __all__ = ["PinnedPool", "open_backend"]
@@ -431,9 +432,9 @@ def open_backend(*, capacity_bytes: int, options: Mapping[str, object]) -> Pinne
         ConfigError: an unknown option or a bad value.
     """
     known = Options("pinned", options, ("host_mem_block_size", "enable_pinned_mem"))
-    is_pinning = known.flag("enable_pinned_mem", default=True) and torch.cuda.is_available()
+    is_pinning = known.flag("enable_pinned_mem", default=True)
     return PinnedPool(
         capacity_bytes,
         block_bytes=known.nbytes("host_mem_block_size") or GIB,
-        registrar=CudaRegistrar() if is_pinning else None,
+        registrar=find_registrar() if is_pinning else None,
     )

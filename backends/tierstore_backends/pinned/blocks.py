@@ -8,69 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import Protocol
 
 import torch
 
-from tierstore.errors import BackendError
 from tierstore.units import align_up
 from tierstore_backends.pinned.pages import HUGE_PAGE_BYTES, HugePages
+from tierstore_backends.pinned.registrars import Registrar
 
 PAGE_BYTES = 4096
-_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
-
-
-class Registrar(Protocol):
-    """Page-locks memory, so that a device copies it at full speed and asynchronously."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock.
-
-        Raises:
-            BackendError: the system refuses, mostly for lack of *pinned* memory.
-        """
-        ...
-
-    def unregister(self, address: int) -> None:
-        """Undo `register` for the range that begins at ``address``.
-
-        Raises:
-            BackendError: the device refuses.
-        """
-        ...
-
-
-class CudaRegistrar:
-    """Registers memory with the CUDA runtime that torch uses."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock for every CUDA device.
-
-        Raises:
-            BackendError: CUDA refuses.
-        """
-        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
-        if code != 0:
-            self._clear_error()
-            raise BackendError(f"cudaHostRegister failed with CUDA error {code}")
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`.
-
-        Raises:
-            BackendError: CUDA refuses.
-        """
-        code = int(torch.cuda.cudart().cudaHostUnregister(address))
-        if code != 0:
-            self._clear_error()
-            raise BackendError(f"cudaHostUnregister failed with CUDA error {code}")
-
-    @staticmethod
-    def _clear_error() -> None:
-        # CUDA keeps the error until somebody asks, torch asks after its next kernel and blames that
-        # kernel, and torch offers no cudaGetLastError: so let a kernel of our own be blamed.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
 
 
 class Block:

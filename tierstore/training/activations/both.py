@@ -50,6 +50,10 @@ class Activations:
         """What was computed again so far; ``None``: nothing is to be."""
         return None if self.recompute is None else self.recompute.stats()
 
+    def swap_paused(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which nothing is swapped: see `Swap.paused`."""
+        return contextlib.nullcontext() if self.swap is None else self.swap.paused()
+
     def close(self) -> None:
         """Remove all hooks.  Idempotent."""
         with contextlib.ExitStack() as both:

@@ -1,17 +1,16 @@
 """What the store has under one key of a vault: who may still ask for the bytes, and who uses them now.
 
-1. The bytes are leased once for each device stream that they are taken on.  That stream waits for them, and
-   what it was told while they were lent is done before they are freed, whoever ends the leases, wherever.
+1. Every device stream that the bytes are taken on uses their lease: it waits for them, and what it was told
+   while they were lent is done before they are freed, whoever ends the lease, wherever.
 2. What is lent is a storage of its own over the leased memory.  So its use count tells who got the bytes
    here, and not who else refers to memory that the program has handed over.
-3. Leases end when nobody refers to that storage any more.
+3. The lease ends when nobody refers to that storage any more.
 
 Knows no store: who lends brings a lease.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import sys
 import threading
@@ -65,7 +64,7 @@ class Estate:
     __slots__ = (
         "_baseline",
         "_flat",
-        "_leases",
+        "_lease",
         "key",
         "lock",
         "nbytes",
@@ -83,7 +82,7 @@ class Estate:
         self.users: dict[int, User] = {}
         self.turn = 0
         self.stay = Stay.UNTAKEN
-        self._leases: dict[torch.Stream | None, Lease] = {}
+        self._lease: Lease | None = None
         self._flat: torch.Tensor | None = None
         self._baseline = 0
 
@@ -97,36 +96,36 @@ class Estate:
     @property
     def is_leased(self) -> bool:
         """Whether a lease is held."""
-        return bool(self._leases)
+        return self._lease is not None
 
     @property
     def has_been_taken_by_all(self) -> bool:
         """Whether every user that is left took the bytes since they were last sent down."""
         return {user.turn for user in list(self.users.values())} == {self.turn}
 
-    def lend(self, stream: torch.Stream | None, lease: Callable[[], Lease]) -> torch.Tensor:
-        """Return the bytes, for use on ``stream``; ``lease`` is asked for a lease if there is none for it."""
-        if stream not in self._leases:
-            self._leases[stream] = lease()
+    def lend(self, lease: Callable[[], Lease]) -> torch.Tensor:
+        """Return the bytes, for the current stream; ``lease`` is asked for a lease if there is none."""
+        if self._lease is None:
+            self._lease = lease()
+        else:
+            self._lease.use()
         if self._flat is None:
-            flat = dlpack.from_dlpack(_capsule(self._leases[stream].tensor))
+            flat = dlpack.from_dlpack(_capsule(self._lease.tensor))
             self._baseline = _references(flat)
             self._flat = flat
         return self._flat
 
     def let_go(self) -> bool:
-        """End the leases unless somebody uses the bytes; return whether none is held.
+        """End the lease unless somebody uses the bytes; return whether none is held.
 
         What was begun is gone on with by the next call, if this one is interrupted.
         """
         if self._flat is not None and _references(self._flat) > self._baseline:
             return False
         self._flat = None
-        while self._leases:
-            stream = next(iter(self._leases))
-            with contextlib.nullcontext() if stream is None else stream:
-                self._leases[stream].release()
-            del self._leases[stream]
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
         return True
 
 
@@ -134,8 +133,3 @@ def _references(flat: torch.Tensor) -> int:
     """Count who refers to the memory of ``flat``: tensors, and users of the storage object itself."""
     storage = flat.untyped_storage()
     return _use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """Return the stream of ``device`` that is current in this thread; ``None``: it has none."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)

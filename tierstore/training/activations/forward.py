@@ -15,7 +15,7 @@ import heapq
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 
 import torch
@@ -72,6 +72,7 @@ class Unpacker:
 
     def unpack(self, packed: object) -> torch.Tensor:
         """Return the tensor that was packed.  Blocks until it is there."""
+        self._vault.before_unpacking()
         if isinstance(packed, Swapped):
             self._sweep_at_the_end()
             return packed.parked.take()
@@ -93,9 +94,12 @@ class ForwardPass:
         vault: where activations go.
         unpacker: that gives them back.
         own: ids of the model's parameters and buffers.
+        is_paused: says whether what is saved now stays, whatever marks it.
     """
 
-    def __init__(self, vault: Vault, unpacker: Unpacker, own: frozenset[int]) -> None:
+    def __init__(
+        self, vault: Vault, unpacker: Unpacker, own: frozenset[int], is_paused: Callable[[], bool]
+    ) -> None:
         self.depth = 1
         self.scopes = Scopes()
         self.triggers = Triggers()
@@ -103,6 +107,7 @@ class ForwardPass:
         self.watch = Watch(own, self.scopes, self._count_operator, self._is_asked, vault.note_change)
         self._vault = vault
         self._unpacker = unpacker
+        self._is_paused = is_paused
         self._outer: tuple[Hook, Hook] | None = None
         self._pack: Hook = self.pack
         self._names: Counter[int] = Counter()
@@ -143,7 +148,7 @@ class ForwardPass:
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         with self.apart():
-            scope = None if is_backward() else self._scope_of(tensor)
+            scope = None if self._is_paused() or is_backward() else self._scope_of(tensor)
             if scope is not None:
                 return self._swap(tensor, scope)
             if self._outer is None:

@@ -6,11 +6,12 @@ and `Swap.close` removes every hook.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -99,6 +100,17 @@ class Swap:
         if self._vault is None:
             raise UsageError("nothing is swapped: set swap to true in the configuration.")
         return self._vault
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Swap nothing of what this thread saves for backward inside the context: as plain PyTorch keeps it.
+
+        It may be around passes of the model or inside one, around a part of its forward.  What was saved
+        before stays swapped, and backward brings it back inside the context as outside.  Contexts nest; other
+        threads go on swapping.  What is recomputed is recomputed.
+        """
+        with contextlib.nullcontext() if self._hooks is None else self._hooks.paused():
+            yield
 
     def discard_interrupted(self, own_calls: int = 0) -> None:
         """See `SwapHooks.discard_interrupted`; for those whose hooks are around these."""
@@ -214,9 +226,10 @@ def check_tiers(store: Store) -> None:
 
 
 class _Running(threading.local):
-    """The forward pass that this thread makes, and those that have ended below a mode of others."""
+    """The forward pass that this thread makes, those that have ended below a mode of others, and pauses."""
 
     def __init__(self) -> None:
+        self.pauses = 0  # contexts in which nothing is swapped, one inside another
         self.current: ForwardPass | None = None
         self.stuck: list[ForwardPass] = []
 
@@ -263,6 +276,18 @@ class SwapHooks:
         self._handles.clear()
         self.discard_interrupted()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let whatever this thread saves inside the context stay."""
+        self._running.pauses += 1
+        try:
+            yield
+        finally:
+            self._running.pauses -= 1
+
+    def _is_paused(self) -> bool:
+        return self._running.pauses > 0
+
     def before(self) -> None:
         """The model begins to run."""
         self.discard_interrupted(own_calls=1)
@@ -270,9 +295,9 @@ class SwapHooks:
         current = self._running.current
         if current is not None:
             current.depth += 1
-        elif _is_watched():
+        elif not self._is_paused() and _is_watched():
             own = frozenset(map(id, (*self.model.parameters(), *self.model.buffers())))
-            current = ForwardPass(self._vault, self._unpacker, own)
+            current = ForwardPass(self._vault, self._unpacker, own, self._is_paused)
             current.begin()
             self._running.current = current
             self.passes += 1

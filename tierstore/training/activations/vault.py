@@ -41,7 +41,7 @@ import torch
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed
 from tierstore.leases import Lease
 from tierstore.store import Store
-from tierstore.training.activations.estate import Estate, Stay, User, current_stream
+from tierstore.training.activations.estate import Estate, Stay, User
 from tierstore.training.activations.vault_stats import Counts, VaultStats
 from tierstore.training.binding import (
     Apart,
@@ -207,6 +207,7 @@ class Vault:
         make_room: called where leases leave no room on the device for what is taken.
         note_adopted: told of a storage that the store has adopted, and how to ask whether it has it still.
         note_lent: told of a storage that lies over leased memory.
+        before_unpacking: what is to be called first whenever backward comes for a tensor.
     """
 
     def __init__(
@@ -218,8 +219,10 @@ class Vault:
         make_room: MakeRoom = lambda _: False,
         note_adopted: NoteAdopted = lambda _storage, _is_held: None,
         note_lent: Callable[[torch.UntypedStorage], None] = lambda _storage: None,
+        before_unpacking: Callable[[], None] = lambda: None,
     ) -> None:
         self.store = store
+        self.before_unpacking = before_unpacking
         self._apart = apart
         self._note_use = note_use
         self._make_room = make_room
@@ -492,7 +495,7 @@ class Vault:
             return lease_with_room(lambda: self.store.lease(estate.key), self._make_room)
 
         try:
-            flat = estate.lend(current_stream(self.store.device), lease)
+            flat = estate.lend(lease)
         finally:
             self._restless[estate] = None  # a lease may be held, whatever came between
         if estate.stay is not Stay.TAKEN:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.gpu.accelerators import NAME, event, keep_busy, stream
 from tierstore.errors import BackendError, CapacityError
 from tierstore.spi import AddressableSlot, Backend
 from tierstore.testing.conformance import BackendConformance, finish, pattern, succeed
@@ -14,22 +15,21 @@ from tierstore.units import GIB, MIB
 from tierstore_backends.device import StreamDevice, open_backend
 from tierstore_backends.pinned import PinnedPool
 from tierstore_backends.pinned import open_backend as open_pinned
-from tierstore_backends.pinned.blocks import CudaRegistrar
+from tierstore_backends.pinned.registrars import find_registrar
 
 pytestmark = pytest.mark.gpu
 
-_LONG = 500_000_000  # cycles: some tenths of a second
 _N = 4 * MIB
 
 
-class TestCuda(BackendConformance):
+class TestDeviceMemory(BackendConformance):
     """Device memory."""
 
     def make(self, capacity_bytes: int) -> Backend:
-        return open_backend(capacity_bytes=capacity_bytes, options={"device": "cuda"})
+        return open_backend(capacity_bytes=capacity_bytes, options={"device": NAME})
 
 
-class TestPinnedForCuda(BackendConformance):
+class TestPinnedMemory(BackendConformance):
     """Page-locked host memory."""
 
     def make(self, capacity_bytes: int) -> Backend:
@@ -38,7 +38,7 @@ class TestPinnedForCuda(BackendConformance):
 
 @pytest.fixture
 def device() -> Iterator[StreamDevice]:
-    backend = open_backend(capacity_bytes=64 * MIB, options={"device": "cuda"})
+    backend = open_backend(capacity_bytes=64 * MIB, options={"device": NAME})
     assert isinstance(backend, StreamDevice)
     yield backend
     backend.close()
@@ -55,11 +55,6 @@ def _slot(backend: Backend, nbytes: int = _N) -> AddressableSlot:
     slot = backend.reserve(nbytes)
     assert isinstance(slot, AddressableSlot)
     return slot
-
-
-def _busy() -> None:
-    """Keep the current stream busy for longer than any copy here takes."""
-    torch.cuda._sleep(_LONG)
 
 
 def test_the_pool_is_page_locked(pool: PinnedPool) -> None:
@@ -92,9 +87,9 @@ def test_a_slot_is_usable_on_the_stream_before_the_write_completes(
 
 def test_a_write_runs_beside_the_computing(device: StreamDevice, pool: PinnedPool) -> None:
     source, slot = _slot(pool), _slot(device)
-    torch.cuda.synchronize()
-    _busy()
-    busy = torch.cuda.Event()
+    torch.accelerator.synchronize()
+    keep_busy()
+    busy = event()
     busy.record()
     write = device.write(slot, source.memory)
     assert finish(write) is None
@@ -105,7 +100,7 @@ def test_a_read_sees_what_a_long_kernel_writes_at_its_end(device: StreamDevice, 
     slot, into = _slot(device), _slot(pool)
     slot.acquire()
     slot.memory.zero_()
-    _busy()
+    keep_busy()
     slot.memory.fill_(7)
     slot.release()
     succeed(device.read(slot, into.memory))
@@ -119,7 +114,7 @@ def test_a_write_waits_for_a_long_kernel_that_reads_the_old_bytes(
     source.memory.fill_(1)
     slot.acquire()
     slot.memory.zero_()
-    _busy()
+    keep_busy()
     total = slot.memory.sum(dtype=torch.int64)
     slot.release()
     write = device.write(slot, source.memory)
@@ -130,13 +125,13 @@ def test_a_write_waits_for_a_long_kernel_that_reads_the_old_bytes(
 
 
 def test_another_stream_waits_for_the_last_holder(device: StreamDevice) -> None:
-    slot, other = _slot(device), torch.cuda.Stream()
+    slot, other = _slot(device), stream()
     slot.acquire()
     slot.memory.zero_()
-    _busy()
+    keep_busy()
     slot.memory.fill_(7)
     slot.release()
-    with torch.cuda.stream(other):
+    with other:
         slot.acquire()
         seen = slot.memory.clone()
         slot.release()
@@ -146,23 +141,23 @@ def test_another_stream_waits_for_the_last_holder(device: StreamDevice) -> None:
 
 def test_memory_is_free_only_after_its_events(device: StreamDevice) -> None:
     slot = _slot(device)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
     slot.acquire()
-    _busy()
+    keep_busy()
     slot.release()
     free = device.free(slot)
     assert not free.is_done
     assert device.used_bytes == _N
-    assert torch.cuda.memory_allocated() == before
+    assert torch.accelerator.memory_allocated() == before
     succeed(free)
     assert device.used_bytes == 0
-    assert torch.cuda.memory_allocated() == before - _N
+    assert torch.accelerator.memory_allocated() == before - _N
 
 
 def test_idle_memory_is_free_at_once(device: StreamDevice) -> None:
     slot = _slot(device)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     assert device.free(slot).is_done
 
 
@@ -174,8 +169,8 @@ def test_pageable_memory_is_copied_rightly(device: StreamDevice) -> None:
 
 
 def test_a_full_card_is_a_capacity_error_with_its_cause() -> None:
-    total = torch.cuda.get_device_properties(0).total_memory
-    device = open_backend(capacity_bytes=2 * total, options={"device": "cuda"})
+    total = torch.accelerator.get_memory_info()[1]
+    device = open_backend(capacity_bytes=2 * total, options={"device": NAME})
     with pytest.raises(CapacityError, match="device budget") as refusal:
         device.reserve(total + GIB)
     assert isinstance(refusal.value.__cause__, torch.OutOfMemoryError)
@@ -185,7 +180,9 @@ def test_a_full_card_is_a_capacity_error_with_its_cause() -> None:
 def test_a_refused_registration_leaves_no_error_for_the_next_kernel(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    registrar = find_registrar()
+    assert registrar is not None
     with pytest.raises(BackendError):
-        CudaRegistrar().register(4096, 4096)  # nothing is mapped there
-    assert int(torch.ones(10, device="cuda").sum()) == 10
+        registrar.register(4096, 4096)  # nothing is mapped there
+    assert int(torch.ones(10, device=NAME).sum()) == 10
     assert caplog.records == []

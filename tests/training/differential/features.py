@@ -1,0 +1,90 @@
+"""What is switched off: pieces that are not right yet, each with the reason.
+
+A piece is named by its table and its name, as in ``"hook post accumulate"``; pieces that are not right
+together are joined by a plus, as in ``"part complex + optimizer adafactor"``.  The aim is an empty table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+
+from tests.training.differential.optimizers import OPTIMIZERS
+
+_RAISING_STEP = "a step that raises in its midst has stepped some bundles already"
+_WRITES = "writes in forward: issue 11, 1.5"
+_AGAIN = "a layer that is another when a checkpoint computes it again: the weight is the former one"
+_FAST_PATH = "hooks of ours keep transformer layers from their fast path in evaluation"
+_THREADS = "threads that use a parameter outside its module: NaN now and then"
+_COMPILED = "users' hooks that break the graph of a compiled module: an error of its guards"
+_FIRST_STEP = "a hook before a step, registered inside a run, sees no parameters until the first forward"
+_UNTRIED = "right alone (issue 11, 3), and not tried together with all else"
+_MODES = "users' modes see operators and functions of ours: issue 11, 3"
+
+OFF: dict[str, str] = {
+    **{f"part embedding sparse + optimizer {name}": _RAISING_STEP for name in OPTIMIZERS if name != "sgd"},
+    "part complex + optimizer adafactor": _RAISING_STEP,
+    "part empty + optimizer adafactor": _RAISING_STEP,
+    "part empty + optimizer muon": _RAISING_STEP,
+    **dict.fromkeys(("part reader + action threads", "part functional + action threads"), _THREADS),
+    **{
+        f"part compiled + hook {name}": _COMPILED
+        for name in ("forward pre", "forward", "backward", "backward pre")
+    },
+    **{
+        f"hook {hook} + action {action}": _FIRST_STEP
+        for hook in ("step pre", "step pre changes", "all steps")
+        for action in ("step", "closure", "step fails", "dispatch mode around step")
+    },
+    "action vector": "parameters pointed at parts of one tensor inside a run do not share it after the end",
+    "action weight norm": "a parameter that is made of a guarded one keeps an attribute: _is_param",
+    **dict.fromkeys(
+        [f"part writing {how}" for how in ("numpy", "storage", "dlpack", "foreach", "fused")], _WRITES
+    ),
+    **{
+        f"part {part} + action {action}": "a pickled parameter of a layout with gaps becomes contiguous"
+        for part in ("strided", "expanded")
+        for action in ("pickle", "save")
+    },
+    **{
+        f"part {part} + {again}": _AGAIN
+        for part in ("writing in place", "writing data", "either")
+        for again in ("action checkpoint", "part checkpointed")
+    },
+    "action autograd grad one": "asks for an edge of what does not require gradients: another error",
+    "action state dict kept": "a state dict holds copies, not aliases: documented",
+    **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
+    **dict.fromkeys(
+        ("action dispatch mode", "action dispatch mode around step", "action function mode"), _MODES
+    ),
+    "action disable saved hooks": "gradients are NaN in some models",
+    **dict.fromkeys(("action functional call", "action func grad"), _UNTRIED),
+    **dict.fromkeys(("action func of input", "action vmap", "action forward ad", "action hessian"), _UNTRIED),
+    "action grad detach": _UNTRIED,
+}
+
+
+def without(features: Iterable[str]) -> dict[str, str]:
+    """Return what stays off when some features are tried: those whose names begin with one of the given."""
+    given = tuple(features)
+    return {name: reason for name, reason in OFF.items() if not (given and name.startswith(given))}
+
+
+def only(features: Iterable[str], tables: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Return what is off when a table's given features are looked at alone.
+
+    Args:
+        features: whose names begin with one of these are on; in tables without any nothing changes.
+        tables: all entries by table.
+    """
+    given = tuple(features)
+    off = without(given)
+    for table, names in tables.items():
+        full = [f"{table} {name}" for name in names]
+        if given and any(name.startswith(given) for name in full):
+            off |= {name: "not asked for" for name in full if not name.startswith(given)}
+    return off
+
+
+def is_off(features: Set[str], off: Mapping[str, str]) -> bool:
+    """Say whether a program with some features has any that are off, alone or together."""
+    return any(features >= set(name.split(" + ")) for name in off)

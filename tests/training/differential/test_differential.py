@@ -1,0 +1,215 @@
+"""Loops that nobody wrote, plain and offloaded: the same bits; and that the harness is not blind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, find, given, settings
+from torch import nn
+
+from tests.training.differential.features import OFF
+from tests.training.differential.programs import TABLES, Layout, Piece, Program, filled
+from tests.training.differential.running import End, outcome_of
+from tests.training.differential.searching import Search
+from tests.training.differential.strategies import programs
+from tierstore.errors import UsageError
+
+CI_PROGRAMS = 200
+_PROGRAMS = (
+    int(os.environ.get("DIFFERENTIAL_PROGRAMS", "20000"))
+    if os.environ.get("HYPOTHESIS_PROFILE") == "long"
+    else CI_PROGRAMS
+)
+
+
+def check(program: Program) -> None:
+    """Raise if a program differs, with all that is needed to see why."""
+    outcome = outcome_of(program)
+    assert outcome.end is not End.DIFFERENT, f"{outcome.detail}\n{program.layout}\n\n{program.text}"
+
+
+@settings(
+    max_examples=_PROGRAMS,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+)
+@given(programs())
+@pytest.mark.timeout(6 * 3600)
+def test_a_loop_that_nobody_wrote_is_the_same_offloaded(program: Program) -> None:
+    check(program)
+
+
+# ---------------------------------------------------------------------- the tables
+
+
+def test_what_is_switched_off_exists_and_has_a_reason() -> None:
+    pieces = {f"{table} {name}" for table, names in TABLES.items() for name in names}
+    assert {name for joined in OFF for name in joined.split(" + ")} <= pieces
+    assert all(OFF.values())
+
+
+def test_numbers_choose_among_alternatives() -> None:
+    assert filled("f(<a>, <b:x|y>)", 3, 3) == "f(3, y)"
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_entry_of_a_table_runs_plain(table: str) -> None:
+    for name in TABLES[table]:
+        outcome = outcome_of(_with(Piece(table, name)), _nothing)
+        assert outcome.end is End.SAME, (name, outcome.reason, outcome.detail)
+
+
+def _with(piece: Piece) -> Program:
+    """Return the smallest program with a piece, in which the others are at their simplest."""
+    chosen = {table: (Piece(table, name),) for table, name in _SIMPLEST.items()} | {piece.table: (piece,)}
+    return Program(
+        parts=chosen["part"],
+        knots=chosen["knot"] if piece.table == "knot" else (),
+        before=chosen["hook"] if piece.table == "hook" else (),
+        optimizers=chosen["optimizer"],
+        after=(),
+        actions=(*chosen["action"], Piece("action", "train and look")),
+        layout=Layout(),
+        is_watched=True,
+    )
+
+
+_SIMPLEST = {"part": "linear", "knot": "tied", "hook": "forward", "optimizer": "sgd", "action": "train"}
+
+
+# ---------------------------------------------------------------------- not blind
+
+
+class _Nothing:
+    """A run that offloads nothing: the same as plain, unless a test plants something."""
+
+    def __init__(self, model: nn.Module, end: Callable[[nn.Module], None] = lambda _: None) -> None:
+        self._model = model
+        self._end = end
+        self.store = self
+
+    def check(self) -> None:
+        """All is well."""
+
+    def close(self) -> None:
+        """End."""
+        self._end(self._model)
+
+
+def _nothing(model: nn.Module, optimizers: Any, config: Any, **more: Any) -> _Nothing:  # noqa: ANN401 - as `offload`
+    return _Nothing(model)
+
+
+def _spoils_a_value(model: nn.Module, optimizers: Any, config: Any, **more: Any) -> _Nothing:  # noqa: ANN401
+    def end(model: nn.Module) -> None:
+        for p in model.parameters():
+            if p.dim() == 2 and p.is_floating_point():
+                with torch.no_grad():
+                    p.view(-1)[:1].mul_(1 + 1e-6)
+
+    return _Nothing(model, end)
+
+
+def _spoils_strides(model: nn.Module, optimizers: Any, config: Any, **more: Any) -> _Nothing:  # noqa: ANN401
+    def end(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.data = p.data.contiguous()
+
+    return _Nothing(model, end)
+
+
+def _leaves_a_hook(model: nn.Module, optimizers: Any, config: Any, **more: Any) -> _Nothing:  # noqa: ANN401
+    model.register_forward_hook(lambda *_: None)
+    return _Nothing(model)
+
+
+def _draws_a_number(model: nn.Module, optimizers: Any, config: Any, **more: Any) -> _Nothing:  # noqa: ANN401
+    return _Nothing(model, lambda _: torch.rand(1) and None)  # type: ignore[arg-type]
+
+
+def _steps_twice(model: nn.Module, optimizers: Any, config: Any, **more: Any) -> _Nothing:  # noqa: ANN401
+    def again(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.5
+
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(again)
+    return _Nothing(model)
+
+
+def _unties(model: nn.Module, optimizers: Any, config: Any, **more: Any) -> _Nothing:  # noqa: ANN401
+    def end(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.data = p.data.clone(memory_format=torch.preserve_format)
+
+    return _Nothing(model, end)
+
+
+def _loses_accumulation(model: nn.Module, optimizers: Any, config: Any, **more: Any) -> _Nothing:  # noqa: ANN401
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_hook(lambda g, p=p: setattr(p, "grad", None))
+    return _Nothing(model)
+
+
+PLANTED = (
+    _spoils_a_value,
+    _spoils_strides,
+    _leaves_a_hook,
+    _draws_a_number,
+    _steps_twice,
+    _unties,
+    _loses_accumulation,
+)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_difference_is_found_and_shrunk(planted: Callable[..., _Nothing]) -> None:
+    program = find(
+        programs({}),
+        lambda program: outcome_of(program, planted).end is End.DIFFERENT,
+        settings=settings(
+            max_examples=2000,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, Phase.shrink],
+        ),
+    )
+    assert len(program.parts) == 1
+    assert len(list(program.pieces())) <= 5, program.text
+
+
+def test_a_plain_run_does_not_differ_from_another() -> None:
+    tally = Search({}, open_run=_nothing).round(1)
+    assert not tally.found
+    assert tally.ends[End.SAME.name] == sum(tally.ends.values()) - tally.ends[End.INVALID.name]
+
+
+def test_a_refusal_before_the_first_step_is_counted_and_a_later_one_is_a_difference() -> None:
+    def refuses(*_: object, **__: object) -> _Nothing:
+        raise UsageError("not this one")
+
+    class Late(_Nothing):
+        def check(self) -> None:
+            raise UsageError("too late")
+
+    program = _with(Piece("action", "train"))
+    assert outcome_of(program, refuses).end is End.REFUSED
+    assert outcome_of(program, lambda model, *_, **__: Late(model)).end is End.DIFFERENT
+
+
+def test_the_search_reports_the_smallest_program_of_each_difference() -> None:
+    tally = Search({}, open_run=_leaves_a_hook).round(1)
+    ((reason, (program, _)),) = tally.found.items()
+    assert reason.startswith("closed: objects")
+    assert len(program.parts) == 1
+    assert len(program.actions) == 1

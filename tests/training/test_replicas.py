@@ -1,0 +1,107 @@
+"""Offloaded models in ``DistributedDataParallel``: the same bits in every process, however it is wrapped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.training.twins import config_of, every_layout
+from tierstore.errors import CapacityError, UsageError
+from tierstore.training import offload
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
+
+PROCESSES = 2
+
+
+@every_layout
+def test_replicas_train_as_without_offloading(layout: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.training.replica_worker", layout]
+    workers = [
+        subprocess.Popen(  # the command is ours
+            [*command, str(rank), str(PROCESSES), str(tmp_path)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(PROCESSES)
+    ]
+    errors = [worker.communicate(timeout=300)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * PROCESSES, errors
+    for rank in range(PROCESSES):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert len(found) == 7 * 3
+        assert not {kind: differences for kind, differences in found.items() if differences}
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
+
+
+@pytest.mark.usefixtures("_group")
+def test_all_parameters_at_once_are_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    model = _model()
+    with offload(model, None, config_of("disk", tmp_path)):
+        with pytest.raises(CapacityError, match="init_sync=False"):
+            DistributedDataParallel(model)
+        DistributedDataParallel(model, init_sync=False)(torch.ones(2, 64)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("is_before", [False, True])
+def test_gradients_that_do_not_fit_are_refused_before_the_first_step(tmp_path: Path, is_before: bool) -> None:
+    model = _model()
+    config = config_of("device", tmp_path, {"max_device_memory": "400KB"})
+    if is_before:
+        model = DistributedDataParallel(model)
+        with pytest.raises(CapacityError, match="gradient_as_bucket_view"):
+            offload(model, None, config)
+    else:
+        with offload(model, None, config):
+            with pytest.raises(CapacityError, match="gradient_as_bucket_view"):
+                DistributedDataParallel(model, init_sync=False)
+            DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True)
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
+def test_wrappers_that_move_parameters_themselves_are_refused_by_name(tmp_path: Path) -> None:
+    sharded = pytest.importorskip("torch.distributed.fsdp").FullyShardedDataParallel
+    model = _model()
+    with offload(model, None, config_of("host", tmp_path)), pytest.raises(UsageError, match="FullySharded"):
+        sharded(model, device_id=torch.device("cpu"))
+    precision = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16)
+    model = _model()
+    with offload(model, None, config_of("host", tmp_path)), pytest.raises(UsageError, match="mixed_prec"):
+        DistributedDataParallel(model, mixed_precision=precision)
+
+
+@pytest.mark.usefixtures("_group")
+def test_gradients_that_wait_are_there_when_a_wrapper_is_made(tmp_path: Path) -> None:
+    model = _model()
+    with offload(model, None, config_of("disk", tmp_path, {"offload_grad": "cpu"})) as run:
+        model(torch.ones(2, 64)).sum().backward()
+        expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        assert [key for key in run.store if key.startswith("grad/")]
+        kept = model[0].weight.grad  # type: ignore[index]
+        wrapper = DistributedDataParallel(model, init_sync=False)
+        assert not [key for key in run.store if key.startswith("grad/")]
+        assert model[0].weight.grad is kept  # type: ignore[index]
+        wrapper(torch.ones(2, 64)).sum().backward()
+        for parameter, value in zip(model.parameters(), expected, strict=True):
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, value * 2)

@@ -1,0 +1,95 @@
+"""Users' hooks on saved tensors are shown what plain PyTorch shows them, and what they return is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from tests.training.twins import config_of, every_layout, same
+from tierstore.training import offload
+
+WIDTH = 64
+Hook = Callable[[Any], Any]
+
+HOOKS: dict[str, tuple[Hook, Hook]] = {
+    "as it is": (lambda t: t, lambda t: t),
+    "other values": (lambda t: t * 1, lambda t: t * 2),
+    "in a tuple": (lambda t: (t, "kept"), lambda packed: packed[0] + 1),
+    "as an array": (lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a) * 3),
+    "alias of the data": (lambda t: t.detach(), lambda t: t),
+}
+
+
+class Scaled(nn.Module):
+    """A layer whose weight is saved itself, not a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Scaled() for _ in range(8)))
+
+
+Shown = list[tuple[object, ...]]
+
+
+def run(model: nn.Module, pack: Hook, unpack: Hook) -> tuple[Shown, list[Tensor]]:
+    """Return what the hooks were shown, in its order, and the gradients."""
+    shown: Shown = []
+    inputs = torch.ones(3, WIDTH)
+
+    def look(tensor: Tensor) -> object:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        shown.append((tuple(tensor.shape), tensor.stride(), is_parameter, tensor.detach().sum().item()))
+        return pack(tensor)
+
+    model.zero_grad()
+    with saved_tensors_hooks(look, unpack):
+        loss = model(inputs).sum()
+        with saved_tensors_hooks(look, unpack):
+            loss = loss + model(inputs).sum()
+    with save_on_cpu():
+        loss = loss + model(inputs).sum()
+    loss.backward()
+    return shown, [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+@every_layout
+@pytest.mark.parametrize("name", HOOKS)
+def test_users_hooks_see_every_tensor_in_order_and_decide_what_is_used(
+    name: str, layout: str, tmp_path: Path
+) -> None:
+    plain, ours = build(), build()
+    expected = run(plain, *HOOKS[name])
+    more = {"max_device_memory": "512KB"} if "max_device_memory" in config_of(layout, tmp_path) else {}
+    with offload(ours, None, config_of(layout, tmp_path, more)) as active:
+        for _ in range(3):
+            found = run(ours, *HOOKS[name])
+            assert found[0] == expected[0]
+            assert all(map(same, expected[1], found[1]))
+        with torch.no_grad():
+            ours(torch.ones(3, WIDTH))  # sweeps
+        assert sum(tier.leased_bytes for tier in active.store.stats().tiers.values()) == 0
+
+
+def test_an_alias_that_a_users_hook_keeps_does_not_keep_its_bundle(tmp_path: Path) -> None:
+    model = build()
+    config = config_of("disk", tmp_path)
+    with offload(model, None, config) as active, saved_tensors_hooks(lambda t: t, lambda t: t):
+        loss = model(torch.ones(3, WIDTH)).sum()
+        leased = sum(tier.leased_bytes for tier in active.store.stats().tiers.values())
+        assert leased <= 2 * WIDTH * WIDTH * 4
+        loss.backward()

@@ -1,0 +1,194 @@
+"""``torch.func`` transforms, forward-mode derivatives and modes around an offloaded model: the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, func, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.training.twins import assert_equal_lists, config_of, every_layout, same, with_device
+from tierstore.training import Offload, offload
+
+WIDTH = 64
+Apply = Callable[[nn.Module, Tensor], Any]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def ones_like(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.ones(value.shape) for name, value in values.items()}
+
+
+def loss_of(model: nn.Module, inputs: Tensor) -> Callable[[dict[str, Tensor]], Tensor]:
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return func.functional_call(model, parameters, (inputs,)).sum()  # type: ignore[no-any-return]
+
+    return loss
+
+
+def total(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda inputs: model(inputs).sum()
+
+
+def few(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda inputs: model(inputs)[..., :3]
+
+
+def backward(model: nn.Module, inputs: Tensor) -> list[Tensor | None]:
+    model.zero_grad()
+    loss = model(inputs).sum()
+    loss.backward()
+    return [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+
+
+def dual_inputs(model: nn.Module, inputs: Tensor) -> object:
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(model(forward_ad.make_dual(inputs, inputs))))
+
+
+def dual_parameters(model: nn.Module, inputs: Tensor) -> object:
+    with forward_ad.dual_level():
+        duals = {
+            name: forward_ad.make_dual(value, torch.ones(value.shape))
+            for name, value in model.named_parameters()
+        }
+        return tuple(forward_ad.unpack_dual(func.functional_call(model, duals, (inputs,))))
+
+
+def without_hooks(model: nn.Module, inputs: Tensor) -> object:
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        return backward(model, inputs)
+
+
+def each_sample(model: nn.Module, inputs: Tensor) -> object:
+    def of_one(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return func.functional_call(model, parameters, (sample,)).sum()  # type: ignore[no-any-return]
+
+    return func.vmap(func.grad(of_one), (None, 0))(parameters_of(model), inputs)
+
+
+def two_models(model: nn.Module, inputs: Tensor) -> object:
+    def call(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
+        return func.functional_call(model, (parameters, buffers), (inputs,))  # type: ignore[no-any-return]
+
+    return func.vmap(call)(*func.stack_module_state([model, model]))
+
+
+TRANSFORMS: dict[str, Apply] = {
+    "grad": lambda m, x: func.grad(loss_of(m, x))(parameters_of(m)),
+    "grad of inputs": lambda m, x: func.grad(total(m))(x),
+    "vjp": lambda m, x: func.vjp(m, x)[1](torch.ones(x.shape)),
+    "jvp": lambda m, x: func.jvp(m, (x,), (x,)),
+    "jvp of parameters": lambda m, x: func.jvp(
+        loss_of(m, x), (parameters_of(m),), (ones_like(parameters_of(m)),)
+    ),
+    "jacrev": lambda m, x: func.jacrev(few(m))(x[0]),
+    "jacfwd": lambda m, x: func.jacfwd(few(m))(x[0]),
+    "hessian": lambda m, x: func.hessian(total(m))(x[0]),
+    "vmap": lambda m, x: func.vmap(m)(x),
+    "vmap of grad": each_sample,
+    "vmap of grad of inputs": lambda m, x: func.vmap(func.grad(total(m)))(x),
+    "vmap of parameters": two_models,
+    "jvp of grad": lambda m, x: func.jvp(
+        func.grad(loss_of(m, x)), (parameters_of(m),), (ones_like(parameters_of(m)),)
+    ),
+    "jacobian": lambda m, x: torch.autograd.functional.jacobian(few(m), x),
+    "dual inputs": dual_inputs,
+    "dual parameters": dual_parameters,
+    "without hooks": without_hooks,
+}
+
+
+def tensors_of(result: object) -> list[Tensor | None]:
+    return [each.detach().clone() for each in tree_leaves(result) if isinstance(each, Tensor)]
+
+
+@every_layout
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_transform_gives_the_same_bits_and_leaks_no_lease(name: str, layout: str, tmp_path: Path) -> None:
+    inputs = torch.ones(3, WIDTH)
+    plain, ours = build(), build()
+    expected = tensors_of(TRANSFORMS[name](plain, inputs))
+    with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "2MB"))) as run:
+        ours(inputs)
+        found = tensors_of(TRANSFORMS[name](ours, inputs))
+        assert_equal_lists(expected, found)
+        assert_equal_lists(backward(plain, inputs), backward(ours, inputs))
+        assert_nothing_is_leased(run, ours, inputs)
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert same(a, b)
+
+
+def assert_nothing_is_leased(run: Offload, model: nn.Module, inputs: Tensor) -> None:
+    with torch.no_grad():
+        model(inputs)  # sweeps
+    assert sum(tier.leased_bytes for tier in run.store.stats().tiers.values()) == 0
+    run.store.check()
+
+
+# --- modes --------------------------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """Notes every operation that a dispatch mode of the user's is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        del types
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    """Notes every function that a function mode of the user's is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        del types
+        self.names.append(getattr(fn, "__name__", str(fn)))
+        return fn(*args, **(kwargs or {}))
+
+
+CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "default device": lambda: torch.device("meta"),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "dispatch mode": Seen,
+    "function mode": Called,
+}
+
+
+@every_layout
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_training_inside_a_context(name: str, layout: str, tmp_path: Path) -> None:
+    inputs = torch.ones(3, WIDTH)
+    plain, ours = build(), build()
+    with CONTEXTS[name]():
+        expected = backward(plain, inputs)
+    with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "2MB"))):
+        with CONTEXTS[name]():
+            found = backward(ours, inputs)
+        assert_equal_lists(expected, found)

@@ -1,0 +1,178 @@
+"""When gradients go: around each accumulation of each backward pass.
+
+A gradient is autograd's own from before its accumulation node runs until that node and every hook behind
+it are done (`tierstore.training.grads`).
+
+1. A hook on the parameter is called before the node runs: the gradient is lent.
+2. It is taken when the node is provably done: at the pass's next accumulation or next use of a saved tensor
+   in the same thread, when another node runs there; at the latest when the pass ends, however it ends.
+   So one gradient more than are worked on waits at a time, in each thread of a pass.
+3. A backward pass inside another one, in a hook, is a pass of its own: it says nothing of the outer one.
+4. A pass ends when what it was asked to call at its end is called, after what others asked for meanwhile,
+   or is forgotten: PyTorch drops it when an error ends the pass.  Then the next use of the model takes
+   what is left.
+
+Safe from any thread: autograd runs backward in threads of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tierstore.training.gradient import Gradient
+
+# Without these nobody knows which pass a hook is called in, and whether a node is done.
+_current_pass: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
+_current_node: Callable[[], object] = torch._C._current_autograd_node  # noqa: SLF001
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass, as in a hook that autograd has called."""
+    return _current_pass() >= 0
+
+
+class PassEnd(enum.Enum):
+    """How a backward pass is over."""
+
+    COMPLETE = enum.auto()
+    INTERRUPTED = enum.auto()  # by an error
+
+
+class Keeper(Protocol):
+    """Who gives autograd gradients, and takes them."""
+
+    def find(self, parameter: torch.Tensor) -> Gradient | None:
+        """Return the gradient of a parameter; ``None``: it is not one of the model's."""
+        ...
+
+    def begin_pass(self) -> None:
+        """A backward pass begins."""
+        ...
+
+    def lend(self, gradient: Gradient) -> bool:
+        """Autograd is about to add to a gradient; return whether `take` is due when it is done."""
+        ...
+
+    def take(self, gradient: Gradient) -> None:
+        """A pass that `lend` was for is done with a gradient."""
+        ...
+
+
+class _Flight(NamedTuple):
+    """A gradient that autograd works on."""
+
+    gradient: Gradient
+    node: object  # that accumulates it
+
+
+class _Ending:
+    """What autograd calls when a pass ends, and drops however it ends.
+
+    Args:
+        end: to be called once all is done that was asked for during the pass.
+    """
+
+    __slots__ = ("__weakref__", "_end", "_is_last")
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+        self._is_last = False
+
+    def __call__(self) -> None:
+        if self._is_last:
+            self._end()
+        else:
+            self._is_last = True
+            self.ask_for()
+
+    def ask_for(self) -> None:
+        """Let autograd call this at the end of the pass that runs now, after what it was asked for before."""
+        torch.autograd.Variable._execution_engine.queue_callback(self)  # noqa: SLF001 - nothing else is told
+
+
+class _Pass(NamedTuple):
+    """A backward pass that runs, or was interrupted."""
+
+    flights: dict[int, _Flight]  # by thread
+    ending: weakref.ref[_Ending]
+
+
+class Accumulation:
+    """Lends gradients to autograd and takes them again.
+
+    Args:
+        keeper: of the model's gradients.
+        begin: called before an accumulation.
+        landed: told of every gradient that was taken.
+        ended: called when a pass is over, when all are taken; told how.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        begin: Callable[[], None],
+        landed: Callable[[torch.Tensor], None],
+        ended: Callable[[PassEnd], None],
+    ) -> None:
+        self._keeper = keeper
+        self._begin = begin
+        self._landed = landed
+        self._ended = ended
+        self._passes: dict[int, _Pass] = {}  # each step on it is atomic, and each flight is one thread's
+
+    def lend(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is about to be accumulated.  Called by autograd, in its thread."""
+        self.settle()
+        self._begin()
+        number = _current_pass()
+        if number not in self._passes:
+            self._keeper.begin_pass()
+        gradient = self._keeper.find(parameter)
+        if gradient is None or not self._keeper.lend(gradient):
+            return
+        found = self._passes.get(number) or self._open(number)
+        found.flights[threading.get_ident()] = _Flight(gradient, _current_node())
+
+    def _open(self, number: int) -> _Pass:
+        ending = _Ending(lambda: self._end(number, PassEnd.COMPLETE))
+        ending.ask_for()
+        # Another thread of the pass may have been faster: either ending is as good.
+        return self._passes.setdefault(number, _Pass({}, weakref.ref(ending)))
+
+    def settle(self) -> None:
+        """Take every gradient that autograd is known to be done with.
+
+        Raises:
+            CapacityError: there is no room for one in the store; it stays autograd's.
+        """
+        if not self._passes:
+            return
+        current, thread = _current_pass(), threading.get_ident()
+        for number, each in list(self._passes.items()):
+            if each.ending() is None:
+                self._end(number, PassEnd.INTERRUPTED)
+            elif number == current:
+                flight = each.flights.get(thread)
+                if flight is not None and flight.node is not _current_node():
+                    del each.flights[thread]
+                    self._take(flight)
+
+    def _end(self, number: int, how: PassEnd) -> None:
+        found = self._passes.pop(number, None)
+        if found is None:
+            return
+        with ExitStack() as stack:  # one that fails keeps no other from being taken
+            stack.callback(self._ended, how)
+            for flight in found.flights.values():
+                stack.callback(self._take, flight)
+
+    def _take(self, flight: _Flight) -> None:
+        self._keeper.take(flight.gradient)
+        self._landed(flight.gradient.parameter)

@@ -1,0 +1,281 @@
+"""One bundle's tensors, and where the bytes of each are.
+
+A `Binding` ties the tensors of one bundle to one key of the store.  While the bundle is away, each
+tensor's data is one NaN, expanded: shape and dtype are right, nothing is held, nothing can crash.
+While it is here, each tensor's data is a view into the leased bytes.
+
+1. A tensor is *at home* if its bytes are the bundle's.  Whoever points it at other memory (``p.data = x``,
+   ``p.set_(x)``, and whatever is made of them) finds it there: it is *abroad*, and keeps that memory, window
+   or not.
+2. Where a tensor is is looked at when its window closes, and when one opens if its version tells that
+   something happened in between.
+3. What is abroad comes home when nobody else refers to its memory (`tierstore.training.binding.Bindings`).
+
+Knows nothing of stores.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from tierstore.leases import Lease
+from tierstore.training.layout import Place, regions_of
+
+_Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
+_set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
+_Natively = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
+
+Access = Callable[["Binding"], None]
+
+
+def natively() -> AbstractContextManager[None]:
+    """Let guarded tensors be treated as the tensors they are, inside the context."""
+    return _Natively()
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Point ``tensor`` at the memory of ``data``; autograd's version counter stays."""
+    _set_data(tensor, data)
+
+
+def references(storage: torch.UntypedStorage) -> int:
+    """Count who refers to a storage: tensors, and users of the storage object itself."""
+    return _use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
+
+
+def _references_of_one() -> int:
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return references(storage)
+
+
+REFERENCES_OF_ONE = _references_of_one()
+"""What `references` is for the storage of one tensor, in a local variable, that nobody else refers to."""
+
+
+class Where(enum.Enum):
+    """Where a tensor's bytes are."""
+
+    HOME = enum.auto()  # in the bundle: they come and go with its windows
+    ABROAD = enum.auto()  # in other memory that somebody pointed it at: it keeps them, window or not
+
+
+class Move(enum.Enum):
+    """What happened to a tensor."""
+
+    POINTED_ELSEWHERE = enum.auto()
+    POINTED_BACK = enum.auto()
+    TAKEN_IN = enum.auto()
+
+
+_NEXT = {
+    (Where.HOME, Move.POINTED_ELSEWHERE): Where.ABROAD,
+    (Where.ABROAD, Move.POINTED_BACK): Where.HOME,
+    (Where.ABROAD, Move.TAKEN_IN): Where.HOME,
+}
+
+
+class Binding:
+    """The tensors of one bundle and the key that their bytes are under.
+
+    Args:
+        key: in the store.
+        places: where each tensor lies in the bundle.
+        tensors: in the same order; they are given a guard's class by whoever makes the binding.
+        guards: the class that each wears while it has no bytes.
+        poisons: what each shows while it is at home and has none.
+
+    Attributes:
+        tier: where it is leased.
+        worn: the classes that the tensors wear now.
+        uses: how often it was used.
+        writes: how often its bytes were changed.
+        where: the bytes of each tensor are.
+        is_watched: whether other code than PyTorch's has had its hands on the leased bytes.
+        digest: what `writes` was when they were read last, and their digest (`tierstore.training.unseen`).
+        twins: on the meta device, with the true strides.
+    """
+
+    __slots__ = (
+        "after_use",
+        "baseline",
+        "digest",
+        "flat",
+        "guards",
+        "idle_versions",
+        "is_dirty",
+        "is_saved_by_reference",
+        "is_watched",
+        "key",
+        "lease",
+        "nbytes",
+        "places",
+        "plain",
+        "poisons",
+        "regions",
+        "storage",
+        "tensors",
+        "tier",
+        "twins",
+        "uses",
+        "versions",
+        "where",
+        "windows",
+        "worn",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        key: str,
+        places: Sequence[Place],
+        nbytes: int,
+        tensors: Sequence[torch.Tensor],
+        guards: Sequence[type],
+        poisons: Sequence[torch.Tensor],
+    ) -> None:
+        self.key = key
+        self.tensors = tuple(tensors)
+        self.plain = tuple(type(tensor) for tensor in tensors)
+        self.guards: Sequence[type] = tuple(guards)
+        self.worn: Sequence[type] = self.guards
+        self.lay(places, nbytes, poisons)
+        self.where = [Where.HOME] * len(self.tensors)
+        self.tier = "device"
+        self.uses = 0
+        self.writes = 0
+        self.windows = 0
+        self.is_dirty = False
+        self.is_saved_by_reference = True
+        self.is_watched = False
+        self.digest: tuple[int, int] | None = None
+        self.after_use: Access | None = None
+        self.lease: Lease | None = None
+        self.flat: torch.Tensor | None = None
+        self.storage: torch.UntypedStorage | None = None
+        self.baseline = 0
+        self.versions: list[int] = []
+        self.idle_versions = versions_of(self)
+
+    def lay(self, places: Sequence[Place], nbytes: int, poisons: Sequence[torch.Tensor]) -> None:
+        """Take in where each tensor lies in the bundle."""
+        self.places = tuple(places)
+        self.regions = tuple(sorted(regions_of(places)))
+        self.nbytes = nbytes
+        self.poisons = tuple(poisons)
+        self.twins = tuple(
+            torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+            for place in self.places
+        )
+
+    @property
+    def is_referred_to(self) -> bool:
+        """Whether anything but the store and the binding refers to the leased bytes."""
+        if self.flat is None or self.storage is None:
+            return False
+        return references(self.storage) > self.baseline
+
+    @property
+    def abroad(self) -> list[int]:
+        """The numbers of the tensors whose bytes are elsewhere."""
+        return [number for number, where in enumerate(self.where) if where is Where.ABROAD]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the bytes of all its tensors are the bundle's."""
+        return Where.ABROAD not in self.where
+
+    def move(self, number: int, move: Move) -> None:
+        """Take in what happened to a tensor."""
+        self.where[number] = _NEXT[self.where[number], move]
+
+    def come_home(self, numbers: Iterable[int]) -> None:
+        """The bytes of some tensors are the bundle's now: they need no others."""
+        with _Natively():
+            for number in numbers:
+                self.move(number, Move.TAKEN_IN)
+                _set_data(self.tensors[number], self.poisons[number])
+
+
+def versions_of(binding: Binding) -> list[int]:
+    """Return how often each tensor was written to, as far as autograd knows."""
+    with _Natively():
+        return [tensor._version for tensor in binding.tensors]  # noqa: SLF001
+
+
+# ---------------------------------------------------------------------- windows
+
+
+def dress(binding: Binding, classes: Sequence[type]) -> None:
+    """Give the tensors their bytes and a class that does not look."""
+    flat = binding.flat
+    assert flat is not None
+    if versions_of(binding) != binding.idle_versions:
+        _look_at_poisons(binding)
+    binding.worn = classes
+    for tensor, place, kind, where in zip(
+        binding.tensors, binding.places, classes, binding.where, strict=True
+    ):
+        tensor.__class__ = kind
+        if where is Where.HOME:
+            _set_data(tensor, place.view(flat))
+
+
+def _look_at_poisons(binding: Binding) -> None:
+    """Take in which tensors were pointed elsewhere by what no guard sees."""
+    with _Natively():
+        for number, (tensor, poison) in enumerate(zip(binding.tensors, binding.poisons, strict=True)):
+            if binding.where[number] is Where.HOME and not _is_view_of(tensor, poison):
+                binding.move(number, Move.POINTED_ELSEWHERE)
+
+
+def _is_view_of(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == memory.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def undress(binding: Binding) -> None:
+    """Take the bytes from the tensors that have them from the bundle, and let a guard watch all.
+
+    Where it was interrupted, or where `dress` was, it may be called again.
+    """
+    assert binding.flat is not None
+    begin = binding.flat.data_ptr()
+    with _Natively():
+        for number, (tensor, place, poison, guard) in enumerate(
+            zip(binding.tensors, binding.places, binding.poisons, binding.guards, strict=True)
+        ):
+            is_here = _is_at(tensor, place, begin) or _is_view_of(tensor, poison)
+            if is_here is not (binding.where[number] is Where.HOME):
+                binding.move(number, Move.POINTED_BACK if is_here else Move.POINTED_ELSEWHERE)
+            if is_here:
+                _set_data(tensor, poison)
+            tensor.__class__ = guard
+    binding.worn = binding.guards
+    binding.idle_versions = versions_of(binding)
+
+
+def _is_at(tensor: torch.Tensor, place: Place, begin: int) -> bool:
+    """Whether a tensor is the view of a bundle's bytes that its place says, as far as matters."""
+    return (
+        (not place.nbytes or tensor.data_ptr() == begin + place.begin_bytes)
+        and tensor.shape == place.shape
+        and tensor.stride() == place.stride
+        and tensor.dtype is place.dtype
+        and (tensor.is_conj(), tensor.is_neg()) == (place.is_conj, place.is_neg)
+    )
+
+
+def values_of(binding: Binding, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of a bundle as views of its flat bytes; those abroad have their own."""
+    with _Natively():
+        return [
+            place.view(flat) if where is Where.HOME else tensor.detach()
+            for tensor, place, where in zip(binding.tensors, binding.places, binding.where, strict=True)
+        ]

@@ -1,0 +1,187 @@
+"""What training with an optimizer needs at once, and what cannot be met: known before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from tierstore.config import OffloadConfig
+from tierstore.errors import CapacityError, UsageError
+from tierstore.training import known
+from tierstore.training.budget import ALIGNMENT_BYTES, WorkingSet, largest_needs, too_large
+from tierstore.training.former import Former
+from tierstore.training.groups import ParameterGroup
+from tierstore.training.tiers import HOST
+from tierstore.units import align_up, format_bytes
+
+Options = Mapping[str, object]
+
+
+def working_sets(
+    groups: Sequence[ParameterGroup], optimizers: Sequence[torch.optim.Optimizer], former: Former | None
+) -> list[WorkingSet]:
+    """Return what is needed together to train each bundle.
+
+    Args:
+        groups: of parameters.
+        optimizers: that train them.
+        former: a checkpoint that knows how large their state is.
+    """
+    options = [
+        {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        for optimizer in optimizers
+    ]
+    return [_working_set(group, optimizers, options, former) for group in groups]
+
+
+def _working_set(
+    group: ParameterGroup,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: Sequence[Mapping[torch.Tensor, Options]],
+    former: Former | None,
+) -> WorkingSet:
+    bundle_bytes = align_up(group.nbytes, ALIGNMENT_BYTES)
+    pinned_bytes = bundle_bytes if group.is_pinned else 0
+    if group.optimizer is None:
+        return WorkingSet(group.names[0], bundle_bytes, 0, bundle_bytes, pinned_bytes)
+    trained = [p for p in group.parameters if p.requires_grad]
+    gradient_bytes = sum(align_up(p.numel() * p.element_size(), ALIGNMENT_BYTES) for p in trained)
+    known_bytes = 0 if former is None else former.state_bytes(group.optimizer, group.names)
+    made_bytes = sum(_made_bytes(optimizers, options, group.optimizer, p) for p in trained)
+    state_bytes = align_up(known_bytes or made_bytes, ALIGNMENT_BYTES)
+    nbytes = bundle_bytes + gradient_bytes + state_bytes
+    return WorkingSet(group.names[0], bundle_bytes, state_bytes, nbytes, pinned_bytes)
+
+
+def _made_bytes(
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: Sequence[Mapping[torch.Tensor, Options]],
+    usual: int,
+    parameter: torch.Tensor,
+) -> int:
+    """Return the bytes of a parameter's state; what shares its memory may be another optimizer's."""
+    for index in (usual, *range(len(optimizers))):
+        if parameter in options[index]:
+            return _state_bytes(optimizers[index], parameter, options[index][parameter])
+    return 0
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, options: Options) -> int:
+    """Return the bytes of a parameter's state: as it is, or as that kind of optimizer will make it."""
+    entries = optimizer.state.get(parameter)
+    if isinstance(entries, dict) and entries:
+        tensors = [value for value in entries.values() if isinstance(value, torch.Tensor) and value.dim()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    copies = next((count for kind, count in _STATE_COPIES.items() if isinstance(optimizer, kind)), _two)
+    return copies(options) * parameter.numel() * parameter.element_size()
+
+
+def check_steps_in_backward(
+    optimizers: Sequence[torch.optim.Optimizer], config: OffloadConfig, fastest: str
+) -> None:
+    """Raise if optimizers are to be stepped in backward and cannot be.
+
+    Raises:
+        UsageError: it names which, and says why.
+    """
+    if not config.optimizer_in_backward:
+        return
+    for optimizer in optimizers:
+        if not known.is_per_parameter(optimizer):
+            kind = type(optimizer).__name__
+            raise UsageError(
+                f"optimizer_in_backward steps each bundle by itself, and {kind} is not known to treat each "
+                f"parameter by itself. If it does, say so: tierstore.training.register_optimizer({kind}). "
+                "Else leave optimizer_in_backward out."
+            )
+    if config.optimizer_target == "cpu" and fastest != HOST:
+        raise UsageError(
+            "optimizer_in_backward steps where backward computes, and optimizer_target is 'cpu'. Leave one "
+            "of the two out."
+        )
+
+
+def require_room(
+    groups: Sequence[ParameterGroup],
+    sets: Sequence[WorkingSet],
+    optimizers: Sequence[torch.optim.Optimizer],
+    tier: str,
+    capacity_bytes: int,
+) -> None:
+    """Raise if one bundle alone finds no room in host memory, where computing happens; else the budget does.
+
+    What an optimizer has at once that is not stepped by bundle is not known: only what its gradients need.
+
+    Raises:
+        CapacityError: it names the bundle, what it needs and what there is.
+    """
+    needs = [
+        each
+        if _is_stepped_by_bundle(group, optimizers)
+        else replace(each, nbytes=each.nbytes - each.state_bytes)
+        for group, each in zip(groups, sets, strict=True)
+    ]
+    if needs and largest_needs(needs)[1] > capacity_bytes:
+        raise too_large(tier, capacity_bytes, needs)
+
+
+def _is_stepped_by_bundle(group: ParameterGroup, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    return group.optimizer is None or known.is_per_parameter(optimizers[group.optimizer])
+
+
+def _without_state(needs: WorkingSet) -> WorkingSet:
+    return replace(needs, nbytes=needs.nbytes - needs.state_bytes)
+
+
+def check_lbfgs(
+    optimizers: Sequence[torch.optim.Optimizer], sets: Sequence[WorkingSet], tier: str, capacity_bytes: int
+) -> None:
+    """Raise if ``LBFGS`` finds no room for what it has all at once: all gradients and its flat history.
+
+    Where computing happens in host memory, its history is the program's own, and no quota knows of it.
+
+    Raises:
+        CapacityError: with the numbers.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            continue
+        all_bytes = sum(each.nbytes for each in sets)
+        (group,) = optimizer.param_groups
+        flat_bytes = sum(p.numel() * p.element_size() for p in group["params"])
+        copies = 0 if tier == HOST else 2 * int(group["history_size"]) + _LBFGS_VECTORS
+        needed_bytes = all_bytes + copies * flat_bytes
+        if needed_bytes > capacity_bytes:
+            raise CapacityError(
+                f"LBFGS has all parameters and gradients at once ({format_bytes(all_bytes)}), and {copies} "
+                f"vectors of {format_bytes(flat_bytes)} beside them; {tier!r} has "
+                f"{format_bytes(capacity_bytes)}. Raise it, lower history_size, or take an optimizer that "
+                "treats each parameter by itself, such as AdamW or SGD.",
+                tier=tier,
+                needed_bytes=needed_bytes,
+                free_bytes=capacity_bytes,
+            )
+
+
+_LBFGS_VECTORS = 6
+"""Beside its history: the flat gradient, the former one, a direction, its step, and a line search's two."""
+
+
+def _two(options: Options) -> int:
+    del options
+    return 2
+
+
+_STATE_COPIES: dict[type[torch.optim.Optimizer], Callable[[Options], int]] = {
+    torch.optim.SGD: lambda options: 1 if options.get("momentum") else 0,
+    torch.optim.Adam: lambda options: 3 if options.get("amsgrad") else 2,
+    torch.optim.RMSprop: lambda options: 1 + bool(options.get("momentum")) + bool(options.get("centered")),
+    torch.optim.Adagrad: lambda _: 1,
+    torch.optim.ASGD: lambda _: 1,
+    torch.optim.Adafactor: lambda _: 1,
+    torch.optim.LBFGS: lambda _: 0,
+    torch.optim.Muon: lambda _: 1,
+}
+"""How many tensors of the parameter's size an optimizer keeps; others are taken to keep two."""

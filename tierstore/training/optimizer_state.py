@@ -1,0 +1,225 @@
+"""What an optimizer keeps for its parameters, as bundles of the store under the parameters' own.
+
+1. Tensors with a size that stand in a parameter's own entries (``optimizer.state[p]["momentum"]``) travel
+   together, for all parameters of a bundle; they stay the same objects, whoever has them.
+2. Everything else stays as it is: scalars and 0-d tensors, tensors in lists, state under other keys than
+   parameters, an optimizer's own attributes and options.
+3. Of an optimizer that is not known (`Taken.UNSHARED`), a tensor is taken only if nobody else refers to its
+   memory: an alias of it, or a view into one flat buffer, would go stale.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tierstore.training import guard
+from tierstore.training.binding import Binding
+from tierstore.training.bundles import Adopter
+from tierstore.training.layout import Place
+from tierstore.training.tiers import Placement
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001 - else aliases would go stale unseen
+_ALONE = 2  # one tensor refers to the storage, beside the storage's object in Python
+
+Order = Mapping[Binding, int]
+"""The place of every bundle of parameters in the forward pass."""
+
+
+class Taken(enum.Enum):
+    """Which tensors of a parameter's entries go into the store."""
+
+    ALL = enum.auto()  # the optimizer is known: it makes each for itself
+    UNSHARED = enum.auto()  # those that nobody else has an alias of
+
+
+class OptimizerState:
+    """The state of one optimizer.
+
+    Args:
+        optimizer: whose.
+        index: which of the model's optimizers it is.
+        order: of the bundles of all parameters.
+        adopter: that takes tensors into the store and gives them back.
+        placement: of the state.
+        taken: which tensors go there.
+
+    Attributes:
+        taken: as given.
+        bindings: of what is there, by bundle of parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        order: Order,
+        adopter: Adopter,
+        placement: Placement,
+        taken: Taken,
+    ) -> None:
+        self.optimizer = optimizer
+        self.index = index
+        self._order = order
+        self._adopter = adopter
+        self._placement = placement
+        self.taken = taken
+        self.bindings: dict[Binding, Binding] = {}
+
+    def bundles(self) -> list[Binding]:
+        """Return the bundles of the optimizer's parameters as its groups are now, in the order of forward."""
+        found = {
+            tenant.binding: None
+            for parameter in (*_parameters(self.optimizer), *self.optimizer.state)
+            if (tenant := guard.tenant_of(parameter)) is not None and tenant.binding in self._order
+        }
+        return sorted(found, key=self._order.__getitem__)
+
+    # --- taking in ----------------------------------------------------------------------------
+
+    def take_in_all(self) -> None:
+        """Take in what is there by now."""
+        for bundle in self.bundles():
+            self.take_in(bundle)
+
+    def take_in(self, bundle: Binding, taken: Taken | None = None) -> None:
+        """Adopt state of a bundle that was created or replaced since it was last looked at.
+
+        Args:
+            bundle: of parameters.
+            taken: which tensors; ``None``: as ever.
+        """
+        state = self.bindings.get(bundle)
+        found = self.of(bundle, taken)
+        known = () if state is None else state.tensors
+        if len(found) == len(known) and all(a is b for a, b in zip(found.values(), known, strict=True)):
+            return
+        if state is not None:
+            # It is laid out anew: until then its tensors are ordinary ones.
+            self._let_go(self.bindings.pop(bundle))
+        if not found:
+            return
+        named = [(f"the optimizer's {name!r} of {_name(p)}", value) for (p, name), value in found.items()]
+        self._own(bundle, self._adopter.adopt(state_key(self.index, bundle.key), named, self._placement))
+
+    def _let_go(self, state: Binding) -> None:
+        """Make tensors ordinary ones again; those that were replaced, and that nobody has, need no bytes."""
+        is_deserted = all(
+            sys.getrefcount(state.tensors[number]) <= _OWN_REFERENCES for number in range(len(state.tensors))
+        )
+        if is_deserted:
+            self._adopter.forget(state)
+        else:
+            self._adopter.restore(state)
+
+    def of(self, bundle: Binding, taken: Taken | None = None) -> dict[tuple[torch.Tensor, str], torch.Tensor]:
+        """Return the tensors of a bundle's state that are in the store, or are to be taken there."""
+        state = self.bindings.get(bundle)
+        found: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        seen: set[int] = set()
+        for parameter, name, value in self._entries(bundle.tensors):
+            tenant = guard.tenant_of(value)
+            is_ours = tenant is not None and tenant.binding is state
+            if id(value) not in seen and (
+                is_ours or (tenant is None and _is_to_be_taken(value, taken or self.taken))
+            ):
+                found[parameter, name] = value
+                seen.add(id(value))
+        return found
+
+    def _entries(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        for parameter in parameters:
+            entries = self.optimizer.state.get(parameter)
+            if isinstance(entries, dict):
+                for name, value in entries.items():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0:
+                        yield parameter, name, value
+
+    # --- from a checkpoint --------------------------------------------------------------------
+
+    def bind(
+        self,
+        bundle: Binding,
+        places: Sequence[Place],
+        tensors: Sequence[torch.Tensor],
+        origins: list[torch.device],
+    ) -> None:
+        """Tie the state of a bundle to bytes that are in the store already.
+
+        Args:
+            bundle: whose state it is.
+            places: where each tensor lies in the bytes.
+            tensors: of the optimizer's entries, in the same order; they have no bytes.
+            origins: where each of them goes in the end.
+        """
+        key = state_key(self.index, bundle.key)
+        self._own(bundle, self._adopter.bind(key, places, tensors, self._placement, origins))
+
+    def _own(self, bundle: Binding, state: Binding) -> None:
+        state.is_saved_by_reference = False
+        self.bindings[bundle] = state
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drop all keys; the optimizer's own dict is the caller's business."""
+        for state in self.bindings.values():
+            self._adopter.forget(state)
+        self.bindings.clear()
+
+
+def _is_to_be_taken(value: torch.Tensor, taken: Taken) -> bool:
+    return value.layout is torch.strided and (taken is Taken.ALL or is_unshared(value))
+
+
+def is_unshared(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory can be given back: all of it is the tensor's, and nobody else refers to it.
+
+    Memory that others may know by its address (numpy's, a file's, another process's) cannot be resized.
+    """
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel() > 0
+    if not is_plain or tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        return False
+    storage = tensor.untyped_storage()
+    return (
+        storage.resizable()
+        and not storage.is_shared()
+        and _use_count(storage._cdata) <= _ALONE  # noqa: SLF001
+        and tensor._use_count() <= 1  # type: ignore[attr-defined]  # noqa: SLF001 - graphs save the tensor itself
+        and storage.nbytes() == tensor.numel() * tensor.element_size()
+    )
+
+
+def state_key(index: int, bundle_key: str) -> str:
+    """Return the key of the state that an optimizer keeps for a bundle."""
+    return f"state/{index}/{bundle_key.removeprefix('param/')}"
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _name(parameter: torch.Tensor) -> str:
+    tenant = guard.tenant_of(parameter)
+    return repr(tenant.place.name) if tenant is not None else "a parameter"
+
+
+def _count_own_references() -> int:
+    """Return what ``sys.getrefcount(state.tensors[0])`` is when nobody has the tensor any more.
+
+    The binding's tuple, the guard's table of tenants, and the call's own argument.
+    """
+    holder = (object(),)
+    table = {0: holder[0]}
+    count = sys.getrefcount(holder[0])
+    del table
+    return count
+
+
+_OWN_REFERENCES = _count_own_references()
