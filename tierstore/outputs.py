@@ -18,6 +18,18 @@ ALIGNMENT_BYTES = 64  # as torch's own allocations
 KEPT_BYTES = 256 * 1024**2
 
 
+def host_memory(nbytes: int) -> torch.Tensor:
+    """Return fresh host memory as a one-dimensional uint8 tensor, where torch's own would begin.
+
+    Not torch's own: whoever meters an emulated device by its operations would take that for device memory.
+    """
+    if nbytes == 0:  # numpy's has a stride of 0, and cannot be viewed as another type
+        return torch.empty(0, dtype=torch.uint8)
+    array = np.empty(nbytes + ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -array.ctypes.data % ALIGNMENT_BYTES
+    return torch.from_numpy(array[start : start + nbytes])
+
+
 class OutputPool:
     """Hands out host memory; takes it back when the last tensor over it is gone.  Thread-safe.
 
@@ -34,10 +46,7 @@ class OutputPool:
     def take(self, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` of host memory as a one-dimensional uint8 tensor with its own storage."""
         if nbytes < SMALLEST_BYTES:
-            # numpy's memory as well: torch's own would count as device memory on an emulated device.
-            array = np.empty(nbytes + ALIGNMENT_BYTES, dtype=np.uint8)
-            start = -array.ctypes.data % ALIGNMENT_BYTES
-            return torch.from_numpy(array[start : start + nbytes])
+            return host_memory(nbytes)
         memory = self._reuse(nbytes)
         if memory is None:
             memory = mmap.mmap(-1, nbytes)

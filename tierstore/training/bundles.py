@@ -10,10 +10,10 @@ import functools
 from collections.abc import Sequence
 from contextlib import suppress
 
-import numpy as np
 import torch
 
 from tierstore.errors import KeyNotFound
+from tierstore.outputs import host_memory
 from tierstore.store import Store
 from tierstore.training import guard
 from tierstore.training.binding import Binding, Bindings, natively, set_data
@@ -38,13 +38,6 @@ def give_values(tensor: torch.Tensor, values: torch.Tensor, device: torch.device
     else:
         with torch.no_grad():
             fill(tensor, values)
-
-
-def host_memory(nbytes: int) -> torch.Tensor:
-    """Return fresh host memory as a one-dimensional uint8 tensor."""
-    if nbytes == 0:  # numpy's has a stride of 0, and cannot be viewed as another type
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
 
 
 class Adopter:

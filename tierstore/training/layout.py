@@ -4,8 +4,10 @@
    the *span* of bytes from its first element to its last, gaps included; an empty one takes none.
 2. Tensors whose spans overlap in memory are one *region*, and lie in the bundle as they lie in memory:
    what is written through one is seen through the others.
-3. Each region begins at a multiple of 64 bytes.  A tensor alone takes its own bytes and no more, so that
-   it can be stored without a copy.
+3. An address keeps its remainder by 64 bytes: kernels for vectors and matrices choose their way by it, and
+   with it the last bit of what they compute.  Memory that an allocator gave begins at a multiple of it.
+4. A tensor alone takes its own bytes and no more, so that it can be stored without a copy; one that begins
+   between two multiples takes those from the lower one, too.
 
 Knows nothing of stores and tiers, and not which tensors travel together.
 """
@@ -21,7 +23,7 @@ import torch
 from tierstore.units import align_up
 
 ALIGNMENT_BYTES = 64
-_LARGEST_ELEMENT_BYTES = 16
+_LARGEST_ELEMENT_BYTES = 16  # complex128
 
 Stride = tuple[int, ...]
 
@@ -93,7 +95,7 @@ class Region(NamedTuple):
     """Places whose bytes overlap, or one alone.
 
     Attributes:
-        begin_bytes: where it begins in the bundle.
+        begin_bytes: where it begins in the bundle: a multiple of 64.
         end_bytes: where it ends.
         members: the numbers of its places.
     """
@@ -126,10 +128,10 @@ def lay_out(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[Place, ...
     end_bytes = 0
     for members in overlapping(tensors):
         region_bytes = align_up(end_bytes, ALIGNMENT_BYTES)
-        base_bytes = _region_base(tensors, members)
+        base_bytes = _align_down(min(_begin_bytes(tensors[number]) for number in members))
         for number in members:
             tensor = tensors[number]
-            begin_bytes = region_bytes + (_begin_bytes(tensor) - base_bytes if len(members) > 1 else 0)
+            begin_bytes = region_bytes + _begin_bytes(tensor) - base_bytes
             places[number] = place_of(pairs[number][0], tensor, begin_bytes)
             end_bytes = max(end_bytes, begin_bytes + span_of(tensor))
     found = tuple(places[number] for number in range(len(pairs)))
@@ -150,13 +152,8 @@ def place_of(name: str, tensor: torch.Tensor, begin_bytes: int = 0) -> Place:
     )
 
 
-def _region_base(tensors: Sequence[torch.Tensor], members: Sequence[int]) -> int:
-    """Return what a region's addresses are counted from: elements stay at multiples of their sizes."""
-    return _align_down(min(_begin_bytes(tensors[number]) for number in members))
-
-
 def _align_down(nbytes: int) -> int:
-    return nbytes - nbytes % _LARGEST_ELEMENT_BYTES
+    return nbytes - nbytes % ALIGNMENT_BYTES
 
 
 def _begin_bytes(tensor: torch.Tensor) -> int:
@@ -190,10 +187,10 @@ def regions_of(places: Sequence[Place]) -> list[Region]:
 
 
 def _region(places: Sequence[Place], members: tuple[int, ...]) -> Region:
-    begin_bytes = min(places[number].begin_bytes for number in members)
+    begin_bytes = _align_down(min(places[number].begin_bytes for number in members))
     end_bytes = max(places[number].end_bytes for number in members)
     if len(members) > 1:  # of any element types, and of whole ones each
-        begin_bytes, end_bytes = _align_down(begin_bytes), align_up(end_bytes, _LARGEST_ELEMENT_BYTES)
+        end_bytes = align_up(end_bytes, _LARGEST_ELEMENT_BYTES)
     return Region(begin_bytes, end_bytes, members)
 
 
