@@ -27,6 +27,23 @@ def build() -> nn.Module:
     return nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
+class Scaled(nn.Module):
+    """Computes with parameters as they are, its own and its child's: graphs save those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.child = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.sin(inputs * self.scale @ self.child.weight)
+
+
+def build_scaled() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Scaled() for _ in range(4)))
+
+
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
@@ -136,6 +153,65 @@ def test_a_transform_gives_the_same_bits_and_leaks_no_lease(name: str, layout: s
         assert same(a, b)
 
 
+@every_layout
+@pytest.mark.parametrize("name", ["grad of inputs", "vjp", "jacrev", "hessian", "without hooks"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_parameter_that_a_graph_saves_itself_keeps_its_bytes(
+    name: str, layout: str, tmp_path: Path
+) -> None:
+    inputs = torch.ones(3, WIDTH)
+    plain, ours = build_scaled(), build_scaled()
+    for model in (plain, ours):
+        next(model.parameters()).requires_grad = False
+    expected = tensors_of(TRANSFORMS[name](plain, inputs))
+    with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "2MB"))) as run:
+        assert_equal_lists(expected, tensors_of(TRANSFORMS[name](ours, inputs)))
+        assert_nothing_is_leased(run, ours, inputs)
+        assert_equal_lists(expected, tensors_of(TRANSFORMS[name](ours, inputs)))
+        assert_equal_lists(backward(plain, inputs), backward(ours, inputs))
+
+
+@every_layout
+def test_a_parameter_that_a_graph_saved_itself_is_written_and_read_meanwhile(
+    layout: str, tmp_path: Path
+) -> None:
+    inputs = torch.ones(3, WIDTH)
+
+    def passes(model: nn.Module) -> list[Tensor | None]:
+        first, second = model.parameters(), model.parameters()
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            loss = model(inputs).sum()
+        noted = [loss.detach(), *(each.detach().clone() for each in first)]
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            for each in second:
+                each.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return [*noted, *backward(model, inputs)]
+
+    plain, ours = build_scaled(), build_scaled()
+    expected = passes(plain)
+    with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "2MB"))) as run:
+        assert_equal_lists(expected, passes(ours))
+        assert_nothing_is_leased(run, ours, inputs)
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert same(a, b)
+
+
+@every_layout
+def test_a_graph_that_saved_parameters_themselves_outlives_the_run(layout: str, tmp_path: Path) -> None:
+    inputs = torch.ones(3, WIDTH)
+    plain, ours = build_scaled(), build_scaled()
+    expected = backward(plain, inputs)
+    run = offload(ours, None, config_of(layout, tmp_path, with_device(layout, "2MB")))
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        loss = ours(inputs).sum()
+    run.close()
+    loss.backward()
+    assert_equal_lists(expected, [loss.detach(), *(p.grad for p in ours.parameters() if p.grad is not None)])
+
+
 def assert_nothing_is_leased(run: Offload, model: nn.Module, inputs: Tensor) -> None:
     with torch.no_grad():
         model(inputs)  # sweeps
@@ -192,3 +268,16 @@ def test_training_inside_a_context(name: str, layout: str, tmp_path: Path) -> No
         with CONTEXTS[name]():
             found = backward(ours, inputs)
         assert_equal_lists(expected, found)
+
+
+@every_layout
+def test_an_evaluation_after_steps_that_no_optimizer_ends(layout: str, tmp_path: Path) -> None:
+    inputs = torch.ones(3, WIDTH)
+    plain, ours = build(), build()
+    with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "2MB"))):
+        for _ in range(3):
+            assert_equal_lists(backward(plain, inputs), backward(ours, inputs))
+            with torch.inference_mode():
+                found = ours(inputs)
+            assert same(torch.zeros(1), -torch.zeros(1).neg())  # PyTorch looks for modes, and finds none
+            assert same(plain(inputs), found)

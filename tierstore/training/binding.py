@@ -9,7 +9,8 @@
    module that was called on another, has to wait for that one, and that one for it.
 4. The lease is held while a window is open *or anything else refers to the storage*: an alias that a
    user keeps, a saved tensor that backward unpacked, a view that a module returned.  The storage's use
-   count tells; `Bindings.sweep` releases what nobody refers to any more.
+   count tells; `Bindings.sweep` releases what nobody refers to any more.  Where hooks of saved tensors are
+   forbidden, a graph saves a tensor itself: then it keeps its bytes until no graph has it.
 5. What somebody pointed at other memory is brought home as soon as it may (`tierstore.training.returning`),
    and whenever another bundle is leased.
 
@@ -57,6 +58,8 @@ MakeRoom = Callable[[int], bool]
 
 # Without these a user's modes and transforms would take the library's own work for the model's.
 _functorch: Any = torch._C._functorch  # noqa: SLF001
+_autograd: Any = torch._C._autograd  # noqa: SLF001
+_are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # noqa: SLF001
 _count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # noqa: SLF001
 _pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack  # noqa: SLF001
@@ -286,9 +289,12 @@ class Bindings:
         """
         with self._lock, self.apart():
             failure: BaseException | None = None
+            are_saved_as_they_are = not _are_hooks_allowed()
             while opened:
                 binding = opened.pop()
                 binding.windows -= 1
+                if are_saved_as_they_are:
+                    binding.is_in_graphs = True
                 if binding.windows == 0:
                     self._lingering[binding] = None  # what is interrupted here, the next sweep does
                     try:
@@ -477,7 +483,7 @@ class Bindings:
 
     def _settle(self, binding: Binding) -> None:
         """A binding has no window: release its lease, or let it linger while it is referred to."""
-        if binding.worn is not binding.guards:
+        if binding.worn is not binding.guards or binding.is_in_graphs:
             undress(binding)
             if not binding.is_whole:
                 self._abroad[binding] = None

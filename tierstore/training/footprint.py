@@ -196,6 +196,7 @@ class _Counting(TorchDispatchMode):
         self.is_paused = False
         self.is_over = True
         self._is_entered = False
+        self._is_of_inference = False
         self._is_given = False
 
     def begin(self, *, is_given: bool) -> None:
@@ -206,12 +207,17 @@ class _Counting(TorchDispatchMode):
         self.is_over = False
         if not self._is_entered:
             self._is_entered = True
+            self._is_of_inference = torch.is_inference_mode_enabled()
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Be no mode any more; one that others were put on top of stays, and sees nothing."""
+        """Be no mode any more; one that others were put on top of stays, and sees nothing.
+
+        So does one that inference mode was entered after: when that ends, PyTorch looks for modes again.
+        """
         self.is_over = True
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is self:  # noqa: SLF001
+        is_within = torch.is_inference_mode_enabled() and not self._is_of_inference
+        if not is_within and torch.utils._python_dispatch._get_current_dispatch_mode() is self:  # noqa: SLF001
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_entered = False
 

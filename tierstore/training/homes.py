@@ -29,6 +29,7 @@ from tierstore.training.layout import Place, regions_of
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
+_uses: Callable[[torch.Tensor], int] = _Tensor._use_count  # noqa: SLF001 - graphs are not seen without
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 _Natively = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
 
@@ -99,6 +100,7 @@ class Binding:
         writes: how often its bytes were changed.
         where: the bytes of each tensor are.
         is_watched: whether other code than PyTorch's has had its hands on the leased bytes.
+        is_in_graphs: whether graphs may have saved its tensors themselves, and need their bytes in them.
         digest: what `writes` was when they were read last, and their digest (`tierstore.training.unseen`).
         twins: on the meta device, with the true strides.
     """
@@ -111,6 +113,7 @@ class Binding:
         "guards",
         "idle_versions",
         "is_dirty",
+        "is_in_graphs",
         "is_saved_by_reference",
         "is_watched",
         "key",
@@ -155,6 +158,7 @@ class Binding:
         self.is_dirty = False
         self.is_saved_by_reference = True
         self.is_watched = False
+        self.is_in_graphs = False
         self.digest: tuple[int, int] | None = None
         self.after_use: Access | None = None
         self.lease: Lease | None = None
@@ -230,9 +234,12 @@ def dress(binding: Binding, classes: Sequence[type]) -> None:
 
 def _look_at_poisons(binding: Binding) -> None:
     """Take in which tensors were pointed elsewhere by what no guard sees."""
+    assert binding.flat is not None
+    begin = binding.flat.data_ptr()
     with _Natively():
         for number, (tensor, poison) in enumerate(zip(binding.tensors, binding.poisons, strict=True)):
-            if binding.where[number] is Where.HOME and not _is_view_of(tensor, poison):
+            is_home = _is_view_of(tensor, poison) or _is_at(tensor, binding.places[number], begin)
+            if binding.where[number] is Where.HOME and not is_home:
                 binding.move(number, Move.POINTED_ELSEWHERE)
 
 
@@ -243,10 +250,12 @@ def _is_view_of(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
 def undress(binding: Binding) -> None:
     """Take the bytes from the tensors that have them from the bundle, and let a guard watch all.
 
+    Those that a graph has saved itself keep theirs, and with them the lease, until it is called again.
     Where it was interrupted, or where `dress` was, it may be called again.
     """
     assert binding.flat is not None
     begin = binding.flat.data_ptr()
+    are_needed = False
     with _Natively():
         for number, (tensor, place, poison, guard) in enumerate(
             zip(binding.tensors, binding.places, binding.poisons, binding.guards, strict=True)
@@ -254,9 +263,12 @@ def undress(binding: Binding) -> None:
             is_here = _is_at(tensor, place, begin) or _is_view_of(tensor, poison)
             if is_here is not (binding.where[number] is Where.HOME):
                 binding.move(number, Move.POINTED_BACK if is_here else Move.POINTED_ELSEWHERE)
-            if is_here:
+            if is_here and binding.is_in_graphs and _uses(tensor) > 1:
+                are_needed = True
+            elif is_here:
                 _set_data(tensor, poison)
             tensor.__class__ = guard
+    binding.is_in_graphs = are_needed
     binding.worn = binding.guards
     binding.idle_versions = versions_of(binding)
 

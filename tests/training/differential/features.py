@@ -17,7 +17,6 @@ _FAST_PATH = "hooks of ours keep transformer layers from their fast path in eval
 _THREADS = "threads that use a parameter outside its module: NaN now and then"
 _COMPILED = "users' hooks that break the graph of a compiled module: an error of its guards"
 _FIRST_STEP = "a hook before a step, registered inside a run, sees no parameters until the first forward"
-_UNTRIED = "right alone (issue 11, 3), and not tried together with all else"
 _MODES = "users' modes see operators and functions of ours: issue 11, 3"
 
 OFF: dict[str, str] = {
@@ -56,10 +55,6 @@ OFF: dict[str, str] = {
     **dict.fromkeys(
         ("action dispatch mode", "action dispatch mode around step", "action function mode"), _MODES
     ),
-    "action disable saved hooks": "gradients are NaN in some models",
-    **dict.fromkeys(("action functional call", "action func grad"), _UNTRIED),
-    **dict.fromkeys(("action func of input", "action vmap", "action forward ad", "action hessian"), _UNTRIED),
-    "action grad detach": _UNTRIED,
 }
 
 

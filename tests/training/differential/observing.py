@@ -144,11 +144,16 @@ def note_sharing(model: nn.Module) -> Note:
     """Return which parameters and gradients share their storage, and where in it they lie."""
     tensors = [p.data for p in model.parameters()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None and not p.grad.is_sparse]
-    storages = [t.untyped_storage()._cdata if t.numel() else -n for n, t in enumerate(tensors)]
+    storages = [t.untyped_storage()._cdata if _has_storage(t) else -n for n, t in enumerate(tensors)]
     classes = _partition(storages)
     shared = [n for n, c in enumerate(classes) if classes.count(c) > 1]
     first = {classes[n]: tensors[n].data_ptr() for n in reversed(shared)}
     return (classes, tuple(tensors[n].data_ptr() - first[classes[n]] for n in shared))
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Say whether a tensor has bytes: ``functional_call`` may leave one of a transform in a model."""
+    return tensor.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _partition(values: Sequence[int]) -> tuple[int, ...]:

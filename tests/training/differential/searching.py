@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,21 @@ from tierstore.training import offload
 
 ROUND = 100
 HANG_S = 120
+
+
+@contextlib.contextmanager
+def little_to_look_through() -> Iterator[None]:
+    """Keep what is there already out of the collector's sight.
+
+    ``offload(...)`` collects garbage and looks through all objects of the process where a parameter has
+    another reference: a quarter of a second with PyTorch's compiler loaded, and most of a program's cost.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class DifferentError(Exception):
@@ -109,7 +126,8 @@ class Search:
         self.tally, self._kinds = Tally(), {}
         self._end = time.monotonic() + seconds
         try:
-            seed(number)(self._settings(given(self._programs)(self._try)))()
+            with little_to_look_through():
+                seed(number)(self._settings(given(self._programs)(self._try)))()
         except DifferentError as error:
             self._keep_only(str(error))
         except Exception:  # noqa: BLE001 - Hypothesis' own, such as of a program that is not the same twice
