@@ -54,6 +54,36 @@ def test_an_optimizer_steps_what_another_run_has_offloaded_later(layout: str, tm
     assert_equal_lists(expected, found)
 
 
+@every_layout
+def test_an_operation_on_parameters_of_two_runs_asks_each_one_for_its_own(
+    layout: str, tmp_path: Path
+) -> None:
+    def average(model: nn.Module, other: nn.Module) -> None:
+        with torch.no_grad():
+            for ours, theirs in zip(model.parameters(), reversed(list(other.parameters())), strict=True):
+                if ours.shape == theirs.shape:
+                    ours.copy_(theirs)
+            for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                ours.lerp_(theirs, 0.25)
+            torch._foreach_add_(list(model.parameters()), list(other.parameters()))
+
+    def built() -> tuple[nn.Sequential, nn.Sequential]:
+        return _build()[0], nn.Sequential(*(each.requires_grad_(requires_grad=False) for each in blocks(4)))
+
+    expected, its_other = built()
+    average(expected, its_other)
+    model, other = built()
+    with (
+        offload(model, None, config_of(layout, tmp_path / "a")) as run,
+        offload(other, None, config_of(layout, tmp_path / "b")) as its_run,
+    ):
+        average(model, other)
+        run.store.check()
+        its_run.store.check()
+    assert_equal_lists(list(expected.parameters()), list(model.parameters()))
+    assert_equal_lists(list(its_other.parameters()), list(other.parameters()))
+
+
 def test_an_optimizer_that_another_run_steps_is_refused(tmp_path: Path) -> None:
     model, optimizer = _build()
     with (

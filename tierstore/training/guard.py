@@ -30,12 +30,21 @@ from tierstore.errors import UsageError
 from tierstore.training.binding import Binding, Bindings, natively
 from tierstore.training.homes import Where
 from tierstore.training.layout import Place
-from tierstore.training.unseen import is_foreign_operator, says_that_it_writes
-
-Function = Callable[..., Any]
+from tierstore.training.unseen import is_foreign_operator
+from tierstore.training.uses import (
+    ADDRESSES,
+    CHANGES_REQUIRES_GRAD,
+    EXPORTS,
+    LAYOUT,
+    LISTWISE,
+    PASSING,
+    RESIZES,
+    Function,
+    get_data,
+    may_write_unseen,
+)
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
-_get_data: Function = _Tensor.data.__get__
 _set_data: Function = _Tensor.data.__set__
 _get_grad: Function = _Tensor.grad.__get__
 _set_grad: Function = _Tensor.grad.__set__
@@ -94,6 +103,9 @@ class Tenant(NamedTuple):
         return self.binding.where[self.number] is Where.ABROAD
 
 
+Needed = dict[Warden, list[Binding]]
+"""Which bundles something needs, by who looks after them."""
+
 _tenants: dict[int, Tenant] = {}
 """By the tensor's id.  Nothing is set on users' objects."""
 
@@ -128,43 +140,7 @@ _guards: dict[type, type] = {}
 """What each guard's class stands for."""
 
 
-# ---------------------------------------------------------------------- what passes
-
-
-def _members(names: Iterable[str]) -> set[Function]:
-    """Return the functions by which ``__torch_function__`` knows attributes and methods of tensors."""
-    found: set[Function] = set()
-    for name in names:
-        member = getattr(torch.Tensor, name, None)
-        if member is None:
-            continue
-        if callable(member):
-            found.add(member)
-        else:
-            found |= {member.__get__, member.__set__} if hasattr(member, "__set__") else {member.__get__}
-    return found
-
-
-_PASSING = _members(
-    """_backward_hooks _has_symbolic_sizes_strides _is_view _post_accumulate_grad_hooks _version __len__
-    dim dtype device element_size get_device grad_dtype grad_fn is_complex is_cpu is_cuda
-    is_floating_point is_inference is_leaf is_meta is_mkldnn is_nested is_quantized is_signed is_sparse
-    is_sparse_csr is_xpu itemsize layout name names nbytes ndim ndimension nelement numel output_nr
-    register_hook register_post_accumulate_grad_hook retain_grad retains_grad shape size sym_numel
-    __dlpack_device__""".split()  # noqa: SIM905 - a table of sixty names
-) | {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size, torch.Tensor.is_same_size}
-_LAYOUT = _members(["stride", "is_contiguous", "storage_offset", "sym_stride"])
-_CHANGES_REQUIRES_GRAD = {_Tensor.requires_grad.__set__, _Tensor.requires_grad_}
-_PASSING |= {_Tensor.requires_grad.__get__} | _CHANGES_REQUIRES_GRAD
-_ESCAPES = _members(
-    """data_ptr untyped_storage storage _typed_storage numpy __array__ __dlpack__ __cuda_array_interface__
-    """.split()  # noqa: SIM905 - a table
-)
-_ADDRESSES = _members(["data_ptr", "const_data_ptr", "mutable_data_ptr", "__cuda_array_interface__"])
-_EXPORTS = _members(["numpy", "__array__", "__dlpack__"])
-_RESIZES = _members(["resize_", "resize_as_"])
-_LISTWISE = ("_foreach_", "_amp_foreach_")
-_WRITES_UNSEEN = ("_fused_", "_amp_")
+# ---------------------------------------------------------------------- what is seen
 
 
 def torch_function(
@@ -177,13 +153,13 @@ def torch_function(
     """See a use of guarded tensors.  The guard classes' ``__torch_function__``."""
     del cls, types
     kwargs = kwargs or {}
-    if func in _PASSING:
+    if func in PASSING:
         with natively():
             result = func(*args, **kwargs)
-        if func in _CHANGES_REQUIRES_GRAD and (tenant := tenant_of(args[0])) is not None:
+        if func in CHANGES_REQUIRES_GRAD and (tenant := tenant_of(args[0])) is not None:
             tenant.warden.requires_grad_changed(args[0])
         return result
-    if func in _LAYOUT and (tenant := tenant_of(args[0])) is not None:
+    if func in LAYOUT and (tenant := tenant_of(args[0])) is not None:
         with natively():
             looks = args[0] if tenant.is_abroad else tenant.binding.twins[tenant.number]
             return func(looks, *args[1:], **kwargs)
@@ -213,14 +189,21 @@ def _fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
         return _backward(func, args, kwargs)
     if func in _SPECIAL and (made := _SPECIAL[func](tenants[0], args[0])) is not None:
         return made
-    if func in _RESIZES:
+    if func in RESIZES:
         func = _in_memory_of_its_own(func)
-    bindings = list(dict.fromkeys(tenant.binding for tenant in tenants))
-    if len(bindings) > 1 and func.__name__.startswith(_LISTWISE):
+    if len({tenant.binding for tenant in tenants}) > 1 and func.__name__.startswith(LISTWISE):
         parts = _parts_by_bundle(args, kwargs)
         if len(parts) > 1:
             return _part_by_part(func, args, kwargs, parts)
-    return _with_windows(tenants[0].warden, bindings, func, args, kwargs)
+    return _with_windows(_needed(tenants), func, args, kwargs)
+
+
+def _needed(tenants: Iterable[Tenant]) -> Needed:
+    """Return the bundles of some tensors, by who looks after them: each run has its own store."""
+    needed: dict[Warden, dict[Binding, None]] = {}
+    for tenant in tenants:
+        needed.setdefault(tenant.warden, {})[tenant.binding] = None
+    return {warden: list(bindings) for warden, bindings in needed.items()}
 
 
 def _take_off_in(values: Iterable[object]) -> None:
@@ -270,9 +253,7 @@ def _of_the_same_class(tensor: torch.Tensor) -> torch.Tensor:
     tenant = tenant_of(tensor)
     assert tenant is not None
     kind = type(tensor)
-    alias = cast(
-        "torch.Tensor", _with_windows(tenant.warden, [tenant.binding], torch.Tensor.detach, (tensor,), {})
-    )
+    alias = cast("torch.Tensor", _with_windows(_needed([tenant]), torch.Tensor.detach, (tensor,), {}))
     alias.__class__ = kind
     return alias
 
@@ -288,19 +269,21 @@ def _in_memory_of_its_own(func: Function) -> Function:
     return alone
 
 
-def _with_windows(
-    warden: Warden, bindings: Sequence[Binding], func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> object:
-    """Run ``func`` while all ``bindings`` are here and wear plain classes."""
+def _with_windows(needed: Needed, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Run ``func`` while all bundles that it needs are here and wear plain classes."""
+    (warden, bindings), *others = needed.items()
     warden.begin_use(bindings)
     with warden.bindings.window(bindings):
         if is_foreign_operator(func):
             warden.bindings.watch(bindings)
         with warden.watch_saved():
-            result = func(*_exported(func, args), **kwargs)
-        if func in _ADDRESSES:
+            if others:
+                result = _with_windows(dict(others), func, args, kwargs)
+            else:
+                result = func(*_exported(func, args), **kwargs)
+        if func in ADDRESSES:
             warden.bindings.keep_addresses(bindings)
-        if _may_write_unseen(func, kwargs):
+        if may_write_unseen(func, kwargs):
             warden.note_write()
             for binding in bindings:
                 binding.is_dirty = True
@@ -310,26 +293,9 @@ def _with_windows(
     return result
 
 
-def _may_write_unseen(func: Function, kwargs: dict[str, Any]) -> bool:
-    """Whether ``func`` may write without telling autograd's version counter.
-
-    Fused functions do not tell it, and under a ``TorchDispatchMode`` those over lists do not either.
-    """
-    name = func.__name__
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    return (
-        is_in_place
-        or func in _ESCAPES
-        or func is _get_data
-        or "out" in kwargs
-        or name.startswith(_WRITES_UNSEEN)
-        or says_that_it_writes(func)
-    )
-
-
 def _exported(func: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of ``func``: what it makes keeps an alias, not a tensor that loses its bytes."""
-    if func in _EXPORTS and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
+    if func in EXPORTS and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
         return (args[0].detach(), *args[1:])
     return args
 
@@ -384,8 +350,7 @@ def _backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tenants = list(_tensors_in((*args, *kwargs.values())))
     if not tenants:
         return func(*args, **kwargs)
-    bindings = list(dict.fromkeys(tenant.binding for tenant in tenants))
-    return _with_windows(tenants[0].warden, bindings, func, args, kwargs)
+    return _with_windows(_needed(tenants), func, args, kwargs)
 
 
 def _edges(given: object) -> list[object]:
@@ -414,15 +379,15 @@ def _data(self: torch.Tensor) -> torch.Tensor:
     if tenant is None:
         _take_off_in([self])
         with natively():
-            return cast("torch.Tensor", _get_data(self))
-    return cast("torch.Tensor", _with_windows(tenant.warden, [tenant.binding], _get_data, (self,), {}))
+            return cast("torch.Tensor", get_data(self))
+    return cast("torch.Tensor", _with_windows(_needed([tenant]), get_data, (self,), {}))
 
 
 def _data_in_window(self: torch.Tensor) -> torch.Tensor:
     """Return an alias of the bytes; what it writes is not counted, so they count as written."""
     if (tenant := tenant_of(self)) is not None:
         tenant.binding.is_dirty = True
-    return cast("torch.Tensor", _get_data(self))
+    return cast("torch.Tensor", get_data(self))
 
 
 def _point(self: torch.Tensor, value: torch.Tensor) -> None:
@@ -444,8 +409,7 @@ def _point(self: torch.Tensor, value: torch.Tensor) -> None:
             f"{tenant.warden.bindings.store.device}. Move it before offload(...) or after the run.",
             key=tenant.binding.key,
         )
-    involved = dict.fromkeys(each.binding for each in _tensors_in((self, value)))
-    _with_windows(tenant.warden, list(involved), _set_data, (self, value), {})
+    _with_windows(_needed(_tensors_in((self, value))), _set_data, (self, value), {})
 
 
 def _set(self: torch.Tensor, *source: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own signature
