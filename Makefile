@@ -10,12 +10,8 @@ PEERS_STAMP := $(PEERS)/.installed
 # Progress is shown by the job itself; extra words for it: make run ARGS="--text my.txt"
 ARGS ?=
 # PyTorch knows the simulated accelerator for a whole process: what runs on it has one of its own.
-# It has no recurrent cells, as on a GPU NumPy cannot read what is there, and the last one fails there: to be looked into.
 SIMULATED := --simulate-accelerator tests/accelerator tests/gpu \
-  $(addprefix tests/training/test_,features.py gradients.py loops.py optimizers.py unusual.py) \
-  --deselect tests/training/test_features.py::test_attention_and_recurrent_layers \
-  --deselect tests/training/test_loops.py::test_a_step_between_forward_and_backward_raises_what_pytorch_raises \
-  --deselect tests/training/test_features.py::test_values_changed_and_read_by_hand
+  $(addprefix tests/training/test_,features.py gradients.py loops.py optimizers.py unusual.py)
 
 # Tests of training look at the whole process (who refers to a gradient, what is alive): a process a file.
 TRAINING := $(wildcard tests/training/test_*.py) tests/training/differential

@@ -25,6 +25,7 @@ from tests.training.twins import (
     blocks,
     build_blocks,
     every_layout,
+    is_simulated,
     loss_of,
     step,
     steps,
@@ -165,7 +166,8 @@ class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True)
-        self.recurrent = nn.GRU(WIDTH, 24, batch_first=True)
+        # The simulated accelerator has no fused cell for a GRU.
+        self.recurrent = (nn.RNN if is_simulated else nn.GRU)(WIDTH, 24, batch_first=True)
         self.head = nn.Linear(24, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -233,7 +235,8 @@ def test_values_changed_and_read_by_hand(layout: str, tmp_path: Path) -> None:
                 for old, parameter in zip(average, trial.model.parameters(), strict=True):
                     old.mul_(0.9).add_(parameter, alpha=0.1)
                     parameter.data.clamp_(-0.2, 0.2)
-                    parameter.detach().numpy()[...] *= 0.5
+                    if not is_simulated:  # NumPy sees host memory alone
+                        parameter.detach().numpy()[...] *= 0.5
                     nn.init.trunc_normal_(parameter) if parameter.dim() > 1 else parameter.zero_()
                     trial.log(parameter.norm())
         for old in average:

@@ -392,6 +392,30 @@ def test_a_step_between_forward_and_backward_raises_what_pytorch_raises(layout: 
     assert_same(build_blocks, loop, layout, tmp_path)
 
 
+def test_a_step_over_lists_is_counted_while_the_first_steps_are_learned_from(
+    layout: str, tmp_path: Path
+) -> None:
+    """A mode of ours sees them; what PyTorch writes in loops over lists is to be counted all the same."""
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks()
+        return model, [torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)]
+
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            loss = loss_of(trial.model, *batch())
+            loss.backward(retain_graph=True)
+            versions = [parameter._version for parameter in trial.model.parameters()]
+            trial.optimizer.step()
+            for then, parameter in zip(versions, trial.model.parameters(), strict=True):
+                assert parameter._version > then
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            trial.optimizer.zero_grad()
+
+    assert_same(build, loop, layout, tmp_path)
+
+
 def test_a_saved_activation_that_was_changed_raises_what_pytorch_raises(layout: str, tmp_path: Path) -> None:
     class Careless(nn.Module):
         def __init__(self) -> None:

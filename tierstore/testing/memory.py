@@ -28,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierstore.errors import UsageError
+from tierstore.modes import run_operator
 from tierstore.spi import device_storage_listeners
 from tierstore.units import format_bytes, parse_bytes
 
@@ -251,7 +252,7 @@ class _Watch(TorchDispatchMode):
         _collect(args, used)
         if kwargs:
             _collect(kwargs.values(), used)
-        result = func(*args, **(kwargs or {}))
+        result = run_operator(func, args, kwargs or {})
         if func in _LIFTS:
             fresh = [storage for storage in used if storage.resizable()]  # not memory of numpy's
         else:

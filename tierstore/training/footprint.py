@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from tierstore.modes import run_operator
 from tierstore.store import Store
 from tierstore.training.binding import natively
 from tierstore.units import align_up
@@ -297,7 +298,7 @@ class _Counting(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # noqa: ANN401
         """Run the operation and count what is new."""
-        result = func(*args, **(kwargs or {}))
+        result = run_operator(func, args, kwargs or {})
         if not (self.is_paused or self.is_over):
             given = {id(storage): storage for storage in _storages((args, kwargs or {}))}
             if self._is_given:

@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tierstore.modes import run_operator
 from tierstore.training.activations.calls import (
     Arguments,
     Named,
@@ -70,7 +71,7 @@ class _Outputs:
 
     def keep(self, func: OpOverload, args: Arguments, kwargs: Named, is_kept: bool) -> Any:  # noqa: ANN401
         """Run an operator, and keep what it returns if that is asked for."""
-        result = func(*args, **kwargs)
+        result = run_operator(func, args, kwargs)
         if is_kept:
             self._kept[func].append(_output(func, args, kwargs, result))
         elif isinstance(func, OpOverload):
@@ -104,7 +105,7 @@ class _Outputs:
                 if kept.random is not None:
                     kept.random.set()  # as if the operator had drawn its numbers
                 return mapped(kept.result, torch.Tensor, alias_of)
-        return func(*args, **kwargs)
+        return run_operator(func, args, kwargs)
 
 
 class _Mode(TorchDispatchMode):

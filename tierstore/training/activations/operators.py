@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from tierstore.modes import run_operator
 from tierstore.training.activations.calls import is_changing, written
 from tierstore.training.binding import is_own_work, natively
 
@@ -245,7 +246,7 @@ class Watch(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # noqa: ANN401
         """Run the operation and take in what it made."""
-        result = func(*args, **(kwargs or {}))
+        result = run_operator(func, args, kwargs or {})
         if not (self.is_paused or self.is_over or is_own_work() or is_backward()):
             given: dict[int, bool] = {}
             self._look(args, given)

@@ -30,6 +30,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from tierstore.modes import run_operator
 from tierstore.training.activations import regions, scopes
 from tierstore.training.activations.calls import (
     Arguments,
@@ -160,14 +161,14 @@ class _Run(TorchDispatchMode):
         """Run the operator, and remember how, if it is chosen."""
         named = kwargs or {}
         if self._is_paused or not isinstance(func, OpOverload):
-            return func(*args, **named)
+            return run_operator(func, args, named)
         if is_changing(func):
             self._before_change(written(func, args, named))
-            return func(*args, **named)
+            return run_operator(func, args, named)
         is_chosen = torch.is_grad_enabled() and self._selection.means(func) and not is_unfilled(func)
         is_chosen = is_chosen and can_repeat(args, named)
         random = random_state_for(func, args, named) if is_chosen else None
-        result = func(*args, **named)
+        result = run_operator(func, args, named)
         if is_chosen:
             self._remember(func, args, named, result, random)
         return result

@@ -1,0 +1,61 @@
+"""What a dispatch mode of the library owes to the operators that it sees: their tensors' version counters.
+
+Below a ``TorchDispatchMode`` PyTorch counts no writes of operators over lists (``torch._foreach_*``) that it
+runs as loops over their tensors: the loops count, and there they are not asked to.  A backward pass would
+then go through changed weights in silence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_Natively = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
+
+
+def run_operator(func: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
+    """Run an operator that a mode was asked to run; what it writes is counted as without the mode.
+
+    Args:
+        func: the operator.
+        args: that it is given.
+        kwargs: likewise.
+    """
+    places = _lists_written(func)
+    if not places:
+        return func(*args, **kwargs)
+    with _Natively():
+        given = list(_given(places, args, kwargs))
+        before = [tensor._version for tensor in given]  # noqa: SLF001 - nobody else tells
+    result = func(*args, **kwargs)
+    with _Natively():
+        uncounted = [each for each, then in zip(given, before, strict=True) if each._version == then]  # noqa: SLF001
+        if uncounted:
+            torch.autograd.graph.increment_version(uncounted)
+    return result
+
+
+@functools.cache
+def _lists_written(func: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
+    """Return place and name of each list that an operator over lists writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.name.startswith("aten::_foreach_"):
+        return ()
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _given(
+    places: Sequence[tuple[int, str]], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[torch.Tensor]:
+    for place, name in places:
+        found = args[place] if place < len(args) else kwargs.get(name, ())
+        for each in found if isinstance(found, list | tuple) else ():
+            if isinstance(each, torch.Tensor) and not each.is_inference():
+                yield each
