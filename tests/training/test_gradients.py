@@ -22,6 +22,7 @@ from tests.training.twins import (
     every_layout,
     loss_of,
 )
+from tierstore.errors import UsageError
 from tierstore.training import offload
 
 # A graph of gradients keeps all parameters, as aliases that no hook sees.
@@ -275,3 +276,39 @@ def test_gradients_wait_in_the_store_after_something_was_compiled(tmp_path: Path
     with offload(model, optimizers, config_of("disk", tmp_path)) as run:
         loss_of(model, *batch()).backward()
         assert any(key.startswith("grad/") for key in run.store)
+
+
+@every_layout
+def test_a_parameter_is_no_gradient_of_its_own_and_no_others(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        first, second = list(trial.model.parameters())[:2]
+        loss_of(trial.model, *batch()).backward()
+        before = None if first.grad is None else first.grad.clone()
+        with pytest.raises(RuntimeError, match="can't assign Variable as its own grad"):
+            first.grad = first
+        if trial.run is not None:
+            with pytest.raises(UsageError, match=r"detach\(\)"):
+                first.grad = second
+        assert before is not None
+        assert first.grad is not None
+        assert torch.equal(first.grad, before)
+        finish_step(trial)
+
+    assert_same(build_blocks, loop, layout, tmp_path, {"offload_grad": "cpu"})
+
+
+@every_layout
+def test_two_parameters_that_are_given_one_gradient_share_it(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        alike = [p for p in trial.model.parameters() if p.shape == trial.model[0].up.weight.shape][:2]  # type: ignore[index,union-attr]
+        for _ in range(2):
+            loss_of(trial.model, *batch()).backward()
+            alike[0].grad = alike[1].grad
+            assert alike[0].grad is alike[1].grad
+            assert alike[0].grad is not None
+            alike[0].grad.mul_(2)
+            loss_of(trial.model, *batch()).backward()  # adds to it twice
+            assert alike[0].grad is alike[1].grad
+            finish_step(trial)
+
+    assert_same(build_blocks, loop, layout, tmp_path, {"offload_grad": "cpu"})

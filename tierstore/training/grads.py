@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from tierstore.errors import UsageError
 from tierstore.store import Store
 from tierstore.training import guard
 from tierstore.training.binding import Access, Binding, Bindings, natively, set_data
@@ -110,21 +111,42 @@ class Gradients:
         return None if gradient is None else gradient.handle
 
     def assign(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Do what ``p.grad = value`` means."""
+        """Do what ``p.grad = value`` means.
+
+        Raises:
+            UsageError: it is a tensor that is offloaded itself, and no gradient.
+            RuntimeError, TypeError: it cannot be the gradient of ``parameter``; the text is PyTorch's.
+        """
         gradient = self._of.get(parameter)
-        if gradient is None:
+        if gradient is None or value is parameter:  # which PyTorch refuses
             set_native_gradient(parameter, value)
             return
+        if value is not None and value is not gradient.handle:
+            self._let_go_of(value, gradient.name)
         with gradient.lock:
             if value is not None and value is gradient.handle:
                 return
-            if value is not None:
-                # A guard's class must not get in autograd's way: take the bytes of another's handle.
-                value = value.clone() if guard.tenant_of(value) is not None else value
             set_native_gradient(parameter, value)
             if gradient.stay is not Stay.ALWAYS:
                 gradient.stay = Stay.IN_STORE if value is None else Stay.UNTIL_ZEROED
             self._forget(gradient)
+
+    def _let_go_of(self, value: torch.Tensor, name: str) -> None:
+        """A tensor becomes the gradient of ``name``, too: if it is a stash, it is one no more."""
+        tenant = guard.tenant_of(value)
+        if tenant is None:
+            return
+        other = next((each for each in self._of.values() if each.binding is tenant.binding), None)
+        if other is None:
+            raise UsageError(
+                f"cannot make {tenant.place.name!r} the gradient of {name!r}: it is offloaded, and its "
+                "bytes come and go. Use its .detach(), which keeps them, or its .detach().clone().",
+                key=tenant.binding.key,
+            )
+        with other.lock:
+            if other.stay is not Stay.ALWAYS:
+                other.stay = Stay.UNTIL_ZEROED
+            self._restore(other)
 
     # --- autograd's turn ----------------------------------------------------------------------
 
