@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.training.twins import (
     Optimizer,
@@ -328,3 +329,47 @@ def test_a_parameter_that_shares_memory_and_belongs_to_no_optimizer(tmp_path: Pa
         return model, [torch.optim.Adam([p for p in model.parameters() if p is not other], lr=1e-2)]
 
     assert_same(build, steps(), "disk", tmp_path)
+
+
+@every_layout
+@pytest.mark.parametrize("is_of_all", [False, True])
+def test_hooks_before_a_step_that_are_registered_in_the_run(
+    is_of_all: bool, layout: str, tmp_path: Path
+) -> None:
+    def loop(trial: Trial) -> None:
+        def hook(optimizer: Optimizer, *_: object) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            trial.log(torch.tensor(len(parameters)))
+            for parameter in parameters:
+                trial.log(parameter.detach().clone())
+
+        register = register_optimizer_step_pre_hook if is_of_all else trial.optimizer.register_step_pre_hook
+        handle = register(hook)
+        try:
+            trial.optimizer.step()
+            loss_of(trial.model, *batch()).backward()
+            handle.remove()
+            handle = register(hook)
+            trial.optimizer.step()
+        finally:
+            handle.remove()
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+
+
+@every_layout
+def test_a_hook_before_a_step_that_refuses_it(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        def refuse(*_: object) -> None:
+            raise ValueError("not now")
+
+        for _ in range(3):
+            loss_of(trial.model, *batch()).backward()
+            handle = trial.optimizer.register_step_pre_hook(refuse)
+            with pytest.raises(ValueError, match="not now"):
+                trial.optimizer.step()
+            trial.log_gradients()
+            handle.remove()
+            step(trial)
+
+    assert_same(build_blocks, loop, layout, tmp_path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, KeyNotFound
@@ -115,7 +115,7 @@ class Session:
         self.activations = Activations()
         vaults[store] = weakref.WeakMethod(self._new_vault)
         self._handles: list[RemovableHandle] = []
-        self._step_hooks: list[tuple[OrderedDict[int, Any], int]] = []
+        self._step_hooks: dict[int, int] = {}  # the number of ours, by the optimizer's id
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
         self._watched: set[torch.Tensor] = set()
         self._vaults: weakref.WeakSet[Vault] = weakref.WeakSet()
@@ -237,6 +237,15 @@ class Session:
             self.watch_gradient(gradient.parameter)
         for steps in self.steps:
             self._watch_optimizer(steps)
+        # PyTorch calls hooks of all optimizers before those that one of them has.
+        self._handles.append(register_optimizer_step_pre_hook(self._come_last))
+
+    def _come_last(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Let our hook be the last before a step: users' own hooks may change gradients, or refuse."""
+        own = self._step_hooks.get(id(optimizer))
+        step_hooks: Any = optimizer._optimizer_step_pre_hooks  # noqa: SLF001
+        if own is not None and next(reversed(step_hooks)) != own:
+            step_hooks.move_to_end(own)
 
     def watch_gradient(self, parameter: torch.Tensor) -> None:
         """Lend gradients of a trained parameter to autograd, and take them again."""
@@ -265,8 +274,7 @@ class Session:
                 self._end_step(steps)
 
         self._handles.append(optimizer.register_step_pre_hook(before))  # type: ignore[arg-type]
-        pre_hooks: Any = optimizer._optimizer_step_pre_hooks  # noqa: SLF001
-        self._step_hooks.append((pre_hooks, self._handles[-1].id))
+        self._step_hooks[id(optimizer)] = self._handles[-1].id
         self._handles.append(optimizer.register_step_post_hook(after))
         # Gradients are shown again before users' own hooks look at them.
         post_hooks: Any = optimizer._optimizer_step_post_hooks  # noqa: SLF001
@@ -413,9 +421,6 @@ class Session:
         self._end_interrupted_steps()
         for steps in self._under_way:
             steps.begin_model()
-        for step_hooks, own in self._step_hooks:
-            if next(reversed(step_hooks)) != own:
-                step_hooks.move_to_end(own)  # users' own hooks may change gradients, or refuse
         if self.optimizers:
             self.follower.begin_forward()
         else:

@@ -16,7 +16,6 @@ _AGAIN = "a layer that is another when a checkpoint computes it again: the weigh
 _FAST_PATH = "hooks of ours keep transformer layers from their fast path in evaluation"
 _THREADS = "threads that use a parameter outside its module: NaN now and then"
 _COMPILED = "users' hooks that break the graph of a compiled module: an error of its guards"
-_FIRST_STEP = "a hook before a step, registered inside a run, sees no parameters until the first forward"
 _MODES = "users' modes see operators and functions of ours: issue 11, 3"
 
 OFF: dict[str, str] = {
@@ -28,11 +27,6 @@ OFF: dict[str, str] = {
     **{
         f"part compiled + hook {name}": _COMPILED
         for name in ("forward pre", "forward", "backward", "backward pre")
-    },
-    **{
-        f"hook {hook} + action {action}": _FIRST_STEP
-        for hook in ("step pre", "step pre changes", "all steps")
-        for action in ("step", "closure", "step fails", "dispatch mode around step")
     },
     "action vector": "parameters pointed at parts of one tensor inside a run do not share it after the end",
     "action weight norm": "a parameter that is made of a guarded one keeps an attribute: _is_param",
@@ -49,7 +43,6 @@ OFF: dict[str, str] = {
         for part in ("writing in place", "writing data", "either")
         for again in ("action checkpoint", "part checkpointed")
     },
-    "action autograd grad one": "asks for an edge of what does not require gradients: another error",
     "action state dict kept": "a state dict holds copies, not aliases: documented",
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
     **dict.fromkeys(
