@@ -288,7 +288,8 @@ def test_state_dicts_and_copies_are_ordinary(layout: str, tmp_path: Path) -> Non
     def loop(trial: Trial) -> None:
         step(trial)
         for tensor in trial.model.state_dict().values():
-            assert type(tensor) is Tensor
+            assert isinstance(tensor, Tensor)
+            assert type(copy.deepcopy(tensor)) is Tensor
             trial.log(tensor)
         twin = copy.deepcopy(trial.model)
         inputs, _ = batch()

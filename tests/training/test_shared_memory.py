@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -131,10 +130,8 @@ def _loop(trial: Trial) -> None:
 
 
 def _log_state_dict(trial: Trial) -> None:
-    """The tensors of a state dict share memory as the parameters do."""
+    """The tensors of a state dict share memory as the parameters do, and with them."""
     state = trial.model.state_dict()
-    if trial.run is None:
-        state = copy.deepcopy(state)
     with torch.no_grad():
         state["first.weight"].zero_()
     for value in state.values():

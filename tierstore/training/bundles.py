@@ -15,7 +15,7 @@ import torch
 from tierstore.errors import KeyNotFound
 from tierstore.outputs import host_memory
 from tierstore.store import Store
-from tierstore.training import guard
+from tierstore.training import entries, guard
 from tierstore.training.binding import Binding, Bindings, natively, set_data
 from tierstore.training.ending import Ending
 from tierstore.training.homes import Where
@@ -217,11 +217,13 @@ class Adopter:
                 elif devices[number].type not in (tensor.device.type, "meta"):
                     set_data(tensor, tensor.detach().to(devices[number]))
             tensor.__class__ = plain
+        entries.release(binding)
         guard.dismiss(binding)
         del self._origins[binding]
 
     def _lose(self, binding: Binding, ending: Ending, reason: BaseException) -> None:
         guard.dismiss(binding)
+        entries.release(binding)
         for tensor, place, plain, poison, where in zip(
             binding.tensors, binding.places, binding.plain, binding.poisons, binding.where, strict=True
         ):

@@ -67,8 +67,8 @@ class Warden(Protocol):
         """Do what ``tensor.grad = gradient`` means."""
         ...
 
-    def copy_for_state_dict(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return an independent copy while a ``state_dict`` is being made, else ``None``."""
+    def entry_of_state_dict(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return an entry for it while a ``state_dict`` is being made, else ``None``."""
         ...
 
     def begin_use(self, bindings: Sequence[Binding]) -> None:
@@ -217,7 +217,7 @@ def _take_off_in(values: Iterable[object]) -> None:
             value.__class__ = _guards[type(value)]
 
 
-def _is_for_a_parameter() -> bool:
+def is_for_a_parameter() -> bool:
     """Whether ``nn.Parameter(p)`` asks for ``p.detach()``: it wants an alias that has the class of ``p``."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no other way to know
     for _ in range(4):
@@ -228,9 +228,9 @@ def _is_for_a_parameter() -> bool:
 
 
 def _detach(tenant: Tenant, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy for a state dict, or an alias for a new parameter; ``None``: nobody wants either."""
-    made = tenant.warden.copy_for_state_dict(tensor)
-    return _of_the_same_class(tensor) if made is None and _is_for_a_parameter() else made
+    """Return an entry of a state dict, or an alias for a new parameter; ``None``: nobody wants either."""
+    made = tenant.warden.entry_of_state_dict(tensor)
+    return _of_the_same_class(tensor) if made is None and is_for_a_parameter() else made
 
 
 def _refuse_to_share(tenant: Tenant, tensor: torch.Tensor) -> None:

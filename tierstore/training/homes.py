@@ -99,6 +99,7 @@ class Binding:
         uses: how often it was used.
         writes: how often its bytes were changed.
         where: the bytes of each tensor are.
+        departures: how often each was pointed elsewhere.
         is_watched: whether other code than PyTorch's has had its hands on the leased bytes.
         is_in_graphs: whether graphs may have saved its tensors themselves, and need their bytes in them.
         digest: what `writes` was when they were read last, and their digest (`tierstore.training.unseen`).
@@ -108,6 +109,7 @@ class Binding:
     __slots__ = (
         "after_use",
         "baseline",
+        "departures",
         "digest",
         "flat",
         "guards",
@@ -151,6 +153,7 @@ class Binding:
         self.worn: Sequence[type] = self.guards
         self.lay(places, nbytes, poisons)
         self.where = [Where.HOME] * len(self.tensors)
+        self.departures = [0] * len(self.tensors)
         self.tier = "device"
         self.uses = 0
         self.writes = 0
@@ -199,6 +202,7 @@ class Binding:
     def move(self, number: int, move: Move) -> None:
         """Take in what happened to a tensor."""
         self.where[number] = _NEXT[self.where[number], move]
+        self.departures[number] += move is Move.POINTED_ELSEWHERE
 
     def come_home(self, numbers: Iterable[int]) -> None:
         """The bytes of some tensors are the bundle's now: they need no others."""

@@ -474,9 +474,9 @@ class Session:
         """Do what ``tensor.grad = gradient`` means."""
         self.gradients.assign(tensor, gradient)
 
-    def copy_for_state_dict(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return an independent copy while a ``state_dict`` is being made, else ``None``."""
-        return self.state_dicts.copy(tensor)
+    def entry_of_state_dict(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return an entry for it while a ``state_dict`` is being made, else ``None``."""
+        return self.state_dicts.entry(tensor)
 
     def begin_use(self, bindings: Sequence[Binding]) -> None:
         """Tensors of ``bindings`` are about to be used."""

@@ -1,7 +1,8 @@
 """``state_dict`` and ``load_state_dict``, of model and optimizers, while the bytes are in the store.
 
-1. A state dict holds independent copies in host memory, made bundle by bundle.  Tied parameters give
-   one tensor, as they do without offloading.
+1. A model's state dict holds copies in host memory, made bundle by bundle, that stay one with their
+   parameters (`tierstore.training.entries`); an optimizer's holds independent ones.  Tied parameters give
+   one tensor.
 2. Loading a model's copies into one parameter after another.  Loading an optimizer's takes its tensors
    bundle by bundle, cast as PyTorch casts them; the caller's tensors are not kept.
 """
@@ -19,7 +20,9 @@ from torch.jit._script import RecursiveScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training import guard
+from tierstore.training.binding import natively, ordinary_mode
 from tierstore.training.bundles import Adopter
+from tierstore.training.entries import entry_for
 from tierstore.training.footprint import tensors_in
 from tierstore.training.hooks import Hook
 from tierstore.training.optimizer_state import OptimizerState, Taken
@@ -38,6 +41,7 @@ class StateDicts:
         self._adopter = adopter
         self._depth = 0
         self._copies: dict[int, torch.Tensor] = {}
+        self._entries: dict[int, torch.Tensor] = {}
         self._pending: dict[torch.optim.Optimizer, StateDict] = {}
 
     # --- the model ----------------------------------------------------------------------------
@@ -50,9 +54,22 @@ class StateDicts:
             yield module.register_state_dict_pre_hook(_Call(self._begin))
             yield module.register_state_dict_post_hook(_Call(self._end))
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy of a guarded tensor while a model's state dict is being made, else ``None``."""
-        return self._copy(tensor) if self._depth else None
+    def entry(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return an entry for a guarded tensor while a model's state dict is being made, else ``None``."""
+        if not self._depth:
+            return None
+        if id(tensor) not in self._entries:
+            self._entries[id(tensor)] = self._new_entry(tensor)
+        return self._entries[id(tensor)]
+
+    def _new_entry(self, tensor: torch.Tensor) -> torch.Tensor:
+        tenant = guard.tenant_of(tensor)
+        assert tenant is not None
+        if tenant.is_abroad:
+            with natively():
+                return tensor.detach()
+        with ordinary_mode():  # what is made in inference mode does not tell when it is written
+            return entry_for(tenant, self._copy(tensor))
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor; bundles are read once while their tensors come one after another."""
@@ -64,6 +81,7 @@ class StateDicts:
         """Forget a state dict that was never finished."""
         self._depth = 0
         self._copies.clear()
+        self._entries.clear()
 
     def _begin(self) -> None:
         self._depth += 1

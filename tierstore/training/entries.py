@@ -1,0 +1,288 @@
+"""What the state dict of an offloaded model holds: copies that stay one with their parameters.
+
+In plain PyTorch the entries of ``model.state_dict()`` are aliases of the parameters.  Here:
+
+1. An entry has bytes of its own, in host memory: whoever reads it where nobody sees that (a file's writer, an
+   extension) finds what the parameter was when the entry was made, or used last.
+2. What is written to an entry, or to a view of it, is written to the parameter.
+3. Whoever uses an entry finds what the parameter is now.
+4. An array made of an entry cannot be written to: nobody would see that.
+5. When the parameter is pointed at other memory, they are tensors of their own: they keep what it was.
+6. After the run they are aliases of the parameter, where both are in one memory, and else of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from tierstore.training import guard
+from tierstore.training.binding import Binding, natively, set_data
+from tierstore.training.layout import fill, place_of
+from tierstore.training.uses import ESCAPES, EXPORTS, LAYOUT, PASSING, Function, get_data, may_write_unseen
+
+_LOOKS = PASSING | LAYOUT
+
+
+class _State(NamedTuple):
+    """What is known of a parameter's values: they are the same while this is."""
+
+    writes: int
+    versions: tuple[int, ...]
+
+
+class Original:
+    """A parameter, with the copy of it that entries and their views look at.
+
+    Args:
+        tenant: the parameter.
+        copy: of it, of the same layout.
+    """
+
+    def __init__(self, tenant: guard.Tenant, copy: torch.Tensor) -> None:
+        self.parameter = tenant.tensor
+        self.binding = tenant.binding
+        self.copy = copy
+        self._number = tenant.number
+        self._departures = tenant.binding.departures[tenant.number]
+        self._state = self._now()
+        self._version = copy._version  # noqa: SLF001
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the parameter has been where it was ever since."""
+        tenant = guard.tenant_of(self.parameter)
+        return (
+            tenant is not None
+            and tenant.binding is self.binding
+            and self.binding.departures[self._number] == self._departures
+        )
+
+    def _now(self) -> _State:
+        with natively():
+            return _State(
+                self.binding.writes,
+                tuple(each._version for each in self.binding.tensors),  # noqa: SLF001
+            )
+
+    def refresh(self) -> None:
+        """Bring to the copy what the parameter is now."""
+        binding = self.binding
+        is_in_use = binding.flat is not None and (binding.is_dirty or binding.is_watched)
+        if not self.is_tied or not (is_in_use or self._now() != self._state):
+            return
+        with torch.no_grad():
+            fill(get_data(self.copy), self.parameter)
+        self._state = self._now()
+
+    def note_write(self, *, is_sure: bool) -> None:
+        """Bring to the parameter what was written to the copy.
+
+        Args:
+            is_sure: whether something was, whatever the copy's version says.
+        """
+        version = self.copy._version  # noqa: SLF001
+        if version == self._version and not is_sure:
+            return
+        self._version = version
+        if self.is_tied:
+            with torch.no_grad():
+                fill(self.parameter, self.copy)
+            self._state = self._now()
+
+    def is_seen_by(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of the copy.  Called natively."""
+        return bool(tensor.untyped_storage()._cdata == self.copy.untyped_storage()._cdata)  # noqa: SLF001
+
+
+class _Known(NamedTuple):
+    """An entry, or a view of one."""
+
+    tensor: weakref.ref[torch.Tensor]
+    original: Original
+
+
+_known: dict[int, _Known] = {}
+"""By the tensor's id."""
+
+_of_bindings: dict[Binding, dict[int, _Known]] = {}
+"""The same by bundle, until it is given back."""
+
+
+def entry_for(tenant: guard.Tenant, copy: torch.Tensor) -> torch.Tensor:
+    """Return an entry of a state dict.
+
+    Args:
+        tenant: the parameter.
+        copy: of it, in host memory.
+    """
+    return _know(copy.detach(), Original(tenant, copy))
+
+
+def _know(tensor: torch.Tensor, original: Original) -> torch.Tensor:
+    number = id(tensor)
+    same = _of_bindings.setdefault(original.binding, {})
+
+    def forget(_: object) -> None:
+        _known.pop(number, None)
+        same.pop(number, None)
+
+    same[number] = _known[number] = _Known(weakref.ref(tensor, forget), original)
+    tensor.__class__ = Entry
+    return tensor
+
+
+def _original_of(tensor: object) -> Original | None:
+    known = _known.get(id(tensor))
+    return known.original if known is not None and known.tensor() is tensor else None
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    known = _known.pop(id(tensor), None)
+    if known is not None:
+        _of_bindings.get(known.original.binding, {}).pop(id(tensor), None)
+    is_parameter = getattr(tensor, "_is_param", False)
+    tensor.__class__ = torch.nn.Parameter if is_parameter else torch.Tensor
+
+
+def _entries_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _entries_in(value)
+        elif isinstance(value, dict):
+            yield from _entries_in(value.values())
+        elif type(value) is Entry:
+            yield value
+
+
+def _torch_function(
+    cls: type,
+    func: Function,
+    types: Sequence[type],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> object:
+    """See a use of entries.  The class's ``__torch_function__``."""
+    del cls, types
+    kwargs = kwargs or {}
+    if func in _LOOKS:
+        with natively():
+            return func(*args, **kwargs)
+    entries = list(_entries_in((*args, *kwargs.values())))
+    originals = {id(each): each for each in map(_original_of, entries) if each is not None}
+    if func is torch.Tensor.detach and guard.is_for_a_parameter():
+        return _of_its_own(args[0])
+    for original in originals.values():
+        original.refresh()
+    result = _run_plainly(entries, torch.Tensor.detach if func == get_data else func, args, kwargs)
+    is_sure = func not in ESCAPES and may_write_unseen(func, kwargs) and func != get_data
+    for original in originals.values():
+        original.note_write(is_sure=is_sure and _is_written(original, args, kwargs))
+    if func in EXPORTS and hasattr(result, "setflags"):
+        result.setflags(write=False)
+    _take_in((*entries, *_tensors_of(result)), list(originals.values()))
+    return result
+
+
+def _run_plainly(
+    entries: Sequence[torch.Tensor], func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
+    """Run ``func`` while entries are ordinary tensors."""
+    try:
+        for entry in entries:
+            entry.__class__ = torch.Tensor
+        return func(*args, **kwargs)
+    finally:
+        for entry in entries:
+            entry.__class__ = Entry
+
+
+def _is_written(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that writes would write to a copy: to its first argument, or its ``out``."""
+    return any(_original_of(each) is original for each in _entries_in((*args[:1], kwargs.get("out"))))
+
+
+def _tensors_of(result: object) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, list | tuple):
+        for each in result:
+            yield from _tensors_of(each)
+
+
+def _take_in(tensors: Iterable[torch.Tensor], originals: Sequence[Original]) -> None:
+    """Know which tensors are views of copies by now, and which are no more."""
+    with natively():
+        for tensor in tensors:
+            if type(tensor) not in (torch.Tensor, Entry) or tensor.layout is not torch.strided:
+                continue
+            seen = next((each for each in originals if each.is_seen_by(tensor)), None)
+            if seen is None and type(tensor) is Entry:
+                _forget(tensor)
+            elif seen is not None and _original_of(tensor) is None:
+                _know(tensor, seen)
+
+
+def _of_its_own(entry: torch.Tensor) -> torch.Tensor:
+    """Return a tensor for a new parameter; it takes the class off when it is used."""
+    _refresh(entry)
+    own = cast("torch.Tensor", _run_plainly([entry], torch.clone, (entry,), {})).detach()
+    own.__class__ = Entry
+    return own
+
+
+def _refresh(entry: torch.Tensor) -> None:
+    original = _original_of(entry)
+    if original is not None:
+        original.refresh()
+
+
+def _deepcopy(self: torch.Tensor, memo: dict[int, object]) -> object:
+    _refresh(self)
+    return _run_plainly([self], copy.deepcopy, (self, memo), {})
+
+
+def _reduce_ex(self: torch.Tensor, protocol: int) -> object:
+    _refresh(self)
+    return _run_plainly([self], torch.Tensor.__reduce_ex__, (self, protocol), {})
+
+
+class Entry(torch.Tensor):
+    """An entry of an offloaded model's state dict: what is written to it is written to the parameter."""
+
+    __torch_function__: Any = classmethod(_torch_function)
+    __deepcopy__ = _deepcopy
+    __reduce_ex__ = _reduce_ex
+
+
+def release(binding: Binding) -> None:
+    """Make entries of a bundle whose tensors have their bytes again aliases of these, where that may be."""
+    for known in list(_of_bindings.pop(binding, {}).values()):
+        entry, original = known.tensor(), known.original
+        if entry is None:
+            continue
+        _forget(entry)
+        if not original.is_tied:
+            continue
+        with natively(), torch.no_grad():
+            if original.parameter.device == entry.device:
+                set_data(entry, _the_same_of(original.parameter, entry, original.copy))
+            else:
+                fill(get_data(original.copy), original.parameter)
+
+
+def _the_same_of(parameter: torch.Tensor, view: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """Return what is to a parameter what ``view`` is to a copy of it.  Called natively."""
+    begin_bytes = _begin_bytes(parameter) + _begin_bytes(view) - _begin_bytes(copy)
+    storage = parameter.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=parameter.device)
+    flat.set_(storage, 0, (storage.nbytes(),), (1,))
+    return place_of("", view, begin_bytes).view(flat)
+
+
+def _begin_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
