@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -127,6 +128,21 @@ def test_trained_parameters_of_all_layouts_in_one_bundle(layout: str, tmp_path: 
 @pytest.mark.parametrize("kind", [*TRAINED, *FROZEN])
 def test_a_frozen_parameter_of_any_layout(layout: str, kind: str, tmp_path: Path) -> None:
     assert_same(_build([(TRAINED | FROZEN)[kind]], trained=False), _loop, layout, tmp_path)
+
+
+@every_layout
+@pytest.mark.parametrize("kind", [*TRAINED, *FROZEN])
+def test_a_pickled_parameter_of_any_layout(layout: str, kind: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for parameter in pickle.loads(pickle.dumps(trial.model)).parameters():
+            trial.log(torch.tensor([*parameter.shape, *parameter.stride(), *map(int, _kind_of(parameter))]))
+            trial.log(parameter.detach().resolve_conj().resolve_neg())
+
+    assert_same(_build([(TRAINED | FROZEN)[kind]], trained=False), loop, layout, tmp_path)
+
+
+def _kind_of(tensor: Tensor) -> tuple[bool, bool, bool]:
+    return tensor.is_conj(), tensor.is_neg(), type(tensor) is nn.Parameter
 
 
 @every_layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -371,3 +372,16 @@ def test_a_checkpoint_with_what_is_elsewhere_is_refused_until_it_is_home(layout:
     with offload(again, None, config) as run:
         assert run.resumed is not None
     assert again[0].weight.eq(1).all()  # type: ignore[index]
+
+
+@every_layout
+def test_a_parameter_made_of_one_is_an_ordinary_one_after_the_run(layout: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    inputs = torch.ones(2, WIDTH)
+    with offload(model, None, config_of(layout, tmp_path)):
+        torch.nn.utils.parametrizations.weight_norm(model[0])
+        model[1].weight = nn.Parameter(cast("Tensor", model[1].weight))
+        model(inputs).sum().backward()
+    assert [type(p) for p in model.parameters()] == [nn.Parameter] * len(list(model.parameters()))
+    assert not any(map(vars, model.parameters()))

@@ -29,7 +29,7 @@ import torch
 from tierstore.errors import UsageError
 from tierstore.training.binding import Binding, Bindings, natively
 from tierstore.training.homes import Where
-from tierstore.training.layout import Place
+from tierstore.training.layout import Place, place_of, raw_bytes
 from tierstore.training.unseen import is_foreign_operator
 from tierstore.training.uses import (
     ADDRESSES,
@@ -174,6 +174,8 @@ def _tensors_in(values: Iterable[object]) -> Iterator[Tenant]:
         if isinstance(value, torch.Tensor):
             if (tenant := tenant_of(value)) is not None:
                 yield tenant
+            else:
+                _take_off_in([value])
         elif isinstance(value, list | tuple):
             yield from _tensors_in(value)
         elif isinstance(value, dict):
@@ -183,7 +185,6 @@ def _tensors_in(values: Iterable[object]) -> Iterator[Tenant]:
 def _fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     tenants = list(_tensors_in((*args, *kwargs.values())))
     if not tenants:
-        _take_off_in((*args, *kwargs.values()))
         return func(*args, **kwargs)
     if func in _BACKWARDS:
         return _backward(func, args, kwargs)
@@ -249,12 +250,14 @@ _SPECIAL: dict[Function, Callable[[Tenant, torch.Tensor], torch.Tensor | None]] 
 
 
 def _of_the_same_class(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias in the class that ``tensor`` wears; it takes that off when it is used."""
+    """Return an alias in the class that ``tensor`` wears, until a parameter is made of it."""
     tenant = tenant_of(tensor)
     assert tenant is not None
     kind = type(tensor)
     alias = cast("torch.Tensor", _with_windows(_needed([tenant]), torch.Tensor.detach, (tensor,), {}))
-    alias.__class__ = kind
+    plain = _guards.get(kind, kind)
+    if plain in (torch.Tensor, torch.nn.Parameter) or type(alias) is plain:  # else PyTorch refuses it
+        alias.__class__ = kind
     return alias
 
 
@@ -463,6 +466,20 @@ def _drop_grad(self: torch.Tensor) -> None:
     _store_grad(self, None)
 
 
+def _is_param(self: torch.Tensor) -> object:
+    if "_is_param" not in vars(self):
+        raise AttributeError("_is_param")
+    return vars(self)["_is_param"]
+
+
+def _become_param(self: torch.Tensor, value: object) -> None:
+    """PyTorch has made a parameter of an alias, and marks it as it does all of other classes."""
+    if tenant_of(self) is None:
+        _take_off_in([self])
+    if type(self) is not torch.nn.Parameter:
+        vars(self)["_is_param"] = value
+
+
 def _independent(self: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor with the same bytes, unknown to any store."""
     tenant = tenant_of(self)
@@ -478,7 +495,14 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, object]) -> object:
 
 
 def _reduce_ex(self: torch.Tensor, protocol: int) -> object:
-    return _independent(self).__reduce_ex__(protocol)
+    alone = _independent(self)
+    tenant = tenant_of(self)
+    assert tenant is not None
+    with tenant.warden.bindings.window([tenant.binding]):
+        place = place_of("", self.detach(), 0)
+        if not place.is_of(alone):  # it has gaps, say: a copy has none, and what is pickled has
+            _set_data(alone, place.view(raw_bytes(self.detach()).clone()))
+    return alone.__reduce_ex__(protocol)
 
 
 @functools.cache
@@ -494,6 +518,7 @@ def guard_of(kind: type) -> type:
         "set_": _set,
         "as_subclass": _as_subclass,
         "_use_count": _refuse_to_be_swapped,
+        "_is_param": property(_is_param, _become_param),
     }
     if issubclass(kind, torch.nn.Parameter):
         members["grad"] = property(_grad, _store_grad, _drop_grad)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Set
 from tests.training.differential.optimizers import OPTIMIZERS
 
 _RAISING_STEP = "a step that raises in its midst has stepped some bundles already"
-_WRITES = "writes in forward: issue 11, 1.5"
 _AGAIN = "a layer that is another when a checkpoint computes it again: the weight is the former one"
 _FAST_PATH = "hooks of ours keep transformer layers from their fast path in evaluation"
 _THREADS = "threads that use a parameter outside its module: NaN now and then"
@@ -29,15 +28,7 @@ OFF: dict[str, str] = {
         for name in ("forward pre", "forward", "backward", "backward pre")
     },
     "action vector": "parameters pointed at parts of one tensor inside a run do not share it after the end",
-    "action weight norm": "a parameter that is made of a guarded one keeps an attribute: _is_param",
-    **dict.fromkeys(
-        [f"part writing {how}" for how in ("numpy", "storage", "dlpack", "foreach", "fused")], _WRITES
-    ),
-    **{
-        f"part {part} + action {action}": "a pickled parameter of a layout with gaps becomes contiguous"
-        for part in ("strided", "expanded")
-        for action in ("pickle", "save")
-    },
+    "part integer + action parameter anew": "another text of the same error",
     **{
         f"part {part} + {again}": _AGAIN
         for part in ("writing in place", "writing data", "either")

@@ -192,8 +192,12 @@ def _looks(thing: object) -> Note:
 
 
 def note_error(error: BaseException) -> Note:
-    """Return the kind of an error and what it says, to the first colon: addresses and versions follow."""
-    return ("error", type(error).__name__, str(error).partition(":")[0].partition("\n")[0])
+    """Return the kind of an error and what it says, to the first colon: addresses and versions follow.
+
+    PyTorch says the class that a tensor has, which may be a guard's.
+    """
+    said = str(error).partition(":")[0].partition("\n")[0]
+    return ("error", type(error).__name__, said.replace("of type Guarded", "of type "))
 
 
 @dataclass(frozen=True)
