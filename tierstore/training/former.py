@@ -37,7 +37,7 @@ from tierstore.training.document import (
     unfinished,
 )
 from tierstore.training.encoding import decode, parameters_by_group
-from tierstore.training.groups import ParameterGroup, first_names
+from tierstore.training.groups import Group, first_names
 from tierstore.training.layout import lay_out
 from tierstore.training.optimizer_state import OptimizerState, Taken, state_key
 from tierstore.training.poisons import poison_for
@@ -201,14 +201,14 @@ class Former:
             if owner == index and parameter in parameters
         )
 
-    def prepare(self, groups: Sequence[ParameterGroup]) -> None:
+    def prepare(self, groups: Sequence[Group]) -> None:
         """Find out which bundles are cut as they were; put the others out of the way of new keys.
 
         Args:
             groups: how parameters travel now.
         """
         for group in groups:
-            places, _ = lay_out(zip(group.names, group.parameters, strict=True))
+            places, _ = lay_out(zip(group.names, group.tensors, strict=True))
             if [held.place for held in self._bundles.get(group.key, ())] == list(places):
                 self._bound.add(group.key)
             for index in range(len(self._document["optimizers"])):

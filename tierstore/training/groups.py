@@ -1,4 +1,4 @@
-"""What travels together: parameters as bundles.
+"""What travels together: tensors as bundles.
 
 A *bundle* is one key of the store: one flat buffer of bytes (`tierstore.training.layout`).  The rules of
 grouping:
@@ -42,12 +42,12 @@ class Kind(NamedTuple):
 
 
 @dataclass(slots=True)
-class ParameterGroup:
-    """Parameters that travel together.
+class Group:
+    """Tensors that travel together.
 
     Attributes:
-        names: the first qualified name of each parameter.
-        parameters: in the same order.
+        names: the first qualified name of each tensor.
+        tensors: in the same order.
         optimizer: the index of the optimizer that trains them; ``None``: none does.
         modules: the modules whose forward needs them.
         is_pinned: whether they stay in the fastest tier.
@@ -55,7 +55,7 @@ class ParameterGroup:
     """
 
     names: list[str] = field(default_factory=list)
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
     optimizer: int | None = None
     modules: list[nn.Module] = field(default_factory=list)
     is_pinned: bool = False
@@ -69,12 +69,12 @@ class ParameterGroup:
     @property
     def nbytes(self) -> int:
         """The bytes of its tensors."""
-        return sum(map(span_of, self.parameters)) - self.repeated_bytes
+        return sum(map(span_of, self.tensors)) - self.repeated_bytes
 
-    def absorb(self, other: ParameterGroup) -> None:
-        """Take in another group's parameters and modules."""
+    def absorb(self, other: Group) -> None:
+        """Take in another group's tensors and modules."""
         self.names += other.names
-        self.parameters += other.parameters
+        self.tensors += other.tensors
         self.repeated_bytes += other.repeated_bytes
         self.modules += [module for module in other.modules if module not in self.modules]
 
@@ -91,7 +91,7 @@ def group_parameters(
     *,
     ignored: Container[torch.Tensor] = (),
     pinned: Container[torch.Tensor] = (),
-) -> list[ParameterGroup]:
+) -> list[Group]:
     """Group the parameters of ``model``, in the order of its modules.
 
     Args:
@@ -109,10 +109,10 @@ def group_parameters(
             return None
         return Kind(owners.get(parameter), parameter.requires_grad, parameter in pinned)
 
-    groups: list[ParameterGroup] = []
-    home: dict[nn.Parameter, ParameterGroup] = {}
+    groups: list[Group] = []
+    home: dict[torch.Tensor, Group] = {}
     kin = _overlapping([parameter for parameter in names if parameter not in ignored])
-    small: dict[tuple[str, Kind], ParameterGroup] = {}
+    small: dict[tuple[str, Kind], Group] = {}
     for path, module in model.named_modules():
         for each, part in _split(module, names, home, kind_of, kin).items():
             kind = (path.rpartition(".")[0], each)
@@ -124,7 +124,7 @@ def group_parameters(
                 groups.append(group)
                 if group.nbytes < small_bytes:
                     small[kind] = group
-            home.update(dict.fromkeys(part.parameters, group))
+            home.update(dict.fromkeys(part.tensors, group))
             group.modules += [module] if module not in group.modules else []
     _note_sharers(model, home)
     return groups
@@ -133,12 +133,12 @@ def group_parameters(
 def _split(
     module: nn.Module,
     names: Mapping[nn.Parameter, str],
-    home: Mapping[nn.Parameter, ParameterGroup],
+    home: Mapping[torch.Tensor, Group],
     kind_of: Callable[[nn.Parameter], Kind | None],
     kin: Mapping[nn.Parameter, Sequence[nn.Parameter]],
-) -> dict[Kind, ParameterGroup]:
+) -> dict[Kind, Group]:
     """Split the direct parameters of a module that travel and have no group yet, with what shares memory."""
-    parts: dict[Kind, ParameterGroup] = {}
+    parts: dict[Kind, Group] = {}
     known: set[nn.Parameter] = set()
     for parameter in direct_parameters(module):
         together = () if parameter in home or parameter in known else kin.get(parameter, (parameter,))
@@ -146,9 +146,9 @@ def _split(
         if not kinds:
             continue
         kind = _joint(kinds)
-        group = parts.setdefault(kind, ParameterGroup(optimizer=kind.optimizer, is_pinned=kind.is_pinned))
+        group = parts.setdefault(kind, Group(optimizer=kind.optimizer, is_pinned=kind.is_pinned))
         group.names += [names[each] for each in together]
-        group.parameters += together
+        group.tensors += together
         if len(together) > 1:
             group.repeated_bytes += sum(map(span_of, together)) - lay_out(("", each) for each in together)[1]
         known.update(together)
@@ -173,7 +173,7 @@ def _overlapping(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, list[
     return {parameter: part for part in parts if len(part) > 1 for parameter in part}
 
 
-def _note_sharers(model: nn.Module, home: Mapping[nn.Parameter, ParameterGroup]) -> None:
+def _note_sharers(model: nn.Module, home: Mapping[torch.Tensor, Group]) -> None:
     """Add to each group the modules that share its parameters."""
     for module in model.modules():
         for parameter in direct_parameters(module):

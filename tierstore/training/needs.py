@@ -8,12 +8,12 @@ from torch import nn
 
 from tierstore.training import hooks
 from tierstore.training.binding import Binding
-from tierstore.training.groups import ParameterGroup
+from tierstore.training.groups import Group
 
 Needs = dict[nn.Module, tuple[list[Binding], list[Binding]]]
 
 
-def needs_of(model: nn.Module, groups: dict[Binding, ParameterGroup]) -> Needs:
+def needs_of(model: nn.Module, groups: dict[Binding, Group]) -> Needs:
     """Return the bundles that each module's forward needs: always, and beside them in evaluation."""
     direct: dict[nn.Module, list[Binding]] = {}
     for binding, group in groups.items():

@@ -23,7 +23,7 @@ from tierstore.training.encoding import not_in_the_model
 from tierstore.training.follow import Follower, Window
 from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, Meter
 from tierstore.training.former import Former, forget, is_held
-from tierstore.training.groups import SMALL_BYTES, ParameterGroup, group_parameters
+from tierstore.training.groups import SMALL_BYTES, Group, group_parameters
 from tierstore.training.identity import require_sole_reference
 from tierstore.training.in_backward import Stepping
 from tierstore.training.optimizer_needs import (
@@ -279,7 +279,7 @@ def _make_way_for_wrappers(session: Session, sets: Sequence[WorkingSet], capacit
     session.hold(replicas.Wrapping(session.model, session.gradients.keep, room).watch())
 
 
-def _take_in(session: Session, groups: Sequence[ParameterGroup], source: Weights | Former | None) -> None:
+def _take_in(session: Session, groups: Sequence[Group], source: Weights | Former | None) -> None:
     """Take everything into the store, and register the hooks."""
     if source is not None:
         source.load_buffers()

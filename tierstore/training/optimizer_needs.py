@@ -12,7 +12,7 @@ from tierstore.errors import CapacityError, UsageError
 from tierstore.training import known
 from tierstore.training.budget import ALIGNMENT_BYTES, WorkingSet, largest_needs, too_large
 from tierstore.training.former import Former
-from tierstore.training.groups import ParameterGroup
+from tierstore.training.groups import Group
 from tierstore.training.tiers import HOST
 from tierstore.units import align_up, format_bytes
 
@@ -20,7 +20,7 @@ Options = Mapping[str, object]
 
 
 def working_sets(
-    groups: Sequence[ParameterGroup], optimizers: Sequence[torch.optim.Optimizer], former: Former | None
+    groups: Sequence[Group], optimizers: Sequence[torch.optim.Optimizer], former: Former | None
 ) -> list[WorkingSet]:
     """Return what is needed together to train each bundle.
 
@@ -37,7 +37,7 @@ def working_sets(
 
 
 def _working_set(
-    group: ParameterGroup,
+    group: Group,
     optimizers: Sequence[torch.optim.Optimizer],
     options: Sequence[Mapping[torch.Tensor, Options]],
     former: Former | None,
@@ -46,7 +46,7 @@ def _working_set(
     pinned_bytes = bundle_bytes if group.is_pinned else 0
     if group.optimizer is None:
         return WorkingSet(group.names[0], bundle_bytes, 0, bundle_bytes, pinned_bytes)
-    trained = [p for p in group.parameters if p.requires_grad]
+    trained = [p for p in group.tensors if p.requires_grad]
     gradient_bytes = sum(align_up(p.numel() * p.element_size(), ALIGNMENT_BYTES) for p in trained)
     known_bytes = 0 if former is None else former.state_bytes(group.optimizer, group.names)
     made_bytes = sum(_made_bytes(optimizers, options, group.optimizer, p) for p in trained)
@@ -104,7 +104,7 @@ def check_steps_in_backward(
 
 
 def require_room(
-    groups: Sequence[ParameterGroup],
+    groups: Sequence[Group],
     sets: Sequence[WorkingSet],
     optimizers: Sequence[torch.optim.Optimizer],
     tier: str,
@@ -127,7 +127,7 @@ def require_room(
         raise too_large(tier, capacity_bytes, needs)
 
 
-def _is_stepped_by_bundle(group: ParameterGroup, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+def _is_stepped_by_bundle(group: Group, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     return group.optimizer is None or known.is_per_parameter(optimizers[group.optimizer])
 
 

@@ -41,7 +41,7 @@ from tierstore.training.follow import Follower
 from tierstore.training.footprint import Meter
 from tierstore.training.former import Former
 from tierstore.training.grads import Gradients
-from tierstore.training.groups import ParameterGroup
+from tierstore.training.groups import Group
 from tierstore.training.in_backward import Stepping, StepsInBackward
 from tierstore.training.layout import fill
 from tierstore.training.needs import needs_of
@@ -122,7 +122,7 @@ class Session:
 
     # --- the beginning ------------------------------------------------------------------------
 
-    def adopt(self, groups: Sequence[ParameterGroup], source: Weights | Former | None) -> None:
+    def adopt(self, groups: Sequence[Group], source: Weights | Former | None) -> None:
         """Take the parameters, gradients and optimizer state into the store.
 
         Args:
@@ -136,8 +136,9 @@ class Session:
             self.bundles.append(bundle)
             if group.is_pinned:
                 pin(self.bindings, bundle)
-            for name, parameter in zip(group.names, group.parameters, strict=True):
-                self.gradients.add(name, parameter)
+            for name, tensor in zip(group.names, group.tensors, strict=True):
+                if isinstance(tensor, nn.Parameter):
+                    self.gradients.add(name, tensor)
         if source is not None:
             for ignored, name in self.ignored.items():
                 give_values(ignored, source.read(name), self.store.device)
@@ -148,8 +149,8 @@ class Session:
             steps.state.take_in_all()
         self.adopter.end_adoption()
 
-    def _adopt_group(self, group: ParameterGroup, source: Weights | Former | None) -> Binding:
-        named = list(zip(group.names, group.parameters, strict=True))
+    def _adopt_group(self, group: Group, source: Weights | Former | None) -> Binding:
+        named = list(zip(group.names, group.tensors, strict=True))
         placement = self.placements.parameters
         if isinstance(source, Former) and source.has_bundle(group.key):
             return self.adopter.adopt_held(group.key, named, placement)
@@ -222,7 +223,7 @@ class Session:
         """Let a hook be removed with the others."""
         self._handles.append(handle)
 
-    def watch(self, groups: Sequence[ParameterGroup]) -> None:
+    def watch(self, groups: Sequence[Group]) -> None:
         """Register every hook."""
         needs = needs_of(self.model, dict(zip(self.bundles, groups, strict=True)))
         for module in self.model.modules():
