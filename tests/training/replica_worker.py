@@ -37,16 +37,24 @@ Around = Callable[[nn.Module, torch.optim.Optimizer], contextlib.AbstractContext
 
 
 class Model(nn.Module):
-    """Blocks, one of which some processes leave out in some steps, and a weight with strides of its own."""
+    """Blocks, one of which some processes leave out in some steps, and a weight with strides of its own.
+
+    Its buffer is another one in each process, until the first process sends its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t() / WIDTH)
         self.head = nn.Linear(WIDTH, 5)
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.average: Tensor
 
     def forward(self, x: Tensor, *, leaves_out: bool) -> Tensor:
         """Map ``(batch, WIDTH)`` to logits."""
+        with torch.no_grad():
+            self.average.lerp_(x.mean(0), 0.5)
+        x = x - self.average.clone()
         for number, block in enumerate(self.blocks):
             if not (leaves_out and number == 1):
                 x = block(x)
@@ -91,7 +99,7 @@ def train(kind: str, wrapped: str, around: Around) -> list[Tensor | None]:
             found += step(runner, model, kind, number, generator)
             optimizer.step()
             optimizer.zero_grad(set_to_none=number != 1)
-    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+    return [*found, *(tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers()))]
 
 
 def kept(tensor: Tensor | None) -> Tensor | None:
@@ -124,7 +132,8 @@ def main(layout: str, rank: int, processes: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "store"), processes)  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-    config = config_of(layout, folder / f"files{rank}", with_device(layout, "512KB"))
+    more = {**with_device(layout, "512KB"), "buffer_min_size": 0}
+    config = config_of(layout, folder / f"files{rank}", more)
     found: dict[str, list[str]] = {}
     for kind in KINDS:
         plain = train(kind, "after", lambda _model, _optimizer: contextlib.nullcontext())

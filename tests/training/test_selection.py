@@ -369,9 +369,9 @@ def test_a_pattern_that_means_nothing_is_logged(caplog: pytest.LogCaptureFixture
         assert not select(blocks(), ["nowhere"], ["0.up.weight", "0.up"]).pinned
     hint = "levels are separated by a backslash and a point"
     assert [record.message for record in caplog.records] == [
-        "ignored 'nowhere' means no parameter of the model",
-        rf"pinned '0.up.weight' means no parameter of the model: {hint}, '0\.up\.weight'",
-        rf"pinned '0.up' means no parameter of the model: {hint}, '0\.up'",
+        "ignored 'nowhere' means no parameter or buffer of the model",
+        rf"pinned '0.up.weight' means no parameter or buffer of the model: {hint}, '0\.up\.weight'",
+        rf"pinned '0.up' means no parameter or buffer of the model: {hint}, '0\.up'",
     ]
 
 

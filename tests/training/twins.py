@@ -162,7 +162,10 @@ def assert_equal_models(expected: nn.Module, found: nn.Module) -> None:
         assert other.stride() == parameter.stride(), name
         assert same(parameter, other), name
         assert_equal_lists([parameter.grad], [other.grad])
-    for (name, a), (_, b) in zip(expected.named_buffers(), found.named_buffers(), strict=True):
+    for (name, a), (its_name, b) in zip(expected.named_buffers(), found.named_buffers(), strict=True):
+        assert name == its_name
+        assert type(b) is type(a), name
+        assert b.stride() == a.stride(), name
         assert same(a, b), name
 
 

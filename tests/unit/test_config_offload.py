@@ -44,6 +44,7 @@ _DEFAULTS: dict[str, object] = {
     "durable": False,
     "ignored": [],
     "pinned": [],
+    "buffer_min_size": 2**20,
 }
 
 _Pairs = list[tuple[object, object]]  # what is given, and what is kept
@@ -83,6 +84,7 @@ _ACCEPTED: dict[str, _Pairs] = {
     "optimizer_target": [("device", "device"), ("cpu", "cpu")],
     "codec": [("lz4", "lz4"), ("none", None), (None, None)],
     **{key: [([], []), (["a", r"b\.c"], ["a", r"b\.c"]), (("a",), ["a"])] for key in ["ignored", "pinned"]},
+    "buffer_min_size": [*_SIZE, (None, None), (0, 0)],
 }
 
 _REFUSED: dict[str, list[object]] = {
@@ -107,6 +109,7 @@ _REFUSED: dict[str, list[object]] = {
     "optimizer_target": ["Device", "gpu", "disk", None, 1],
     "codec": ["", "LZ4", "zstd", "None", True, 1],
     **{key: ["a", None, [""], [1], {"a": 1}, True] for key in ["ignored", "pinned"]},
+    "buffer_min_size": _NOT_A_SIZE,
 }
 
 

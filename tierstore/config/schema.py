@@ -178,8 +178,8 @@ class OffloadConfig:
 
     The names and defaults are those of the reference configuration; ``offload_grad``,
     ``offload_optimizer``, ``aio_engine``, ``device``, ``device_options``, ``eviction``, ``checksum``,
-    ``optimizer_target``, ``optimizer_in_backward``, ``codec``, ``durable``, ``ignored`` and ``pinned`` are
-    ours.  Sizes may be given as text and are kept in bytes.
+    ``optimizer_target``, ``optimizer_in_backward``, ``codec``, ``durable``, ``ignored``, ``pinned`` and
+    ``buffer_min_size`` are ours.  Sizes may be given as text and are kept in bytes.
 
     Args:
         memory_offload: ``"ON"`` or ``"OFF"``; with OFF nothing is offloaded.
@@ -215,7 +215,8 @@ class OffloadConfig:
         codec: how bytes on disk are compressed where that pays: ``"lz4"``; ``None`` or ``"none"``: not.
         durable: whether the files survive the process: `Offload.checkpoint` makes the state of training
             durable there, and the next ``offload`` on the same ``offload_path`` resumes from it.
-        ignored, pinned: patterns of parameters, as in `tierstore.training.offload`.
+        ignored, pinned: patterns of parameters and buffers, as in `tierstore.training.offload`.
+        buffer_min_size: how large a buffer is at least that the store takes, too; ``None``: it takes none.
 
     Raises:
         ConfigError: lists every fault.
@@ -249,6 +250,7 @@ class OffloadConfig:
     durable: bool = False
     ignored: Sequence[str] = ()
     pinned: Sequence[str] = ()
+    buffer_min_size: Size | None = "1MB"
 
     def __post_init__(self) -> None:
         faults = Faults("OffloadConfig")
@@ -417,6 +419,7 @@ _OFFLOAD: dict[str, Check] = {
     "durable": checks.flag,
     "ignored": checks.texts,
     "pinned": checks.texts,
+    "buffer_min_size": checks.optional(checks.size),
 }
 
 

@@ -65,6 +65,7 @@ class WorkingSet:
         state_bytes: of what optimizers keep for them.
         nbytes: of these, with gradients.
         pinned_bytes: of its parameters, where they stay on the device.
+        beside_bytes: of a buffer: what else its module's forward needs; ``None``: it is none.
     """
 
     name: str
@@ -72,6 +73,19 @@ class WorkingSet:
     state_bytes: int
     nbytes: int
     pinned_bytes: int = 0
+    beside_bytes: int | None = None
+
+    @property
+    def together_bytes(self) -> int:
+        """The bytes that have to be there at the same time, but those that are pinned."""
+        return self.nbytes - self.pinned_bytes + (self.beside_bytes or 0)
+
+    @property
+    def what(self) -> str:
+        """What these bytes are, as a message says it."""
+        if self.beside_bytes is None:
+            return "its bundle's parameters, gradients and optimizer state need"
+        return "the buffer and what else its module's forward needs take"
 
 
 _DEVICE = ("on the device", "max_device_memory")
@@ -82,8 +96,8 @@ _FASTEST = {"host": ("in host memory", "offload_cpu_size")}
 def largest_needs(sets: Sequence[WorkingSet]) -> tuple[WorkingSet, int]:
     """Return the set that needs most beside all that is pinned, and how much that is with it."""
     pinned_bytes = sum(each.pinned_bytes for each in sets)
-    largest = max(sets, key=lambda each: each.nbytes - each.pinned_bytes)
-    return largest, largest.nbytes - largest.pinned_bytes + pinned_bytes
+    largest = max(sets, key=lambda each: each.together_bytes)
+    return largest, largest.together_bytes + pinned_bytes
 
 
 def too_large(tier: str, limit_bytes: int, sets: Sequence[WorkingSet]) -> CapacityError:
@@ -96,13 +110,13 @@ def too_large(tier: str, limit_bytes: int, sets: Sequence[WorkingSet]) -> Capaci
     """
     where, limit = _FASTEST.get(tier, _DEVICE)
     largest, needed_bytes = largest_needs(sets)
-    pinned_bytes = needed_bytes - largest.nbytes + largest.pinned_bytes
+    pinned_bytes = needed_bytes - largest.together_bytes
+    own_bytes = largest.together_bytes + largest.pinned_bytes
     beside = f"beside {format_bytes(pinned_bytes)} that are pinned, " if pinned_bytes else ""
     advice = "Pin fewer parameters, raise it, or" if pinned_bytes else "Raise it, or"
     return CapacityError(
-        f"{largest.name!r} cannot be trained {where}: {beside}its bundle's parameters, gradients and "
-        f"optimizer state need {format_bytes(largest.nbytes)} together, and {limit} is "
-        f"{format_bytes(limit_bytes)}. {advice} split the module.",
+        f"{largest.name!r} cannot be trained {where}: {beside}{largest.what} {format_bytes(own_bytes)} "
+        f"together, and {limit} is {format_bytes(limit_bytes)}. {advice} split the module.",
         key=largest.name,
         tier=tier,
         needed_bytes=needed_bytes,

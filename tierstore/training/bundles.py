@@ -7,6 +7,7 @@ memory does not take it for the device's.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -25,10 +26,19 @@ from tierstore.training.poisons import Poisons, poison_for
 from tierstore.training.tiers import Placement
 
 
-def materialise(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Turn a parameter without bytes into one with ``values``: the same object."""
-    fresh = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, fresh)
+def materialise(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Turn a parameter or buffer without bytes into one with ``values``: the same object."""
+    fresh = torch.empty(0, dtype=values.dtype, device=values.device)
+    if isinstance(tensor, torch.nn.Parameter):
+        fresh = torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+    set_data(fresh, values)
+    torch.utils.swap_tensors(tensor, fresh)
+
+
+def part_from_base(tensor: torch.Tensor) -> None:
+    """Turn a tensor that is a view into one that is none, the same object: its base keeps the memory."""
+    if tensor._base is not None:  # noqa: SLF001 - there is no other way to ask
+        materialise(tensor, tensor.detach())
 
 
 def give_values(tensor: torch.Tensor, values: torch.Tensor, device: torch.device) -> None:
@@ -246,6 +256,27 @@ class Adopter:
         self._bindings.forsake(binding)
         self._origins.pop(binding, None)
         self._drop(binding)
+
+
+def is_deserted(binding: Binding) -> bool:
+    """Whether nobody but the library has a bundle's tensors any more."""
+    numbers = range(len(binding.tensors))
+    return all(sys.getrefcount(binding.tensors[number]) <= _OWN_REFERENCES for number in numbers)
+
+
+def _count_own_references() -> int:
+    """Return what ``sys.getrefcount(binding.tensors[0])`` is when nobody has the tensor any more.
+
+    The binding's tuple, the guard's table of tenants, and the call's own argument.
+    """
+    holder = (object(),)
+    table = {0: holder[0]}
+    count = sys.getrefcount(holder[0])
+    del table
+    return count
+
+
+_OWN_REFERENCES = _count_own_references()
 
 
 def _unpack(

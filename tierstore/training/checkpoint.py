@@ -44,8 +44,8 @@ class Access(NamedTuple):
 
     Attributes:
         parts: the parameters, in parts that are read and written together.
-        read: return independent copies, in host memory, of tensors of one part.
-        write: give the tensors of one part new values.
+        read: return independent copies, in host memory, of tensors of one part, or of a buffer.
+        write: give the tensors of one part, or a buffer, new values.
         settle: take in the optimizer's state of one part, which was replaced.
     """
 
@@ -138,7 +138,8 @@ class Checkpoint:
         def tensors() -> Iterator[torch.Tensor]:
             for part in self._access.parts:
                 yield from self._access.read(part)
-            yield from buffers.values()
+            for buffer in buffers.values():
+                yield from self._access.read([buffer])
 
         write_file(path, entries, tensors(), {"format": "pt"})
 
@@ -218,9 +219,8 @@ class Checkpoint:
         for part in self._access.parts:
             values = [weights.read(found[self._names[p]]) for p in part]  # type: ignore[index]
             self._access.write(part, values)
-        with torch.no_grad():
-            for name, buffer in persistent_buffers(self._model).items():
-                buffer.copy_(weights.read(found[name]))
+        for name, buffer in persistent_buffers(self._model).items():
+            self._access.write([buffer], [weights.read(found[name])])
 
     def _load_optimizer(
         self, index: int, optimizer: torch.optim.Optimizer, saved: dict[str, Any], file: TensorFile

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tierstore.training.groups import Content
 from tierstore.training.layout import Place, span_bytes
 
 DOCUMENT = "training/checkpoint"
@@ -25,7 +26,7 @@ class Held(NamedTuple):
 
     Attributes:
         parameter: its name, or that of the parameter whose state it is.
-        entry: the name of the state; "": it is the parameter itself.
+        entry: the name of the state; "": it is the parameter itself, or a buffer.
         place: where it lies in the bundle.
     """
 
@@ -78,8 +79,13 @@ def parameter_name(name: str) -> str:
     return f"parameter/{name}"
 
 
+def is_of_parameters(key: str) -> bool:
+    """Say whether a key is of a bundle of parameters."""
+    return key.startswith(f"{Content.PARAMETERS.value}/")
+
+
 def owner_of(key: str) -> int | None:
-    """Return whose bundle a key is of: the index of an optimizer, or ``None`` for parameters."""
+    """Return whose bundle a key is of: the index of an optimizer, or ``None`` for what a model has."""
     kind, _, rest = key.partition("/")
     return int(rest.partition("/")[0]) if kind == "state" else None
 

@@ -1,8 +1,8 @@
 """``run.checkpoint()``: the state of training becomes durable where it lies.
 
-1. Parameters and optimizer state are keys of the store: those bytes that the durable tier has already are
-   not written again.  Everything else (options, scalars, buffers, ignored parameters with their state, random
-   number generators, what the caller adds) is one document under a key of its own.
+1. Parameters, large buffers and optimizer state are keys of the store: those bytes that the durable tier has
+   already are not written again.  Everything else (options, scalars, small buffers, ignored parameters with
+   their state, random number generators, what the caller adds) is one document under a key of its own.
 2. All of it is one flush of exactly these keys: a crash leaves this checkpoint or the former one.
    Gradients, and steps that are made ahead, are no part of it.
 3. Between checkpoints the document's key holds a mark in its place.  So a flush of the whole store, which
@@ -23,6 +23,7 @@ from tierstore.errors import UsageError
 from tierstore.store import Store
 from tierstore.training import guard, rng
 from tierstore.training.binding import Binding, Bindings
+from tierstore.training.buffers import Buffers
 from tierstore.training.checkpoint import persistent_buffers
 from tierstore.training.document import (
     DOCUMENT,
@@ -53,6 +54,7 @@ class DurableState:
         bundles: of its parameters.
         steps: of its optimizers.
         ignored: parameters that are none of the store's, with their names.
+        buffers: of the model.
 
     Attributes:
         checkpoints: how many were made so far, in all runs.
@@ -68,7 +70,9 @@ class DurableState:
         bundles: Sequence[Binding],
         steps: Sequence[Steps],
         ignored: Mapping[torch.Tensor, str],
+        buffers: Buffers,
     ) -> None:
+        self._buffers = buffers
         self._model = model
         self._store = store
         self._bindings = bindings
@@ -119,6 +123,7 @@ class DurableState:
 
     def _all(self) -> Iterator[Binding]:
         yield from self._bundles
+        yield from self._buffers
         for steps in self._steps:
             yield from steps.state.bindings.values()
 
@@ -137,7 +142,10 @@ class DurableState:
 
     def _held(self) -> Bundles:
         """Return what is in which key."""
-        held: Bundles = {b.key: [Held(place.name, "", place) for place in b.places] for b in self._bundles}
+        held: Bundles = {
+            bundle.key: [Held(place.name, "", place) for place in bundle.places]
+            for bundle in (*self._bundles, *self._buffers.kept())
+        }
         for steps in self._steps:
             for bundle, state in steps.state.bindings.items():
                 entries = steps.state.of(bundle)
@@ -151,7 +159,13 @@ class DurableState:
         for name, parameter in self._model.named_parameters():
             if guard.tenant_of(parameter) is None and parameter not in self._ignored:
                 raise UsageError(f"the parameter {name!r} is new since offload(...): it is not in the store.")
-        buffers = persistent_buffers(self._model)
+        all_buffers = persistent_buffers(self._model)
+        travelling = {
+            name: tenant.place.name
+            for name, buffer in all_buffers.items()
+            if (tenant := guard.tenant_of(buffer)) is not None
+        }
+        buffers = {name: buffer for name, buffer in all_buffers.items() if name not in travelling}
         sources: Sources = {buffer_name(name): buffer for name, buffer in buffers.items()}
         sources |= {parameter_name(name): parameter for parameter, name in self._ignored.items()}
         document = {
@@ -159,6 +173,7 @@ class DurableState:
             "checkpoints": self.checkpoints + 1,
             "bundles": {key: [each.to_json() for each in held] for key, held in bundles.items()},
             "buffers": list(buffers),
+            "travelling": travelling,
             "ignored": list(self._ignored.values()),
             "optimizers": [self._describe(steps, sources) for steps in self._steps],
             "rng": rng.save(self._store.device, sources),

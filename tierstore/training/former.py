@@ -8,7 +8,7 @@ optimizer, they are read one at a time and put anew.  The rest is in one documen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from tierstore.training.document import (
     buffer_name,
     differences,
     group_differences,
+    is_of_parameters,
     kind_of,
     look_of,
     looks,
@@ -37,14 +38,14 @@ from tierstore.training.document import (
     unfinished,
 )
 from tierstore.training.encoding import decode, parameters_by_group
-from tierstore.training.groups import Group, first_names
+from tierstore.training.groups import Content, Group, first_names
 from tierstore.training.layout import lay_out
 from tierstore.training.optimizer_state import OptimizerState, Taken, state_key
 from tierstore.training.poisons import poison_for
 from tierstore.training.tensorfile import unpack
 
 _ASIDE = "training/former/"
-_OWN_KEYS = ("param/", "state/", "grad/", "training/")
+_OWN_KEYS = (*(f"{each.value}/" for each in Content), "state/", "grad/", "training/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class Former:
         }
         self._bundles = bundles
         self._ignored = {name: parameter_name(name) for name in self._document.get("ignored", ())}
+        self._travelling: Mapping[str, str] = self._document.get("travelling", {})
         self._bound: set[str] = set()
         self._last: tuple[str, torch.Tensor] | None = None
         missing = [key for key in bundles if key not in store]
@@ -164,14 +166,16 @@ class Former:
             held.parameter: look_of(held.place.shape, held.place.dtype)
             for key, each in self._bundles.items()
             for held in each
-            if owner_of(key) is None
+            if is_of_parameters(key)
         }
 
     def _buffers(self) -> dict[str, str]:
-        return looks({name: self._tensors[buffer_name(name)] for name in self._document["buffers"]})
+        held = {name: self._key_of[None, first, ""][1] for name, first in self._travelling.items()}
+        ordinary = {name: self._tensors[buffer_name(name)] for name in self._document["buffers"]}
+        return looks(ordinary) | {name: look_of(place.shape, place.dtype) for name, place in held.items()}
 
     def _buffers_without_values(self, model: nn.Module) -> Iterator[str]:
-        known = self._document["buffers"]
+        known = {*self._document["buffers"], *self._travelling}
         for name, buffer in model.named_buffers():
             if buffer.is_meta and name not in known:
                 yield f"the buffer {name} is on the meta device, and the checkpoint has no values for it"
@@ -236,10 +240,12 @@ class Former:
         return key in self._bound
 
     def read(self, parameter: str) -> torch.Tensor:
-        """Return the values of a parameter whose bundle was cut differently.  Reads that bundle."""
+        """Return the values of a parameter or buffer whose bundle was cut differently.  Reads that bundle."""
         if parameter in self._ignored:
             return self._tensors[self._ignored[parameter]]
-        return self._read(None, parameter, "")
+        if parameter in self._document["buffers"]:
+            return self._tensors[buffer_name(parameter)]
+        return self._read(None, self._travelling.get(parameter, parameter), "")
 
     def _read(self, owner: int | None, parameter: str, entry: str) -> torch.Tensor:
         key, place = self._key_of[owner, parameter, entry]
@@ -249,14 +255,15 @@ class Former:
 
     # --- the rest -----------------------------------------------------------------------------
 
-    def load_buffers(self) -> None:
-        """Give the persistent buffers their values."""
+    def load_buffers(self, travelling: Container[torch.Tensor]) -> None:
+        """Give the persistent buffers their values, but those that travel."""
         for path, module in self._model.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 full = f"{path}.{name}" if path else name
-                if full not in self._document["buffers"]:
+                is_known = full in self._document["buffers"] or full in self._travelling
+                if buffer in travelling or not is_known:
                     continue
-                values = self._tensors[buffer_name(full)]
+                values = self.read(full)
                 if buffer.is_meta:
                     setattr(module, name, values.clone())
                 else:

@@ -9,12 +9,14 @@ grouping:
 2. Small modules (below 1 MiB) travel with other small ones of the same parent, up to that size.
 3. A parameter that several modules share lies in one bundle, which each of them needs.
 4. Parameters whose memory overlaps lie in one bundle, whatever modules and optimizers they belong to.
+5. Buffers travel apart from parameters (`tierstore.training.buffers`).
 
 Knows nothing of stores and tiers.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -31,6 +33,14 @@ SMALL_BYTES = MIB
 def next_version(key: str) -> str:
     """Return the key that a bundle's new values are under until they take the place of the old ones."""
     return f"{key}~next"
+
+
+class Content(enum.Enum):
+    """What a bundle is made of; the value is what its key begins with."""
+
+    PARAMETERS = "param"
+    BUFFERS = "buffer"  # that state dicts and checkpoints hold
+    PASSING_BUFFERS = "passing"  # registered with persistent=False: of this run alone
 
 
 class Kind(NamedTuple):
@@ -51,6 +61,7 @@ class Group:
         optimizer: the index of the optimizer that trains them; ``None``: none does.
         modules: the modules whose forward needs them.
         is_pinned: whether they stay in the fastest tier.
+        content: what they are.
         repeated_bytes: that several of them share, for each beside the first.
     """
 
@@ -59,12 +70,13 @@ class Group:
     optimizer: int | None = None
     modules: list[nn.Module] = field(default_factory=list)
     is_pinned: bool = False
+    content: Content = Content.PARAMETERS
     repeated_bytes: int = 0
 
     @property
     def key(self) -> str:
         """The key that they travel under."""
-        return f"param/{self.names[0]}"
+        return f"{self.content.value}/{self.names[0]}"
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.training import guard
 from tierstore.training.binding import Binding, Bindings
 from tierstore.training.saved import SavedTensors, pop_hooks
-from tierstore.training.unseen import is_pytorchs_own
+from tierstore.training.unseen import is_pytorchs_own, written_unseen
 
 
 def do_nothing(*arguments: object, **named: object) -> None:
@@ -75,6 +75,7 @@ class ModuleWindows:
         saved: is in force while a window is open.
 
     Attributes:
+        owners: the hooks that open and close windows.
         discard_inner: ends what others put into force inside the outermost window, before it is discarded;
             told whether the model's next call has begun.
     """
@@ -85,6 +86,7 @@ class ModuleWindows:
         self.discard_inner: Callable[[bool], None] = lambda _is_beginning: None
         self._running = _Running()
         self._classes: dict[Binding, list[type]] = {}
+        self.owners: list[ModuleHooks] = []
 
     @property
     def is_outermost(self) -> bool:
@@ -100,6 +102,8 @@ class ModuleWindows:
         entry.opened += bindings
         if bindings and not is_pytorchs_own(owner.module):
             self._bindings.watch(bindings)
+        elif owner.written_unseen:
+            self._bindings.watch(owner.written_unseen)
         entry.is_pushed = self._saved.push()
 
     def leave(self, owner: ModuleHooks) -> None:
@@ -120,6 +124,12 @@ class ModuleWindows:
         finally:
             if not entry.opened:
                 entries.pop()
+
+    def leave_out(self, binding: Binding) -> None:
+        """Open no window on ``binding`` from now on."""
+        for owner in self.owners:
+            owner.leave_out(binding)
+        self._classes.pop(binding, None)
 
     def discard_interrupted(self, beginning: nn.Module | None = None) -> None:
         """Close what modules left open that a ``KeyboardInterrupt`` or its like has ended.
@@ -145,7 +155,9 @@ class ModuleWindows:
     def _open_classes(self, binding: Binding) -> list[type]:
         classes = self._classes.get(binding)
         if classes is None:
-            classes = self._classes[binding] = [guard.open_of(kind) for kind in binding.plain]
+            classes = self._classes[binding] = [
+                guard.open_of(kind) if issubclass(kind, nn.Parameter) else kind for kind in binding.plain
+            ]
         return classes
 
 
@@ -239,9 +251,17 @@ class ModuleHooks:
         self.module = module
         self.bindings = tuple(bindings)
         self.in_evaluation = (*bindings, *in_evaluation)
+        self.written_unseen = tuple(written_unseen(module, bindings))
+
+    def leave_out(self, binding: Binding) -> None:
+        """Open no window on ``binding`` from now on."""
+        self.bindings = tuple(each for each in self.bindings if each is not binding)
+        self.in_evaluation = tuple(each for each in self.in_evaluation if each is not binding)
+        self.written_unseen = tuple(each for each in self.written_unseen if each is not binding)
 
     def register(self) -> Iterator[RemovableHandle]:
         """Hook them to the module: around whatever other hooks it has; yield each when it is there."""
+        self.windows.owners.append(self)
         yield self.module.register_forward_pre_hook(_Before(self), prepend=True, with_kwargs=True)
         yield self.module.register_forward_hook(_After(self), always_call=True)
 

@@ -9,7 +9,8 @@ Offloading takes the parameters' memory away and gives them other memory, over a
 3. A graph of an earlier forward would read parameters that have no bytes.  That is refused, too; a graph
    that backward has gone through reads nothing any more.
 
-4. At the end of a run, aliases of leased bytes become aliases of what the parameters become.
+4. A buffer whose memory anything else refers to stays an ordinary one (`tierstore.training.buffers`).
+5. At the end of a run, aliases of leased bytes become aliases of what the parameters become.
 
 The use count of a storage says whether there is anything else.  Only then live objects are looked through.
 """
@@ -20,7 +21,7 @@ import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ from tierstore.training.layout import overlapping
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 _SHOWN = 3
 
-Named = Mapping[nn.Parameter, str]
+Named = Mapping[torch.Tensor, str]
 
 
 def require_sole_reference(model: nn.Module, ignored: Container[torch.Tensor] = ()) -> None:
@@ -60,6 +61,48 @@ def require_sole_reference(model: nn.Module, ignored: Container[torch.Tensor] = 
         gc.collect()  # what only a cycle refers to
         _refuse_graphs(names, fleeting)
         _refuse_aliases(names, known)
+
+
+def referred_to_by_none(tensors: Sequence[torch.Tensor], model: nn.Module) -> set[torch.Tensor]:
+    """Return those tensors whose memory nothing refers to but the model's parameters and buffers.
+
+    What they are views of (``torch.ones(n, n).view(1, 1, n, n)``) does not count, if nobody else has it.
+    """
+    named: Named = dict.fromkeys(tensors, "")
+    known = [*model.parameters(), *model.buffers(), *_made_before_forward(model), *_bases_alone(tensors)]
+    if _unexplained(named, known) or _are_in_graphs(named):
+        gc.collect()  # what only a cycle refers to
+    unexplained = _unexplained(named, known)
+    return {
+        tensor
+        for tensor in tensors
+        if storage_key(tensor) not in unexplained and not _are_in_graphs({tensor: ""})
+    }
+
+
+def _bases_alone(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what some tensors are views of, each the only one, and nobody else refers to."""
+    bases: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        base: Any = tensor._base  # noqa: SLF001 - there is no other way to ask
+        if base is not None:
+            bases[id(base)] = base
+        base = None
+    return [bases[key] for key in bases if _counts(bases, key) == _ALONE]
+
+
+def _counts(bases: Mapping[int, torch.Tensor], key: int) -> tuple[int, int]:
+    """Return how many refer to a base: in Python, and in C++."""
+    base: Any = bases[key]
+    return sys.getrefcount(base), base._use_count()  # noqa: SLF001 - there is no other way to count
+
+
+def _counts_of_a_base_alone() -> tuple[int, int]:
+    view = torch.empty(1).view(1, 1)
+    return _counts({0: cast("torch.Tensor", view._base)}, 0)  # noqa: SLF001
+
+
+_ALONE = _counts_of_a_base_alone()
 
 
 def _made_before_forward(model: nn.Module) -> list[torch.Tensor]:

@@ -326,12 +326,12 @@ def offload(
             until the first one of this run.
         layers: names of the containers of the model's layers, such as ``"model.layers"``, for documents that
             swap or recompute; ``None``: the only ``nn.ModuleList`` or ``nn.Sequential`` of like modules.
-        ignored: patterns of parameters that the store does not touch: they stay ordinary tensors where
+        ignored: patterns of parameters and buffers that the store does not touch: they stay ordinary where
             they are, with their gradients and optimizer state.  A pattern is levels separated by ``\.``, from
             the model down, each a regular expression that matches a name fully: ``r"layers\.\d+\.norm"``
-            means modules, and so all parameters below them.  One name of a shared parameter is enough.
-        pinned: patterns of parameters that are the store's and never leave its fastest tier.  Their gradients
-            and optimizer state travel as others do.
+            means modules, and so all that is below them.  One name of a shared parameter is enough.
+        pinned: patterns of parameters and buffers that are the store's and never leave its fastest tier.
+            Their gradients and optimizer state travel as others do.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit this machine.

@@ -19,6 +19,7 @@ from tierstore.training.budget import (
     DeviceBudget,
     WorkingSet,
 )
+from tierstore.training.buffers import group_buffers
 from tierstore.training.encoding import not_in_the_model
 from tierstore.training.follow import Follower, Window
 from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, Meter
@@ -36,7 +37,7 @@ from tierstore.training.selection import Selection, require_one_place
 from tierstore.training.session import Session
 from tierstore.training.tiers import HOST, Placements
 from tierstore.training.weights import Weights
-from tierstore.units import MIB, format_bytes
+from tierstore.units import MIB, format_bytes, parse_bytes
 
 log = logging.getLogger("tierstore")
 
@@ -170,18 +171,12 @@ def open_session(
         config: how.
         store: where to.
         source: where values come from; ``None``: they are there.
-        selection: which parameters are treated otherwise.
+        selection: which tensors are treated otherwise.
     """
     fastest = store.tier_names[0]
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes
     check_steps_in_backward(optimizers, config, fastest)
-    groups = group_parameters(
-        model,
-        optimizers,
-        min(SMALL_BYTES, fastest_bytes // _SMALL_SHARE),
-        ignored=selection.ignored,
-        pinned=selection.pinned,
-    )
+    groups = _groups(model, optimizers, config, fastest_bytes, selection)
     former = source if isinstance(source, Former) else None
     sets = working_sets(groups, optimizers, former)
     fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
@@ -213,6 +208,22 @@ def open_session(
         session.undo()
         raise
     return session
+
+
+def _groups(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: OffloadConfig,
+    fastest_bytes: int,
+    selection: Selection,
+) -> list[Group]:
+    """Return what travels together: of parameters first, then of buffers."""
+    small_bytes = min(SMALL_BYTES, fastest_bytes // _SMALL_SHARE)
+    ignored, pinned = selection.ignored, selection.pinned
+    parameters = group_parameters(model, optimizers, small_bytes, ignored=ignored, pinned=pinned)
+    smallest_bytes = None if config.buffer_min_size is None else parse_bytes(config.buffer_min_size)
+    left = {*selection.ignored_buffers, *replicas.buffers_sent(model)}
+    return [*parameters, *group_buffers(model, smallest_bytes, ignored=left, pinned=pinned)]
 
 
 def _new_session(
@@ -276,17 +287,18 @@ def _make_way_for_wrappers(session: Session, sets: Sequence[WorkingSet], capacit
         reduced = list(wrapper.parameters())
         room.refuse_gradients(reduced, are_views=wrapper.gradient_as_bucket_view)
         session.gradients.keep(reduced)
-    session.hold(replicas.Wrapping(session.model, session.gradients.keep, room).watch())
+    wrapping = replicas.Wrapping(session.model, session.gradients.keep, session.buffers.release, room)
+    session.hold(wrapping.watch())
 
 
 def _take_in(session: Session, groups: Sequence[Group], source: Weights | Former | None) -> None:
     """Take everything into the store, and register the hooks."""
     if source is not None:
-        source.load_buffers()
-    session.move_buffers()
+        source.load_buffers({tensor for group in groups for tensor in group.tensors})
     if isinstance(source, Former):
         source.prepare(groups)
     session.adopt(groups, source)
+    session.buffers.move()
     session.watch(groups)
 
 

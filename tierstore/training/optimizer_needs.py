@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
 from tierstore.training import known
 from tierstore.training.budget import ALIGNMENT_BYTES, WorkingSet, largest_needs, too_large
 from tierstore.training.former import Former
-from tierstore.training.groups import Group
+from tierstore.training.groups import Content, Group
 from tierstore.training.tiers import HOST
 from tierstore.units import align_up, format_bytes
 
@@ -25,7 +26,7 @@ def working_sets(
     """Return what is needed together to train each bundle.
 
     Args:
-        groups: of parameters.
+        groups: of parameters and buffers.
         optimizers: that train them.
         former: a checkpoint that knows how large their state is.
     """
@@ -33,7 +34,36 @@ def working_sets(
         {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         for optimizer in optimizers
     ]
-    return [_working_set(group, optimizers, options, former) for group in groups]
+    beside = _bytes_beside(groups)
+    return [
+        _working_set(group, optimizers, options, former)
+        if group.content is Content.PARAMETERS
+        else _of_buffers(group, beside(group))
+        for group in groups
+    ]
+
+
+def _bytes_beside(groups: Sequence[Group]) -> Callable[[Group], int]:
+    """Return what tells how much else the modules that need a group need, one at a time."""
+    needed: dict[nn.Module, list[Group]] = {}
+    for group in groups:
+        for module in group.modules:
+            needed.setdefault(module, []).append(group)
+
+    def beside(group: Group) -> int:
+        others = ([each for each in needed[module] if each is not group] for module in group.modules)
+        return max(sum(_bundle_bytes(each) for each in part if not each.is_pinned) for part in others)
+
+    return beside
+
+
+def _bundle_bytes(group: Group) -> int:
+    return align_up(group.nbytes, ALIGNMENT_BYTES)
+
+
+def _of_buffers(group: Group, beside_bytes: int) -> WorkingSet:
+    nbytes = _bundle_bytes(group)
+    return WorkingSet(group.names[0], nbytes, 0, nbytes, nbytes if group.is_pinned else 0, beside_bytes)
 
 
 def _working_set(
@@ -42,7 +72,7 @@ def _working_set(
     options: Sequence[Mapping[torch.Tensor, Options]],
     former: Former | None,
 ) -> WorkingSet:
-    bundle_bytes = align_up(group.nbytes, ALIGNMENT_BYTES)
+    bundle_bytes = _bundle_bytes(group)
     pinned_bytes = bundle_bytes if group.is_pinned else 0
     if group.optimizer is None:
         return WorkingSet(group.names[0], bundle_bytes, 0, bundle_bytes, pinned_bytes)
@@ -148,7 +178,7 @@ def check_lbfgs(
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.LBFGS):
             continue
-        all_bytes = sum(each.nbytes for each in sets)
+        all_bytes = sum(each.nbytes for each in sets if each.beside_bytes is None)
         (group,) = optimizer.param_groups
         flat_bytes = sum(p.numel() * p.element_size() for p in group["params"])
         copies = 0 if tier == HOST else 2 * int(group["history_size"]) + _LBFGS_VECTORS

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from tierstore.training import guard
 from tierstore.training.binding import Binding
-from tierstore.training.bundles import Adopter
+from tierstore.training.bundles import Adopter, is_deserted
 from tierstore.training.layout import Place
 from tierstore.training.tiers import Placement
 
@@ -108,10 +107,7 @@ class OptimizerState:
 
     def _let_go(self, state: Binding) -> None:
         """Make tensors ordinary ones again; those that were replaced, and that nobody has, need no bytes."""
-        is_deserted = all(
-            sys.getrefcount(state.tensors[number]) <= _OWN_REFERENCES for number in range(len(state.tensors))
-        )
-        if is_deserted:
+        if is_deserted(state):
             self._adopter.forget(state)
         else:
             self._adopter.restore(state)
@@ -208,18 +204,3 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
 def _name(parameter: torch.Tensor) -> str:
     tenant = guard.tenant_of(parameter)
     return repr(tenant.place.name) if tenant is not None else "a parameter"
-
-
-def _count_own_references() -> int:
-    """Return what ``sys.getrefcount(state.tensors[0])`` is when nobody has the tensor any more.
-
-    The binding's tuple, the guard's table of tenants, and the call's own argument.
-    """
-    holder = (object(),)
-    table = {0: holder[0]}
-    count = sys.getrefcount(holder[0])
-    del table
-    return count
-
-
-_OWN_REFERENCES = _count_own_references()

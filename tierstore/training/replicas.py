@@ -4,15 +4,18 @@
 has been, and at the end of a backward pass, even those of parameters that took no part in it; it writes
 averages into them, or makes them views of its buckets.
 
+Buffers it sends in every forward, in C++ as well.
+
 1. The gradient of a parameter that it reduces is an ordinary tensor as long as the run lasts, wherever the
-   wrapper is: inside the model, around it, or around something that holds it.  Parameters and
-   optimizer state are in the store as ever.
+   wrapper is: inside the model, around it, or around something that holds it.  So is every buffer that it
+   sends.  Parameters and optimizer state are in the store as ever.
 2. It is known before the first step: by what the model is made of, and when the wrapper is made.
 3. What cannot be right or cannot fit is refused there, by name.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, UsageError
 from tierstore.units import format_bytes
+
+LetBe = Callable[[Iterable[torch.Tensor]], None]
 
 _Replicated = nn.parallel.DistributedDataParallel
 _SHARDED = "FullyShardedDataParallel"  # by name: importing it takes a second
@@ -52,6 +57,15 @@ def wrappers_in(model: nn.Module, device: torch.device) -> list[nn.parallel.Dist
                     "it after offload(...)."
                 )
     return found
+
+
+def buffers_sent(model: nn.Module) -> set[torch.Tensor]:
+    """Return the buffers of ``model`` that a wrapper, wherever it is, sends to other processes in forward."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return set()
+    own = set(model.buffers())
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), _Replicated)]
+    return own & {buffer for wrapper in wrappers for buffer in wrapper.module.buffers()}
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -149,12 +163,14 @@ class Wrapping:
     Args:
         model: whose.
         keep: lets the gradients of parameters be ordinary tensors from now on.
+        release: lets buffers be.
         room: for what a wrapper needs.
     """
 
-    def __init__(self, model: nn.Module, keep: Callable[[Iterable[torch.Tensor]], None], room: Room) -> None:
+    def __init__(self, model: nn.Module, keep: LetBe, release: LetBe, room: Room) -> None:
         self._own = frozenset(model.modules())
         self._keep = keep
+        self._release = release
         self._room = room
 
     def watch(self) -> RemovableHandle:
@@ -176,6 +192,7 @@ class Wrapping:
         if given.get("init_sync"):
             self._room.refuse_parameters()
         self._keep(reduced)
+        self._release(part.buffers())
 
 
 def _arguments(frame: FrameType | None) -> Mapping[str, object]:

@@ -1,4 +1,4 @@
-r"""Which parameters are treated otherwise than the rest: ``ignored=[patterns]`` and ``pinned=[patterns]``.
+r"""What is treated otherwise than the rest: ``ignored=[patterns]`` and ``pinned=[patterns]``.
 
 1. An *ignored* parameter is none of the store's: it stays the ordinary tensor that it is, where it is, and so
    do its gradient and its optimizer state.  On the device they count as the program's.
@@ -6,8 +6,8 @@ r"""Which parameters are treated otherwise than the rest: ``ignored=[patterns]``
    state travel as others do.
 3. Patterns are those of swap marks (`tierstore.training.activations.patterns`), read from the model down:
    levels separated by ``\.``, each a regular expression that matches a name fully.  A pattern means the
-   parameter that it matches, and all parameters below a module that it matches.  One name of a shared
-   parameter is enough.
+   parameter or buffer that it matches, and all of them below a module that it matches.  One name of what is
+   shared is enough.  An ignored buffer does not travel, and a pinned one that does stays where it computes.
 4. A pattern that means nothing is logged, as swap marks do.  What is both ignored and pinned is refused.
 5. An optimizer that is stepped as a whole sees all its parameters in one place.  If that is host memory, it
    can train nothing that stays on a device: that is refused.
@@ -24,10 +24,14 @@ from torch import nn
 
 from tierstore.errors import UsageError
 from tierstore.training.activations.patterns import Path, Pattern
+from tierstore.training.buffers import names_of_buffers
 from tierstore.training.checkpoint import all_names
 from tierstore.training.known import is_per_parameter
 
 log = logging.getLogger("tierstore")
+
+Names = Mapping[torch.Tensor, Sequence[str]]
+"""Every name of each tensor."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,13 @@ class Selection:
 
     Attributes:
         ignored: the first name of each parameter that the store does not touch.
-        pinned: likewise of those that never leave the fastest tier.
+        pinned: likewise of parameters and buffers that never leave the fastest tier.
+        ignored_buffers: likewise of buffers that the store does not touch.
     """
 
     ignored: Mapping[torch.Tensor, str] = field(default_factory=dict)
     pinned: Mapping[torch.Tensor, str] = field(default_factory=dict)
+    ignored_buffers: Mapping[torch.Tensor, str] = field(default_factory=dict)
 
 
 def select(model: nn.Module, ignored: Sequence[str], pinned: Sequence[str]) -> Selection:
@@ -50,13 +56,21 @@ def select(model: nn.Module, ignored: Sequence[str], pinned: Sequence[str]) -> S
         ConfigError: a text is no pattern.
         UsageError: something is both ignored and pinned, or a pattern names operators.
     """
-    names = all_names(model) if ignored or pinned else {}
-    selection = Selection(_meant("ignored", ignored, names), _meant("pinned", pinned, names))
-    both = [name for parameter, name in selection.ignored.items() if parameter in selection.pinned]
+    parameters = all_names(model) if ignored or pinned else {}
+    buffers = names_of_buffers(model) if ignored or pinned else {}
+    names: Names = {tensor: each for part in (parameters, buffers) for tensor, each in part.items()}
+    left = _meant("ignored", ignored, names)
+    selection = Selection(
+        {each: name for each, name in left.items() if each not in buffers},
+        _meant("pinned", pinned, names),
+        {each: name for each, name in left.items() if each in buffers},
+    )
+    both = [name for each, name in left.items() if each in selection.pinned]
     if both:
         some = ", ".join(map(repr, both[:4]))
+        kinds = "parameters and buffers" if any(each in buffers for each in left) else "parameters"
         raise UsageError(
-            f"{len(both)} parameters are both ignored and pinned ({some}{', ...' if len(both) > 4 else ''}): "
+            f"{len(both)} {kinds} are both ignored and pinned ({some}{', ...' if len(both) > 4 else ''}): "
             "the store cannot leave alone what it is to keep on the device. Take them out of one list.",
             key=both[0],
         )
@@ -99,23 +113,24 @@ def patterns(what: str, given: Sequence[str]) -> Sequence[str]:
     return given
 
 
-def _meant(
-    what: str, texts: Sequence[str], names: Mapping[nn.Parameter, Sequence[str]]
-) -> dict[torch.Tensor, str]:
-    """Return the parameters that one list of patterns means, in the order of the model."""
+def _meant(what: str, texts: Sequence[str], names: Names) -> dict[torch.Tensor, str]:
+    """Return the parameters and buffers that one list of patterns means, in the order of the model."""
     meant = [_pattern(what, text) for text in dict.fromkeys(texts)]
     idle = dict.fromkeys(meant)
     found: dict[torch.Tensor, str] = {}
-    for parameter, each in names.items():
+    for tensor, each in names.items():
         paths = [tuple(name.split(".")) for name in each]
         for pattern in meant:
             if _is_meant(pattern, paths):
                 idle.pop(pattern, None)
-                found[parameter] = each[0]
+                found[tensor] = each[0]
     known = {name for each in names.values() for name in each}
     for pattern in idle:
         log.warning(
-            "%s '%s' means no parameter of the model%s", what, pattern.text, _hint(pattern.text, known)
+            "%s '%s' means no parameter or buffer of the model%s",
+            what,
+            pattern.text,
+            _hint(pattern.text, known),
         )
     return found
 
@@ -128,7 +143,7 @@ def _pattern(what: str, text: str) -> Pattern:
 
 
 def _is_meant(pattern: Pattern, paths: Iterable[Path]) -> bool:
-    """Say whether a pattern matches one of a parameter's names, or a module that it is below."""
+    """Say whether a pattern matches one of a tensor's names, or a module that it is below."""
     depth = len(pattern.levels)
     return any(pattern.matches(path[:depth]) for path in paths)
 

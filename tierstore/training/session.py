@@ -6,7 +6,6 @@ all at the end.  It is the guard's `Warden`.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -32,7 +31,8 @@ from tierstore.training.activations.vault import Vault
 from tierstore.training.ahead import Expectations
 from tierstore.training.binding import Binding, Bindings, ordinary_mode
 from tierstore.training.budget import DeviceBudget, Phase
-from tierstore.training.bundles import Adopter, give_values
+from tierstore.training.buffers import Buffers
+from tierstore.training.bundles import Adopter, give_values, part_from_base
 from tierstore.training.checkpoint import Access
 from tierstore.training.clock import Clock
 from tierstore.training.durable import DurableState
@@ -41,7 +41,7 @@ from tierstore.training.follow import Follower
 from tierstore.training.footprint import Meter
 from tierstore.training.former import Former
 from tierstore.training.grads import Gradients
-from tierstore.training.groups import Group
+from tierstore.training.groups import Content, Group
 from tierstore.training.in_backward import Stepping, StepsInBackward
 from tierstore.training.layout import fill
 from tierstore.training.needs import needs_of
@@ -107,6 +107,7 @@ class Session:
         self.state_dicts = StateDicts(self.adopter)
         self.clock = Clock()
         self.bundles: list[Binding] = []
+        self.buffers = Buffers(model, self.adopter, self.windows, store.device)
         self.order: dict[Binding, int] = {}
         self.steps: list[Steps] = []
         self._under_way: list[Steps] = []  # outermost first
@@ -116,7 +117,6 @@ class Session:
         vaults[store] = weakref.WeakMethod(self._new_vault)
         self._handles: list[RemovableHandle] = []
         self._step_hooks: dict[int, int] = {}  # the number of ours, by the optimizer's id
-        self._moved: list[tuple[torch.Tensor, torch.device]] = []
         self._watched: set[torch.Tensor] = set()
         self._vaults: weakref.WeakSet[Vault] = weakref.WeakSet()
 
@@ -126,19 +126,18 @@ class Session:
         """Take the parameters, gradients and optimizer state into the store.
 
         Args:
-            groups: of parameters.
+            groups: of parameters, then of buffers.
             source: where values come from, with a former checkpoint those of the optimizers too;
                 ``None``: they are there.
         """
         for group in groups:
             bundle = self._adopt_group(group, source)
-            self.order[bundle] = len(self.bundles)
-            self.bundles.append(bundle)
             if group.is_pinned:
                 pin(self.bindings, bundle)
-            for name, tensor in zip(group.names, group.tensors, strict=True):
-                if isinstance(tensor, nn.Parameter):
-                    self.gradients.add(name, tensor)
+            if group.content is Content.PARAMETERS:
+                self._add_parameters(bundle, group)
+            else:
+                self.buffers.add(bundle, group)
         if source is not None:
             for ignored, name in self.ignored.items():
                 give_values(ignored, source.read(name), self.store.device)
@@ -149,18 +148,36 @@ class Session:
             steps.state.take_in_all()
         self.adopter.end_adoption()
 
+    def _add_parameters(self, bundle: Binding, group: Group) -> None:
+        self.order[bundle] = len(self.bundles)
+        self.bundles.append(bundle)
+        for name, tensor in zip(group.names, group.tensors, strict=True):
+            if isinstance(tensor, nn.Parameter):
+                self.gradients.add(name, tensor)
+
     def _adopt_group(self, group: Group, source: Weights | Former | None) -> Binding:
         named = list(zip(group.names, group.tensors, strict=True))
         placement = self.placements.parameters
         if isinstance(source, Former) and source.has_bundle(group.key):
             return self.adopter.adopt_held(group.key, named, placement)
-        values = None if source is None else [source.read(name).to(p.dtype) for name, p in named]
+        for tensor in group.tensors if group.content is not Content.PARAMETERS else ():
+            part_from_base(tensor)
+        if source is None or group.content is Content.PASSING_BUFFERS:  # no source has those
+            return self.adopter.adopt(group.key, named, placement)
+        values = [source.read(name).to(tensor.dtype) for name, tensor in named]
         return self.adopter.adopt(group.key, named, placement, values)
 
     def make_durable(self, checkpoints: int) -> None:
         """Let checkpoints be made, after so many in earlier runs."""
         self.durable = DurableState(
-            self.model, self.store, self.bindings, self.windows, self.bundles, self.steps, self.ignored
+            self.model,
+            self.store,
+            self.bindings,
+            self.windows,
+            self.bundles,
+            self.steps,
+            self.ignored,
+            self.buffers,
         )
         self.durable.checkpoints = checkpoints
 
@@ -199,13 +216,6 @@ class Session:
         self.bindings.ask_for_more = ask_all
         return vault
 
-    def move_buffers(self) -> None:
-        """Bring buffers to where the model computes; `restore` brings them back."""
-        for buffer in self.model.buffers():
-            if buffer.device != self.store.device:
-                self._moved.append((buffer, buffer.device))
-                buffer.data = buffer.data.to(self.store.device)
-
     def _add_steps(self) -> None:
         for index, optimizer in enumerate(self.optimizers):
             is_known = known.is_per_parameter(optimizer)
@@ -225,7 +235,7 @@ class Session:
 
     def watch(self, groups: Sequence[Group]) -> None:
         """Register every hook."""
-        needs = needs_of(self.model, dict(zip(self.bundles, groups, strict=True)))
+        needs = needs_of(self.model, dict(zip([*self.bundles, *self.buffers], groups, strict=True)))
         for module in self.model.modules():
             own = hooks.ModuleHooks(self.windows, module, *needs.get(module, ((), ())))
             if module is self.model:
@@ -418,6 +428,7 @@ class Session:
         if self.budget is not None:
             self.budget.begin_forward(inputs, Phase.MODEL if torch.is_grad_enabled() else Phase.EVALUATION)
         self.state_dicts.reset()
+        self.buffers.forget_replaced()
         self.clock.begin_forward()
         self._end_interrupted_steps()
         for steps in self._under_way:
@@ -524,10 +535,8 @@ class Session:
             steps.state.bindings.clear()
         self.adopter.restore_all(self.bundles, ending)
         self.gradients.restore(ending)
-        for buffer, device in self._moved:
-            ending.attempt(functools.partial(_bring_back, buffer, device))
+        self.buffers.end(ending)
         self.bundles.clear()
-        self._moved.clear()
         ending.attempt(self.remove_hooks)
 
     def undo(self) -> None:
@@ -563,10 +572,6 @@ class Session:
         tenant = guard.tenant_of(part[0])
         if tenant is not None:
             self.steps[index].state.take_in(tenant.binding, Taken.ALL)
-
-
-def _bring_back(buffer: torch.Tensor, device: torch.device) -> None:
-    buffer.data = buffer.data.to(device)
 
 
 def _unheard(*_: object) -> None:

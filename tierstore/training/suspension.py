@@ -3,7 +3,7 @@
 While another model uses the device, nothing of a suspended run is there, and nothing comes there by accident.
 
 1. Suspending empties tiers: their quota is 0 until the run is resumed, so that no byte of the store can be in
-   them.  What is pinned goes, too, and so do gradients that are ordinary tensors of their own, and buffers.
+   them.  What is pinned goes, too, and so do gradients and buffers that are ordinary tensors.
    Ignored parameters stay where they are, with their gradients and state; so do gradients that somebody else
    refers to, and graphs.  The log names them.
 2. A suspended run can be looked at, saved, made durable, and closed; gradients can be zeroed.  Whatever
@@ -29,6 +29,7 @@ import torch
 from tierstore.errors import CapacityError, KeyNotFound, UsageError
 from tierstore.training.activations.operators import is_backward
 from tierstore.training.binding import Binding, set_data
+from tierstore.training.buffers import ordinary_buffers
 from tierstore.training.gradient import native_gradient
 from tierstore.training.pinning import State, pin, unpin_all
 from tierstore.training.session import Session
@@ -123,7 +124,7 @@ class Suspension:
     def _move_buffers(self) -> None:
         """Bring buffers from an accelerator to host memory; elsewhere they are there."""
         device = self._store.device
-        for buffer in self._session.model.buffers() if device.type != "cpu" else ():
+        for _, buffer in ordinary_buffers(self._session.model) if device.type != "cpu" else ():
             if buffer.device == device:
                 # Of accelerators outside PyTorch a tensor cannot be pointed at host memory: it stays.
                 with contextlib.suppress(RuntimeError):
@@ -212,6 +213,7 @@ class Suspension:
     def _all(self) -> Iterator[Binding]:
         session = self._session
         yield from session.bundles
+        yield from session.buffers
         for steps in session.steps:
             yield from steps.state.bindings.values()
         yield from (each.binding for each in session.gradients if each.binding is not None)
@@ -243,7 +245,7 @@ class Suspension:
         gradients = [each for each in self._session.gradients if native_gradient(each.parameter) is not None]
         device = self._store.device
         is_elsewhere = device.type != "cpu"
-        buffers = [name for name, each in self._session.model.named_buffers() if each.device == device]
+        buffers = [name for name, each in ordinary_buffers(self._session.model) if each.device == device]
         names = [
             *self._session.ignored.values(),
             *(f"the gradient of {each.name}" for each in gradients),

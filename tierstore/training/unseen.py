@@ -5,7 +5,8 @@ DLPack, a pointer or a storage, of fused functions, or of kernels that somebody 
 known to be unchanged, they are not clean:
 
 1. Only PyTorch's own code is taken to write where the counters tell: modules of ``torch.nn``, of exactly that
-   class, with nobody's hooks.  Functions whose schema says that they write are believed.
+   class, with nobody's hooks.  Functions whose schema says that they write are believed.  Batch norms write
+   running statistics, and tell nobody: those are not taken to.
 2. Where other code has had its hands on leased bytes (a user's module, a user's hook, an operator of a
    library), they are compared with what they were, by a digest, where the host can read them.  A digest is
    kept until the bytes are written, so that a frozen bundle is read once for each lease.
@@ -38,6 +39,13 @@ def is_pytorchs_own(module: nn.Module) -> bool:
         return False
     hooks = (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001 - there is no other way to ask
     return all(len(each) <= 1 or all(map(_is_ours, each.values())) for each in hooks)
+
+
+def written_unseen(module: nn.Module, bindings: Iterable[Binding]) -> list[Binding]:
+    """Return the bundles that a module of ``torch.nn`` writes though no counter tells."""
+    if not isinstance(module, nn.modules.batchnorm._NormBase):  # noqa: SLF001 - all norms with statistics
+        return []
+    return [each for each in bindings if not isinstance(each.tensors[0], nn.Parameter)]
 
 
 @functools.cache

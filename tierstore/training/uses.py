@@ -55,7 +55,8 @@ WRITES_UNSEEN = ("_fused_", "_amp_")
 def may_write_unseen(func: Function, kwargs: dict[str, Any]) -> bool:
     """Whether ``func`` may write without telling autograd's version counter.
 
-    Fused functions do not tell it, and under a ``TorchDispatchMode`` those over lists do not either.
+    Fused functions do not tell it, batch norms do not of their statistics, and under a ``TorchDispatchMode``
+    those over lists do not either.
     """
     name = func.__name__
     is_in_place = name.endswith("_") and not name.endswith("__")
@@ -65,5 +66,6 @@ def may_write_unseen(func: Function, kwargs: dict[str, Any]) -> bool:
         or func is get_data
         or "out" in kwargs
         or name.startswith(WRITES_UNSEEN)
+        or "batch_norm" in name
         or says_that_it_writes(func)
     )

@@ -13,6 +13,7 @@ an optimizer made before still trains them.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -60,16 +61,16 @@ class Weights:
         return {name: found[each[0]] for _, each in names for name in each}
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the values of one parameter, by its first name."""
+        """Return the values of one parameter or buffer, by its first name."""
         return self._source.read(self._found[name])
 
-    def load_buffers(self) -> None:
-        """Give the persistent buffers their values; one that several modules have stays one."""
+    def load_buffers(self, travelling: Container[torch.Tensor] = ()) -> None:
+        """Give the persistent buffers their values, but those that travel; a shared one stays one."""
         fresh: dict[torch.Tensor, torch.Tensor] = {}
         for path, module in self._model.named_modules(remove_duplicate=False):
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 full = f"{path}.{name}" if path else name
-                if full not in self._found:
+                if full not in self._found or buffer in travelling:
                     continue
                 if not buffer.is_meta:
                     with torch.no_grad():
