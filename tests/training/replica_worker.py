@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.training.twins import WIDTH, Block, config_of, same, with_device
 from tierstore.training import offload
+from tierstore.training.binding import ordinary_mode
 
 KINDS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -104,7 +104,7 @@ def train(kind: str, wrapped: str, around: Around) -> list[Tensor | None]:
 
 def kept(tensor: Tensor | None) -> Tensor | None:
     """Return a copy that no meter takes for an emulated device's."""
-    with _disable_current_modes():
+    with ordinary_mode():
         return None if tensor is None else tensor.detach().clone()
 
 

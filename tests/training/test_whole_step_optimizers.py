@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.training.twins import (
     Optimizer,
@@ -26,6 +25,7 @@ from tests.training.twins import (
 from tests.training.whole_step_kinds import KINDS, SAM, CountsInItself, KeepsMoments, Kind
 from tierstore.errors import CapacityError, UsageError
 from tierstore.training import guard, offload, register_optimizer
+from tierstore.training.binding import ordinary_mode
 
 
 def built_with(make: Callable[[Any], Optimizer]) -> Callable[[], tuple[nn.Module, Sequence[Optimizer]]]:
@@ -428,7 +428,7 @@ def test_what_is_flattened_works_where_it_fits(tmp_path: Path) -> None:
 
 def held_by(model: nn.Module) -> list[Tensor]:
     """Return copies of parameters and gradients, in memory that no meter takes for a device's."""
-    with _disable_current_modes():
+    with ordinary_mode():
         tensors = (tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None)
         return [tensor.detach().clone() for tensor in tensors]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tierstore.training import Offload, offload
+from tierstore.training.binding import ordinary_mode
 from tierstore.units import align_up, parse_bytes
 
 Optimizer = torch.optim.Optimizer
@@ -43,7 +43,7 @@ class Trial:
 
     def log(self, tensor: Tensor | None) -> None:
         """Keep a copy in host memory, to be compared: no meter takes it for an emulated device's."""
-        with _disable_current_modes():
+        with ordinary_mode():
             self.logged.append(None if tensor is None else tensor.detach().to("cpu", copy=True))
 
     def log_gradients(self) -> None:

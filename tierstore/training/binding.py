@@ -43,6 +43,7 @@ from tierstore.training.homes import (
     undress,
     versions_of,
 )
+from tierstore.training.operations import begin_unseen, end_unseen
 from tierstore.training.pinning import Leasing, State
 from tierstore.training.returning import copy_home, fit_as_they_are, laid_out_anew, lay, that_may_return
 from tierstore.training.unseen import may_have_changed, watch
@@ -79,16 +80,17 @@ _own_work = _OwnWork()
 class ordinary_mode(AbstractContextManager[None]):  # noqa: N801 - used as a function is
     """Do the library's own work inside the context: what happens is no part of the model.
 
-    Nothing of it is seen by ``torch.func`` transforms, by dispatch and function modes (the user's, or
-    PyTorch's own, such as ``with torch.device(...)``) and by a forward pass that derivatives go along
-    with.  Inference mode is left: slots and views made under it could never be trained.
+    Nothing of it is counted by a meter, nor seen by ``torch.func`` transforms, by dispatch and function modes
+    (the user's, or PyTorch's own, such as ``with torch.device(...)``) and by a forward pass that derivatives
+    go along with.  Inference mode is left: slots and views made under it could never be trained.
 
     An interrupt may keep the context from being left: then the work ends with the last reference to it.
     """
 
-    __slots__ = ("_depth", "_left")
+    __slots__ = ("_depth", "_is_unseen", "_left")
 
     def __init__(self) -> None:
+        self._is_unseen = False
         self._left: contextlib.ExitStack | None = None
         self._depth: list[int] | None = None  # where it is counted
 
@@ -98,6 +100,7 @@ class ordinary_mode(AbstractContextManager[None]):  # noqa: N801 - used as a fun
         depth[0] += 1
         self._depth = depth
         try:
+            self._is_unseen = begin_unseen()
             if (
                 _functorch.peek_interpreter_stack() is not None
                 or _count_dispatch_modes()
@@ -116,6 +119,9 @@ class ordinary_mode(AbstractContextManager[None]):  # noqa: N801 - used as a fun
             if left is not None:
                 left.close()
         finally:
+            if self._is_unseen:
+                self._is_unseen = False
+                end_unseen()
             depth, self._depth = self._depth, None
             if depth is not None:
                 depth[0] -= 1

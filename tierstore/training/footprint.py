@@ -6,18 +6,17 @@ emulated, every tensor of host memory that an operation makes is taken for the d
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tierstore.modes import run_operator
 from tierstore.store import Store
-from tierstore.training.binding import natively
+from tierstore.training import operations
+from tierstore.training.homes import natively
 from tierstore.units import align_up
 
 
@@ -62,10 +61,6 @@ class Meter(Protocol):
         """Stop for good, and leave nothing behind."""
         ...
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Do not take what is allocated inside the context for the program's."""
-        ...
-
     def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
         """Take in that the store has adopted a storage of the program's.
 
@@ -104,9 +99,9 @@ _ALONE = 2  # one tensor refers to a storage, beside the storage's object in Pyt
 
 
 class EmulatedMeter:
-    """Sees every operation of the thread and counts the storages that come out of it anew.
+    """Sees every operator of the thread and counts the storages that come out of it anew.
 
-    What the model's operations are given that is not known is the program's, too, unless a store has
+    What the model's operators are given that is not known is the program's, too, unless a store has
     allocated it: such as the targets of a loss.  It was there all the time.
 
     Args:
@@ -116,37 +111,37 @@ class EmulatedMeter:
     was_peak_hidden = False
 
     def __init__(self, store: Store) -> None:
-        self._mode = _Counting()
-        self._leave_alone = store.watch_device(self._mode.leave_out)
+        self._counting = _Counting()
+        self._leave_alone = store.watch_device(self._counting.leave_out)
 
     def begin(self, inputs: Iterable[object]) -> None:
         """See `Meter.begin`."""
         given = list(_storages(each for each in tensors_in(inputs) if type(each) is torch.Tensor))
-        self._mode.begin(is_given=bool(given))
-        self._mode.add(given)
+        self._counting.begin(is_given=bool(given))
+        self._counting.add(given)
 
     def begin_step(self) -> None:
         """See `Meter.begin_step`."""
-        self._mode.begin(is_given=False)
+        self._counting.begin(is_given=False)
 
     def look(self) -> None:
         """See `Meter.look`."""
 
     def live_bytes(self) -> int:
         """See `Meter.live_bytes`."""
-        self._mode.settle()
-        return self._mode.live_bytes
+        self._counting.settle()
+        return self._counting.live_bytes
 
     def take_peak(self) -> int:
         """See `Meter.take_peak`."""
-        mode = self._mode
-        mode.settle()
-        peak_bytes, mode.peak_bytes = mode.peak_bytes, mode.live_bytes
+        counting = self._counting
+        counting.settle()
+        peak_bytes, counting.peak_bytes = counting.peak_bytes, counting.live_bytes
         return peak_bytes
 
     def end(self) -> None:
         """See `Meter.end`."""
-        self._mode.end()
+        self._counting.end()
 
     def close(self) -> None:
         """See `Meter.close`."""
@@ -155,17 +150,11 @@ class EmulatedMeter:
 
     def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
         """See `Meter.hand_over`."""
-        self._mode.hand_over(storage, is_held)
+        self._counting.hand_over(storage, is_held)
 
     def leave_out(self, storage: torch.UntypedStorage) -> None:
         """See `Meter.leave_out`."""
-        self._mode.leave_out(storage)
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """See `Meter.apart`."""
-        with self._mode.paused():
-            yield
+        self._counting.leave_out(storage)
 
 
 class _Storage(weakref.ref[torch.UntypedStorage]):
@@ -177,16 +166,23 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
     nbytes: int
 
 
-class _Counting(TorchDispatchMode):
-    """The mode that a meter is in while it sees operations.  What it has seen counts until it dies.
+class _Counting:
+    """What a meter counts of the operators that run while it is in force.
+
+    What it has seen counts until it dies.
 
     Args:
         device_type: whose storages count.
         rounded_bytes: what each is rounded to.
+
+    Attributes:
+        live_bytes: of what counts now.
+        peak_bytes: the most of these since somebody set it to them.
+        is_over: whether it is not in force.
+        is_blind: whether it can see nothing, as parts of the program are compiled.
     """
 
     def __init__(self, device_type: str = "cpu", rounded_bytes: int = 1) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._rounded_bytes = rounded_bytes
         self._live: dict[int, _Storage] = {}
@@ -194,45 +190,22 @@ class _Counting(TorchDispatchMode):
         self._stored: dict[int, _Storage] = {}  # what stores have allocated
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.is_paused = False
         self.is_over = True
-        self._is_entered = False
-        self._is_of_inference = False
+        self.is_blind = False
         self._is_given = False
 
     def begin(self, *, is_given: bool) -> None:
-        """Be in force; say whether what operations are given is on the device."""
+        """Be in force; say whether what operators are given is on the device."""
         self._is_given = is_given
         if self.is_over:
             self.peak_bytes = self.live_bytes
         self.is_over = False
-        if not self._is_entered:
-            self._is_entered = True
-            self._is_of_inference = torch.is_inference_mode_enabled()
-            self.__enter__()  # type: ignore[no-untyped-call]
+        operations.observe(self)
 
     def end(self) -> None:
-        """Be no mode any more; one that others were put on top of stays, and sees nothing.
-
-        So does one that inference mode was entered after: when that ends, PyTorch looks for modes again.
-        """
+        """Be in force no more, in any thread."""
         self.is_over = True
-        is_within = torch.is_inference_mode_enabled() and not self._is_of_inference
-        if not is_within and torch.utils._python_dispatch._get_current_dispatch_mode() is self:  # noqa: SLF001
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._is_entered = False
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """See nothing, inside the context."""
-        if self.is_paused:
-            yield
-            return
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
+        operations.ignore(self)
 
     def add(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Count storages that were not counted yet."""
@@ -289,22 +262,17 @@ class _Counting(TorchDispatchMode):
         if self._live.pop(entry.key, None) is not None:
             self.live_bytes -= entry.nbytes
 
-    # torch's signature: the types of arguments and result are those of the operation.
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Run the operation and count what is new."""
-        result = run_operator(func, args, kwargs or {})
-        if not (self.is_paused or self.is_over):
-            given = {id(storage): storage for storage in _storages((args, kwargs or {}))}
-            if self._is_given:
-                self.add_former(given.values())
-            self.add([storage for storage in _storages((result,)) if id(storage) not in given])
-        return result
+    def see(self, given: Sequence[object], result: object) -> None:
+        """Count what an operator was given and has made: see `operations.Observer`."""
+        if self._is_given and not self.is_over:
+            self.add_former(_storages(given))
+        self.see_within(given, result)
+
+    def see_within(self, given: Sequence[object], result: object) -> None:
+        """Count what an operator has made: see `operations.Observer`."""
+        if not self.is_over:
+            known = {id(storage): storage for storage in _storages(given)}
+            self.add([storage for storage in _storages((result,)) if id(storage) not in known])
 
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
@@ -347,7 +315,7 @@ class AllocatorMeter:
         self._least_stored_bytes: int | None = None
         self._has_told_peak = False  # the allocator, in this phase
         self._before_step_bytes: int | None = None  # None: no optimizer steps
-        self._mode = _Counting(device.type, _ROUNDED_BYTES)
+        self._counting = _Counting(device.type, _ROUNDED_BYTES)
         self.was_peak_hidden = False
 
     def begin(self, inputs: Iterable[object]) -> None:
@@ -362,7 +330,7 @@ class AllocatorMeter:
         self.begin(())
         if self._before_step_bytes is None:
             self._before_step_bytes = self.live_bytes()
-            self._mode.begin(is_given=False)
+            self._counting.begin(is_given=False)
 
     def _restart(self) -> None:
         """Another phase begins."""
@@ -398,8 +366,8 @@ class AllocatorMeter:
         most_bytes = self._most_bytes
         self.was_peak_hidden = not self._has_told_peak
         if self._before_step_bytes is not None:
-            self._mode.settle()
-            most_bytes = max(most_bytes, self._before_step_bytes + self._mode.peak_bytes)
+            self._counting.settle()
+            most_bytes = max(most_bytes, self._before_step_bytes + self._counting.peak_bytes)
             self.was_peak_hidden = False
         self._stop_counting()
         self._restart()
@@ -407,7 +375,7 @@ class AllocatorMeter:
 
     def _stop_counting(self) -> None:
         self._before_step_bytes = None
-        self._mode.end()
+        self._counting.end()
 
     def end(self) -> None:
         """See `Meter.end`."""
@@ -420,14 +388,8 @@ class AllocatorMeter:
 
     def hand_over(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
         """See `Meter.hand_over`: the allocator counts it, and the store's charge is subtracted."""
-        self._mode.hand_over(storage, is_held)
+        self._counting.hand_over(storage, is_held)
 
     def leave_out(self, storage: torch.UntypedStorage) -> None:
         """See `Meter.leave_out`: likewise."""
-        self._mode.leave_out(storage)
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """See `Meter.apart`."""
-        with self._mode.paused():
-            yield
+        self._counting.leave_out(storage)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +29,7 @@ from tierstore.training.activations.sections import Sections
 from tierstore.training.activations.swap import vaults
 from tierstore.training.activations.vault import Vault
 from tierstore.training.ahead import Expectations
-from tierstore.training.binding import Binding, Bindings, ordinary_mode
+from tierstore.training.binding import Binding, Bindings
 from tierstore.training.budget import DeviceBudget, Phase
 from tierstore.training.buffers import Buffers
 from tierstore.training.bundles import Adopter, give_values, part_from_base
@@ -89,8 +89,7 @@ class Session:
         self.ignored = ignored
         self._meter = meter
         self.budget: DeviceBudget | None = None
-        apart = ordinary_mode if meter is None else self._apart
-        self.bindings = Bindings(store, self._note, apart, self._explain)
+        self.bindings = Bindings(store, self._note, explain=self._explain)
         self.gradients = Gradients(store, self.bindings, self, placements.gradients)
         self._in_backward: StepsInBackward | None = None
         if stepping is Stepping.IN_BACKWARD:
@@ -339,13 +338,6 @@ class Session:
         return not is_resident and (self.budget is None or self.budget.allows_steps_in_backward)
 
     # --- while it runs ------------------------------------------------------------------------
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """What is allocated inside the context is the store's, and outlives inference mode."""
-        assert self._meter is not None
-        with self._meter.apart(), ordinary_mode():
-            yield
 
     def _look(self) -> None:
         if self.budget is not None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from tierstore.training.binding import ordinary_mode
 
 Note = tuple[Any, ...]
 
@@ -77,7 +78,7 @@ def note_tensor(tensor: Tensor) -> Note:
     """Return what is compared of a tensor."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return ("wrapped", tuple(tensor.shape))
-    with _disable_current_modes(), torch.no_grad():
+    with ordinary_mode(), torch.no_grad():
         looks = (str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
         if tensor.layout is not torch.strided:
             inner = tensor.detach().coalesce()

@@ -1,0 +1,250 @@
+"""Sees the operators of a thread, where nothing can see that somebody looks.
+
+A dispatch mode is seen itself: PyTorch asks whether one is on, takes other kernels then and compiles nothing.
+So PyTorch's operators have a kernel in Python at a dispatch key that PyTorch has for its own tests and uses
+nowhere, above autograd and all else.  It is in a thread's dispatch while there are observers.
+
+1. A call goes on at the keys below: it ends where it would end without this.
+2. Operators that make no storage, or only by calling others, pass by.  PyTorch makes objects of subclasses
+   from what some of them return (``nn.Parameter``), and nobody may have seen that before.  Where a program
+   has subclasses of tensors that are made by ``Subclass(2, 3)``, ``empty`` passes by as well.
+3. What runs inside of an operator is seen, too: derivatives that go along with it are made there.
+4. The compiler compares the keys of a thread whenever it asks whether what it has compiled still holds.  So
+   whoever sees that it begins sees nothing from then on.
+5. A storage that somebody has looked at is referred to by its object in Python as long as it lives.  So
+   autograd adds up out of place what flows together, as it does under a dispatch mode: the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._dynamo.callback import callback_handler
+
+log = logging.getLogger("tierstore")
+
+Operator = torch._ops.OpOverload  # noqa: SLF001 - it has no public name
+
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)  # noqa: SLF001 - only C++ has a name for it
+_BELOW: Any = torch._C._dispatch_keyset_full_after(_KEY)  # noqa: SLF001
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included  # noqa: SLF001
+_set_included: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included  # noqa: SLF001
+_COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001
+_NoFunctionModes: Any = torch._C.DisableTorchFunction  # noqa: SLF001
+_names_of_operators: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names  # noqa: SLF001
+_of_functions: Any = torch._ops  # noqa: SLF001 - operators that are given functions, such as ``torch.cond``
+
+
+class Observer(Protocol):
+    """Is told of operators.
+
+    Attributes:
+        is_over: whether it wants to be told of nothing any more.
+        is_blind: whether it can be told of nothing any more, as the program compiles; set by this module.
+    """
+
+    is_over: bool
+    is_blind: bool
+
+    def see(self, given: Sequence[object], result: object) -> None:
+        """Take in an operator that has run, with what it was given and has returned."""
+        ...
+
+    def see_within(self, given: Sequence[object], result: object) -> None:
+        """Take in an operator that has run inside of another one, before that one is seen."""
+        ...
+
+
+class _Thread(threading.local):
+    """Who sees this thread's operators, and how deep it is in them."""
+
+    def __init__(self) -> None:
+        self.observers: tuple[Observer, ...] = ()
+        self.depth = 0
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether there is somebody to be told."""
+        return any(not each.is_blind for each in self.observers)
+
+
+class _Kernels:
+    """What is registered with PyTorch, once in a process, as soon as there is a first observer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Guarded by _lock, as is the next: a library's end ends its kernels.
+        self._libraries: list[torch.library.Library] = []
+        self._of_empty: torch.library.Library | None = None
+
+    def register(self) -> None:
+        """Register the kernel for PyTorch's operators: those of libraries call them."""
+        with self._lock:
+            if self._libraries:
+                return
+            # PyTorch would look for kernels of theirs; what they run is seen.
+            _of_functions._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)  # noqa: SLF001
+            for function in _of_functions._higher_order_ops.values():  # noqa: SLF001
+                function.fallthrough(_KEY)
+            everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+            self._of_empty = torch.library.Library("aten", "IMPL")
+            everything.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+            for each in _operators_of_pytorch():
+                if _makes_storage(each):
+                    # A fallback for all of them is not found where a dispatch mode of somebody's is on.
+                    library = self._of_empty if each is torch.ops.aten.empty.memory_format else aten
+                    library.impl(each, functools.partial(_run, each), _KEY_NAME, with_keyset=True)
+            self._libraries += [everything, aten]
+
+    def let_empty_pass(self) -> None:
+        """Do so where a program's subclasses of tensors need it."""
+        if self._of_empty is not None and any(map(_is_made_from_empty, _subclasses(torch.Tensor))):
+            with self._lock:
+                of_empty, self._of_empty = self._of_empty, None
+                if of_empty is not None:
+                    of_empty._destroy()  # noqa: SLF001 - what its finaliser does, now
+
+
+_thread = _Thread()
+_kernels = _Kernels()
+
+
+def observe(observer: Observer) -> None:
+    """Tell ``observer`` of the operators of this thread, backward included, until it is over."""
+    _kernels.register()
+    _kernels.let_empty_pass()
+    if _begin_compiling not in callback_handler.start_callbacks:  # whoever resets the compiler clears them
+        callback_handler.register_start_callback(_begin_compiling)
+    if observer not in _thread.observers:
+        _thread.observers = (*_thread.observers, observer)
+    _set_included(_KEY, _thread.is_seen)
+
+
+def ignore(observer: Observer) -> None:
+    """Tell ``observer`` of nothing in this thread any more."""
+    _thread.observers = tuple(each for each in _thread.observers if each is not observer)
+    _set_included(_KEY, _thread.is_seen)
+
+
+def begin_unseen() -> bool:
+    """Let nobody see what runs in this thread; return whether `end_unseen` is due."""
+    if not _is_included(_KEY):
+        return False
+    _set_included(_KEY, False)  # noqa: FBT003
+    return True
+
+
+def end_unseen() -> None:
+    """Let observers see again what runs in this thread."""
+    _set_included(_KEY, _thread.is_seen)
+
+
+def _begin_compiling(arguments: object) -> None:
+    """Tell nobody of this thread's operators any more: the compiler begins."""
+    del arguments
+    _set_included(_KEY, False)  # noqa: FBT003 - PyTorch's signature
+    if _thread.is_seen:
+        log.warning("parts of the program are compiled: what they have on the device is not measured")
+    for each in _thread.observers:
+        each.is_blind = True
+
+
+# ---------------------------------------------------------------------- the kernel
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # what is not compiled may run among what is
+def _run(operator: Operator, keys: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Run an operator, and tell of it."""
+    thread = _thread
+    if not thread.is_seen:  # autograd goes on with what was included
+        _set_included(_KEY, False)  # noqa: FBT003
+        return _go_on(keys, operator, args, kwargs)
+    thread.depth += 1
+    try:
+        result = _go_on(keys, operator, args, kwargs)
+    finally:
+        thread.depth -= 1
+    for observer in thread.observers:
+        if observer.is_over:
+            ignore(observer)
+        elif observer.is_blind:
+            continue
+        elif thread.depth:
+            observer.see_within((args, kwargs), result)
+        else:
+            observer.see((args, kwargs), result)
+    return result
+
+
+def _go_on(keys: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Call the kernel that would have been called without ours."""
+    if any(isinstance(each, int | float | complex) for each in _for_tensors(operator, args, kwargs)):
+        # A number that was in a tensor's place was a tensor that remembers to be a number: it has to be made
+        # again, which only the call from the beginning does, of whichever overload takes numbers.
+        is_unseen = begin_unseen()
+        try:
+            with _NoFunctionModes():
+                return operator._overloadpacket(*args, **kwargs)  # noqa: SLF001
+        finally:
+            if is_unseen:
+                end_unseen()
+    return operator.redispatch(keys & _BELOW, *args, **kwargs)
+
+
+def _for_tensors(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[object]:
+    """Yield what is in the places of tensors, one each."""
+    for place in _places_of_tensors(operator):
+        if isinstance(place, str):
+            yield kwargs.get(place)
+        elif place < len(args):
+            yield args[place]
+
+
+@functools.cache
+def _places_of_tensors(operator: Operator) -> tuple[int | str, ...]:
+    """Return where an operator takes a tensor each: numbers, or names of what only has one."""
+    return tuple(
+        argument.name if argument.kwarg_only else number
+        for number, argument in enumerate(operator._schema.arguments)  # noqa: SLF001
+        if str(argument.type) in ("Tensor", "Optional[Tensor]")
+    )
+
+
+# ---------------------------------------------------------------------- what passes by
+
+
+def _operators_of_pytorch() -> Iterator[Operator]:
+    for name in _names_of_operators():
+        library, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if library == "aten":
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+            if operator is not None:  # some have a name in C++ alone
+                yield operator
+
+
+def _makes_storage(operator: Operator) -> bool:
+    """Say whether an operator returns what it has made itself."""
+    if operator.has_kernel_for_dispatch_key(_COMPOSITE):
+        return False
+    returned = [each for each in operator._schema.returns if "Tensor" in str(each.type)]  # noqa: SLF001
+    return any(each.alias_info is None for each in returned)
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    known: list[type] = kind.__subclasses__()
+    for each in known:
+        yield each
+        yield from _subclasses(each)
+
+
+def _is_made_from_empty(kind: type) -> bool:
+    """Say whether a class of tensors leaves it to PyTorch how one is made; guards are never made."""
+    is_left: bool = vars(torch._C.TensorBase)["__new__"] is kind.__new__  # noqa: SLF001
+    return is_left and not kind.__module__.startswith(("torch.", "tierstore."))
