@@ -30,6 +30,10 @@ FIGURES = (
     "swap-and-recompute",
     "swap-leaks",
     "swap-save-on-cpu",
+    "simulated-swap-peak",
+    "simulated-swap-step",
+    "simulated-swap-and-recompute",
+    "simulated-step",
     "resnet50-batch",
 )
 """Every figure there is, in the order in which pages list them."""

@@ -210,12 +210,12 @@ class Trainee:
     def seconds(self) -> tuple[float, float]:
         """Train one step; return the seconds of its forward and of all of it.
 
-        With CUDA, all of it is when the device has done it; forward is only what it took to ask for it.
+        On an accelerator, all of it is when the device has done it; forward only what it took to ask for it.
         """
         begun = time.perf_counter()
         forward_s = self.step()
-        if self._manner.torch_device.type == "cuda":
-            torch.cuda.synchronize(self._manner.torch_device)
+        if self._manner.torch_device.type != "cpu":
+            torch.accelerator.synchronize(self._manner.torch_device)
         return forward_s, time.perf_counter() - begun
 
     @property

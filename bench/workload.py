@@ -71,11 +71,18 @@ class Trainee:
     Args:
         workload: which model.
         config: how it is offloaded; ``None``: not at all.
+        device: where the loop puts model and batches.
     """
 
-    def __init__(self, workload: Workload, config: ts.OffloadConfig | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        config: ts.OffloadConfig | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    ) -> None:
         self._dim = workload.dim
-        self._model = workload.new_model()
+        self._device = device
+        self._model = workload.new_model().to(device)
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-4)
         self._chance = torch.Generator().manual_seed(1)
         self._losses: list[torch.Tensor] = []
@@ -90,8 +97,8 @@ class Trainee:
 
     def step(self) -> None:
         """Train on the next batch, as any loop does."""
-        x = torch.randn(BATCH, self._dim, generator=self._chance)
-        y = torch.randn(BATCH, self._dim, generator=self._chance)
+        x = torch.randn(BATCH, self._dim, generator=self._chance).to(self._device)
+        y = torch.randn(BATCH, self._dim, generator=self._chance).to(self._device)
         loss = nn.functional.mse_loss(self._model(x), y)
         loss.backward()
         self._optimizer.step()
@@ -111,6 +118,8 @@ class Trainee:
         return (time.perf_counter() - begun) / steps
 
     def _settle(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         if self._run is None:
             return
         deadline = time.monotonic() + _QUIET_WITHIN_S

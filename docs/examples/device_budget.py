@@ -60,7 +60,7 @@ def device_budget(device: torch.device, capacity: int | str) -> DeviceBudget | A
 
 def moved_to_device(model: ModelT, device: torch.device) -> ModelT:
     """Put all of the model on the device: a copy made under an emulated device's budget is on it."""
-    return model.to(device) if device.type == "cuda" else copy.deepcopy(model)
+    return copy.deepcopy(model) if device.type == "cpu" else model.to(device)
 
 
 def make_deterministic(device: torch.device) -> None:

@@ -9,6 +9,7 @@ Its kernels are the CPU's.  What it has of a GPU is what decides whether bytes a
    not waited for reads NaN.
 4. Only pinned memory is copied asynchronously; page-locking goes through the pinned pool's registrar.
 5. The allocator caches, counts, knows ``record_stream``, and can be given a limit (`memory_limit`).
+6. It can be paced (`paced`): kernels and copies are slept through then, for as long as they would take.
 
 The import is for the whole process and for ever: the current accelerator is ``openreg`` then.  So tests that
 use it run in a process of their own (``make test-accelerator``).  What it does not simulate is in
@@ -26,6 +27,7 @@ import enum
 import importlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.utils.backend_registration import (
@@ -40,13 +42,17 @@ from tierstore_backends.pinned.registrars import add_registrar
 
 __all__ = [
     "DEVICE",
+    "Busy",
     "NoCompilerError",
     "Overwriting",
+    "Pace",
+    "busy",
     "counts",
     "held",
     "late",
     "memory_limit",
     "overwriting",
+    "paced",
 ]
 
 _NAME = "openreg"
@@ -79,6 +85,54 @@ def late(*, kernel_us: int = 0, copy_us: int = 0, seed: int = 0) -> Iterator[Non
         yield
     finally:
         native.set_delays(0, 0, seed)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a device is.
+
+    Attributes:
+        operations: of products of matrices, a second.
+        memory_bytes: that its kernels read and write, a second.
+        link_bytes: to and from the host, a second each way.
+    """
+
+    operations: float
+    memory_bytes: float
+    link_bytes: float
+
+
+@dataclass(frozen=True)
+class Busy:
+    """For how many seconds kernels and copies ran since the device was `paced`."""
+
+    kernels_s: float
+    copies_in_s: float
+    copies_out_s: float
+
+
+def busy() -> Busy:
+    """Return how long what the streams have come to so far takes."""
+    return Busy(*(native.busy_ms(engine) / 1000 for engine in range(3)))
+
+
+@contextlib.contextmanager
+def paced(pace: Pace) -> Iterator[None]:
+    """Let kernels and copies take the time that ``pace`` says, sleeping: none is computed, no byte is moved.
+
+    So Python, kernels and copies are beside each other as with a GPU, on a machine of two cores.  No value
+    means anything that is computed or copied inside the context.
+    """
+    torch.accelerator.synchronize()
+    native.set_overwriting(Overwriting.NEVER)
+    native.set_pace(pace.operations, pace.memory_bytes, pace.link_bytes)
+    try:
+        yield
+        torch.accelerator.synchronize()
+    finally:
+        native.drain()
+        native.set_pace(0, 0, 0)
+        native.set_overwriting(Overwriting.HANDED_OUT)
 
 
 @contextlib.contextmanager

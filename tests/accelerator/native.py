@@ -11,10 +11,11 @@ from tests.accelerator.build import library
 _library = ctypes.CDLL(str(library()))
 
 _VOID = None
-_INT, _I64, _U64, _TEXT, _BYTES = (
+_INT, _I64, _U64, _DOUBLE, _TEXT, _BYTES = (
     ctypes.c_int,
     ctypes.c_int64,
     ctypes.c_uint64,
+    ctypes.c_double,
     ctypes.c_char_p,
     ctypes.c_char_p,
 )
@@ -27,6 +28,8 @@ def _function(name: str, result: type | None, *arguments: type) -> ctypes._Named
 
 
 set_delays = _function("set_delays", _VOID, _INT, _INT, _U64)
+set_pace = _function("set_pace", _VOID, _DOUBLE, _DOUBLE, _DOUBLE)
+busy_ms = _function("busy_ms", _DOUBLE, _INT)
 set_overwriting = _function("set_overwriting", _VOID, _INT)
 set_memory_limit = _function("set_memory_limit", _VOID, _U64)
 total_bytes = _function("total_bytes", _U64)

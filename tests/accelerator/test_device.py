@@ -398,3 +398,23 @@ def test_the_device_is_what_torch_calls_the_current_accelerator() -> None:
     assert torch.accelerator.current_accelerator() == torch.device(DEVICE.type)
     assert accelerator.DEVICE.type == "openreg"
     assert torch.ones(1).to("openreg").device == DEVICE
+
+
+def test_losses_whose_kernel_writes_another_shape_first_are_the_cpu_s() -> None:
+    x, y = torch.randn(2, 8, 8)
+    for loss in (nn.functional.mse_loss, nn.functional.smooth_l1_loss):
+        assert torch.equal(loss(x.to(DEVICE), y.to(DEVICE)).cpu(), loss(x, y))
+
+
+def test_attention_is_one_operator_with_the_cpu_s_bits() -> None:
+    found = []
+    for device in (torch.device("cpu"), DEVICE):
+        torch.manual_seed(0)
+        query, key, value = (each.to(device).requires_grad_() for each in torch.randn(3, 2, 2, 16, 8))
+        before = counts()
+        output = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output.square().sum().backward()
+        gradients = [each.grad.cpu() for each in (query, key, value) if each.grad is not None]
+        found.append([output.detach().cpu(), *gradients])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert _changes(before)["queued_kernels aten::_scaled_dot_product_flash_attention_for_cpu"] == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import activations, budget, store, training
+from bench import activations, budget, simulated, store, training
 from bench.command import FIGURES, Question, Settings
 from bench.training import Floor
 from bench.workload import Trainee, Workload
@@ -16,7 +16,8 @@ QUESTIONS = training.QUESTIONS | budget.QUESTIONS
 
 
 def test_every_figure_of_the_page_has_one_question() -> None:
-    names = [*store.QUESTIONS, *training.QUESTIONS, *budget.QUESTIONS, *activations.QUESTIONS]
+    modules = [store, training, budget, activations, simulated]
+    names = [name for module in modules for name in module.QUESTIONS]
     assert sorted(names) == sorted(FIGURES)
 
 

@@ -200,6 +200,54 @@ class Translation {
   std::unordered_map<c10::TensorImpl*, Tensor> translated_;
 };
 
+// ------------------------------------------------------------------ how much there is to compute
+
+// Adds what a value's tensors of the device have to the bytes.
+void add_bytes(const IValue& value, double& nbytes) {
+  if (value.isTensor() && value.toTensor().defined()) {
+    nbytes += static_cast<double>(value.toTensor().nbytes());
+  } else if (value.isTensorList()) {
+    for (const Tensor& each : value.toTensorVector()) {
+      nbytes += static_cast<double>(each.nbytes());
+    }
+  }
+}
+
+double elements(const IValue& value) {
+  return static_cast<double>(value.toTensor().numel());
+}
+
+// Operations of products of matrices and of attention, as utilisation is commonly counted: what a mask leaves out, too.
+double operations_of(const std::string& name, const Values& arguments, const Values& results) {
+  const bool is_sum = name == "aten::addmm" || name == "aten::baddbmm";
+  if (is_sum || name == "aten::mm" || name == "aten::bmm") {
+    const auto inner = arguments[is_sum ? 1 : 0].toTensor().size(-1);
+    return 2.0 * elements(results.empty() ? arguments.back() : results[0]) * static_cast<double>(inner);
+  }
+  constexpr const char* kAttention = "aten::_scaled_dot_product_flash_attention_for_cpu";
+  if (name == kAttention) {  // (query, key, ...), each (batch, heads, length, width)
+    return 4.0 * elements(arguments[0]) * static_cast<double>(arguments[1].toTensor().size(-2));
+  }
+  if (name == std::string(kAttention) + "_backward") {  // the gradient comes first
+    return 8.0 * elements(arguments[1]) * static_cast<double>(arguments[2].toTensor().size(-2));
+  }
+  return 0;
+}
+
+// `results`: new ones.  Out of the pace, nothing is counted.
+Load load_of(const c10::OperatorHandle& op, const Values& arguments, const Values& results, bool is_needed = false) {
+  Load load{Engine::kKernels, 0, 0, is_needed};
+  if (is_paced()) {
+    for (const auto* values : {&arguments, &results}) {
+      for (const auto& value : *values) {
+        add_bytes(value, load.nbytes);
+      }
+    }
+    load.operations = operations_of(op.operator_name().name, arguments, results);
+  }
+  return load;
+}
+
 // ------------------------------------------------------------------ one call
 
 bool has_host_tensor(const IValue& value) {
@@ -290,7 +338,7 @@ class Call {
       for (const auto& [output, address] : outputs) {
         TORCH_CHECK(output.const_data_ptr() == address, "openreg: ", op.operator_name(), " resized its output");
       }
-    });
+    }, load_of(op_, arguments_, {}));
     Values results;
     for (int argument : signature_.same_as) {
       results.push_back(arguments_[argument]);
@@ -333,7 +381,7 @@ class Call {
           targets[i].copy_(computed[i].toTensor());
         }
       }
-    });
+    }, load_of(op_, arguments_, results));
     return results;
   }
 
@@ -394,7 +442,7 @@ class Call {
       } catch (...) {
         *failure = std::current_exception();
       }
-    });
+    }, load_of(op_, arguments_, {}, /*is_needed=*/true));
     wait_for(*done);
     if (*failure) {
       std::rethrow_exception(*failure);
@@ -508,6 +556,9 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   // Without this it would be composed of other operators, unlike on the CPU.
   library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // These write to an output of another shape first, which only the CPU can resize.
+  library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  library.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }

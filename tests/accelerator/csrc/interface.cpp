@@ -63,6 +63,15 @@ void openreg_set_delays(int kernel_us, int copy_us, uint64_t seed) {
   openreg::set_delays(kernel_us, copy_us, seed);
 }
 
+void openreg_set_pace(double operations, double memory_bytes, double link_bytes) {
+  openreg::set_pace(operations, memory_bytes, link_bytes);
+}
+
+// `engine`: see openreg::Engine.
+double openreg_busy_ms(int engine) {
+  return openreg::busy_ms(static_cast<openreg::Engine>(engine));
+}
+
 void openreg_set_overwriting(int when) {
   openreg::set_overwriting(static_cast<openreg::Overwriting>(when));
 }

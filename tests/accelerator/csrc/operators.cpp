@@ -8,6 +8,8 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -129,11 +131,15 @@ bool are_bytes_alike(const Tensor& one, const Tensor& other) {
 
 enum class Host { kGoesOn, kWaits };
 
+Load load(Engine engine, size_t nbytes, bool is_needed = false) {
+  return {engine, static_cast<double>(nbytes), 0, is_needed};
+}
+
 // Between the device and pinned memory: `host` is the address to be guarded.
-void copy_pinned(void* to, const void* from, size_t nbytes, const void* host, Host then) {
+void copy_pinned(void* to, const void* from, size_t nbytes, const void* host, Host then, Engine engine) {
   const StreamId stream = current_stream();
   count(Counter::kAsynchronousCopies);
-  enqueue(stream, Work::kCopy, [=] { std::memmove(to, from, nbytes); });
+  enqueue(stream, Work::kCopy, [=] { std::memmove(to, from, nbytes); }, load(engine, nbytes));
   note_copy(host, stream);
   if (then == Host::kWaits) {
     synchronize(stream);
@@ -143,32 +149,37 @@ void copy_pinned(void* to, const void* from, size_t nbytes, const void* host, Ho
 void copy_within_device(const Tensor& to, const Tensor& from) {
   auto target = reachable(to);
   auto source = reachable(from);
-  enqueue(current_stream(), Work::kKernel, [target, source]() mutable { target.copy_(source); });
+  enqueue(
+      current_stream(), Work::kKernel, [target, source]() mutable { target.copy_(source); },
+      load(Engine::kKernels, to.nbytes() + from.nbytes()));
 }
 
 void copy_to_device(const Tensor& to, const Tensor& from, Host then) {
   const void* host = from.const_data_ptr();
   if (are_bytes_alike(to, from) && is_pinned(host)) {
-    copy_pinned(DeviceMemory::instance().reachable(to.const_data_ptr()), host, from.nbytes(), host, then);
+    copy_pinned(DeviceMemory::instance().reachable(to.const_data_ptr()), host, from.nbytes(), host, then,
+        Engine::kCopiesIn);
     return;
   }
   count(Counter::kStagedCopies);
   auto target = reachable(to);
   auto staged = from.to(to.scalar_type()).clone(at::MemoryFormat::Contiguous);
-  enqueue(current_stream(), Work::kCopy, [target, staged]() mutable { target.copy_(staged); });
+  enqueue(current_stream(), Work::kCopy, [target, staged]() mutable { target.copy_(staged); }, load(Engine::kCopiesIn, to.nbytes()));
 }
 
 void copy_to_host(Tensor& to, const Tensor& from, Host then) {
   const void* host = to.const_data_ptr();
   if (are_bytes_alike(to, from) && is_pinned(host)) {
     const void* source = DeviceMemory::instance().reachable(from.const_data_ptr());
-    copy_pinned(const_cast<void*>(host), source, from.nbytes(), host, then);
+    copy_pinned(const_cast<void*>(host), source, from.nbytes(), host, then, Engine::kCopiesOut);
     return;
   }
   count(Counter::kBlockingCopies);
   auto source = reachable(from);
   auto staged = at::empty(from.sizes(), source.options());
-  enqueue(current_stream(), Work::kCopy, [source, staged]() mutable { staged.copy_(source); });
+  enqueue(
+      current_stream(), Work::kCopy, [source, staged]() mutable { staged.copy_(source); },
+      load(Engine::kCopiesOut, from.nbytes(), /*is_needed=*/true));
   synchronize(current_stream());
   to.copy_(staged);
 }
@@ -229,11 +240,18 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input.mul(mask).mul_(kept == 0 ? 0 : 1 / kept), mask};
 }
 
-// Attention is composed of other operators.
-int64_t fused_sdp_choice(
-    const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>,
-    bool) {
-  return 0;
+// Attention is one operator as on a GPU, the CPU's, where it has that; else it is composed of others.
+Tensor attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout,
+    bool is_causal, std::optional<double> scale, bool is_grouped) {
+  const bool is_fused = !mask.has_value() && dropout == 0 && !is_grouped && query.dim() == 4 && query.numel() > 0 &&
+      key.sizes() == value.sizes() && at::isFloatingType(query.scalar_type());
+  if (is_fused) {
+    return std::get<0>(
+        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, std::nullopt, scale));
+  }
+  return std::get<0>(at::_scaled_dot_product_attention_math(
+      query, key, value, mask, dropout, is_causal, std::nullopt, scale, is_grouped));
 }
 
 // A tensor of the CPU may get the data of one of the device, and the reverse, as with CUDA.
@@ -264,11 +282,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", local_scalar_dense);
   library.impl("record_stream", record_stream);
   library.impl("native_dropout", native_dropout);
-  library.impl("_fused_sdp_choice", fused_sdp_choice);
+  library.impl("scaled_dot_product_attention", attention);
   library.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
+  library.impl("scaled_dot_product_attention", attention);
   library.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
 }
 

@@ -11,7 +11,6 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <deque>
 #include <random>
 #include <string>
@@ -28,11 +27,6 @@ constexpr size_t kLongestQueue = 1000;  // about as much as CUDA takes before a 
 std::atomic<int> kernel_delay_us{0};
 std::atomic<int> copy_delay_us{0};
 std::atomic<bool> is_forked{false};
-
-double now_ms() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double, std::milli>(now).count();
-}
 
 // The first error of queued work that nobody was told of yet.
 class AsynchronousError {
@@ -66,6 +60,9 @@ AsynchronousError& asynchronous_error() {
 struct Task {
   Work kind;
   std::function<void()> run;
+  Load load;
+  SignalPtr awaited;  // it does nothing but wait for this
+  double queued_ms = 0;
 };
 
 class Queue {
@@ -75,15 +72,16 @@ class Queue {
     std::thread([this] { run(); }).detach();
   }
 
-  void push(Work kind, std::function<void()> run) {
+  void push(Task task) {
+    task.queued_ms = now_ms();
     std::unique_lock<std::mutex> lock(mutex_);
-    if (kind != Work::kMark && tasks_.size() >= kLongestQueue) {
+    if (task.kind != Work::kMark && tasks_.size() >= kLongestQueue) {
       lock.unlock();
       WithoutPythonLock unlocked;
       lock.lock();
       has_room_.wait(lock, [this] { return tasks_.size() < kLongestQueue; });
     }
-    tasks_.push_back({kind, std::move(run)});
+    tasks_.push_back(std::move(task));
     has_work_.notify_one();
   }
 
@@ -109,11 +107,30 @@ class Queue {
         usleep(delay_us);
       }
       try {
-        task.run();
+        if (comes_to_run(task)) {
+          task.run();
+        }
       } catch (const std::exception& error) {
         asynchronous_error().keep(error.what());
       }
     }
+  }
+
+  // Takes the time that the task takes where the device is paced; says whether it is to be run.
+  bool comes_to_run(const Task& task) {
+    if (!is_paced()) {
+      return true;
+    }
+    if (task.awaited != nullptr) {
+      task.awaited->wait();
+      ready_ms_ = std::max(ready_ms_, task.awaited->at_ms());
+      return false;
+    }
+    if (task.load.engine == Engine::kNone) {
+      return true;
+    }
+    ready_ms_ = sleep_through(task.load, std::max(ready_ms_, task.queued_ms));
+    return task.load.is_needed;
   }
 
   Task next(int& delay_us) {
@@ -140,6 +157,7 @@ class Queue {
   }
 
   const StreamId id_;
+  double ready_ms_ = 0;  // when what was run so far ended, where it was paced; the thread's own
   std::mutex mutex_;  // guards all below
   std::condition_variable has_work_;
   std::condition_variable has_room_;
@@ -235,8 +253,8 @@ void wait_for(Signal& signal) {
   }
 }
 
-void enqueue(StreamId stream, Work kind, std::function<void()> run) {
-  queues().of(stream).push(kind, std::move(run));
+void enqueue(StreamId stream, Work kind, std::function<void()> run, Load load) {
+  queues().of(stream).push({kind, std::move(run), load, nullptr});
 }
 
 SignalPtr mark(StreamId stream) {
@@ -246,7 +264,7 @@ SignalPtr mark(StreamId stream) {
 }
 
 void hold(StreamId stream, SignalPtr signal) {
-  enqueue(stream, Work::kMark, [signal] { signal->wait(); });
+  queues().of(stream).push({Work::kMark, [signal] { signal->wait(); }, {}, signal});
 }
 
 bool is_idle(StreamId stream) {

@@ -14,6 +14,8 @@
 #include <memory>
 #include <mutex>
 
+#include "pace.h"
+
 namespace openreg {
 
 using StreamId = int64_t;
@@ -55,7 +57,8 @@ enum class Work {
   kMark,    // events, fillings: never late
 };
 
-void enqueue(StreamId stream, Work kind, std::function<void()> run);
+// While the device is paced, work with a load is slept through instead of run.
+void enqueue(StreamId stream, Work kind, std::function<void()> run, Load load = {});
 
 // Queues a point; the signal is set when the stream has come so far.
 SignalPtr mark(StreamId stream);
