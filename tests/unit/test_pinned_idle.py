@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tierstore.spi import AddressableSlot, Slot
-from tierstore.units import MIB
+from tierstore.units import KIB, MIB
 from tierstore_backends.pinned import PinnedPool
 from tierstore_backends.pinned.pages import HUGE_PAGE_BYTES
 
@@ -199,3 +199,22 @@ def test_memory_that_the_system_does_not_take_back_stays_reserved(monkeypatch: p
     _hand_out(pool, 8 * MIB, 40)
     assert pool.reserved_bytes == 64 * MIB
     assert pool.used_bytes == 0
+
+
+def test_thirteen_short_slots_all_over_the_pool_leave_room_for_a_long_one() -> None:
+    pool = PinnedPool(112 * KIB)
+    slots = [pool.reserve(512) for _ in range(224)]
+    held = slots[::17][:13]
+    for slot in slots:
+        _memory(slot).fill_(1)
+    for slot in slots:
+        if slot not in held:
+            pool.free(slot)
+    long = pool.reserve(37 * 512)
+    memories = [*map(_memory, held), _memory(long).fill_(2)]
+    assert pool.used_bytes == 25 * KIB
+    assert pool.reserved_bytes <= 112 * KIB
+    assert all(bool((memory == 1).all()) for memory in memories[:-1])
+    pool.reserve(512)
+    pool.free(long)
+    assert pool.mapped_bytes == 112 * KIB

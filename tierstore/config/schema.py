@@ -201,7 +201,7 @@ class OffloadConfig:
         enable_aio: whether several may be under way at all.
         aio_engine: who moves the bytes of files: ``"threads"``, ``"io_uring"``, ``"aiofiles"`` or
             ``"plain"``, which is used, or refused with the reason; ``None``: what measured best.
-        enable_pinned_mem: whether host memory is registered with the device.
+        enable_pinned_mem: whether host memory is registered with the device, where there is one.
         hbm_ratio: the share of the device quota that may be filled before eviction, 0 < x <= 1.
         cpu_ratio: the share of the host quota that may be filled before eviction, 0 < x <= 1.
         device: as in `StoreConfig.default`.
@@ -328,7 +328,7 @@ class OffloadConfig:
         faults = Faults("OffloadConfig")
         _judge_device(vars(self) | {"device": device}, faults)
         faults.raise_if_any()
-        tiers = [self._host_tier(), *self._disk_tiers()]
+        tiers = [self._host_tier(device), *self._disk_tiers()]
         if not machine.is_cpu(device):
             tiers.insert(0, self._device_tier(device))
         return StoreConfig(tiers=tiers, eviction=self.eviction)
@@ -350,7 +350,7 @@ class OffloadConfig:
             options={**self.device_options, "device": device},
         )
 
-    def _host_tier(self) -> TierConfig:
+    def _host_tier(self, device: str) -> TierConfig:
         return TierConfig(
             name="host",
             backend="pinned",
@@ -360,7 +360,8 @@ class OffloadConfig:
             high=self.cpu_ratio,
             options={
                 "host_mem_block_size": self.host_mem_block_size,
-                "enable_pinned_mem": self.enable_pinned_mem,
+                # Where computing happens in it, no device copies from it, and its pages can be given back.
+                "enable_pinned_mem": self.enable_pinned_mem and not machine.is_cpu(device),
             },
         )
 

@@ -14,10 +14,13 @@ a registrar speaks to (`tierstore_backends.pinned.registrars`); slots of exact s
    that no slot had while slots took as many bytes as the pool keeps.  Bytes handed out are the clock,
    so giving back stays in proportion to the traffic.  Shorter stretches are holes between slots, the
    next to be filled.  Page-locked memory stays.
-5. Free bytes in pieces are no reason to refuse a slot: pieces go back to the system, those of 2 MiB and
-   more first and none below 256 KiB, and an *extra* block of the slot's size is mapped in their stead,
-   until it is empty.  Then the blocks hold more addresses than the capacity, twice as many at most, and
-   memory in use stays within it: a slot is refused that would bring it above, wherever it would lie.
+5. Free bytes in pieces are no reason to refuse a slot: their pages go back to the system, those of long
+   pieces first, and an *extra* block of the slot's size, for it alone, is mapped in their stead.  Then
+   there are more addresses than the capacity, twice as many at most, and memory in use stays within it.
+   So a slot is refused only if, in whole pages, it and those that are held exceed the capacity: where
+   none can be moved, nothing less than other addresses for the same memory makes that true (without,
+   best fit may need as many times the bytes held as the longest slot has granules: TAOCP 2.5, exercise
+   42; Mesh, PLDI 2019, gave the idea).
    Not where blocks are page-locked, as that memory cannot be given back in parts.  What the system does
    on its own (``khugepaged`` makes huge pages whole again) is not seen here.
 6. A slot is freed at once.  Nobody guards the events of a device that still reads it, and nobody
@@ -53,7 +56,7 @@ __all__ = ["PinnedPool", "open_backend"]
 GRANULE_BYTES = 512  # a slot takes a multiple: what CUDA's own allocator uses, and a disk's sector
 PAGED_FROM_BYTES = 64 * KIB  # slots from here on begin on a page
 _IDLE_BYTES = 8 * MIB  # shorter stretches are not given back, but for a block that is shorter
-_LEAST_BYTES = 256 * KIB  # shorter ranges keep their pages, even if a slot is refused for it
+_WORTH_BYTES = 256 * KIB  # shorter ranges keep their pages unless a slot were refused for it
 _SPAN_BITS = 48  # block number << 48 is where its addresses begin: the gap between blocks
 _CLOSED = "the 'pinned' backend is closed"
 _OFFSET_MASK = (1 << _SPAN_BITS) - 1
@@ -89,10 +92,9 @@ class PinnedPool:
         self._free = FreeRanges()
         self._blocks: dict[int, Block] = {}
         self._next_number = 1
-        self._mapped_bytes = 0
-        self._extra: dict[int, int] = {}  # the bytes of the blocks that are beyond the capacity
-        # Free ranges whose pages went back: length, and how much of it the blocks count nevertheless.
-        self._hollow: dict[int, tuple[int, int]] = {}
+        self._blocks_bytes = 0
+        self._extra: dict[int, Block] = {}  # beyond the capacity, of one slot each
+        self._extra_bytes = 0
         self._until_sweep_bytes = 0  # to be handed out before the next block in turn is swept
         self._swept_number = 0
         self._is_closed = False
@@ -100,7 +102,7 @@ class PinnedPool:
     @property
     def mapped_bytes(self) -> int:
         """The bytes of all blocks: address space, and memory where it was touched or page-locked."""
-        return self._mapped_bytes
+        return self._blocks_bytes + self._extra_bytes
 
     @property
     def reserved_bytes(self) -> int:
@@ -117,7 +119,8 @@ class PinnedPool:
     def pinned_bytes(self) -> int:
         """The bytes of the blocks that are page-locked."""
         with self._lock:
-            return sum(block.nbytes for block in self._blocks.values() if block.is_pinned)
+            blocks = (*self._blocks.values(), *self._extra.values())
+            return sum(block.nbytes for block in blocks if block.is_pinned)
 
     def reserve(self, nbytes: int) -> Slot:
         """Take room for ``nbytes``.  Makes, and page-locks, a new block when the others are full.
@@ -173,8 +176,8 @@ class PinnedPool:
         """
         self._quota.resize(capacity_bytes)
         with self._lock:
-            empty = self._withdraw_empty(self._mapped_bytes - capacity_bytes)
-            if self._mapped_bytes > capacity_bytes:
+            empty = self._withdraw_empty(self._blocks_bytes - capacity_bytes)
+            if self._blocks_bytes > capacity_bytes:
                 for start, nbytes in self._free:
                     self._hollow_out(start, nbytes)
             self._stay_within()
@@ -188,11 +191,11 @@ class PinnedPool:
         """
         with self._growing, self._lock:
             self._is_closed = True
-            blocks = list(self._blocks.values())
+            blocks = [*self._blocks.values(), *self._extra.values()]
             self._blocks.clear()
             self._free = FreeRanges()
             self._extra.clear()
-            self._mapped_bytes = 0
+            self._blocks_bytes = self._extra_bytes = 0
         _release(blocks)
 
     def _cut(self, room_bytes: int, nbytes: int) -> tuple[int, torch.Tensor] | None:
@@ -211,6 +214,7 @@ class PinnedPool:
         if self._extra and not self._give_pages_back(0):
             self._discard(start, room_bytes)
             self._free.give(start, room_bytes)
+            self._stay_within()
             return None
         block.used_bytes += room_bytes
         self._until_sweep_bytes -= room_bytes
@@ -237,11 +241,13 @@ class PinnedPool:
     def _give_pages_back(self, nbytes: int) -> bool:
         """Give free pages back until there is memory for ``nbytes`` more; return whether there is.
 
-        Short ranges first, as they are of the least use; those within a huge page last, as it comes apart
-        then.  Under the lock.
+        Short ranges first, as they are of the least use; those within a huge page later, as it comes apart
+        then, and the shortest last.  Under the lock.
         """
         excess_bytes = self._resident_bytes() + nbytes - self._quota.capacity_bytes
-        for least_bytes in (HUGE_PAGE_BYTES, _LEAST_BYTES):
+        for least_bytes in (HUGE_PAGE_BYTES, _WORTH_BYTES, PAGE_BYTES):
+            if excess_bytes > self._free.free_bytes - self._free.marked_bytes:
+                return False  # whatever goes back
             for start, range_bytes in self._free.of_at_least(least_bytes) if excess_bytes > 0 else ():
                 excess_bytes -= self._hollow_out(start, range_bytes)
                 if excess_bytes <= 0:
@@ -249,42 +255,27 @@ class PinnedPool:
         return excess_bytes <= 0
 
     def _stay_within(self) -> None:
-        """Keep memory in use within the capacity where blocks are extra; say so where none is any more.
-
-        Under the lock.
-        """
-        if self._mapped_bytes <= self._quota.capacity_bytes:
-            self._extra.clear()
-        elif self._extra:
+        """Keep memory in use within the capacity where there are more addresses.  Under the lock."""
+        if self._extra:
             self._give_pages_back(0)
 
     def _hollow_out(self, start: int, nbytes: int) -> int:
         """Give the pages of a free range back, parts of huge pages too; return how many bytes those were.
 
-        Under the lock.
+        The range is marked with how much of it its block counts nevertheless.  Under the lock.
         """
-        if start in self._hollow and self._hollow[start][0] == nbytes:
+        if self._free.is_marked(start):
             return 0
         block = self._blocks[start >> _SPAN_BITS]
         before_bytes = block.resident_bytes
         edge_bytes = self._discard(start, nbytes)
-        self._hollow[start] = nbytes, edge_bytes
+        self._free.mark(start, edge_bytes)
         return before_bytes - block.resident_bytes + edge_bytes
 
     def _resident_bytes(self) -> int:
         """Return how much memory is in use at most.  Under the lock."""
-        self._forget_split_and_merged()
-        edge_bytes = sum(edge_bytes for _, edge_bytes in self._hollow.values())
-        return sum(block.resident_bytes for block in self._blocks.values()) - edge_bytes
-
-    def _forget_split_and_merged(self) -> None:
-        """Keep in mind only of free ranges that are still what they were that their pages went back.
-
-        Under the lock, and before such a range may come to be again, with pages that were used meanwhile.
-        """
-        for start, (nbytes, _) in list(self._hollow.items()):
-            if not self._free.has(start, nbytes):
-                del self._hollow[start]
+        in_blocks_bytes = sum(block.resident_bytes for block in self._blocks.values())
+        return in_blocks_bytes - self._free.marked_bytes + self._extra_bytes
 
     def _grow(self, room_bytes: int, nbytes: int) -> tuple[int, torch.Tensor]:
         """Make a block and take a range out of it.
@@ -296,44 +287,69 @@ class PinnedPool:
         with self._growing:
             cut = self._cut(room_bytes, nbytes)  # another thread may have made a block meanwhile
             while cut is None:
-                block = self._map(self._plan_block(room_bytes))
+                block_bytes = self._plan_block(room_bytes)
+                block = self._map(block_bytes or align_up(room_bytes, PAGE_BYTES))
                 with self._lock:
-                    number = self._add(block)
-                    if self._mapped_bytes > self._quota.capacity_bytes:
-                        self._extra[number] = block.nbytes
-                    cut = self._take(room_bytes, nbytes)  # a best fit: it may lie in another block
+                    if block_bytes is None:
+                        cut = self._take_whole(block, nbytes)
+                    else:
+                        self._add(block)
+                        cut = self._take(room_bytes, nbytes)  # a best fit: it may lie in another block
+                if cut is None and block_bytes is None:
+                    block.release()
             return cut
 
-    def _add(self, block: Block) -> int:
-        """Make a block part of the pool; return its number.  Under the lock."""
+    def _add(self, block: Block) -> None:
+        """Make a block part of the pool.  Under the lock."""
+        self._blocks[self._next_number] = block
+        self._blocks_bytes += block.nbytes
+        self._free.give(self._next_number << _SPAN_BITS, block.nbytes)
+        self._next_number += 1
+
+    def _take_whole(self, block: Block, nbytes: int) -> tuple[int, torch.Tensor] | None:
+        """Take a block beyond the capacity for one slot; ``None`` if memory was used up meanwhile.
+
+        Under the lock.
+        """
+        if not self._give_pages_back(block.nbytes):
+            return None
         number = self._next_number
         self._next_number += 1
-        self._blocks[number] = block
-        self._mapped_bytes += block.nbytes
-        self._free.give(number << _SPAN_BITS, block.nbytes)
-        return number
+        self._extra[number] = block
+        self._extra_bytes += block.nbytes
+        return number << _SPAN_BITS, block.memory(0, nbytes)
 
-    def _plan_block(self, nbytes: int) -> int:
+    def _let_go(self, number: int) -> Block:
+        """Take the block of a slot that is freed out of the pool.  Under the lock."""
+        block = self._extra.pop(number)
+        self._extra_bytes -= block.nbytes
+        return block
+
+    def _plan_block(self, nbytes: int) -> int | None:
         """Return how large a block may be that holds ``nbytes``; give empty blocks back if it needs that.
+
+        ``None``: it has to be an extra one, for which there is memory now.
 
         Raises:
             CapacityError: nothing large enough fits in the capacity.
         """
         with self._lock:
-            room_bytes = self._quota.capacity_bytes - self._mapped_bytes
-            empty = self._withdraw_empty(nbytes - room_bytes, or_none=True)
-            room_bytes = (self._quota.capacity_bytes - self._mapped_bytes) // GRANULE_BYTES * GRANULE_BYTES
+            empty: list[Block] = []
+            if not self._extra:  # else there may be no memory for what an ordinary block has room for
+                room_bytes = self._quota.capacity_bytes - self._blocks_bytes
+                empty = self._withdraw_empty(nbytes - room_bytes, or_none=True)
+            room_bytes = (self._quota.capacity_bytes - self._blocks_bytes) // GRANULE_BYTES * GRANULE_BYTES
             free_bytes, largest_bytes = self._free.free_bytes, self._free.largest_bytes
-            extra_bytes = align_up(nbytes, PAGE_BYTES)
-            is_extra = room_bytes < nbytes and self._may_be_extra(extra_bytes)
+            is_ordinary = room_bytes >= nbytes and not self._extra
+            is_extra = not is_ordinary and self._give_pages_back(align_up(nbytes, PAGE_BYTES))
         _release(empty)
         if is_extra:
-            return extra_bytes
-        if room_bytes < nbytes:
+            return None
+        if not is_ordinary:
             trouble = f"no free range of the 'pinned' backend has {format_bytes(nbytes)}"
-            if largest_bytes >= nbytes:  # and yet it was not taken
+            if max(largest_bytes, room_bytes) >= nbytes:  # and yet it was not taken
                 trouble = (
-                    f"{format_bytes(nbytes)} more, with the huge pages that they end in, would bring the "
+                    f"{format_bytes(nbytes)} more, with the pages that they end in, would bring the "
                     "memory that the 'pinned' backend uses above its capacity"
                 )
             raise CapacityError(
@@ -343,15 +359,7 @@ class PinnedPool:
                 needed_bytes=nbytes,
                 free_bytes=free_bytes + max(room_bytes, 0),
             )
-        return min(max(self._block_bytes, nbytes), room_bytes)
-
-    def _may_be_extra(self, nbytes: int) -> bool:
-        """Make memory free for a block beyond the capacity; return whether there may be one.
-
-        Under the lock.
-        """
-        is_bounded = self._mapped_bytes + nbytes <= 2 * self._quota.capacity_bytes
-        return is_bounded and self._give_pages_back(nbytes)
+        return min(align_up(max(self._block_bytes, nbytes), PAGE_BYTES), room_bytes)
 
     def _map(self, nbytes: int) -> Block:
         try:
@@ -376,23 +384,24 @@ class PinnedPool:
         return block
 
     def _give(self, place: _Place) -> None:
-        empty: list[Block] = []
+        number = place.start >> _SPAN_BITS
         with self._lock:
-            block = self._blocks[place.start >> _SPAN_BITS]
-            block.used_bytes -= place.nbytes
-            block.note_use(place.start & _OFFSET_MASK, place.nbytes)
-            freed = self._free.give(place.start, place.nbytes)
-            self._hollow.pop(freed[0], None)
-            self._forget_split_and_merged()
-            if self._is_over():
-                self._discard(*freed)
-            empty = self._withdraw_empty(self._mapped_bytes - self._quota.capacity_bytes)
+            if number in self._extra:
+                empty = [self._let_go(number)]
+            else:
+                block = self._blocks[number]
+                block.used_bytes -= place.nbytes
+                block.note_use(place.start & _OFFSET_MASK, place.nbytes)
+                freed = self._free.give(place.start, place.nbytes)
+                if self._is_over():
+                    self._discard(*freed)
+                empty = self._withdraw_empty(self._blocks_bytes - self._quota.capacity_bytes)
             self._stay_within()  # what merged counts as in memory with its edges
         _release(empty)
 
     def _is_over(self) -> bool:
         """Whether blocks hold more than the capacity because it was lowered.  Under the lock."""
-        return self._mapped_bytes - sum(self._extra.values()) > self._quota.capacity_bytes
+        return self._blocks_bytes > self._quota.capacity_bytes
 
     def _discard(self, start: int, nbytes: int) -> int:
         return self._blocks[start >> _SPAN_BITS].discard(start & _OFFSET_MASK, nbytes)
@@ -413,8 +422,7 @@ class PinnedPool:
                 break
             block = self._blocks.pop(number)
             self._free.remove(number << _SPAN_BITS, block.nbytes)
-            self._mapped_bytes -= block.nbytes
-            self._extra.pop(number, None)
+            self._blocks_bytes -= block.nbytes
             excess_bytes -= block.nbytes
             withdrawn.append(block)
         return withdrawn

@@ -6,6 +6,7 @@ Addresses are numbers: nothing here knows of memory.
 1. A range is taken from the smallest free range that it fits, and what is left over stays free.
 2. Free ranges that touch are one range.
 3. The bytes free and taken add up to the bytes of the blocks, always.
+4. A mark on a free range is forgotten as soon as the range is split, or is a part of a longer one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class FreeRanges:
         self._nbytes_by_start: dict[int, int] = {}
         self._start_by_end: dict[int, int] = {}
         self._by_size: list[tuple[int, int]] = []  # (nbytes, start), sorted
+        self._marks: dict[int, int] = {}  # by start
         self.free_bytes = 0
+        self.marked_bytes = 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Iterate over (start, nbytes), in no order."""
@@ -44,9 +47,14 @@ class FreeRanges:
         """The length of the longest free range."""
         return self._by_size[-1][0] if self._by_size else 0
 
-    def has(self, start: int, nbytes: int) -> bool:
-        """Whether this is one whole free range."""
-        return self._nbytes_by_start.get(start) == nbytes
+    def mark(self, start: int, marked_bytes: int) -> None:
+        """Note a number of bytes at the free range that starts at ``start``: `marked_bytes` is their sum."""
+        self.marked_bytes += marked_bytes - self._marks.get(start, 0)
+        self._marks[start] = marked_bytes
+
+    def is_marked(self, start: int) -> bool:
+        """Whether the free range that starts at ``start`` is still the one that was marked."""
+        return start in self._marks
 
     def take(self, nbytes: int, alignment_bytes: int) -> int | None:
         """Take the best fitting range and return where it starts; ``None`` if none fits.
@@ -106,3 +114,5 @@ class FreeRanges:
         del self._nbytes_by_start[start]
         del self._start_by_end[start + nbytes]
         self.free_bytes -= nbytes
+        if self._marks:
+            self.marked_bytes -= self._marks.pop(start, 0)
