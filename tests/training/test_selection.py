@@ -305,12 +305,7 @@ def test_training_resumes_whatever_is_ignored_now(
 # ---------------------------------------------------------------------- pinned
 
 
-_IN_PIECES = pytest.mark.xfail(
-    strict=False, raises=CapacityError, reason="beside what is pinned the pool's free bytes may lie in pieces"
-)
-
-
-@pytest.mark.parametrize("layout", ["host", "device", "three", pytest.param("disk", marks=_IN_PIECES)])
+@every_layout
 def test_a_pinned_parameter_never_leaves_the_fastest_tier(layout: str, tmp_path: Path) -> None:
     trial = Trial(model := blocks(6), adam(model))
     assert isinstance(model, nn.Sequential)

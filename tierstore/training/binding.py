@@ -261,31 +261,38 @@ class Bindings:
             if len(order) == 1:
                 raise
             let_frames_go(error)
-            self._empty(self._tier_of(order[0]))
-            self._open_or_none(order, classes)
+            with self._lock:  # or what other threads bring would lie between them
+                self._empty(self._tier_of(order[0]))
+                self._open_or_none(order, classes)
 
     def _open_or_none(self, bindings: Sequence[Binding], classes: Classes | None) -> None:
         with self._lock:  # until it is known what is open: an interrupt may come at every call
             opened: list[Binding] = []
             try:
                 with self.apart():
+                    fresh = self._hold_all(bindings, opened)
+                    # Held first, and all of them: what the plan has passed is what prefetches push out, and
+                    # what they bring would lie between what is leased.
                     for binding in bindings:
-                        self._make_ready(binding, classes)
-                        binding.windows += 1
-                        opened.append(binding)
-                        self._lingering.pop(binding, None)
+                        self.note_access(binding)
+                    for binding in fresh:
+                        dress(binding, binding.plain if classes is None else classes(binding))
             except BaseException:
                 self.close_all(opened)
                 raise
 
-    def _make_ready(self, binding: Binding, classes: Classes | None) -> None:
-        self._hold(binding)
-        if binding.windows == 0:
-            self._lingering[binding] = None  # until the window is open: the next may fail
-        # Held first: what the plan has passed is what prefetches push out.
-        self.note_access(binding)
-        if binding.windows == 0:
-            dress(binding, binding.plain if classes is None else classes(binding))
+    def _hold_all(self, bindings: Sequence[Binding], opened: list[Binding]) -> list[Binding]:
+        """Have the leases and count the windows, in ``opened``; return those that had no window before."""
+        fresh: list[Binding] = []
+        for binding in bindings:
+            self._hold(binding)
+            if binding.windows == 0:
+                self._lingering[binding] = None  # until the window is counted: an interrupt may come
+                fresh.append(binding)
+            binding.windows += 1
+            opened.append(binding)
+            self._lingering.pop(binding, None)
+        return fresh
 
     def close_all(self, opened: list[Binding]) -> None:
         """Close windows, also where closing one of them fails.
@@ -475,14 +482,17 @@ class Bindings:
             self.prepare(binding.nbytes)
 
     def _empty(self, tier: str) -> None:
-        """Push everything that is not leased out of a tier, so that its free bytes are in one piece."""
+        """Push everything that is not leased out of a tier, so that its free bytes are in one piece.
+
+        What is on its way into the tier is waited for, and pushed out as well.
+        """
         names = self.store.tier_names
         index = names.index(tier) if tier in names else 0
         if index + 1 == len(names):
             return
         for key in self.store:
             try:
-                if names[index] in self.store.where(key):
+                if not set(names[:index]).intersection(self.store.where(key)):
                     self.store.evict(key, to=names[index + 1]).result()
             except (KeyNotFound, LeaseError, CapacityError) as error:
                 let_frames_go(error)

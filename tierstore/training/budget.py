@@ -63,7 +63,7 @@ class WorkingSet:
         name: of its first parameter.
         bundle_bytes: of its parameters.
         state_bytes: of what optimizers keep for them.
-        nbytes: of these, with gradients.
+        gradients: the bytes of each gradient.
         pinned_bytes: of its parameters, where they stay on the device.
         beside_bytes: of a buffer: what else its module's forward needs; ``None``: it is none.
     """
@@ -71,7 +71,7 @@ class WorkingSet:
     name: str
     bundle_bytes: int
     state_bytes: int
-    nbytes: int
+    gradients: tuple[int, ...] = ()
     pinned_bytes: int = 0
     beside_bytes: int | None = None
 
@@ -86,6 +86,11 @@ class WorkingSet:
         if self.beside_bytes is None:
             return "its bundle's parameters, gradients and optimizer state need"
         return "the buffer and what else its module's forward needs take"
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all."""
+        return self.bundle_bytes + self.state_bytes + sum(self.gradients)
 
 
 _DEVICE = ("on the device", "max_device_memory")

@@ -31,6 +31,7 @@ from tierstore.training.optimizer_needs import (
     check_lbfgs,
     check_steps_in_backward,
     require_room,
+    without_elsewhere,
     working_sets,
 )
 from tierstore.training.selection import Selection, require_one_place
@@ -184,6 +185,13 @@ def open_session(
     require_room(groups, sets, optimizers, fastest, fastest_bytes)
     if fastest != HOST and config.optimizer_target == "cpu":
         require_one_place(selection, optimizers)
+        require_room(
+            groups,
+            without_elsewhere(groups, sets),
+            optimizers,
+            HOST,
+            store.stats().tiers[HOST].capacity_bytes,
+        )
     meter = None if fastest == HOST else _meter(store)
     windows = [] if fits and meter is None else _windows(store)
     session = _new_session(model, optimizers, config, store, windows, meter, selection.ignored)

@@ -10,14 +10,18 @@ from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
-from tierstore.training import known
+from tierstore.training import known, layout
 from tierstore.training.budget import ALIGNMENT_BYTES, WorkingSet, largest_needs, too_large
 from tierstore.training.former import Former
 from tierstore.training.groups import Content, Group
 from tierstore.training.tiers import HOST
-from tierstore.units import align_up, format_bytes
+from tierstore.units import KIB, align_up, format_bytes
 
 Options = Mapping[str, object]
+
+PAGE_BYTES = 4 * KIB
+PAGED_FROM_BYTES = 64 * KIB
+"""What takes as many bytes of host memory begins on a page."""
 
 
 def working_sets(
@@ -58,12 +62,13 @@ def _bytes_beside(groups: Sequence[Group]) -> Callable[[Group], int]:
 
 
 def _bundle_bytes(group: Group) -> int:
-    return align_up(group.nbytes, ALIGNMENT_BYTES)
+    _, nbytes = layout.lay_out(zip(group.names, group.tensors, strict=True))
+    return align_up(nbytes, ALIGNMENT_BYTES)
 
 
 def _of_buffers(group: Group, beside_bytes: int) -> WorkingSet:
     nbytes = _bundle_bytes(group)
-    return WorkingSet(group.names[0], nbytes, 0, nbytes, nbytes if group.is_pinned else 0, beside_bytes)
+    return WorkingSet(group.names[0], nbytes, 0, (), nbytes if group.is_pinned else 0, beside_bytes)
 
 
 def _working_set(
@@ -75,14 +80,13 @@ def _working_set(
     bundle_bytes = _bundle_bytes(group)
     pinned_bytes = bundle_bytes if group.is_pinned else 0
     if group.optimizer is None:
-        return WorkingSet(group.names[0], bundle_bytes, 0, bundle_bytes, pinned_bytes)
+        return WorkingSet(group.names[0], bundle_bytes, 0, (), pinned_bytes)
     trained = [p for p in group.tensors if p.requires_grad]
-    gradient_bytes = sum(align_up(p.numel() * p.element_size(), ALIGNMENT_BYTES) for p in trained)
+    gradients = tuple(align_up(p.numel() * p.element_size(), ALIGNMENT_BYTES) for p in trained)
     known_bytes = 0 if former is None else former.state_bytes(group.optimizer, group.names)
     made_bytes = sum(_made_bytes(optimizers, options, group.optimizer, p) for p in trained)
     state_bytes = align_up(known_bytes or made_bytes, ALIGNMENT_BYTES)
-    nbytes = bundle_bytes + gradient_bytes + state_bytes
-    return WorkingSet(group.names[0], bundle_bytes, state_bytes, nbytes, pinned_bytes)
+    return WorkingSet(group.names[0], bundle_bytes, state_bytes, gradients, pinned_bytes)
 
 
 def _made_bytes(
@@ -103,9 +107,11 @@ def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, opti
     entries = optimizer.state.get(parameter)
     if isinstance(entries, dict) and entries:
         tensors = [value for value in entries.values() if isinstance(value, torch.Tensor) and value.dim()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(
+            align_up(tensor.numel() * tensor.element_size(), layout.ALIGNMENT_BYTES) for tensor in tensors
+        )
     copies = next((count for kind, count in _STATE_COPIES.items() if isinstance(optimizer, kind)), _two)
-    return copies(options) * parameter.numel() * parameter.element_size()
+    return copies(options) * align_up(parameter.numel() * parameter.element_size(), layout.ALIGNMENT_BYTES)
 
 
 def check_steps_in_backward(
@@ -140,29 +146,70 @@ def require_room(
     tier: str,
     capacity_bytes: int,
 ) -> None:
-    """Raise if one bundle alone finds no room in host memory, where computing happens; else the budget does.
+    """Raise if one bundle alone finds no room where it is trained; what the device needs says its budget.
 
     What an optimizer has at once that is not stepped by bundle is not known: only what its gradients need.
+
+    Args:
+        groups: of parameters.
+        sets: their needs.
+        optimizers: that train them.
+        tier: where bundles are trained.
+        capacity_bytes: of the tier.
 
     Raises:
         CapacityError: it names the bundle, what it needs and what there is.
     """
     needs = [
-        each
-        if _is_stepped_by_bundle(group, optimizers)
-        else replace(each, nbytes=each.nbytes - each.state_bytes)
+        each if _is_stepped_by_bundle(group, optimizers) else replace(each, state_bytes=0)
         for group, each in zip(groups, sets, strict=True)
     ]
+    if tier == HOST:
+        is_pinning = any(each.pinned_bytes for each in needs)
+        needs = [_in_pages(each, PAGE_BYTES if is_pinning else 0) for each in needs]
     if needs and largest_needs(needs)[1] > capacity_bytes:
         raise too_large(tier, capacity_bytes, needs)
 
 
+def without_elsewhere(groups: Sequence[Group], sets: Sequence[WorkingSet]) -> list[WorkingSet]:
+    """Return the needs in host memory where optimizers compute in it, beside a device.
+
+    What nobody trains need not come there, and what is pinned is trained on the device.
+    """
+    return [
+        each if group.optimizer is not None and not group.is_pinned else WorkingSet(each.name, 0, 0)
+        for group, each in zip(groups, sets, strict=True)
+    ]
+
+
+def _in_pages(needs: WorkingSet, gap_bytes: int) -> WorkingSet:
+    """Return what is needed of host memory, where what is large begins on a page.
+
+    What is brought together is brought the largest first, into free memory in one piece: every slot takes
+    whole pages, or no more than its bytes.  So does what is pinned, before.
+
+    Args:
+        needs: in bytes.
+        gap_bytes: that may be left between what is pinned and the first that is large.
+    """
+    slots = (needs.bundle_bytes, needs.state_bytes, *needs.gradients)
+    is_large = any(nbytes >= PAGED_FROM_BYTES for nbytes in slots)
+    return replace(
+        needs,
+        bundle_bytes=_taken_bytes(needs.bundle_bytes) + (gap_bytes if is_large else 0),
+        state_bytes=_taken_bytes(needs.state_bytes),
+        gradients=tuple(map(_taken_bytes, needs.gradients)),
+        pinned_bytes=_taken_bytes(needs.pinned_bytes),
+        beside_bytes=needs.beside_bytes and _taken_bytes(needs.beside_bytes),
+    )
+
+
+def _taken_bytes(nbytes: int) -> int:
+    return align_up(nbytes, PAGE_BYTES) if nbytes >= PAGED_FROM_BYTES else nbytes
+
+
 def _is_stepped_by_bundle(group: Group, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     return group.optimizer is None or known.is_per_parameter(optimizers[group.optimizer])
-
-
-def _without_state(needs: WorkingSet) -> WorkingSet:
-    return replace(needs, nbytes=needs.nbytes - needs.state_bytes)
 
 
 def check_lbfgs(

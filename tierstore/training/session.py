@@ -129,10 +129,11 @@ class Session:
             source: where values come from, with a former checkpoint those of the optimizers too;
                 ``None``: they are there.
         """
+        # Pinned first, the largest of them first: nothing lies between them.
+        staying = sorted((group for group in groups if group.is_pinned), key=lambda group: -group.nbytes)
+        pinned = {group.key: self._adopt_pinned(group, source) for group in staying}
         for group in groups:
-            bundle = self._adopt_group(group, source)
-            if group.is_pinned:
-                pin(self.bindings, bundle)
+            bundle = pinned.get(group.key) or self._adopt_group(group, source)
             if group.content is Content.PARAMETERS:
                 self._add_parameters(bundle, group)
             else:
@@ -153,6 +154,11 @@ class Session:
         for name, tensor in zip(group.names, group.tensors, strict=True):
             if isinstance(tensor, nn.Parameter):
                 self.gradients.add(name, tensor)
+
+    def _adopt_pinned(self, group: Group, source: Weights | Former | None) -> Binding:
+        bundle = self._adopt_group(group, source)
+        pin(self.bindings, bundle)
+        return bundle
 
     def _adopt_group(self, group: Group, source: Weights | Former | None) -> Binding:
         named = list(zip(group.names, group.tensors, strict=True))
