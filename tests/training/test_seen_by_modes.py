@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.twins import Trial, adam, assert_same, batch, blocks, every_layout, step
+from tests.training.twins import (
+    Trial,
+    adam,
+    assert_equal_models,
+    assert_same,
+    batch,
+    blocks,
+    build_blocks,
+    config_of,
+    every_layout,
+    step,
+)
+from tierstore.training import offload
 
 Optimizer = torch.optim.Optimizer
 
@@ -86,3 +101,106 @@ LOOPS: dict[str, Callable[[Trial], None]] = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_no_mode_of_the_librarys_is_on_while_the_program_runs(name: str, layout: str, tmp_path: Path) -> None:
     assert_same(build, LOOPS[name], layout, tmp_path)
+
+
+# --- what a dispatch mode sees ------------------------------------------------------------------
+
+
+class Listing(TorchDispatchMode):
+    """Notes the operators that it sees; but ``detach``, see below."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        operator: Any,  # noqa: ANN401
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if operator is not torch.ops.aten.detach.default:
+            # PyTorch detaches what is saved for backward itself, wherever somebody's hooks are in force.
+            self.names.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+def listed(trial: Trial, phases: Mapping[str, Callable[[], object]]) -> list[list[str]]:
+    found: list[list[str]] = []
+    for _ in range(4):
+        in_step: Counter[str] = Counter()
+        for name, phase in phases.items():
+            with Listing() as mode:
+                phase()
+            if name == "step" or "backward" in name:
+                in_step.update(mode.names)  # a step may be made ahead, in backward: then and there
+            else:
+                found.append(mode.names)
+        found.append([str(each) for each in sorted(in_step.items())])
+    trial.logged.clear()
+    return found
+
+
+def phases_of(trial: Trial, is_set_to_none: bool) -> dict[str, Callable[[], object]]:
+    model, (inputs, classes) = trial.model, batch()
+    losses: list[Tensor] = []
+
+    def forward() -> None:
+        losses.append(nn.functional.cross_entropy(model(inputs), classes))
+
+    def backward() -> None:
+        losses.pop().backward()
+
+    def evaluate(context: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            model.eval()
+            with context():
+                model(inputs)
+            model.train()
+
+        return run
+
+    def derive_along() -> None:
+        with torch.no_grad(), forward_ad.dual_level():
+            model(forward_ad.make_dual(inputs, torch.ones_like(inputs)))
+
+    return {
+        "forward": forward,
+        "backward": backward,
+        "a second forward": forward,
+        "a second backward": backward,
+        "no_grad": evaluate(torch.no_grad),
+        "inference_mode": evaluate(torch.inference_mode),
+        "forward-mode derivatives": derive_along,
+        "step": trial.optimizer.step,
+        "zero_grad": lambda: trial.optimizer.zero_grad(set_to_none=is_set_to_none),
+    }
+
+
+@every_layout
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("is_set_to_none", [True, False])
+def test_a_dispatch_mode_sees_the_operators_that_plain_pytorch_shows_it(
+    is_set_to_none: bool, layout: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = Trial(*build_blocks())
+    expected = listed(plain, phases_of(plain, is_set_to_none))
+    torch.manual_seed(0)
+    ours = Trial(*build_blocks())
+    with offload(ours.model, list(ours.optimizers), config_of(layout, tmp_path)):
+        found = listed(ours, phases_of(ours, is_set_to_none))
+    assert found == expected
+    assert_equal_models(plain.model, ours.model)
+
+
+def test_an_ignored_encoder_layer_keeps_its_fast_path(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.Sequential(layer, nn.Linear(16, 16)).eval()
+    x = torch.randn(3, 5, 16)
+    run = offload(model, None, config_of("device", tmp_path), ignored=["0.*"])
+    with run, Listing() as mode, torch.inference_mode():
+        model(x)
+    assert "aten._transformer_encoder_layer_fwd.default" in mode.names

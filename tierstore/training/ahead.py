@@ -35,7 +35,7 @@ import torch
 from tierstore.errors import KeyNotFound, LeaseError, TierStoreError
 from tierstore.leases import Lease
 from tierstore.training import guard
-from tierstore.training.binding import Binding, natively
+from tierstore.training.binding import Binding, natively, ordinary_mode
 from tierstore.training.groups import next_version
 from tierstore.training.known import is_of_torch
 from tierstore.training.turns import Group, Trainer, Turn, options_of, own_step, placed
@@ -251,9 +251,10 @@ class StepsAhead:
             ):
                 made = self._run(turn, lease, {p: binding.tensors[0] for p, binding in stashed})
         finally:
-            lease.release(written=made is not None)
-            if made is None:
-                self._store.drop(*(next_version(binding.key) for binding in needed))
+            with self._bindings.apart():
+                lease.release(written=made is not None)
+                if made is None:
+                    self._store.drop(*(next_version(binding.key) for binding in needed))
         self._gradients.know_uses(turn.parameters)
         self._made[turn.bundle] = made
         self._expectations.made[turn.bundle] = self
@@ -283,9 +284,10 @@ class StepsAhead:
             _UnsuitableError: it did something else to its state or options than change values.
         """
         optimizer = self.optimizer
-        stand_ins = {p: _stand_in(p, lease, gradients[p]) for p in turn.parameters}
-        former = {p: _snapshot(optimizer.state.get(p, {})) for p in turn.parameters}
-        given = {p: _entries_in(entries, lease) for p, entries in former.items()}
+        with ordinary_mode():
+            stand_ins = {p: _stand_in(p, lease, gradients[p]) for p in turn.parameters}
+            former = {p: _snapshot(optimizer.state.get(p, {})) for p in turn.parameters}
+            given = {p: _entries_in(entries, lease) for p, entries in former.items()}
         options = _options(turn)
         groups = [
             {**options_of(group), "params": [stand_ins[p] for p in members]} for group, members in turn.merged
@@ -366,7 +368,7 @@ class StepsAhead:
             self._without_others.remove(turn.bundle)
             for binding in (turn.bundle, *self._states(turn)):
                 # Dropped or leased meanwhile: then there is nothing to bring down.
-                with contextlib.suppress(KeyNotFound, LeaseError):
+                with contextlib.suppress(KeyNotFound, LeaseError), self._bindings.apart():
                     self._store.evict(binding.key)
 
     # --- forgetting ---------------------------------------------------------------------------
@@ -385,7 +387,8 @@ class StepsAhead:
         return made
 
     def _drop(self, made: MadeStep) -> None:
-        self._store.drop(*made.names)
+        with self._bindings.apart():
+            self._store.drop(*made.names)
 
 
 # ---------------------------------------------------------------------- stand-ins and small state

@@ -85,10 +85,10 @@ class Adopter:
             placement: where they go.
             values: other values for them; those on the meta device have none of their own.
         """
-        places, nbytes = lay_out(named)
-        tensors = [tensor for _, tensor in named]
-        origins = [tensor.device for tensor in tensors]
         with self._bindings.apart():
+            places, nbytes = lay_out(named)
+            tensors = [tensor for _, tensor in named]
+            origins = [tensor.device for tensor in tensors]
             self._store.put(key, self._gather(places, nbytes, values or tensors), tier=placement.start)
         return self.bind(key, places, tensors, placement, origins)
 
@@ -123,6 +123,17 @@ class Adopter:
             placement: where the bytes go after use.
             origins: where each tensor goes in the end.
         """
+        with self._bindings.apart():
+            return self._bind(key, places, tensors, placement, origins)
+
+    def _bind(
+        self,
+        key: str,
+        places: Sequence[Place],
+        tensors: Sequence[torch.Tensor],
+        placement: Placement,
+        origins: list[torch.device],
+    ) -> Binding:
         nbytes = self._store.spec(key).nbytes
         poisons = [
             self._poisons.like(place)

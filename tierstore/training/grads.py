@@ -254,12 +254,12 @@ class Gradients:
 
     def _put(self, gradient: Gradient, fresh: torch.Tensor) -> None:
         key = gradient.new_key(self._store)
-        places, nbytes = lay_out([(f"the gradient of {gradient.name}", fresh)])
-        poison = poison_for(places[0], fresh.device)
-        binding = Binding(key, places, nbytes, [fresh], [guard.guard_of(torch.Tensor)], [poison])
-        binding.is_saved_by_reference = False
-        binding.after_use = self._placement.after_use
         with self._bindings.apart():
+            places, nbytes = lay_out([(f"the gradient of {gradient.name}", fresh)])
+            poison = poison_for(places[0], fresh.device)
+            binding = Binding(key, places, nbytes, [fresh], [guard.guard_of(torch.Tensor)], [poison])
+            binding.is_saved_by_reference = False
+            binding.after_use = self._placement.after_use
             if self.note_put is not None:
                 self.note_put(binding)
             self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=self._placement.start)
@@ -296,7 +296,7 @@ class Gradients:
         elif not self._bindings.release_idle(binding):
             binding.after_use = self._drop  # an alias of it lives on: drop it when that is gone
             return
-        self._store.drop(binding.key)
+        self._drop(binding)
 
     def _copy(self, binding: Binding) -> torch.Tensor:
         if binding.flat is not None:
@@ -304,7 +304,8 @@ class Gradients:
         return self._store.get(binding.key)
 
     def _drop(self, binding: Binding) -> None:
-        self._store.drop(binding.key)
+        with self._bindings.apart():
+            self._store.drop(binding.key)
 
     def restore(self, ending: Ending) -> None:
         """Make every stashed gradient an ordinary one; what cannot be is lost, and the rest goes on.
@@ -328,7 +329,7 @@ class Gradients:
             with self._bindings.apart():
                 (values,) = values_of(binding, self._store.get(binding.key, device=device))
             self._give_back(gradient, binding, values)
-        self._store.drop(binding.key)
+        self._drop(binding)
 
     def _give_back(self, gradient: Gradient, binding: Binding, values: torch.Tensor) -> None:
         handle = binding.tensors[0]

@@ -26,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from tierstore.training import guard
-from tierstore.training.binding import Binding, Bindings, natively
+from tierstore.training.binding import Binding, Bindings, natively, ordinary_mode
 from tierstore.training.layout import Place
 
 Hook = Callable[[Any], Any]
@@ -96,8 +96,16 @@ class _Away:
 def keep(tensor: torch.Tensor) -> Kept:
     """Return what keeps a saved tensor as it is."""
     # A node must not keep its own output: the alias shares its bytes and its version counter.
-    kept = tensor.detach() if tensor.grad_fn is not None else tensor
+    if tensor.grad_fn is None:
+        return Kept(tensor, tensor._version)  # noqa: SLF001
+    with ordinary_mode():
+        kept = tensor.detach()
     return Kept(kept, tensor._version)  # noqa: SLF001
+
+
+def _copied(tensor: torch.Tensor) -> Kept:
+    """Return what keeps the values that a tensor has now: in memory of the program's, that a meter counts."""
+    return Kept(tensor.detach().clone(), 0)
 
 
 def restore(packed: Kept | Delegated) -> torch.Tensor:
@@ -175,7 +183,7 @@ class SavedTensors:
         if binding is None:
             return self._refer_away(tensor)
         if not binding.is_saved_by_reference:
-            return Kept(tensor.detach().clone(), 0)
+            return _copied(tensor)
         with natively():
             return _refer(binding, tensor)
 
@@ -185,7 +193,7 @@ class SavedTensors:
         if tenant is None or not guard.is_poisoned(tenant):
             return None
         if not tenant.binding.is_saved_by_reference:
-            return Kept(tensor.detach().clone(), 0)
+            return _copied(tensor)
         place = tenant.place
         with natively():
             version = tensor._version  # noqa: SLF001
@@ -228,10 +236,11 @@ class SavedTensors:
     def _bring(self, packed: Reference) -> torch.Tensor:
         flat = self._bindings.reach(packed.binding)
         offset = packed.offset if packed.places is packed.binding.places else _offset_now(packed)
-        view = flat.view(packed.dtype).as_strided(packed.shape, packed.stride, offset)
-        if packed.is_conj:
-            view = torch._conj(view)  # noqa: SLF001 - sets the bit, as the saved tensor had it
-        return torch._neg_view(view) if packed.is_neg else view  # noqa: SLF001
+        with ordinary_mode():
+            view = flat.view(packed.dtype).as_strided(packed.shape, packed.stride, offset)
+            if packed.is_conj:
+                view = torch._conj(view)  # noqa: SLF001 - sets the bit, as the saved tensor had it
+            return torch._neg_view(view) if packed.is_neg else view  # noqa: SLF001
 
 
 class Chained:

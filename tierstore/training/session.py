@@ -424,7 +424,9 @@ class Session:
             self.budget.end_step()
         self._stepped_in_backward.clear()
         if self.budget is not None:
-            self.budget.begin_forward(inputs, Phase.MODEL if torch.is_grad_enabled() else Phase.EVALUATION)
+            phase = Phase.MODEL if torch.is_grad_enabled() else Phase.EVALUATION
+            with self.bindings.apart():
+                self.budget.begin_forward(inputs, phase)
         self.state_dicts.reset()
         self.buffers.forget_replaced()
         self.clock.begin_forward()
