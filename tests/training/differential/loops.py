@@ -33,6 +33,9 @@ t.zero(<a:True|False>)
     "see one": "t.log('parameter', t.p(<a>)); t.log('grad', t.p(<a>).grad)",
     "see state": "t.log_state()",
     "layouts": "t.log('layouts', [(p.shape, p.stride(), p.is_contiguous(), p.dtype) for p in m.parameters()])",
+    "see buffers": "t.log('buffers', dict(m.named_buffers()))",
+    "write buffer": "with torch.no_grad(): t.log('buffer', t.buffer(<a>).<b:zero_()|mul_(2)|data.zero_()>)",
+    "replace buffer": "t.replace_buffer(<a>, lambda b: <b:b.clone()|b * 2|b.detach()|torch.zeros_like(b)>)",
     "closure": """
 for o in t.opts:
     t.log('returned', o.step(t.closure(o)))

@@ -13,12 +13,19 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.training.differential import buffers
 from tests.training.differential.hooks import HOOKS
 from tests.training.differential.loops import ACTIONS
 from tests.training.differential.models import KNOTS, PARTS
 from tests.training.differential.optimizers import OPTIMIZERS
 
-TABLES = {"part": PARTS, "knot": KNOTS, "hook": HOOKS, "optimizer": OPTIMIZERS, "action": ACTIONS}
+TABLES = {
+    "part": PARTS | buffers.PARTS,
+    "knot": KNOTS | buffers.KNOTS,
+    "hook": HOOKS,
+    "optimizer": OPTIMIZERS,
+    "action": ACTIONS,
+}
 
 
 @dataclass(frozen=True, order=True)

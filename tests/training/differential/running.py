@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.training.differential import models, optimizers, trial
+from tests.training.differential import buffers, models, optimizers, trial
 from tests.training.differential.models import WIDTH
 from tests.training.differential.observing import Difference, first_difference
 from tests.training.differential.programs import Layout, Program
@@ -235,7 +235,7 @@ def config_of(layout: Layout, model: nn.Module, path: str) -> dict[str, object]:
         for name, value in LAYOUTS[layout.name].items()
     }
     options = {"device_options": LATE_AND_OVERWRITTEN} if layout.name in _ON_DEVICE else {}
-    settings = {**sizes, **options, "offload_path": str(Path(path) / "files")}
+    settings = {**sizes, **options, "offload_path": str(Path(path) / "files"), "buffer_min_size": 0}
     sections = ACTIVATIONS[layout.activations]
     return {"offload_config": settings, **sections} if sections else settings
 
@@ -248,7 +248,7 @@ def room_of(layout: Layout, model: nn.Module) -> int:
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(each.numel() * each.element_size() for each in (*module.parameters(), *module.buffers()))
 
 
 # ---------------------------------------------------------------------- surroundings
@@ -259,6 +259,7 @@ def _old(make: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - what
 
 
 _VOCABULARY: dict[str, Any] = {
+    **vars(buffers),
     **vars(models),
     **vars(optimizers),
     **vars(trial),

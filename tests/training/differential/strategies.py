@@ -22,6 +22,7 @@ RARE = {
     "knot buffer alias",
     "optimizer lbfgs",
     "knot alias kept",
+    "knot buffer kept",
 }
 """Slow to build, or refused: drawn once where others are drawn eight times."""
 

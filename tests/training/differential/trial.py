@@ -130,6 +130,19 @@ class Trial:
         parameters = list(self.model.parameters())
         return cast("nn.Parameter", parameters[number % len(parameters)]) if parameters else self.nothing
 
+    def buffer(self, number: int) -> Tensor:
+        """Return a buffer by its number."""
+        buffers = list(self.model.buffers())
+        return cast("Tensor", buffers[number % len(buffers)]) if buffers else torch.zeros(1)
+
+    def replace_buffer(self, number: int, make: Callable[[Tensor], Tensor]) -> None:
+        """Put another one in the place of a buffer."""
+        places = [(m, name) for m in self.model.modules() for name, b in m._buffers.items() if b is not None]
+        if places:
+            module, name = places[number % len(places)]
+            with torch.no_grad():
+                setattr(module, name, make(getattr(module, name)))
+
     def mod(self, number: int) -> nn.Module:
         """Return a module by its number."""
         modules = list(self.model.modules())
