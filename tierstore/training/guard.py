@@ -133,7 +133,7 @@ def is_poisoned(tenant: Tenant) -> bool:
     binding, tensor = tenant.binding, tenant.tensor
     poison = next(p for t, p in zip(binding.tensors, binding.poisons, strict=True) if t is tensor)
     with natively():
-        return tensor.data_ptr() == poison.data_ptr()
+        return bool(tensor.untyped_storage()._cdata == poison.untyped_storage()._cdata)  # noqa: SLF001
 
 
 _guards: dict[type, type] = {}
@@ -571,5 +571,18 @@ def _let_scripts_take_guarded() -> None:
     torch.jit.ScriptFunction.__call__ = seen  # type: ignore[method-assign,assignment]
 
 
+def _let_set_be_seen() -> None:
+    """Let ``torch.Tensor.set_(p, source)`` be seen as ``p.set_(source)`` is; it asks for an address."""
+    in_cpp: Function = torch.Tensor.set_
+
+    @functools.wraps(in_cpp)
+    def seen(self: torch.Tensor, *source: object, **named: object) -> object:
+        is_guarded = type(self) in _guards
+        return _set(self, *source, **named) if is_guarded else in_cpp(self, *source, **named)
+
+    torch.Tensor.set_ = seen  # type: ignore[method-assign,assignment]
+
+
 _let_foreach_take_handles()
 _let_scripts_take_guarded()
+_let_set_be_seen()

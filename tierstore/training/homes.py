@@ -1,7 +1,7 @@
 """One bundle's tensors, and where the bytes of each are.
 
 A `Binding` ties the tensors of one bundle to one key of the store.  While the bundle is away, each
-tensor's data is one NaN, expanded: shape and dtype are right, nothing is held, nothing can crash.
+tensor's data is one element that cannot be read, expanded: shape and dtype are right, and nothing is held.
 While it is here, each tensor's data is a view into the leased bytes.
 
 1. A tensor is *at home* if its bytes are the bundle's.  Whoever points it at other memory (``p.data = x``,
@@ -279,9 +279,15 @@ def undress(binding: Binding) -> None:
 
 def _is_at(tensor: torch.Tensor, place: Place, begin: int) -> bool:
     """Whether a tensor is the view of a bundle's bytes that its place says, as far as matters."""
+    if place.nbytes:
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a poison that cannot be read has none
+            return False
+        if address != begin + place.begin_bytes:
+            return False
     return (
-        (not place.nbytes or tensor.data_ptr() == begin + place.begin_bytes)
-        and tensor.shape == place.shape
+        tensor.shape == place.shape
         and tensor.stride() == place.stride
         and tensor.dtype is place.dtype
         and (tensor.is_conj(), tensor.is_neg()) == (place.is_conj, place.is_neg)
