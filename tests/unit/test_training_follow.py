@@ -74,6 +74,37 @@ def test_a_window_that_a_key_has_passed_is_free_again_whatever_became_of_its_byt
         assert window.ahead_bytes == sum(window.ahead) <= 1024
 
 
+def test_a_key_may_be_used_in_the_midst_of_another_use() -> None:
+    """As garbage is collected anywhere, and what dies with it may use keys."""
+    tiers = [ts.TierConfig("device", "memory", 4096), ts.TierConfig("host", "memory", 8192)]
+    keys = [f"key {number}" for number in range(6)]
+    with ts.Store(ts.StoreConfig(tiers=tiers)) as store:
+        window = Window("host", 4096)
+        follower = Follower(store, [window], lambda _: 64, optimizers=1)
+
+        def step() -> None:
+            follower.begin_forward()
+            for key in keys:
+                follower.note(key)
+            follower.note_step(0)
+
+        step()
+        step()
+        follower.begin_forward()
+        follower.note(keys[0])
+        advance = store.advance
+
+        def advance_and_use(position: int) -> None:
+            advance(position)
+            if position == 2:
+                follower.note(keys[4])
+
+        with mock.patch.object(store, "advance", advance_and_use):
+            for key in keys[1:]:
+                follower.note(key)
+        assert window.ahead_bytes == sum(window.ahead)
+
+
 @pytest.fixture
 def hasty_threads() -> Iterator[None]:
     """Let threads take turns as often as they can."""

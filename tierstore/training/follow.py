@@ -123,13 +123,12 @@ class Follower:
 
     def _go_on(self, place: Place, key: str) -> None:
         """Go on to where the plan has ``key``, if it has."""
-        before = place.turn
         position = place.pass_by(key)
         if position is None:
             return
         self._store.advance(position)
         for window in self._windows:
-            self._pass(window, place, before)
+            self._pass(window, place)
             self._prefetch(window, place)
 
     def note_passing(self, key: str, nbytes: int) -> None:
@@ -190,9 +189,12 @@ class Follower:
 
     # --- prefetch -----------------------------------------------------------------------------
 
-    def _pass(self, window: Window, place: Place, before: int) -> None:
-        """What was ahead has been reached."""
-        for _ in range(before, min(place.turn, window.turn)):
+    def _pass(self, window: Window, place: Place) -> None:
+        """What was ahead has been reached.
+
+        It may have been by a use in the midst of this one: of what garbage is collected in, say.
+        """
+        while window.ahead and len(window.ahead) > window.turn - place.turn:
             window.ahead_bytes -= window.ahead.popleft()
         if window.turn < place.turn:
             window.begin_at(place.turn)

@@ -166,7 +166,11 @@ with fwd.dual_level():
     "init": "nn.init.<b:normal_|zeros_|uniform_>(t.p(<a>))",
     "data in place": "t.p(<a>).data.mul_(2)",
     "detached in place": "t.p(<a>).detach().zero_()",
-    "numpy in place": "a = t.p(<a>).detach().numpy(); a *= 0.5",
+    "numpy in place": "t.halve(t.p(<a>).detach().numpy())",
+    "numpy kept": "t.keep['array'] = t.p(<a>).detach().numpy()",
+    "numpy kept written": "t.halve(t.keep['array'])",
+    "numpy let go": "del t.keep['array']",
+    "alias let go": "del t.keep['alias']",
     "descend": """
 with torch.no_grad():
     for p in m.parameters():
@@ -187,6 +191,20 @@ nn.utils.vector_to_parameters(v.detach() * 0.5, m.parameters())
     "grad kept for ever": "t.keep['for ever'] = t.p(<a>).grad",
     "alias read": "t.log('alias', t.keep['alias'])",
     "alias written": "with torch.no_grad(): t.keep['alias'].mul_(0.5)",
+    "alias kept in inference mode": "with torch.inference_mode(): t.keep['alias'] = t.p(<a>)<b:.data|.detach()>",
+    "alias over a step": """
+t.loss().backward()
+alias = t.p(<a>)<b:.detach()|.data|.detach().numpy(force=True)>
+t.steps()
+t.log('alias', torch.as_tensor(alias))
+del alias
+""",
+    "change before a step": """
+t.loss().backward()
+t.change(<a>, <b>)
+t.steps()
+t.zero(True)
+""",
     "requires grad": "t.p(<a>).requires_grad_(<b:False|True>)",
     "freeze": "m[<a> % len(m)].requires_grad_(<b:False|True>)",
     "parameter anew": "t.log('anew', nn.Parameter(t.p(<a>)))",

@@ -183,7 +183,7 @@ class Writing(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Change the weight, then use it."""
-        _WRITES[self.how](self.weight)
+        WRITES[self.how](self.weight)
         return super().forward(x)
 
 
@@ -231,7 +231,7 @@ def _write_fused(weight: Tensor) -> None:
     )
 
 
-_WRITES = {
+WRITES = {
     "numpy": _write_numpy,
     "storage": _write_storage,
     "dlpack": _write_dlpack,
@@ -342,7 +342,7 @@ PARTS: dict[str, str] = {
     "custom function": "Custom(torch.randn(W, W))",
     "checkpointed": "Checkpointed(nn.Linear(W, W), use_reentrant=<a:False|True>)",
     "functional": "Called()",
-    **{f"writing {how}": f"Writing({how!r})" for how in _WRITES},
+    **{f"writing {how}": f"Writing({how!r})" for how in WRITES},
     "weight norm": "torch.nn.utils.parametrizations.weight_norm(nn.Linear(W, W))",
     "old weight norm": "old(torch.nn.utils.weight_norm, nn.Linear(W, W))",
     "spectral norm": "torch.nn.utils.parametrizations.spectral_norm(nn.Linear(W, W))",

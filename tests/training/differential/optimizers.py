@@ -169,6 +169,7 @@ _P = "<b:P(m)|grouped(m)|[*P(m)][::-1]|[p for p in P(m) if p.requires_grad] or P
 
 OPTIMIZERS: dict[str, str] = {
     "sgd": f"t.opts.append(torch.optim.SGD({_P}, lr=0.1<a:|, momentum=0.9|, momentum=0.9, nesterov=True, weight_decay=0.1|, maximize=True|, foreach=True|, fused=True|, foreach=False, momentum=0.9, dampening=0.5>))",
+    "plain sgd": f"t.opts.append(torch.optim.SGD({_P}, lr=0.1))",
     "adamw": f"t.opts.append(torch.optim.AdamW({_P}<a:|, amsgrad=True|, fused=True|, foreach=True|, maximize=True|, foreach=False, weight_decay=0.1|, lr=torch.tensor(0.01)>))",
     "adam": f"t.opts.append(torch.optim.Adam({_P}<a:|, amsgrad=True|, fused=True|, weight_decay=0.1|, decoupled_weight_decay=True>))",
     "rmsprop": f"t.opts.append(torch.optim.RMSprop({_P}<a:|, momentum=0.9|, centered=True|, foreach=True>))",

@@ -94,6 +94,10 @@ class Program:
         for each in (self.parts, self.knots, self.before, self.optimizers, self.after, self.actions):
             yield from each
 
+    def features(self) -> Iterator[str]:
+        """What `features.OFF` knows its pieces by."""
+        return (piece.feature for piece in self.pieces())
+
     @property
     def text(self) -> str:
         """The program in Python: three functions that are given the trial `t`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import gc
 import random
 import sys
 import tempfile
@@ -51,7 +52,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     },
 }
 """A number stands for as many times the room; ``None`` for enough."""
-ROOMS = ("tight", "middle", "ample")
+ROOMS = ("least", "tight", "middle", "ample")
 _ENOUGH = 64 << 20
 ACTIVATIONS: dict[str, dict[str, object]] = {
     "kept": {},
@@ -61,6 +62,8 @@ ACTIVATIONS: dict[str, dict[str, object]] = {
     "recomputed": {"recompute_config": {"recompute": [0]}},
 }
 _ON_DEVICE = {"device", "three"}
+_KEEPING = {"part keeping"}
+"""What refers to parameters after its call."""
 
 
 class End(enum.Enum):
@@ -106,7 +109,11 @@ def outcome_of(program: Program, open_run: Open = offload) -> Outcome:
         try:
             ours = _run(code, program, open_run)
         except _RefusedError as error:
-            return Outcome(End.REFUSED, str(error), enlarged=enlarged)
+            room = program.layout.room + 1
+            if not isinstance(error.__cause__, CapacityError) or room == len(ROOMS):
+                return Outcome(End.REFUSED, str(error), enlarged=enlarged)
+            program = replace(program, layout=replace(program.layout, room=room))
+            continue
         except CapacityError as error:
             room = program.layout.room + 1
             if room == len(ROOMS):
@@ -193,6 +200,8 @@ def _run_offloaded(t: Trial, names: dict[str, Any], program: Program, open_run: 
     try:
         _loop(t, names, program)
         run.store.check()
+        if program.layout.activations == "kept" and not t.keep and not _KEEPING & set(program.features()):
+            _require_no_lease(t, run)
     except TierStoreError as error:
         error.where = t.record.where.split(" ", 1)[-1]  # type: ignore[attr-defined]
         with contextlib.suppress(Exception):
@@ -206,6 +215,20 @@ def _run_offloaded(t: Trial, names: dict[str, Any], program: Program, open_run: 
         run.close()
     except Exception as error:
         raise _UnnamedError(str(error)) from error
+
+
+def _require_no_lease(t: Trial, run: Any) -> None:  # noqa: ANN401 - whatever was opened
+    """Make sure that nothing is on hold for a program that refers to nothing any more."""
+    if _leased(t, run):
+        gc.collect()  # what only a cycle refers to
+        if leased := _leased(t, run):
+            raise _UnnamedError(f"leases are left: {leased}")
+
+
+def _leased(t: Trial, run: Any) -> dict[str, int]:  # noqa: ANN401 - whatever was opened
+    with torch.no_grad():
+        t.p(0).sum()  # what nobody needs goes when something is used
+    return {name: tier.leased_bytes for name, tier in run.store.stats().tiers.items() if tier.leased_bytes}
 
 
 def _loop(t: Trial, names: dict[str, Any], program: Program) -> None:
@@ -241,10 +264,12 @@ def config_of(layout: Layout, model: nn.Module, path: str) -> dict[str, object]:
 
 
 def room_of(layout: Layout, model: nn.Module) -> int:
-    """Return how many bytes the small tiers have: enough for the largest part and little else, or more."""
-    largest = max((_nbytes(part) for part in model.children()), default=0)
-    tight = 6 * largest + 3072 if layout.name in _ON_DEVICE else 4 * largest + 1024
-    return (tight, tight + 2 * _nbytes(model), _ENOUGH)[layout.room]
+    """Return how many bytes the small tiers have: what one part takes to be called or stepped, or more."""
+    parts = [_nbytes(part) for part in model.children()]
+    largest, total = max(parts, default=0), sum(parts)
+    if layout.name in _ON_DEVICE:
+        return (3 * largest + 2048, 6 * largest + 3072, 6 * largest + 3072 + 2 * total, _ENOUGH)[layout.room]
+    return (2 * largest + 512, 4 * largest + 1024, 4 * largest + 1024 + 2 * total, _ENOUGH)[layout.room]
 
 
 def _nbytes(module: nn.Module) -> int:

@@ -68,7 +68,7 @@ class Tally:
         self.ends[outcome.end.name] += 1
         self.enlarged += bool(outcome.enlarged)
         self.reasons.update(f"too small: {reason}" for reason in outcome.enlarged)
-        names = {piece.feature for piece in program.pieces()}
+        names = set(program.features())
         self.pieces.update(names)
         if outcome.end is End.SAME:
             self.same_pieces.update(names)

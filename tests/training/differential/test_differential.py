@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 from tests.training.differential.features import OFF
 from tests.training.differential.programs import TABLES, Layout, Piece, Program, filled
 from tests.training.differential.running import End, outcome_of
-from tests.training.differential.searching import Search
+from tests.training.differential.searching import Search, little_to_look_through
 from tests.training.differential.strategies import programs
 from tierstore.errors import UsageError
 
@@ -24,6 +24,12 @@ _PROGRAMS = (
     if os.environ.get("HYPOTHESIS_PROFILE") == "long"
     else CI_PROGRAMS
 )
+
+
+@pytest.fixture(autouse=True)
+def _little_to_look_through() -> Iterator[None]:
+    with little_to_look_through():
+        yield
 
 
 def check(program: Program) -> None:
@@ -94,6 +100,11 @@ class _Nothing:
         self._model = model
         self._end = end
         self.store = self
+        self.tiers: dict[str, object] = {}
+
+    def stats(self) -> _Nothing:
+        """Nothing is leased."""
+        return self
 
     def check(self) -> None:
         """All is well."""

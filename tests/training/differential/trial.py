@@ -175,6 +175,27 @@ class Trial:
 
         return closure
 
+    def halve(self, array: Any) -> None:  # noqa: ANN401 - of numpy
+        """Write to an array, and keep no name of it."""
+        array *= 0.5
+
+    def change(self, number: int, how: int) -> None:
+        """Change something that a step is made from: a step made ahead is not right then."""
+        p = self.p(number)
+        groups = [group for optimizer in self.opts for group in optimizer.param_groups]
+        changes: list[Callable[[], object]] = [
+            lambda: p.mul_(0.5),
+            lambda: p.grad.mul_(2) if p.grad is not None else None,
+            lambda: setattr(p, "grad", None),
+            self.halve_state,
+            lambda: self.halve(p.detach().numpy()),
+            lambda: p.requires_grad_(not p.requires_grad),
+            lambda: [group.update(lr=group["lr"] * 0.5) for group in groups],
+            lambda: [each.load_state_dict(copy.deepcopy(each.state_dict())) for each in self.opts],
+        ]
+        with torch.no_grad():
+            changes[how]()
+
     def schedule(self, make: Callable[[torch.optim.Optimizer], Any]) -> None:
         """Give every optimizer a scheduler."""
         self.sched += [make(optimizer) for optimizer in self.opts]
