@@ -8,6 +8,7 @@ import mmap
 import pytest
 import torch
 
+from tierstore.errors import CapacityError
 from tierstore.spi import AddressableSlot, Slot
 from tierstore.units import KIB, MIB
 from tierstore_backends.pinned import PinnedPool
@@ -218,3 +219,17 @@ def test_thirteen_short_slots_all_over_the_pool_leave_room_for_a_long_one() -> N
     pool.reserve(512)
     pool.free(long)
     assert pool.mapped_bytes == 112 * KIB
+
+
+def test_a_slot_that_there_is_no_memory_for_adds_no_block() -> None:
+    pool = PinnedPool(64 * KIB, block_bytes=16 * KIB)
+    slots = [pool.reserve(512) for _ in range(96)]  # three blocks
+    for index, slot in enumerate(slots):
+        _memory(slot).fill_(1)
+        if index % 8 or index == 88:
+            pool.free(slot)  # all but the first of each page, and the last page of all
+    pool.reserve(33 * 512)  # beyond what is not in blocks: all pages are in use now
+    assert pool.reserved_bytes == 64 * KIB
+    with pytest.raises(CapacityError, match="above its capacity"):
+        pool.reserve(8 * KIB)
+    assert pool.mapped_bytes == (48 + 20) * KIB
