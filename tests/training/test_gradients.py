@@ -21,6 +21,7 @@ from tests.training.twins import (
     config_of,
     every_layout,
     loss_of,
+    with_device,
 )
 from tierstore.errors import UsageError
 from tierstore.training import offload
@@ -300,7 +301,7 @@ def test_a_parameter_is_no_gradient_of_its_own_and_no_others(layout: str, tmp_pa
 @every_layout
 def test_two_parameters_that_are_given_one_gradient_share_it(layout: str, tmp_path: Path) -> None:
     def loop(trial: Trial) -> None:
-        alike = [p for p in trial.model.parameters() if p.shape == trial.model[0].up.weight.shape][:2]  # type: ignore[index,union-attr]
+        alike = [p for p in trial.model.parameters() if p.shape == trial.model[0].up.weight.shape][:2]  # type: ignore[index]
         for _ in range(2):
             loss_of(trial.model, *batch()).backward()
             alike[0].grad = alike[1].grad
@@ -312,3 +313,48 @@ def test_two_parameters_that_are_given_one_gradient_share_it(layout: str, tmp_pa
             finish_step(trial)
 
     assert_same(build_blocks, loop, layout, tmp_path, {"offload_grad": "cpu"})
+
+
+@every_layout
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_pass_that_makes_a_graph_saves_no_weights_that_do_not_fit(
+    is_stepped: bool, layout: str, tmp_path: Path
+) -> None:
+    """A penalty on the gradient of the input, and one whose weights change before it is gone through."""
+
+    def loop(trial: Trial) -> None:
+        for turn in range(3):
+            inputs = batch()[0].requires_grad_()
+            (gradient,) = torch.autograd.grad(trial.model(inputs).square().sum(), inputs, create_graph=True)
+            penalty = (gradient.square().sum() - 1).square()
+            trial.log(penalty)
+            if is_stepped and turn == 1:
+                with torch.no_grad():
+                    for parameter in trial.model.parameters():
+                        parameter.mul_(0.9)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    penalty.backward()
+                trial.optimizer.zero_grad()
+                continue
+            penalty.backward()
+            finish_step(trial)
+
+    assert_same(build_blocks, loop, layout, tmp_path, with_device(layout, "160KB"))
+
+
+def test_a_weight_that_a_pass_with_a_graph_has_saved_may_not_change(tmp_path: Path) -> None:
+    """The graph of the forward is gone: what the graph of the backward has saved is all that can tell."""
+
+    def loop(trial: Trial) -> None:
+        model = trial.model
+        weight = next(p for p in model.parameters() if p.dim() > 1)
+        inputs, seed = batch()[0].requires_grad_(), torch.ones(5, requires_grad=True)
+        output = model(inputs)
+        (gradient,) = torch.autograd.grad(output.sum(0), inputs, seed, create_graph=True)
+        del output
+        with torch.no_grad():
+            weight.mul_(0.9)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(gradient.square().sum(), seed)
+
+    assert_same(build_blocks, loop, "host", tmp_path)

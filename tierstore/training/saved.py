@@ -11,7 +11,9 @@ Without this a saved weight would keep its memory until backward, and evicting i
    bundles are replaced by references, until they are unpacked.
 4. Where hooks are forbidden (``disable_saved_tensors_hooks``, and so ``torch.func.grad`` and its like), what
    is saved keeps its bundle here as long as the graph lives.
-5. A tensor that was changed in place since it was saved raises what PyTorch raises.  (PyTorch does
+5. So it is in a backward pass that makes a graph (``create_graph=True``): what its nodes save of a bundle are
+   references again.  What they are given of one shares the version counter of a tensor of it.
+6. A tensor that was changed in place since it was saved raises what PyTorch raises.  (PyTorch does
    not look where hooks are in force.)
 """
 
@@ -26,7 +28,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from tierstore.training import guard
-from tierstore.training.binding import Binding, Bindings, natively, ordinary_mode
+from tierstore.training.accumulation import is_in_backward
+from tierstore.training.binding import Binding, Bindings, natively, ordinary_mode, set_data
 from tierstore.training.layout import Place
 
 Hook = Callable[[Any], Any]
@@ -225,9 +228,24 @@ class SavedTensors:
                 now = [owner._version for owner in packed.owners]  # noqa: SLF001
             if packed.version not in now:
                 refuse_if_changed(packed.dtype, packed.shape, max(now), packed.version)
-            return self._bring(packed)
+            brought = self._bring(packed)
+            if torch.is_grad_enabled() and is_in_backward():
+                brought = self._bring_into_graph(packed, brought)
+            return brought
         assert isinstance(packed, Kept | Delegated)
         return restore(packed)
+
+    def _bring_into_graph(self, packed: Reference, brought: torch.Tensor) -> torch.Tensor:
+        """A node of a pass that makes a graph runs: let that save references; return what the node gets."""
+        if top_hooks() is None:
+            self.push()  # PyTorch puts its own state back when the node is done
+        with natively(), ordinary_mode():
+            owner = packed.owners[0]
+            if packed.version != owner._version or owner.dtype is not packed.dtype:  # noqa: SLF001
+                return brought
+            counted = owner.detach()
+            set_data(counted, brought)
+            return counted
 
     def _bring_as_it_is(self, away: _Away) -> torch.Tensor:
         packed = away.packed
