@@ -258,12 +258,7 @@ def test_gradients_of_a_pass_that_was_interrupted_leave_with_the_next_use(tmp_pa
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-_RACES = pytest.mark.xfail(
-    strict=False, reason="a bundle leaves while the other thread's backward reads it: offloaded-loops.md"
-)
-
-
-@pytest.mark.parametrize("layout", ["host", pytest.param("disk", marks=_RACES)])
+@pytest.mark.parametrize("layout", ["host", "disk"])
 def test_two_threads_add_to_the_same_gradients(layout: str, tmp_path: Path) -> None:
     def loop(trial: Trial) -> None:
         for _ in range(3):

@@ -293,6 +293,9 @@ class StepsAhead:
             {**options_of(group), "params": [stand_ins[p] for p in members]} for group, members in turn.merged
         ]
         state = {stand_ins[p]: dict(entries) for p, entries in given.items() if entries}
+        # Before: what another thread's backward adds meanwhile is to be noticed.
+        written = [(binding, binding.writes) for binding in (turn.bundle, *self._states(turn))]
+        read = [(binding, binding.writes) for _, binding in self._gradients.bindings_of(turn.parameters)]
         _step_alone(optimizer, groups, state)
         left = {p: state[s] for p, s in stand_ins.items() if s in state}
         if options != [options_of(group) for group in groups] or not all(
@@ -300,8 +303,6 @@ class StepsAhead:
         ):
             raise _UnsuitableError("it makes state or options anew in every step")
         later = {p: {n: x for n, x in entries.items() if not _is_large(x)} for p, entries in left.items()}
-        written = [(binding, binding.writes) for binding in (turn.bundle, *self._states(turn))]
-        read = [(binding, binding.writes) for _, binding in self._gradients.bindings_of(turn.parameters)]
         return MadeStep(turn, written, read, options, _settings(), former, later)
 
     # --- taking -------------------------------------------------------------------------------

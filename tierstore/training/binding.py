@@ -348,7 +348,12 @@ class Bindings:
                 self._lingering[binding] = None
             self.note_access(binding)
             assert binding.flat is not None
-            return binding.flat
+            return binding.flat.detach()  # which refers to them before another thread may release the lease
+
+    def leased(self, binding: Binding) -> torch.Tensor | None:
+        """Return the bundle's flat bytes if they are leased; they stay while anything refers to them."""
+        with self._lock, self.apart():
+            return None if binding.flat is None else binding.flat.detach()
 
     def find(self, tensor: torch.Tensor) -> Binding | None:
         """Return the binding whose leased bytes ``tensor`` lies in."""

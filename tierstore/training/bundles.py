@@ -168,8 +168,10 @@ class Adopter:
 
     def copies(self, binding: Binding) -> list[torch.Tensor]:
         """Return independent copies of a bundle's tensors, in host memory."""
-        flat = self._store.get(binding.key, device="cpu") if binding.flat is None else binding.flat
-        is_fresh = binding.flat is None
+        flat = self._bindings.leased(binding)
+        is_fresh = flat is None
+        if flat is None:
+            flat = self._store.get(binding.key, device="cpu")
         cpu = torch.device("cpu")
         found = _unpack(flat, binding.places, [cpu] * len(binding.places), is_fresh=is_fresh)
         with natively():
