@@ -295,3 +295,16 @@ def test_nothing_is_seen_as_soon_as_a_program_compiles_and_it_compiles_once(
     assert "are compiled" in caplog.text
     assert x.grad is not None
     assert same(x.grad, 4 * x.detach().cos())
+
+
+@pytest.mark.parametrize("number", [True, 3, 0.5, 1j])
+def test_a_number_in_the_place_of_a_tensor_that_nothing_else_takes_is_a_tensor(
+    number: complex, seen: Seen
+) -> None:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    made = operations._run(torch.ops.aten.clone.default, keys, number)  # as kernels of accelerators call it
+    assert seen.results[0] is made
+    assert made.dtype == {bool: torch.bool, int: torch.int64, float: torch.float64}.get(
+        type(number), torch.complex128
+    )
+    assert made.item() == number

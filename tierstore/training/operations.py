@@ -37,6 +37,7 @@ _is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_inc
 _set_included: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included  # noqa: SLF001
 _COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001
 _NoFunctionModes: Any = torch._C.DisableTorchFunction  # noqa: SLF001
+_are_numbers_allowed: Callable[[str], bool] = torch._C._should_allow_numbers_as_tensors  # noqa: SLF001
 _names_of_operators: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names  # noqa: SLF001
 _of_functions: Any = torch._ops  # noqa: SLF001 - operators that are given functions, such as ``torch.cond``
 
@@ -184,17 +185,56 @@ def _run(operator: Operator, keys: Any, /, *args: Any, **kwargs: Any) -> Any:  #
 
 def _go_on(keys: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
     """Call the kernel that would have been called without ours."""
-    if any(isinstance(each, int | float | complex) for each in _for_tensors(operator, args, kwargs)):
-        # A number that was in a tensor's place was a tensor that remembers to be a number: it has to be made
-        # again, which only the call from the beginning does, of whichever overload takes numbers.
-        is_unseen = begin_unseen()
-        try:
+    if not any(map(_is_number, _for_tensors(operator, args, kwargs))):
+        return operator.redispatch(keys & _BELOW, *args, **kwargs)
+    # A number that is in a tensor's place was a tensor that remembers to be a number.  Where that counts, the
+    # call has to begin again, as that makes one anew, at whichever overload takes numbers.
+    is_unseen = begin_unseen()
+    try:
+        if _takes_numbers(operator):
             with _NoFunctionModes():
                 return operator._overloadpacket(*args, **kwargs)  # noqa: SLF001
-        finally:
-            if is_unseen:
-                end_unseen()
+        args, kwargs = _with_tensors(operator, args, kwargs)
+    finally:
+        if is_unseen:
+            end_unseen()
     return operator.redispatch(keys & _BELOW, *args, **kwargs)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | complex)
+
+
+@functools.cache
+def _takes_numbers(operator: Operator) -> bool:
+    """Say whether an operator, or an overload of it, takes numbers in the places of tensors."""
+    if _are_numbers_allowed(operator._schema.name.partition("::")[2]):  # noqa: SLF001
+        return True
+    places = [place for place in _places_of_tensors(operator) if isinstance(place, int)]
+    schemas = [each._schema for each in operator._overloadpacket.op_overloads()]  # noqa: SLF001
+    return any(
+        str(each.arguments[place].type) == "number"
+        for each in schemas
+        for place in places
+        if place < len(each.arguments)
+    )
+
+
+def _with_tensors(
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with a tensor of PyTorch's type for each number in a tensor's place."""
+    places = _places_of_tensors(operator)
+    all_args = [_as_tensor(each) if at in places else each for at, each in enumerate(args)]
+    return tuple(all_args), {at: _as_tensor(each) if at in places else each for at, each in kwargs.items()}
+
+
+def _as_tensor(value: object) -> object:
+    if not _is_number(value):
+        return value
+    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+    with _NoFunctionModes():
+        return torch.tensor(value, dtype=dtypes[type(value)], device="cpu")
 
 
 def _for_tensors(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[object]:
