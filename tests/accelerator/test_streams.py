@@ -9,6 +9,8 @@ from typing import cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tierstore as ts
@@ -285,6 +287,67 @@ def test_activations_of_two_branches_are_swapped_with_the_same_bits() -> None:
     with _late(), swap(model, _SWAPPED, layers=_LAYERS) as run:
         _same(expected, _train(model, optimizer))
         assert run.stats().activations.brought > 0
+
+
+class _Reread(nn.Module):
+    """A side stream reads what the main one made and saved, and the main one goes on before it waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(_WIDTH, _WIDTH)
+        self.left = nn.Linear(_WIDTH, _WIDTH)
+        self.right = nn.Linear(_WIDTH, _WIDTH)
+        self.side: torch.Stream | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.before(x).tanh()
+        if self.side is None:
+            return cast("Tensor", self.left(shared).sin() + self.right(shared))
+        here = _main()
+        self.side.wait_stream(here)
+        with self.side:
+            left = self.left(shared).sin()
+        right = self.right(shared)
+        del shared  # autograd has it until backward, so a plain loop records no stream
+        for _ in range(20):
+            right = right * 1.0
+        here.wait_stream(self.side)
+        left.record_stream(here)
+        return cast("Tensor", left + right)
+
+
+class _Rereading(nn.Module):
+    """Such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Reread() for _ in range(3))
+        self.last = nn.Linear(_WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return cast("Tensor", self.last(x))
+
+
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**32), copy_us=st.integers(0, 2000))
+def test_what_a_side_stream_reads_stays_as_long_as_a_graph_would_keep_it(seed: int, copy_us: int) -> None:
+    expected = _train(*_rereading(None))
+    with late(kernel_us=3000, copy_us=copy_us, seed=seed):
+        _same(expected, _train(*_rereading(torch.Stream(DEVICE))))  # the plain loop records no stream
+        model, optimizer = _rereading(torch.Stream(DEVICE))
+        with swap(model, _SWAPPED, layers=["layers"]) as run:
+            _same(expected, _train(model, optimizer))
+            assert run.stats().activations.brought > 0
+
+
+def _rereading(side: torch.Stream | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = _Rereading().to(DEVICE)
+    for layer in model.layers:
+        cast("_Reread", layer).side = side
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
 # ---------------------------------------------------------------------- threads

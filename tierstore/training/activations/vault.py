@@ -20,6 +20,8 @@ tensor back.
 7. Only a storage as a whole is adopted.  A part of one is copied into room that the store has made.
 8. Where the fastest tier cannot adopt memory it is host memory itself.  The bytes are copied into it and
    there is nothing to release; the store moves them on when its quota demands.
+9. A graph would have kept the memory until backward, so a stream that is given a tensor to save may read it
+   after everybody has let go of it.  The memory is free when each such stream has come past that.
 
 Knows nothing of modules, marks and autograd.  Every call is safe from any thread; it waits for hardware only.
 """
@@ -39,6 +41,7 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed
+from tierstore.handover import current_stream
 from tierstore.leases import Lease
 from tierstore.store import Store
 from tierstore.training.activations.estate import Estate, Stay, User
@@ -265,6 +268,7 @@ class Vault:
         """
         version = tensor._version  # noqa: SLF001
         with self._working(), torch.no_grad():
+            _note_stream(tensor)
             storage = tensor.untyped_storage()
             low, high = self._extent(tensor, storage)
             offset = int(tensor.storage_offset()) - low // tensor.element_size()
@@ -563,3 +567,10 @@ class Vault:
                 pass
             self._estates.pop(estate.key, None)
         self._restless.pop(estate, None)
+
+
+def _note_stream(tensor: torch.Tensor) -> None:
+    """Let memory be handed out again only when the current stream has done what it is told before that."""
+    stream = current_stream(tensor.device)
+    if stream is not None:
+        tensor.record_stream(stream)
