@@ -192,7 +192,9 @@ class Translation {
     if (is_on_device(tensor)) {
       return reachable(tensor);
     }
-    return host_tensors_ == HostTensors::kCopied && !is_written ? tensor.detach().clone() : tensor;
+    // Nobody can change a number that stands in for a tensor, and as an operator's argument it would be a number again.
+    const bool may_change = !tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    return host_tensors_ == HostTensors::kCopied && !is_written && may_change ? tensor.detach().clone() : tensor;
   }
 
   const Target target_;
