@@ -13,8 +13,9 @@ ARGS ?=
 SIMULATED := --simulate-accelerator tests/accelerator tests/gpu \
   $(addprefix tests/training/test_,features.py gradients.py loops.py optimizers.py unusual.py)
 
-# Tests of training look at the whole process (who refers to a gradient, what is alive): a process a file.
-TRAINING := $(wildcard tests/training/test_*.py) tests/training/differential
+# A file of tests is one process's, as some look at the whole of it: who refers to a gradient, what is alive.
+JOBS ?= 2
+IN_PARALLEL := -n $(JOBS) --dist loadfile
 
 # OpenMP's threads wait in their sleep, not spinning: the store's own threads need the cores meanwhile.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -42,14 +43,11 @@ run: $(STAMP)  ## the main job: a model that the device cannot hold trains, bit 
 	$(BIN)/python docs/examples/train_llama.py $(ARGS)
 
 test: $(STAMP)  ## the whole suite except what takes minutes, then what runs on the simulated accelerator
-	$(BIN)/python -m pytest $(or $(ARGS),--ignore tests/training)
-	@$(if $(ARGS),,failed=; for file in $(TRAINING); do \
-	  echo "== $$file"; $(BIN)/python -m pytest -q $$file || failed="$$failed $$file"; \
-	done; if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi)
-	$(if $(ARGS),,$(BIN)/python -m pytest $(SIMULATED))
+	$(BIN)/python -m pytest $(or $(ARGS),$(IN_PARALLEL))
+	$(if $(ARGS),,$(BIN)/python -m pytest $(SIMULATED) $(IN_PARALLEL))
 
 test-accelerator: $(STAMP)  ## what runs on the simulated accelerator, which is a process of its own
-	$(BIN)/python -m pytest $(if $(ARGS),--simulate-accelerator $(ARGS),$(SIMULATED))
+	$(BIN)/python -m pytest $(if $(ARGS),--simulate-accelerator $(ARGS),$(SIMULATED) $(IN_PARALLEL))
 
 test-long: $(STAMP)  ## everything, with Hypothesis' long profile
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m '' --timeout 3600 $(ARGS)
