@@ -22,9 +22,17 @@ WIDTH = 64
 Apply = Callable[[nn.Module, Tensor], Any]
 
 
+class Numbers(nn.Module):
+    """Computes with numbers, which transforms wrap as they wrap tensors."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs * 0.7 + 1).mul_(1.3)
+
+
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    layers = (each for _ in range(4) for each in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), Numbers()))
+    return nn.Sequential(*layers)
 
 
 class Scaled(nn.Module):

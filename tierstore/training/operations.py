@@ -11,7 +11,9 @@ nowhere, above autograd and all else.  It is in a thread's dispatch while there 
 3. What runs inside of an operator is seen, too: derivatives that go along with it are made there.
 4. The compiler compares the keys of a thread whenever it asks whether what it has compiled still holds.  So
    whoever sees that it begins sees nothing from then on.
-5. A storage that somebody has looked at is referred to by its object in Python as long as it lives.  So
+5. Inside a ``torch.func`` transform nobody sees anything: it wraps numbers as well, and PyTorch hands no kernel in
+   Python a number that is wrapped (its derivatives would raise).
+6. A storage that somebody has looked at is referred to by its object in Python as long as it lives.  So
    autograd adds up out of place what flows together, as it does under a dispatch mode: the same numbers.
 """
 
@@ -39,6 +41,7 @@ _COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001
 _NoFunctionModes: Any = torch._C.DisableTorchFunction  # noqa: SLF001
 _are_numbers_allowed: Callable[[str], bool] = torch._C._should_allow_numbers_as_tensors  # noqa: SLF001
 _names_of_operators: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names  # noqa: SLF001
+_innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 _of_functions: Any = torch._ops  # noqa: SLF001 - operators that are given functions, such as ``torch.cond``
 
 
@@ -124,13 +127,13 @@ def observe(observer: Observer) -> None:
         callback_handler.register_start_callback(_begin_compiling)
     if observer not in _thread.observers:
         _thread.observers = (*_thread.observers, observer)
-    _set_included(_KEY, _thread.is_seen)
+    end_unseen()
 
 
 def ignore(observer: Observer) -> None:
     """Tell ``observer`` of nothing in this thread any more."""
     _thread.observers = tuple(each for each in _thread.observers if each is not observer)
-    _set_included(_KEY, _thread.is_seen)
+    end_unseen()
 
 
 def begin_unseen() -> bool:
@@ -143,7 +146,7 @@ def begin_unseen() -> bool:
 
 def end_unseen() -> None:
     """Let observers see again what runs in this thread."""
-    _set_included(_KEY, _thread.is_seen)
+    _set_included(_KEY, _thread.is_seen and _innermost_transform() is None)
 
 
 def _begin_compiling(arguments: object) -> None:
@@ -163,7 +166,7 @@ def _begin_compiling(arguments: object) -> None:
 def _run(operator: Operator, keys: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Run an operator, and tell of it."""
     thread = _thread
-    if not thread.is_seen:  # autograd goes on with what was included
+    if not thread.is_seen or _innermost_transform() is not None:  # autograd goes on with what was included
         _set_included(_KEY, False)  # noqa: FBT003
         return _go_on(keys, operator, args, kwargs)
     thread.depth += 1
