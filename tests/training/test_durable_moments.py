@@ -189,13 +189,18 @@ def test_after_a_step_that_failed_when_some_were_taken_over_it_is_refused(
             run.checkpoint()
 
 
-def test_inside_a_step_that_is_not_over_it_is_refused(tmp_path: Path) -> None:
+def test_inside_a_step_that_is_not_over_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trial, run = begin("disk", tmp_path)
     some_steps(trial, 1)
     loss_of(trial.model, *batch()).backward()
-    # Registered after the last forward: it runs when ours has stepped and withholds the groups.
-    trial.optimizers[0].register_step_pre_hook(lambda *_: run.checkpoint())
+    before = trial.optimizers[0].register_step_pre_hook(lambda *_: run.checkpoint())  # it has not begun
+    monkeypatch.setattr(trial.optimizers[0], "_init_group", lambda *_: run.checkpoint())
     with pytest.raises(UsageError, match="a step of AdamW is under way"):
         trial.optimizers[0].step()
+    monkeypatch.undo()
+    before.remove()
+    trial.optimizers[0].step()  # a whole one
     run.checkpoint()
     run.close()

@@ -575,6 +575,7 @@ def _let_set_be_seen() -> None:
     """Let ``torch.Tensor.set_(p, source)`` be seen as ``p.set_(source)`` is; it asks for an address."""
     in_cpp: Function = torch.Tensor.set_
 
+    @torch.compiler.disable  # the compiler knows it only as what it is in C++
     @functools.wraps(in_cpp)
     def seen(self: torch.Tensor, *source: object, **named: object) -> object:
         is_guarded = type(self) in _guards

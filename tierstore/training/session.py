@@ -425,8 +425,7 @@ class Session:
         self._stepped_in_backward.clear()
         if self.budget is not None:
             phase = Phase.MODEL if torch.is_grad_enabled() else Phase.EVALUATION
-            with self.bindings.apart():
-                self.budget.begin_forward(inputs, phase)
+            self.budget.begin_forward(inputs, phase)
         self.state_dicts.reset()
         self.buffers.forget_replaced()
         self.clock.begin_forward()
