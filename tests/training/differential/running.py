@@ -218,8 +218,11 @@ def _run_offloaded(t: Trial, names: dict[str, Any], program: Program, open_run: 
 
 
 def _require_no_lease(t: Trial, run: Any) -> None:  # noqa: ANN401 - whatever was opened
-    """Make sure that nothing is on hold for a program that refers to nothing any more."""
-    if _leased(t, run):
+    """Make sure that nothing is on hold for a program that refers to nothing any more.
+
+    What was lent to a backward pass that raised is taken when the model is called, or an optimizer steps.
+    """
+    if not t.has_raised and _leased(t, run):
         gc.collect()  # what only a cycle refers to
         if leased := _leased(t, run):
             raise _UnnamedError(f"leases are left: {leased}")

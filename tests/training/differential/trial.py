@@ -42,6 +42,7 @@ class Trial:
         keep: what a loop keeps over actions, by name.
         handles: of the hooks that were registered.
         record: everything that was noted.
+        has_raised: whether the last action did.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,7 @@ class Trial:
         self.keep: dict[str, Any] = {}
         self.handles: list[Any] = []
         self.record = Log()
+        self.has_raised = False
         self.nothing = nn.Parameter(torch.zeros(1))
         self._global_handles: list[Any] = []
 
@@ -64,10 +66,12 @@ class Trial:
     def act(self, number: int, name: str) -> Iterator[None]:
         """Do an action: what it raises is noted, unless it is an error of the library."""
         self.record.where = f"{number} {name}"
+        self.has_raised = True
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
+            self.has_raised = False
         except TierStoreError:
             raise
         except Exception as error:  # noqa: BLE001 - it is noted
