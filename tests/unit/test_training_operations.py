@@ -303,6 +303,7 @@ def test_a_number_in_the_place_of_a_tensor_that_nothing_else_takes_is_a_tensor(
 ) -> None:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     made = operations._run(torch.ops.aten.clone.default, keys, number)  # as kernels of accelerators call it
+    assert isinstance(made, Tensor)
     assert seen.results[0] is made
     assert made.dtype == {bool: torch.bool, int: torch.int64, float: torch.float64}.get(
         type(number), torch.complex128

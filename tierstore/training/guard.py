@@ -575,13 +575,13 @@ def _let_set_be_seen() -> None:
     """Let ``torch.Tensor.set_(p, source)`` be seen as ``p.set_(source)`` is; it asks for an address."""
     in_cpp: Function = torch.Tensor.set_
 
-    @torch.compiler.disable  # the compiler knows it only as what it is in C++
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it knows what is in C++
     @functools.wraps(in_cpp)
     def seen(self: torch.Tensor, *source: object, **named: object) -> object:
         is_guarded = type(self) in _guards
         return _set(self, *source, **named) if is_guarded else in_cpp(self, *source, **named)
 
-    torch.Tensor.set_ = seen  # type: ignore[method-assign,assignment]
+    torch.Tensor.set_ = seen  # type: ignore[method-assign]
 
 
 _let_foreach_take_handles()

@@ -11,8 +11,8 @@ nowhere, above autograd and all else.  It is in a thread's dispatch while there 
 3. What runs inside of an operator is seen, too: derivatives that go along with it are made there.
 4. The compiler compares the keys of a thread whenever it asks whether what it has compiled still holds.  So
    whoever sees that it begins sees nothing from then on.
-5. Inside a ``torch.func`` transform nobody sees anything: it wraps numbers as well, and PyTorch hands no kernel in
-   Python a number that is wrapped (its derivatives would raise).
+5. Inside a ``torch.func`` transform nobody sees anything: it wraps numbers as well, and PyTorch hands no
+   kernel in Python a number that is wrapped (its derivatives would raise).
 6. A storage that somebody has looked at is referred to by its object in Python as long as it lives.  So
    autograd adds up out of place what flows together, as it does under a dispatch mode: the same numbers.
 """
