@@ -18,7 +18,7 @@ import tierstore as ts
 from tests.fault.test_interrupts import InterruptAt
 from tests.training.twins import same
 from tierstore.errors import BackendError, KeyNotFound, StoreClosed, TierStoreError
-from tierstore.training import Offload, binding, offload
+from tierstore.training import Offload, offload, own_work
 
 TRAINING = (str(Path(ts.__file__).parent / "training"),)
 
@@ -303,10 +303,10 @@ def test_no_interrupt_leaves_a_thread_in_the_midst_of_the_librarys_own_work() ->
     for number in itertools.count(1):
         is_over = False
         with contextlib.suppress(KeyboardInterrupt):
-            with InterruptAt(number, of=(str(binding.__file__),)), binding.ordinary_mode():
+            with InterruptAt(number, of=(str(own_work.__file__),)), own_work.ordinary_mode():
                 pass
             is_over = True
-        assert not binding.is_own_work()
+        assert not own_work.is_own_work()
         if is_over:
             break
     assert number > 1

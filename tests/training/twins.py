@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.training import Offload, offload
-from tierstore.training.binding import ordinary_mode
+from tierstore.training.own_work import ordinary_mode
 from tierstore.units import align_up, parse_bytes
 
 Optimizer = torch.optim.Optimizer

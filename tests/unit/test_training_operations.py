@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.twins import same
 from tierstore.training import operations
-from tierstore.training.binding import ordinary_mode
+from tierstore.training.own_work import ordinary_mode
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script"),  # what forward-mode derivatives import

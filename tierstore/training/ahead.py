@@ -35,9 +35,10 @@ import torch
 from tierstore.errors import KeyNotFound, LeaseError, TierStoreError
 from tierstore.leases import Lease
 from tierstore.training import guard
-from tierstore.training.binding import Binding, natively, ordinary_mode
+from tierstore.training.binding import Binding, natively
 from tierstore.training.groups import next_version
 from tierstore.training.known import is_of_torch
+from tierstore.training.own_work import ordinary_mode
 from tierstore.training.turns import Group, Trainer, Turn, options_of, own_step, placed
 
 Entries = dict[str, Any]

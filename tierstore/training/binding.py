@@ -27,8 +27,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tierstore.errors import CapacityError, KeyNotFound, LeaseError
 from tierstore.leases import Lease
@@ -43,7 +41,7 @@ from tierstore.training.homes import (
     undress,
     versions_of,
 )
-from tierstore.training.operations import begin_unseen, end_unseen
+from tierstore.training.own_work import ordinary_mode
 from tierstore.training.pinning import Leasing, State
 from tierstore.training.returning import copy_home, fit_as_they_are, laid_out_anew, lay, that_may_return
 from tierstore.training.unseen import may_have_changed, watch
@@ -57,107 +55,8 @@ Explain = Callable[[CapacityError], CapacityError]
 MakeRoom = Callable[[int], bool]
 """Lets go of what nobody uses, and raises a quota that leaves no room for so many bytes; says if it did."""
 
-# Without these a user's modes and transforms would take the library's own work for the model's.
-_functorch: Any = torch._C._functorch  # noqa: SLF001
 _autograd: Any = torch._C._autograd  # noqa: SLF001
 _are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # noqa: SLF001
-_count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
-_count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # noqa: SLF001
-_pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack  # noqa: SLF001
-_push_function_mode: Callable[[object], None] = torch._C._push_on_torch_function_stack  # noqa: SLF001
-
-
-class _OwnWork(threading.local):
-    """How deep this thread is in the library's own work: one number, which contexts share."""
-
-    def __init__(self) -> None:
-        self.depth = [0]
-
-
-_own_work = _OwnWork()
-
-
-class ordinary_mode(AbstractContextManager[None]):  # noqa: N801 - used as a function is
-    """Do the library's own work inside the context: what happens is no part of the model.
-
-    Nothing of it is counted by a meter, nor seen by ``torch.func`` transforms, by dispatch and function modes
-    (the user's, or PyTorch's own, such as ``with torch.device(...)``) and by a forward pass that derivatives
-    go along with.  Inference mode is left: slots and views made under it could never be trained.
-
-    An interrupt may keep the context from being left: then the work ends with the last reference to it.
-    """
-
-    __slots__ = ("_depth", "_is_unseen", "_left")
-
-    def __init__(self) -> None:
-        self._is_unseen = False
-        self._left: contextlib.ExitStack | None = None
-        self._depth: list[int] | None = None  # where it is counted
-
-    def __enter__(self) -> None:
-        """Leave what is in force in this thread."""
-        depth = _own_work.depth
-        depth[0] += 1
-        self._depth = depth
-        try:
-            self._is_unseen = begin_unseen()
-            if (
-                _functorch.peek_interpreter_stack() is not None
-                or _count_dispatch_modes()
-                or _count_function_modes()
-                or torch.is_inference_mode_enabled()
-            ):
-                self._left = leave_all_modes()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        """Go back to it."""
-        left, self._left = self._left, None
-        try:
-            if left is not None:
-                left.close()
-        finally:
-            if self._is_unseen:
-                self._is_unseen = False
-                end_unseen()
-            depth, self._depth = self._depth, None
-            if depth is not None:
-                depth[0] -= 1
-
-    def __del__(self) -> None:
-        if self._depth is not None:
-            self._depth[0] -= 1
-
-
-def leave_all_modes() -> contextlib.ExitStack:
-    """Leave every mode and transform of this thread; closing what is returned goes back to them."""
-    with contextlib.ExitStack() as left:
-        left.enter_context(_leave_function_modes())
-        left.enter_context(_disable_current_modes())
-        left.enter_context(temporarily_clear_interpreter_stack())
-        if torch.is_inference_mode_enabled():
-            left.enter_context(torch.inference_mode(mode=False))
-        return left.pop_all()
-
-
-@contextlib.contextmanager
-def _leave_function_modes() -> Iterator[None]:
-    """Leave function modes, and go on seeing the uses of guarded tensors."""
-    modes: list[object] = []
-    try:
-        while _count_function_modes():
-            modes.append(_pop_function_mode())
-        yield
-    finally:
-        while modes:
-            _push_function_mode(modes.pop())
-
-
-def is_own_work() -> bool:
-    """Say whether this thread does the library's own work, such as moving bytes for the store."""
-    return _own_work.depth[0] > 0
 
 
 class Bindings:

@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_map_only
 
 from tierstore.training import guard
 from tierstore.training.accumulation import is_in_backward
-from tierstore.training.binding import Binding, Bindings, natively, ordinary_mode, set_data
+from tierstore.training.binding import Binding, Bindings, natively, set_data
 from tierstore.training.layout import Place
+from tierstore.training.own_work import ordinary_mode
 
 Hook = Callable[[Any], Any]
 

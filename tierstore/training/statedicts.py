@@ -20,12 +20,13 @@ from torch.jit._script import RecursiveScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training import guard
-from tierstore.training.binding import natively, ordinary_mode
+from tierstore.training.binding import natively
 from tierstore.training.bundles import Adopter
 from tierstore.training.entries import entry_for
 from tierstore.training.footprint import tensors_in
 from tierstore.training.hooks import Hook
 from tierstore.training.optimizer_state import OptimizerState, Taken
+from tierstore.training.own_work import ordinary_mode
 
 StateDict = dict[str, Any]
 

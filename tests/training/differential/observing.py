@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tierstore.training.binding import ordinary_mode
+from tierstore.training.own_work import ordinary_mode
 
 Note = tuple[Any, ...]
 

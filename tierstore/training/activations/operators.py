@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from tierstore.modes import run_operator
 from tierstore.training.activations.calls import is_changing, written
-from tierstore.training.binding import is_own_work, natively
+from tierstore.training.binding import natively
+from tierstore.training.own_work import is_own_work
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 

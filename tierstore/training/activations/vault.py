@@ -51,9 +51,9 @@ from tierstore.training.binding import (
     MakeRoom,
     lease_with_room,
     let_frames_go,
-    ordinary_mode,
     set_data,
 )
+from tierstore.training.own_work import ordinary_mode
 from tierstore.training.saved import refuse_if_changed
 
 log = logging.getLogger("tierstore")
