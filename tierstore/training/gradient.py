@@ -67,6 +67,7 @@ class Gradient:
         stay: where it is while autograd does not work on it.
         flights: how many backward passes work on it now.
         accumulations: how many backward passes have added to it since the last step.
+        stepper: the thread whose optimizer steps with it now; ``None``: there is none.
         known_uses: of the binding, by accumulation and by the optimizer.
         lock: guards all of these, and the gradient that autograd itself sees while no pass works on it.
     """
@@ -82,6 +83,7 @@ class Gradient:
         "parameter",
         "state",
         "stay",
+        "stepper",
     )
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -93,6 +95,7 @@ class Gradient:
         self.flights = 0
         self.accumulations = 0
         self.known_uses = 0
+        self.stepper: int | None = None
         self.lock = threading.RLock()
         self._lent_with = (0, 0)
 

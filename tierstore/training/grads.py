@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -160,10 +161,16 @@ class Gradients:
             Whether `take` is due when its node and the hooks behind it are done.
 
         Raises:
+            UsageError: another thread's optimizer steps with it.
             CapacityError: there is no room for it beside what is in use.
             BackendError: its bytes could not be brought.
         """
         with gradient.lock:
+            if gradient.stepper not in (None, threading.get_ident()):
+                raise UsageError(
+                    f"a backward pass adds to the gradient of {gradient.name!r} while another thread's "
+                    "optimizer steps with it: let one wait for the other."
+                )
             if gradient.state is State.ORDINARY and not self._may_go(gradient):
                 return False
             if gradient.state is State.STASHED:
@@ -299,9 +306,8 @@ class Gradients:
         self._drop(binding)
 
     def _copy(self, binding: Binding) -> torch.Tensor:
-        if binding.flat is not None:
-            return binding.flat.clone()
-        return self._store.get(binding.key)
+        flat = self._bindings.leased(binding)
+        return self._store.get(binding.key) if flat is None else flat.clone()
 
     def _drop(self, binding: Binding) -> None:
         with self._bindings.apart():
@@ -369,7 +375,9 @@ class Gradients:
     def show(self, stashed: Iterable[tuple[torch.Tensor, Binding]]) -> None:
         """Let a step see stashes, whose windows are open, where autograd itself sees gradients."""
         for parameter, binding in stashed:
-            set_native_gradient(parameter, binding.tensors[0])
+            with self._of[parameter].lock:
+                self._of[parameter].stepper = threading.get_ident()
+                set_native_gradient(parameter, binding.tensors[0])
 
     def hide(
         self, stashed: Iterable[tuple[torch.Tensor, Binding]]
@@ -380,6 +388,7 @@ class Gradients:
         """
         changed: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for parameter, binding in stashed:
+            self._of[parameter].stepper = None
             native = native_gradient(parameter)
             if native is not binding.tensors[0]:
                 changed.append((parameter, native))

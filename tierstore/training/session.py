@@ -52,6 +52,7 @@ from tierstore.training.saved import SavedTensors
 from tierstore.training.statedicts import StateDicts
 from tierstore.training.tiers import HOST, Placements
 from tierstore.training.turns import Steps, runs_of_step
+from tierstore.training.under_way import UnderWay
 from tierstore.training.weights import Weights
 from tierstore.training.whole_step import WholeSteps
 
@@ -109,7 +110,7 @@ class Session:
         self.buffers = Buffers(model, self.adopter, self.windows, store.device)
         self.order: dict[Binding, int] = {}
         self.steps: list[Steps] = []
-        self._under_way: list[Steps] = []  # outermost first
+        self._under_way = UnderWay()
         self._stepped_in_backward: dict[Steps, None] = {}  # since the model ran last
         self.durable: DurableState | None = None
         self.activations = Activations()
@@ -278,7 +279,7 @@ class Session:
             if runs_of_step(optimizer) > 1:  # a subclass calls the step of its base class
                 return None
             if not is_in_backward():  # whose thread may be another than that of a step around it
-                self._end_interrupted_steps()
+                self._under_way.end_interrupted()
                 self.windows.discard_interrupted()
             self.accumulation.settle()
             self.bindings.forget_addresses()
@@ -311,7 +312,7 @@ class Session:
 
     def begin_step(self, steps: Steps) -> None:
         """An optimizer begins to step, by itself or in the midst of another one's step."""
-        self._under_way.append(steps)
+        self._under_way.begin(steps)
         self.go_on_with_step()
 
     def go_on_with_step(self) -> None:
@@ -326,17 +327,12 @@ class Session:
             self.budget.begin_optimizer()
 
     def _end_step(self, steps: Steps) -> None:
-        del self._under_way[self._under_way.index(steps) :]
+        self._under_way.end(steps)
         self.follower.note_step(steps.state.index)
         if is_in_backward():
             self._stepped_in_backward[steps] = None
-        elif self.budget is not None and not self._under_way:
+        elif self.budget is not None and not self._under_way.here:
             self.budget.end_step()
-
-    def _end_interrupted_steps(self) -> None:
-        """Let go of steps that an exception has ended: PyTorch calls no hooks then."""
-        while self._under_way and not runs_of_step(self._under_way[-1].optimizer):
-            self._under_way.pop().abandon()
 
     def allows_step_ahead(self, bundle: Binding) -> bool:
         """Whether a bundle may be stepped during backward: there is room, and nothing is pushed out."""
@@ -429,8 +425,8 @@ class Session:
         self.state_dicts.reset()
         self.buffers.forget_replaced()
         self.clock.begin_forward()
-        self._end_interrupted_steps()
-        for steps in self._under_way:
+        self._under_way.end_interrupted()
+        for steps in self._under_way.here:
             steps.begin_model()
         if self.optimizers:
             self.follower.begin_forward()
@@ -491,18 +487,19 @@ class Session:
 
     def begin_use(self, bindings: Sequence[Binding]) -> None:
         """Tensors of ``bindings`` are about to be used."""
-        if self._under_way:
-            self._under_way[-1].begin_use(bindings)
+        if under_way := self._under_way.here:
+            under_way[-1].begin_use(bindings)
         if self._in_backward is not None and self._in_backward.has_pending and not is_in_backward():
             self.accumulation.settle()  # of a pass that was interrupted
 
     def note_write(self) -> None:
         """Tensors may have been written in a way that version counters do not tell."""
-        for steps in self._under_way:
+        for steps in self._under_way.here:
             steps.note_write()
 
     def _explain(self, error: CapacityError) -> CapacityError:
-        return self._under_way[-1].explain(error) if self._under_way else error
+        under_way = self._under_way.here
+        return under_way[-1].explain(error) if under_way else error
 
     def requires_grad_changed(self, tensor: torch.Tensor) -> None:
         """Take in that ``requires_grad`` was set."""

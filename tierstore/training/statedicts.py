@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,15 @@ from tierstore.training.own_work import ordinary_mode
 StateDict = dict[str, Any]
 
 
+class _Making(threading.local):
+    """The state dict that is being made in this thread."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.copies: dict[int, torch.Tensor] = {}
+        self.entries: dict[int, torch.Tensor] = {}
+
+
 class StateDicts:
     """Makes state dicts of what is guarded.
 
@@ -40,9 +50,7 @@ class StateDicts:
 
     def __init__(self, adopter: Adopter) -> None:
         self._adopter = adopter
-        self._depth = 0
-        self._copies: dict[int, torch.Tensor] = {}
-        self._entries: dict[int, torch.Tensor] = {}
+        self._making = _Making()
         self._pending: dict[torch.optim.Optimizer, StateDict] = {}
 
     # --- the model ----------------------------------------------------------------------------
@@ -57,11 +65,11 @@ class StateDicts:
 
     def entry(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return an entry for a guarded tensor while a model's state dict is being made, else ``None``."""
-        if not self._depth:
+        if not self._making.depth:
             return None
-        if id(tensor) not in self._entries:
-            self._entries[id(tensor)] = self._new_entry(tensor)
-        return self._entries[id(tensor)]
+        if id(tensor) not in self._making.entries:
+            self._making.entries[id(tensor)] = self._new_entry(tensor)
+        return self._making.entries[id(tensor)]
 
     def _new_entry(self, tensor: torch.Tensor) -> torch.Tensor:
         tenant = guard.tenant_of(tensor)
@@ -74,32 +82,32 @@ class StateDicts:
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor; bundles are read once while their tensors come one after another."""
-        if guard.tenant_of(tensor) is not None and id(tensor) not in self._copies:
-            self._copies.clear()
+        if guard.tenant_of(tensor) is not None and id(tensor) not in self._making.copies:
+            self._making.copies.clear()
         return self._copy(tensor)
 
     def reset(self) -> None:
         """Forget a state dict that was never finished."""
-        self._depth = 0
-        self._copies.clear()
-        self._entries.clear()
+        self._making.depth = 0
+        self._making.copies.clear()
+        self._making.entries.clear()
 
     def _begin(self) -> None:
-        self._depth += 1
+        self._making.depth += 1
 
     def _end(self) -> None:
-        self._depth -= 1
-        if self._depth <= 0:
+        self._making.depth -= 1
+        if self._making.depth <= 0:
             self.reset()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         tenant = guard.tenant_of(tensor)
         if tenant is None:
             return tensor
-        if id(tensor) not in self._copies:
+        if id(tensor) not in self._making.copies:
             copies = self._adopter.copies(tenant.binding)
-            self._copies.update(zip(map(id, tenant.binding.tensors), copies, strict=True))
-        return self._copies[id(tensor)]
+            self._making.copies.update(zip(map(id, tenant.binding.tensors), copies, strict=True))
+        return self._making.copies[id(tensor)]
 
     # --- optimizers ---------------------------------------------------------------------------
 
@@ -128,7 +136,7 @@ class StateDicts:
                 for parameter, entries in state_dict["state"].items()
             }
         finally:
-            self._copies.clear()
+            self._making.copies.clear()
         return {**state_dict, "state": state}
 
     def _plain(self, value: object) -> object:
