@@ -62,8 +62,8 @@ ACTIVATIONS: dict[str, dict[str, object]] = {
     "recomputed": {"recompute_config": {"recompute": [0]}},
 }
 _ON_DEVICE = {"device", "three"}
-_KEEPING = {"part keeping"}
-"""What refers to parameters after its call."""
+_KEEPING = {"part keeping", "action weight norm"}
+"""What refers to parameters, or to their memory, after its call."""
 
 
 class End(enum.Enum):

@@ -95,7 +95,8 @@ def _counts(piece: Piece) -> bool:
 
 
 def _shows_what_is_saved(piece: Piece) -> bool:
-    return piece.feature == "action saved hooks"  # fewer where activations are swapped
+    # Fewer tensors where activations are swapped.
+    return piece.feature in ("action saved hooks", "action saved hooks change")
 
 
 COUNTING = {
