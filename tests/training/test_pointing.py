@@ -69,6 +69,18 @@ def _transpose(model: nn.Sequential) -> object:
     return None
 
 
+def _keep_an_alias_and_point(model: nn.Sequential) -> Tensor:
+    alias = _weight(model).detach()
+    _point(model)
+    return alias
+
+
+def _keep_an_alias_and_set(model: nn.Sequential) -> Tensor:
+    alias = _weight(model).data
+    _set(model)
+    return alias
+
+
 def _point_at_a_transposed_copy(model: nn.Sequential) -> object:
     _weight(model).data = _weight(model).data.t().clone().t()
     return None
@@ -225,6 +237,8 @@ ACTS: dict[str, Act] = {
         _tie,
         _tie_to_the_parameter,
         _keep_an_alias,
+        _keep_an_alias_and_point,
+        _keep_an_alias_and_set,
         _parametrize,
         _assign_to_what_is_parametrized,
         _parametrize_and_remove,

@@ -314,10 +314,12 @@ class Bindings:
 
     def _bring_home(self, binding: Binding, numbers: Sequence[int]) -> None:
         self._hold(binding)
+        if binding.is_referred_to:  # an alias shows what the parameter was before
+            return
         if fit_as_they_are(binding, numbers):
             copy_home(binding, numbers)
             self._settle(binding)
-        elif not binding.is_referred_to and binding not in self.pinned:
+        elif binding not in self.pinned:
             places, flat = laid_out_anew(binding, numbers)
             self._release(binding)
             self.store.put(binding.key, flat, replace=True)

@@ -18,7 +18,6 @@ _FAST_PATH = "hooks of ours keep transformer layers from their fast path in eval
 _THREADS = "threads that use a parameter outside its module: NaN now and then"
 _RACE = "several threads write to one buffer: a race in plain PyTorch, too"
 _DETACHED = "PyTorch detaches each saved tensor where saved-tensor hooks are in force, and a mode sees it"
-_NEW_BYTES = "an alias kept over p.set_(...) shows the new values once the parameter is back in the store"
 _COPIED = "a traced child is not deep-copied in a run: it raises"
 
 OFF: dict[str, str] = {
@@ -42,7 +41,6 @@ OFF: dict[str, str] = {
     },
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
     **dict.fromkeys(("action dispatch mode", "action dispatch mode around step"), _DETACHED),
-    "action alias kept for ever + action set": _NEW_BYTES,
     **dict.fromkeys(("part traced + action deepcopy", "part scripted + action deepcopy"), _COPIED),
     "action function mode": "users' function modes see attributes that the library looks at: documented",
 }
