@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from tests.training.one_budget import document
 from tests.training.swap_models import Llama, inputs
@@ -296,6 +297,26 @@ def test_what_was_pointed_elsewhere_goes_away_too(layout: str, to: str, tmp_path
             steps(1)(trial)
     assert_equal_lists(plain.logged, ours.logged)
     assert_equal_models(plain.model, ours.model)
+
+
+@pytest.fixture
+def compiler_at_work() -> Iterator[None]:
+    """Let the compiler evaluate frames, as it does while something compiled runs or was interrupted."""
+    before = set_eval_frame(False)
+    yield
+    set_eval_frame(before)
+
+
+@pytest.mark.usefixtures("compiler_at_work")
+def test_what_was_pointed_elsewhere_comes_home_while_the_compiler_evaluates_frames(tmp_path: Path) -> None:
+    """An argument of a function has one reference more then."""
+    trial = Trial(model := blocks(), adam(model))
+    with offload(model, trial.optimizers, settings("three", tmp_path)) as run:
+        steps(1)(trial)
+        model.get_parameter("1.up.weight").data = torch.ones(2 * WIDTH, WIDTH)
+        run.suspend("host")
+        assert_away(run, "host")
+        run.resume()
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -36,7 +36,6 @@ from tierstore.training.homes import (
     Binding,
     dress,
     natively,
-    references,
     set_data,
     undress,
     versions_of,
@@ -368,7 +367,7 @@ class Bindings:
         self._by_storage[storage._cdata] = binding  # noqa: SLF001
         binding.storage = storage
         del storage
-        binding.baseline = references(binding.storage)
+        binding.baseline = binding.count_references()
         binding.flat = flat
 
     def _lease_after_making_room(self, binding: Binding) -> Lease:

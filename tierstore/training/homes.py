@@ -46,19 +46,23 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     _set_data(tensor, data)
 
 
-def references(storage: torch.UntypedStorage) -> int:
-    """Count who refers to a storage: tensors, and users of the storage object itself."""
+def references(tensor: torch.Tensor) -> int:
+    """Count who refers to a tensor's storage: tensors, and users of the storage object itself.
+
+    The storage is handed to no function of Python: where frames are evaluated by somebody else, as once
+    ``torch.compile`` was used, an argument is counted twice.
+    """
+    storage = tensor.untyped_storage()
     return _use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
 
 
 def _references_of_one() -> int:
     tensor = torch.empty(1)
-    storage = tensor.untyped_storage()
-    return references(storage)
+    return references(tensor)
 
 
 REFERENCES_OF_ONE = _references_of_one()
-"""What `references` is for the storage of one tensor, in a local variable, that nobody else refers to."""
+"""What `references` is for the storage of one tensor that nobody else refers to."""
 
 
 class Where(enum.Enum):
@@ -187,7 +191,13 @@ class Binding:
         """Whether anything but the store and the binding refers to the leased bytes."""
         if self.flat is None or self.storage is None:
             return False
-        return references(self.storage) > self.baseline
+        return self.count_references() > self.baseline
+
+    def count_references(self) -> int:
+        """Count who refers to the leased bytes: see `references`."""
+        storage = self.storage
+        assert storage is not None
+        return _use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
 
     @property
     def abroad(self) -> list[int]:

@@ -56,8 +56,7 @@ def that_may_return(bindings: Iterable[Binding], device: torch.device) -> dict[B
 
 def _has_others(sharers: Sequence[Abroad]) -> bool:
     """Whether anything but these tensors refers to the storage of the first, which is that of all."""
-    storage = sharers[0].tensor.untyped_storage()
-    return references(storage) > REFERENCES_OF_ONE + len(sharers) - 1
+    return references(sharers[0].tensor) > REFERENCES_OF_ONE + len(sharers) - 1
 
 
 def fit_as_they_are(binding: Binding, numbers: Sequence[int]) -> bool:

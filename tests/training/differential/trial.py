@@ -42,7 +42,7 @@ class Trial:
         keep: what a loop keeps over actions, by name.
         handles: of the hooks that were registered.
         record: everything that was noted.
-        has_raised: whether the last action did.
+        has_raised: whether an action did.
     """
 
     def __init__(self) -> None:
@@ -66,20 +66,20 @@ class Trial:
     def act(self, number: int, name: str) -> Iterator[None]:
         """Do an action: what it raises is noted, unless it is an error of the library."""
         self.record.where = f"{number} {name}"
-        self.has_raised = True
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
-            self.has_raised = False
         except TierStoreError:
             raise
         except Exception as error:  # noqa: BLE001 - it is noted
+            self.has_raised = True
             self.record.add("raised", None)
             self.record.add_note(type(error).__name__, note_error(error))
         except KeyboardInterrupt as error:
             if str(error) != ON_PURPOSE:
                 raise
+            self.has_raised = True
             self.record.add("interrupted", None)
 
     def log_gradients(self) -> None:
