@@ -5,10 +5,11 @@ Without this a saved weight would keep its memory until backward, and evicting i
 1. A saved alias of a parameter's bundle becomes a `Reference`; backward brings the bundle again.  So does a
    parameter that is saved while its bytes are away, by where it lies in its bundle.
 2. A saved alias of a gradient or of optimizer state is copied: its key may be gone by then.
-3. Everything else goes to whoever's hooks were there before, or is kept as it is.  PyTorch's own
-   (``torch.utils.checkpoint``, ``save_on_cpu``) need not see bundles.  A user's hooks see all that plain
-   PyTorch shows them, and what their unpack hook returns is used; of what they packed only aliases of
-   bundles are replaced by references, until they are unpacked.
+3. Everything else goes to whoever's hooks were there before, or is kept as it is.  ``save_on_cpu`` need not
+   see bundles.  A user's hooks see all that plain PyTorch shows them, and what their unpack hook returns is
+   used; of what they packed only aliases of bundles are replaced by references, until they are unpacked.
+   ``torch.utils.checkpoint`` is shown everything, too: what it computes again may be another weight, or the
+   same one with other values.  What it keeps of that is a stand-in, which refers to the bundle.
 4. Where hooks are forbidden (``disable_saved_tensors_hooks``, and so ``torch.func.grad`` and its like), what
    is saved keeps its bundle here as long as the graph lives.
 5. So it is in a backward pass that makes a graph (``create_graph=True``): what its nodes save of a bundle are
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
 from tierstore.training import guard
@@ -97,6 +99,25 @@ class _Away:
         self.packed = packed
 
 
+class StandIn(torch.Tensor):
+    """What ``torch.utils.checkpoint`` keeps of a bundle's alias: its looks, and no bytes.
+
+    Attributes:
+        packed: what it stands for.
+    """
+
+    packed: Reference
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
+
+
+def _stand_in(packed: Reference) -> StandIn:
+    with natively(), ordinary_mode():
+        single = torch.empty((), dtype=packed.dtype, device=packed.owners[0].device)
+        made = single.expand(packed.shape).as_subclass(StandIn)
+    made.packed = packed
+    return made
+
+
 def keep(tensor: torch.Tensor) -> Kept:
     """Return what keeps a saved tensor as it is."""
     # A node must not keep its own output: the alias shares its bytes and its version counter.
@@ -151,7 +172,7 @@ class SavedTensors:
             return True
         if getattr(top[0], "saved", getattr(top[0], "__self__", None)) is self:
             return False
-        push_hooks((Shown if _is_a_users(top[0]) else Chained)(self, *top), self._unpack)
+        push_hooks(_kind_of(top[0])(self, *top), self._unpack)
         return True
 
     @contextlib.contextmanager
@@ -223,18 +244,22 @@ class SavedTensors:
         self._before_unpacking()
         if isinstance(packed, Displayed):
             brought = tree_map_only(_Away, self._bring_as_it_is, packed.packed)
-            return cast("torch.Tensor", packed.unpack(brought))
+            unpacked = cast("torch.Tensor", packed.unpack(brought))
+            return self._bring_for_backward(unpacked.packed) if isinstance(unpacked, StandIn) else unpacked
         if isinstance(packed, Reference):
             with natively():
                 now = [owner._version for owner in packed.owners]  # noqa: SLF001
             if packed.version not in now:
                 refuse_if_changed(packed.dtype, packed.shape, max(now), packed.version)
-            brought = self._bring(packed)
-            if torch.is_grad_enabled() and is_in_backward():
-                brought = self._bring_into_graph(packed, brought)
-            return brought
+            return self._bring_for_backward(packed)
         assert isinstance(packed, Kept | Delegated)
         return restore(packed)
+
+    def _bring_for_backward(self, packed: Reference) -> torch.Tensor:
+        brought = self._bring(packed)
+        if torch.is_grad_enabled() and is_in_backward():
+            brought = self._bring_into_graph(packed, brought)
+        return brought
 
     def _bring_into_graph(self, packed: Reference, brought: torch.Tensor) -> torch.Tensor:
         """A node of a pass that makes a graph runs: let that save references; return what the node gets."""
@@ -304,6 +329,34 @@ class Shown:
         return tensor if reference is None else _Away(reference)
 
 
+class Repeated:
+    """Lets ``torch.utils.checkpoint`` count all that is saved; what it keeps of bundles are stand-ins.
+
+    Attributes:
+        pack_before: its hook, of the first computation or of a later one.
+    """
+
+    def __init__(self, saved: SavedTensors, pack: Hook, unpack: Hook) -> None:
+        self.saved = saved
+        self.pack_before = pack
+        self._unpack_before = unpack
+
+    def __call__(self, tensor: torch.Tensor) -> object:
+        """Return what is kept instead of ``tensor``."""
+        reference = self.saved.refer(tensor)
+        if reference is None:
+            return Delegated(self.pack_before(tensor), self._unpack_before)
+        shown = _stand_in(reference) if isinstance(reference, Reference) else reference.tensor
+        return Displayed(self.pack_before(shown), self._unpack_before)
+
+
+def _kind_of(hook: Hook) -> type[Chained | Shown | Repeated]:
+    """Return what comes before a hook."""
+    if getattr(hook, "__module__", None) == checkpoint.__name__:
+        return Repeated
+    return Shown if _is_a_users(hook) else Chained
+
+
 def _is_a_users(hook: Hook) -> bool:
     """Say whether a hook is neither PyTorch's own nor ours, so that somebody may tell what it is shown."""
     module = getattr(hook, "__module__", None) or type(hook).__module__
@@ -315,7 +368,9 @@ def refers() -> SavedTensors | None:
     top = top_hooks()
     hook = None if top is None else top[0]
     while hook is not None:
-        owner = hook.saved if isinstance(hook, Chained | Shown) else getattr(hook, "__self__", None)
+        owner = (
+            hook.saved if isinstance(hook, Chained | Shown | Repeated) else getattr(hook, "__self__", None)
+        )
         if isinstance(owner, SavedTensors):
             return owner
         hook = getattr(hook, "pack_before", None)

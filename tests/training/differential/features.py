@@ -10,11 +10,9 @@ from collections.abc import Iterable, Mapping, Set
 
 from tests.training.differential.buffers import AVERAGES
 from tests.training.differential.loops import ACTIONS
-from tests.training.differential.models import WRITES
 from tests.training.differential.optimizers import OPTIMIZERS
 
 _RAISING_STEP = "a step that raises in its midst has stepped some bundles already"
-_AGAIN = "a layer that is another when a checkpoint computes it again: the weight is the former one"
 _FAST_PATH = "hooks of ours keep transformer layers from their fast path in evaluation"
 _THREADS = "threads that use a parameter outside its module: NaN now and then"
 _RACE = "several threads write to one buffer: a race in plain PyTorch, too"
@@ -42,11 +40,6 @@ OFF: dict[str, str] = {
     **dict.fromkeys(("part reader + action threads", "part functional + action threads"), _THREADS),
     "action vector": "parameters pointed at parts of one tensor inside a run do not share it after the end",
     "part integer + action parameter anew": "another text of the same error",
-    **{
-        f"part {part} + {again}": _AGAIN
-        for part in (*(f"writing {how}" for how in WRITES), "either")
-        for again in ("action checkpoint", "part checkpointed")
-    },
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
     **dict.fromkeys(("action dispatch mode", "action dispatch mode around step"), _DETACHED),
     **dict.fromkeys(("part traced + action deepcopy", "part scripted + action deepcopy"), _COPIED),
