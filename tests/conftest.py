@@ -9,6 +9,7 @@ it is skipped, with the reason; with ``TIERSTORE_REQUIRE_ACCELERATOR=1`` that is
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 _SLOW_STORES = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+# What is started in the background ignores SIGINT, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two threads of a small operation spend their time waiting for each other, most of all beside others.
 torch.set_num_threads(1)

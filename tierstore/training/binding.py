@@ -3,7 +3,9 @@
 1. A binding (`tierstore.training.homes`) holds at most one lease, for writing; what changed is told at its
    release.
 2. Tensors have their bytes only while a *window* is open.  Outside they wear a guard's class, so that
-   every use is seen (`tierstore.training.guard`).
+   every use is seen (`tierstore.training.guard`).  They wear it inside, too, while several threads use the
+   model: a use that has no window of its own would lose its bytes as another thread closes one.  Threads that
+   Python has not started do not count: autograd's own do what the one that waits for them has asked for.
 3. Every device stream that opens a window or reaches for the bytes waits for them, and they go only when it
    has done what it was told until the lease's end.  A stream that uses them without either, inside a
    module that was called on another, has to wait for that one, and that one for it.
@@ -39,6 +41,7 @@ from tierstore.training.homes import (
     set_data,
     undress,
     versions_of,
+    wear,
 )
 from tierstore.training.own_work import ordinary_mode
 from tierstore.training.pinning import Leasing, State
@@ -56,6 +59,12 @@ MakeRoom = Callable[[int], bool]
 
 _autograd: Any = torch._C._autograd  # noqa: SLF001
 _are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # noqa: SLF001
+
+
+class _Here(threading.local):
+    """What is known of a thread."""
+
+    is_known = False
 
 
 class Bindings:
@@ -93,6 +102,9 @@ class Bindings:
         self.pinned: set[Binding] = set()
         self._abroad: dict[Binding, None] = {}
         self._addressed: dict[Binding, torch.Tensor] = {}  # with an alias that keeps the bytes where they are
+        self._here = _Here()
+        self._threads: list[threading.Thread] = []  # that use the model and that Python has started
+        self._are_several = False
 
     def note_access(self, binding: Binding) -> None:
         """Take in that a binding is used now."""
@@ -111,6 +123,23 @@ class Bindings:
         """Let no other thread open a window, inside the context."""
         with self._lock, self.apart():
             yield
+
+    # --- threads ------------------------------------------------------------------------------
+
+    def note_thread(self) -> None:
+        """This thread begins to use the model: see the module's second rule."""
+        if self._here.is_known and not self._are_several:
+            return
+        with self._lock:
+            self._threads = [each for each in self._threads if each.is_alive()]
+            if not self._here.is_known:
+                self._here.is_known = True
+                self._threads += started_by_python(threading.get_ident())
+            were_several, self._are_several = self._are_several, len(self._threads) > 1
+            if self._are_several and not were_several:
+                for binding in self._by_storage.values():
+                    if binding.is_dressed:
+                        wear(binding, binding.guards)
 
     # --- windows ------------------------------------------------------------------------------
 
@@ -174,10 +203,15 @@ class Bindings:
                     for binding in bindings:
                         self.note_access(binding)
                     for binding in fresh:
-                        dress(binding, binding.plain if classes is None else classes(binding))
+                        dress(binding, self._worn_in_window(binding, classes))
             except BaseException:
                 self.close_all(opened)
                 raise
+
+    def _worn_in_window(self, binding: Binding, classes: Classes | None) -> Sequence[type]:
+        if self._are_several:
+            return binding.guards
+        return binding.plain if classes is None else classes(binding)
 
     def _hold_all(self, bindings: Sequence[Binding], opened: list[Binding]) -> list[Binding]:
         """Have the leases and count the windows, in ``opened``; return those that had no window before."""
@@ -404,7 +438,7 @@ class Bindings:
 
     def _settle(self, binding: Binding) -> None:
         """A binding has no window: release its lease, or let it linger while it is referred to."""
-        if binding.worn is not binding.guards or binding.is_in_graphs:
+        if binding.is_dressed or binding.is_in_graphs:
             undress(binding)
             if not binding.is_whole:
                 self._abroad[binding] = None
@@ -441,12 +475,22 @@ class Bindings:
         with self._lock, self.apart():
             self.pinned.discard(binding)
             binding.windows = 0
-            if binding.worn is not binding.guards and binding.flat is not None:
+            if binding.is_dressed and binding.flat is not None:
                 undress(binding)
+            binding.is_dressed = False
             binding.worn = binding.guards
             self._lingering.pop(binding, None)
             self._abroad.pop(binding, None)
             self._release(binding)
+
+
+def started_by_python(ident: int) -> list[threading.Thread]:
+    """Return the thread with an identifier; nothing, if it is none that Python has started."""
+    return [
+        each
+        for each in threading.enumerate()
+        if each.ident == ident and not isinstance(each, threading._DummyThread)  # noqa: SLF001
+    ]
 
 
 def lease_with_room(lease: Callable[[], Lease], make_room: MakeRoom) -> Lease:

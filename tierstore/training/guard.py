@@ -199,18 +199,34 @@ def _in_memory_of_its_own(func: Function) -> Function:
     return alone
 
 
-def _with_windows(needed: Needed, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Run ``func`` while all bundles that it needs are here and wear plain classes."""
+def _with_windows(
+    needed: Needed,
+    func: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    guarded: Sequence[type] = (),
+) -> object:
+    """Run ``func`` while all bundles that it needs are here and wear plain classes, or are not asked.
+
+    Args:
+        needed: the bundles.
+        func: the function.
+        args: that it is given.
+        kwargs: likewise.
+        guarded: the plain classes of what is here and wears a guard's class, as several threads use it.
+    """
     (warden, bindings), *others = needed.items()
     warden.begin_use(bindings)
+    warden.bindings.note_thread()
     with warden.bindings.window(bindings):
         if is_foreign_operator(func):
             warden.bindings.watch(bindings)
+        guarded = [*guarded, *(kind for each in bindings if each.worn is each.guards for kind in each.plain)]
         with warden.watch_saved():
             if others:
-                result = _with_windows(dict(others), func, args, kwargs)
+                result = _with_windows(dict(others), func, args, kwargs, guarded)
             else:
-                result = func(*_exported(func, args), **kwargs)
+                result = _run(guarded, func, args, kwargs)
         if func in ADDRESSES:
             warden.bindings.keep_addresses(bindings)
         if may_write_unseen(func, kwargs):
@@ -221,6 +237,48 @@ def _with_windows(needed: Needed, func: Function, args: tuple[Any, ...], kwargs:
         if binding.windows == 0 and binding.is_referred_to:
             binding.is_dirty = True  # an alias got away: what it writes may not be counted
     return result
+
+
+def _run(kinds: Sequence[type], func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Run ``func``; guards of tensors that have their bytes are not asked, and users' classes are.
+
+    Args:
+        kinds: the plain classes of those that wear a guard's.
+        func: the function.
+        args: that it is given.
+        kwargs: likewise.
+    """
+    if not kinds:
+        return func(*_exported(func, args), **kwargs)
+    seeing = [kind for kind in dict.fromkeys(kinds) if _sees_uses(kind)]
+    if seeing:
+        ask: Function = seeing[0].__torch_function__  # type: ignore[attr-defined]
+        return ask(func, tuple(seeing), args, kwargs)
+    if func is torch.Tensor.__repr__:  # which tells the class
+        args = (_of_its_own_class(args[0]),)
+    with natively():
+        return func(*_exported(func, args), **kwargs)
+
+
+def _of_its_own_class(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has its bytes, or an alias in the class that it has without a guard."""
+    kind = _guards.get(type(tensor))
+    if kind is None:
+        return tensor
+    with natively():
+        alias: Any = tensor.detach()
+        if kind is not torch.Tensor:
+            alias = torch.Tensor._make_subclass(kind, alias, tensor.requires_grad)  # noqa: SLF001
+        else:
+            alias.requires_grad_(tensor.requires_grad)
+        alias.__dict__.update(tensor.__dict__)
+    return cast("torch.Tensor", alias)
+
+
+def _sees_uses(kind: type) -> bool:
+    """Whether a class of a user's sees the uses of its tensors."""
+    ask = kind.__torch_function__  # type: ignore[attr-defined]
+    return kind is not torch.Tensor and ask is not torch._C._disabled_torch_function_impl  # noqa: SLF001
 
 
 def _exported(func: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -412,7 +470,7 @@ def _independent(self: torch.Tensor) -> torch.Tensor:
     tenant = tenant_of(self)
     assert tenant is not None
     with tenant.warden.bindings.window([tenant.binding]):
-        return copy.deepcopy(self, {})
+        return copy.deepcopy(_of_its_own_class(self), {})
 
 
 def _deepcopy(self: torch.Tensor, memo: dict[int, object]) -> object:

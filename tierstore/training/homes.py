@@ -99,6 +99,7 @@ class Binding:
 
     Attributes:
         tier: where it is leased.
+        is_dressed: whether its tensors that are at home have their bytes, for a window.
         worn: the classes that the tensors wear now.
         uses: how often it was used.
         writes: how often its bytes were changed.
@@ -119,6 +120,7 @@ class Binding:
         "guards",
         "idle_versions",
         "is_dirty",
+        "is_dressed",
         "is_in_graphs",
         "is_saved_by_reference",
         "is_watched",
@@ -163,6 +165,7 @@ class Binding:
         self.writes = 0
         self.windows = 0
         self.is_dirty = False
+        self.is_dressed = False
         self.is_saved_by_reference = True
         self.is_watched = False
         self.is_in_graphs = False
@@ -232,18 +235,24 @@ def versions_of(binding: Binding) -> list[int]:
 
 
 def dress(binding: Binding, classes: Sequence[type]) -> None:
-    """Give the tensors their bytes and a class that does not look."""
+    """Give the tensors a class each, and their bytes."""
     flat = binding.flat
     assert flat is not None
     if versions_of(binding) != binding.idle_versions:
         _look_at_poisons(binding)
+    binding.is_dressed = True
+    with _Natively():  # the classes may be guards
+        wear(binding, classes)
+        for tensor, place, where in zip(binding.tensors, binding.places, binding.where, strict=True):
+            if where is Where.HOME:
+                _set_data(tensor, place.view(flat))
+
+
+def wear(binding: Binding, classes: Sequence[type]) -> None:
+    """Give the tensors a class each; their bytes stay where they are."""
     binding.worn = classes
-    for tensor, place, kind, where in zip(
-        binding.tensors, binding.places, classes, binding.where, strict=True
-    ):
+    for tensor, kind in zip(binding.tensors, classes, strict=True):
         tensor.__class__ = kind
-        if where is Where.HOME:
-            _set_data(tensor, place.view(flat))
 
 
 def _look_at_poisons(binding: Binding) -> None:
@@ -284,6 +293,7 @@ def undress(binding: Binding) -> None:
             tensor.__class__ = guard
     binding.is_in_graphs = are_needed
     binding.worn = binding.guards
+    binding.is_dressed = False
     binding.idle_versions = versions_of(binding)
 
 

@@ -96,6 +96,8 @@ class ModuleWindows:
     def enter(self, owner: ModuleHooks, bindings: Sequence[Binding]) -> None:
         """Open windows on ``bindings`` for a module that begins to run."""
         self._bindings.sweep()
+        if not self._running.entries:
+            self._bindings.note_thread()
         entry = _Entry(owner)
         self._running.entries.append(entry)
         self._bindings.open_all(bindings, self._open_classes)

@@ -104,7 +104,7 @@ class Session:
         self._expectations = Expectations()
         self.gradients.note_change = self._expectations.forget
         self.adopter = Adopter(store, self.bindings, self)
-        self.state_dicts = StateDicts(self.adopter)
+        self.state_dicts = StateDicts(self.adopter, self.bindings)
         self.clock = Clock()
         self.bundles: list[Binding] = []
         self.buffers = Buffers(model, self.adopter, self.windows, store.device)

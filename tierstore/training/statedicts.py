@@ -21,7 +21,7 @@ from torch.jit._script import RecursiveScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training import guard
-from tierstore.training.binding import natively
+from tierstore.training.binding import Bindings, natively
 from tierstore.training.bundles import Adopter
 from tierstore.training.entries import entry_for
 from tierstore.training.footprint import tensors_in
@@ -46,10 +46,12 @@ class StateDicts:
 
     Args:
         adopter: that copies come from.
+        bindings: of what is guarded.
     """
 
-    def __init__(self, adopter: Adopter) -> None:
+    def __init__(self, adopter: Adopter, bindings: Bindings) -> None:
         self._adopter = adopter
+        self._bindings = bindings
         self._making = _Making()
         self._pending: dict[torch.optim.Optimizer, StateDict] = {}
 
@@ -93,6 +95,7 @@ class StateDicts:
         self._making.entries.clear()
 
     def _begin(self) -> None:
+        self._bindings.note_thread()
         self._making.depth += 1
 
     def _end(self) -> None:

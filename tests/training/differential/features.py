@@ -14,7 +14,6 @@ from tests.training.differential.optimizers import OPTIMIZERS
 
 _RAISING_STEP = "a step that raises in its midst has stepped some bundles already"
 _FAST_PATH = "hooks of ours keep transformer layers from their fast path in evaluation"
-_THREADS = "threads that use a parameter outside its module: NaN now and then"
 _RACE = "several threads write to one buffer: a race in plain PyTorch, too"
 _CRASH = "plain PyTorch crashes now and then: memory of a tensor that a transform has wrapped"
 _DETACHED = "PyTorch detaches each saved tensor where saved-tensor hooks are in force, and a mode sees it"
@@ -37,7 +36,6 @@ OFF: dict[str, str] = {
     },
     "part empty + optimizer adafactor": _RAISING_STEP,
     "part empty + optimizer muon": _RAISING_STEP,
-    **dict.fromkeys(("part reader + action threads", "part functional + action threads"), _THREADS),
     "action vector": "parameters pointed at parts of one tensor inside a run do not share it after the end",
     "part integer + action parameter anew": "another text of the same error",
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),

@@ -334,6 +334,9 @@ class Trial:
                 worker.start()
             for worker in workers:
                 worker.join()
+            for each in outputs:
+                if isinstance(each, TierStoreError):  # several calls at once may need more than one does
+                    raise each
             self.log("outputs", outputs)
         self.model.train()
 
@@ -343,6 +346,8 @@ class Trial:
         try:
             with torch.no_grad():
                 outputs[number] = self.model(batch)
+        except TierStoreError as error:
+            outputs[number] = error
         except Exception as error:  # noqa: BLE001 - it is noted
             outputs[number] = note_error(error)
         finally:
