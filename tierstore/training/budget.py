@@ -29,13 +29,12 @@ from tierstore.errors import CapacityError
 from tierstore.store import Store
 from tierstore.training.binding import let_frames_go
 from tierstore.training.footprint import Meter, tensors_in
+from tierstore.training.working_sets import ALIGNMENT_BYTES, WorkingSet, largest_needs, too_large
 from tierstore.units import align_up, format_bytes
 
 LEARNING_STEPS = 2
 MARGIN = 1.1
 """Steps differ a little: allocations overlap otherwise, a metric is kept a while longer."""
-ALIGNMENT_BYTES = 512
-"""What devices' allocators round to."""
 
 
 class Phase(enum.Enum):
@@ -53,80 +52,6 @@ class _Lesson:
 
     steps_to_learn: int = LEARNING_STEPS
     seen_elements: int = 0  # of the largest inputs so far
-
-
-@dataclass(frozen=True, slots=True)
-class WorkingSet:
-    """The bytes that have to be on the device together, for one bundle.
-
-    Attributes:
-        name: of its first parameter.
-        bundle_bytes: of its parameters.
-        state_bytes: of what optimizers keep for them.
-        gradients: the bytes of each gradient.
-        pinned_bytes: of its parameters, where they stay on the device.
-        beside_bytes: of a buffer: what else its module's forward needs; ``None``: it is none.
-    """
-
-    name: str
-    bundle_bytes: int
-    state_bytes: int
-    gradients: tuple[int, ...] = ()
-    pinned_bytes: int = 0
-    beside_bytes: int | None = None
-
-    @property
-    def together_bytes(self) -> int:
-        """The bytes that have to be there at the same time, but those that are pinned."""
-        return self.nbytes - self.pinned_bytes + (self.beside_bytes or 0)
-
-    @property
-    def what(self) -> str:
-        """What these bytes are, as a message says it."""
-        if self.beside_bytes is None:
-            return "its bundle's parameters, gradients and optimizer state need"
-        return "the buffer and what else its module's forward needs take"
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all."""
-        return self.bundle_bytes + self.state_bytes + sum(self.gradients)
-
-
-_DEVICE = ("on the device", "max_device_memory")
-_FASTEST = {"host": ("in host memory", "offload_cpu_size")}
-"""Where computing happens, and the key that bounds it."""
-
-
-def largest_needs(sets: Sequence[WorkingSet]) -> tuple[WorkingSet, int]:
-    """Return the set that needs most beside all that is pinned, and how much that is with it."""
-    pinned_bytes = sum(each.pinned_bytes for each in sets)
-    largest = max(sets, key=lambda each: each.together_bytes)
-    return largest, largest.together_bytes + pinned_bytes
-
-
-def too_large(tier: str, limit_bytes: int, sets: Sequence[WorkingSet]) -> CapacityError:
-    """Return what to raise if the largest needs do not fit into the fastest tier.
-
-    Args:
-        tier: its name.
-        limit_bytes: what it may have.
-        sets: of every bundle.
-    """
-    where, limit = _FASTEST.get(tier, _DEVICE)
-    largest, needed_bytes = largest_needs(sets)
-    pinned_bytes = needed_bytes - largest.together_bytes
-    own_bytes = largest.together_bytes + largest.pinned_bytes
-    beside = f"beside {format_bytes(pinned_bytes)} that are pinned, " if pinned_bytes else ""
-    advice = "Pin fewer parameters, raise it, or" if pinned_bytes else "Raise it, or"
-    return CapacityError(
-        f"{largest.name!r} cannot be trained {where}: {beside}{largest.what} {format_bytes(own_bytes)} "
-        f"together, and {limit} is {format_bytes(limit_bytes)}. {advice} split the module.",
-        key=largest.name,
-        tier=tier,
-        needed_bytes=needed_bytes,
-        free_bytes=limit_bytes,
-    )
 
 
 class DeviceBudget:

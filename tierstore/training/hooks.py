@@ -358,12 +358,11 @@ class GradientHook(Hook):
 def modules_read_whole(module: nn.Module) -> list[nn.Module]:
     """Return the modules under ``module`` whose parameters its own forward may read when it evaluates.
 
-    PyTorch's transformer layers have a fast path for evaluation that passes all parameters to one
-    function and calls no submodule.
+    PyTorch's transformer encoder looks at those of its first layer to know if it may use nested tensors: they
+    have to wear no guard's class.  Its layers have a fast path that reads all of theirs, and do not take it
+    where one of their modules has hooks, as ours have.
     """
-    if isinstance(module, nn.TransformerEncoderLayer):
-        return list(module.modules())
-    if isinstance(module, nn.TransformerEncoder):
+    if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
         return list(module.layers[0].modules())
     return []
 

@@ -15,10 +15,7 @@ from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.store import Store
 from tierstore.training import guard, replicas
-from tierstore.training.budget import (
-    DeviceBudget,
-    WorkingSet,
-)
+from tierstore.training.budget import DeviceBudget
 from tierstore.training.buffers import group_buffers
 from tierstore.training.encoding import not_in_the_model
 from tierstore.training.follow import Follower, Window
@@ -27,6 +24,7 @@ from tierstore.training.former import Former, forget, is_held
 from tierstore.training.groups import SMALL_BYTES, Group, group_parameters
 from tierstore.training.identity import require_sole_reference
 from tierstore.training.in_backward import Stepping
+from tierstore.training.needs import forward_sets
 from tierstore.training.optimizer_needs import (
     check_lbfgs,
     check_steps_in_backward,
@@ -38,6 +36,7 @@ from tierstore.training.selection import Selection, require_one_place
 from tierstore.training.session import Session
 from tierstore.training.tiers import HOST, Placements
 from tierstore.training.weights import Weights
+from tierstore.training.working_sets import WorkingSet
 from tierstore.units import MIB, format_bytes, parse_bytes
 
 log = logging.getLogger("tierstore")
@@ -182,7 +181,7 @@ def open_session(
     sets = working_sets(groups, optimizers, former)
     fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
     check_lbfgs(optimizers, sets, fastest, fastest_bytes)
-    require_room(groups, sets, optimizers, fastest, fastest_bytes)
+    require_room(groups, sets, optimizers, fastest, fastest_bytes, forward_sets(model, groups))
     if fastest != HOST and config.optimizer_target == "cpu":
         require_one_place(selection, optimizers)
         require_room(

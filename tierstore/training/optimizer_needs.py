@@ -6,15 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
 from tierstore.training import known, layout
-from tierstore.training.budget import ALIGNMENT_BYTES, WorkingSet, largest_needs, too_large
 from tierstore.training.former import Former
 from tierstore.training.groups import Content, Group
 from tierstore.training.tiers import HOST
+from tierstore.training.working_sets import (
+    ALIGNMENT_BYTES,
+    ForwardSet,
+    Needs,
+    WorkingSet,
+    bundle_bytes,
+    largest_needs,
+    too_large,
+)
 from tierstore.units import KIB, align_up, format_bytes
 
 Options = Mapping[str, object]
@@ -38,37 +45,17 @@ def working_sets(
         {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         for optimizer in optimizers
     ]
-    beside = _bytes_beside(groups)
     return [
         _working_set(group, optimizers, options, former)
         if group.content is Content.PARAMETERS
-        else _of_buffers(group, beside(group))
+        else _of_buffers(group)
         for group in groups
     ]
 
 
-def _bytes_beside(groups: Sequence[Group]) -> Callable[[Group], int]:
-    """Return what tells how much else the modules that need a group need, one at a time."""
-    needed: dict[nn.Module, list[Group]] = {}
-    for group in groups:
-        for module in group.modules:
-            needed.setdefault(module, []).append(group)
-
-    def beside(group: Group) -> int:
-        others = ([each for each in needed[module] if each is not group] for module in group.modules)
-        return max(sum(_bundle_bytes(each) for each in part if not each.is_pinned) for part in others)
-
-    return beside
-
-
-def _bundle_bytes(group: Group) -> int:
-    _, nbytes = layout.lay_out(zip(group.names, group.tensors, strict=True))
-    return align_up(nbytes, ALIGNMENT_BYTES)
-
-
-def _of_buffers(group: Group, beside_bytes: int) -> WorkingSet:
-    nbytes = _bundle_bytes(group)
-    return WorkingSet(group.names[0], nbytes, 0, (), nbytes if group.is_pinned else 0, beside_bytes)
+def _of_buffers(group: Group) -> WorkingSet:
+    nbytes = bundle_bytes(group)
+    return WorkingSet(group.names[0], nbytes, 0, (), nbytes if group.is_pinned else 0, is_buffer=True)
 
 
 def _working_set(
@@ -77,16 +64,16 @@ def _working_set(
     options: Sequence[Mapping[torch.Tensor, Options]],
     former: Former | None,
 ) -> WorkingSet:
-    bundle_bytes = _bundle_bytes(group)
-    pinned_bytes = bundle_bytes if group.is_pinned else 0
+    own_bytes = bundle_bytes(group)
+    pinned_bytes = own_bytes if group.is_pinned else 0
     if group.optimizer is None:
-        return WorkingSet(group.names[0], bundle_bytes, 0, (), pinned_bytes)
+        return WorkingSet(group.names[0], own_bytes, 0, (), pinned_bytes)
     trained = [p for p in group.tensors if p.requires_grad]
     gradients = tuple(align_up(p.numel() * p.element_size(), ALIGNMENT_BYTES) for p in trained)
     known_bytes = 0 if former is None else former.state_bytes(group.optimizer, group.names)
     made_bytes = sum(_made_bytes(optimizers, options, group.optimizer, p) for p in trained)
     state_bytes = align_up(known_bytes or made_bytes, ALIGNMENT_BYTES)
-    return WorkingSet(group.names[0], bundle_bytes, state_bytes, gradients, pinned_bytes)
+    return WorkingSet(group.names[0], own_bytes, state_bytes, gradients, pinned_bytes)
 
 
 def _made_bytes(
@@ -145,8 +132,9 @@ def require_room(
     optimizers: Sequence[torch.optim.Optimizer],
     tier: str,
     capacity_bytes: int,
+    forwards: Sequence[ForwardSet] = (),
 ) -> None:
-    """Raise if one bundle alone finds no room where it is trained; what the device needs says its budget.
+    """Raise if one bundle alone finds no room where it is trained, or what one forward needs where it runs.
 
     What an optimizer has at once that is not stepped by bundle is not known: only what its gradients need.
 
@@ -156,17 +144,20 @@ def require_room(
         optimizers: that train them.
         tier: where bundles are trained.
         capacity_bytes: of the tier.
+        forwards: what modules need that run there.
 
     Raises:
-        CapacityError: it names the bundle, what it needs and what there is.
+        CapacityError: it names the bundle or the module, what it needs and what there is.
     """
-    needs = [
+    trained = [
         each if _is_stepped_by_bundle(group, optimizers) else replace(each, state_bytes=0)
         for group, each in zip(groups, sets, strict=True)
     ]
+    needs: list[Needs] = [*trained, *forwards]
     if tier == HOST:
-        is_pinning = any(each.pinned_bytes for each in needs)
-        needs = [_in_pages(each, PAGE_BYTES if is_pinning else 0) for each in needs]
+        gap_bytes = PAGE_BYTES if any(each.pinned_bytes for each in trained) else 0
+        needs = [_in_pages(each, gap_bytes) for each in trained]
+        needs += [_run_in_pages(each, gap_bytes) for each in forwards]
     if needs and largest_needs(needs)[1] > capacity_bytes:
         raise too_large(tier, capacity_bytes, needs)
 
@@ -200,8 +191,30 @@ def _in_pages(needs: WorkingSet, gap_bytes: int) -> WorkingSet:
         state_bytes=_taken_bytes(needs.state_bytes),
         gradients=tuple(map(_taken_bytes, needs.gradients)),
         pinned_bytes=_taken_bytes(needs.pinned_bytes),
-        beside_bytes=needs.beside_bytes and _taken_bytes(needs.beside_bytes),
     )
+
+
+def _run_in_pages(needs: ForwardSet, gap_bytes: int) -> ForwardSet:
+    """Return what a forward needs of host memory.
+
+    Where modules around it hold something, that lies anywhere: what is small there may begin in one page
+    and end in another, and what is brought beside it may find no range that goes on into the next page.
+    """
+    if not needs.around:
+        is_large = any(nbytes >= PAGED_FROM_BYTES for nbytes in needs.bundle_bytes)
+        taken = (*map(_taken_bytes, needs.bundle_bytes), gap_bytes if is_large else 0)
+        return replace(needs, bundle_bytes=taken)
+    return replace(
+        needs,
+        bundle_bytes=(*(align_up(nbytes, PAGE_BYTES) for nbytes in needs.bundle_bytes), gap_bytes),
+        around_bytes=tuple(map(_reached_bytes, needs.around_bytes)),
+    )
+
+
+def _reached_bytes(nbytes: int) -> int:
+    """Return the bytes of the pages in which something may have a byte, wherever it lies."""
+    before_bytes = 0 if nbytes >= PAGED_FROM_BYTES else PAGE_BYTES - ALIGNMENT_BYTES
+    return align_up(before_bytes + nbytes, PAGE_BYTES)
 
 
 def _taken_bytes(nbytes: int) -> int:
@@ -225,7 +238,7 @@ def check_lbfgs(
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.LBFGS):
             continue
-        all_bytes = sum(each.nbytes for each in sets if each.beside_bytes is None)
+        all_bytes = sum(each.nbytes for each in sets if not each.is_buffer)
         (group,) = optimizer.param_groups
         flat_bytes = sum(p.numel() * p.element_size() for p in group["params"])
         copies = 0 if tier == HOST else 2 * int(group["history_size"]) + _LBFGS_VECTORS
