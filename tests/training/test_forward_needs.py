@@ -56,9 +56,8 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in "abcd":
-            self.register_parameter(name, nn.Parameter(torch.randn(WIDTH, WIDTH)))
-        self.c.requires_grad_(requires_grad=False)
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(4))
+        self.c.requires_grad = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform ``(batch, WIDTH)``."""
