@@ -18,6 +18,7 @@ from tests.training.twins import (
     assert_equal_lists,
     assert_equal_models,
     assert_equal_states,
+    assert_same,
     config_of,
     every_layout,
     with_device,
@@ -399,3 +400,27 @@ def test_a_parameter_made_of_one_is_an_ordinary_one_after_the_run(layout: str, t
         model(inputs).sum().backward()
     assert [type(p) for p in model.parameters()] == [nn.Parameter] * len(list(model.parameters()))
     assert not any(map(vars, model.parameters()))
+
+
+@every_layout
+def test_a_parameter_of_another_type_keeps_the_gradient_that_it_has(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(2):
+            trial.model(torch.randn(3, WIDTH)).square().mean().backward()
+            for dtype in (torch.float64, torch.bfloat16):
+                for parameter in trial.model.parameters():
+                    parameter.data = parameter.data.to(dtype)
+                _log_all(trial)
+                trial.optimizer.step()
+                _log_all(trial)
+            trial.optimizer.zero_grad()
+            trial.model.float()
+        trial.model(torch.randn(3, WIDTH)).square().mean().backward()
+        for parameter in trial.model.parameters():
+            parameter.data = parameter.data[:1].bfloat16()
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model, _ = _build()
+        return model, [torch.optim.SGD(model.parameters(), lr=0.05)]
+
+    assert_same(build, loop, layout, tmp_path, with_device(layout, "640KB"))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 
 import torch
 
@@ -21,7 +22,18 @@ from tierstore.training.binding import Binding, Bindings, natively, set_data
 from tierstore.training.ending import Ending
 from tierstore.training.homes import Where
 from tierstore.training.identity import aliases_of
-from tierstore.training.layout import Place, fill, flat_bytes, lay_out, pack, place_of, unpack
+from tierstore.training.layout import (
+    Place,
+    Region,
+    fill,
+    flat_bytes,
+    lay_out,
+    pack,
+    place_of,
+    raw_bytes,
+    unpack,
+)
+from tierstore.training.parts import Part, ground_of
 from tierstore.training.poisons import Poisons, poison_for
 from tierstore.training.tiers import Placement
 
@@ -229,7 +241,12 @@ class Adopter:
             ]
         everywhere = [*devices, *(torch.device("cpu") for _ in aliases)]
         # All of them are made first: where there is no memory for one, none is pointed at other bytes.
-        values = _unpack(flat, [*binding.places, *others], everywhere, is_fresh=True)
+        parts = {
+            number: binding.parts.get(number)
+            for number, where in enumerate(binding.where)
+            if where is Where.HOME
+        }
+        values = _unpack(flat, [*binding.places, *others], everywhere, is_fresh=True, parts=parts)
         with natively():
             for alias, value in zip(aliases, values[len(devices) :], strict=True):
                 set_data(alias, value)
@@ -293,15 +310,53 @@ _OWN_REFERENCES = _count_own_references()
 
 
 def _unpack(
-    flat: torch.Tensor, places: Sequence[Place], devices: Sequence[torch.device], *, is_fresh: bool
+    flat: torch.Tensor,
+    places: Sequence[Place],
+    devices: Sequence[torch.device],
+    *,
+    is_fresh: bool,
+    parts: Mapping[int, Part | None] = MappingProxyType({}),
 ) -> list[torch.Tensor]:
-    """Return a bundle's tensors in memory of their own; in ``flat`` itself if it is fresh, of one region."""
+    """Return a bundle's tensors in memory of their own; in ``flat`` itself if it is fresh, of one region.
 
-    def own(part: torch.Tensor, number: int) -> torch.Tensor:
-        if devices[number].type not in ("cpu", "meta"):  # what had no memory before gets the host's
-            return part.to(devices[number])
+    Args:
+        flat: the bundle's bytes.
+        places: where each tensor lies in them.
+        devices: where each is to be.
+        is_fresh: whether nobody else has ``flat``.
+        parts: of which larger memory some are parts, and are in it again.
+    """
+
+    def own(part: torch.Tensor, region: Region) -> tuple[torch.Tensor, int]:
+        device = devices[region.members[0]]
+        if device.type == "meta":  # what had no memory before gets the host's
+            device = torch.device("cpu")
+        if parts and (larger := _in_larger_memory(flat, places, region, parts, device)) is not None:
+            return larger
+        if device.type != "cpu":
+            return part.to(device), region.begin_bytes
         if is_fresh and len(part) == len(flat):
-            return part
-        return host_memory(len(part)).copy_(part)
+            return part, region.begin_bytes
+        return host_memory(len(part)).copy_(part), region.begin_bytes
 
     return unpack(flat, places, own)
+
+
+def _in_larger_memory(
+    flat: torch.Tensor,
+    places: Sequence[Place],
+    region: Region,
+    parts: Mapping[int, Part | None],
+    device: torch.device,
+) -> tuple[torch.Tensor, int] | None:
+    """Bring a region to the larger memory that its tensors are parts of; return that and where it begins."""
+    members = [places[number] for number in region.members]
+    theirs = {i: parts[number] for i, number in enumerate(region.members) if number in parts}
+    ground = ground_of(members, theirs, device)
+    if ground is None:
+        return None
+    memory, begin_bytes = ground
+    with torch.no_grad():
+        for place in members:
+            raw_bytes(place.view(memory, begin_bytes)).copy_(raw_bytes(place.view(flat)))
+    return ground

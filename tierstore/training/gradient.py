@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from tierstore.store import Store
-from tierstore.training.binding import Binding, natively
+from tierstore.training.binding import Binding, natively, set_data
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _get_grad = _Tensor.grad.__get__
@@ -30,6 +30,26 @@ def set_native_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) 
     """Set the gradient that autograd itself sees."""
     with natively():
         _set_grad(parameter, gradient)
+
+
+def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Let autograd see what is the gradient of a parameter already, whatever that looks like now.
+
+    It may have been pointed at memory of another type or shape since: PyTorch leaves it its gradient then,
+    and would not take that as a new one.
+    """
+    try:
+        set_native_gradient(parameter, gradient)
+    except RuntimeError:
+        with natively():
+            now = parameter.detach()
+            set_data(
+                parameter, torch.empty(1, dtype=gradient.dtype, device=now.device).expand(gradient.shape)
+            )
+            try:
+                _set_grad(parameter, gradient)
+            finally:
+                set_data(parameter, now)
 
 
 class Stay(enum.Enum):

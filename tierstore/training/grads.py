@@ -34,6 +34,7 @@ from tierstore.training.gradient import (
     is_kept,
     native_gradient,
     set_native_gradient,
+    show_gradient,
 )
 from tierstore.training.homes import values_of
 from tierstore.training.layout import flat_bytes, lay_out
@@ -214,7 +215,7 @@ class Gradients:
         self.note_change(parameter)
         self._bindings.open(binding)
         binding.is_dirty = True
-        set_native_gradient(parameter, binding.tensors[0])
+        show_gradient(parameter, binding.tensors[0])
         gradient.note_holders()
         gradient.move(State.LENT)
 
@@ -343,7 +344,7 @@ class Gradients:
             set_data(handle, values)
         handle.__class__ = torch.Tensor
         guard.dismiss(binding)
-        set_native_gradient(gradient.parameter, handle)
+        show_gradient(gradient.parameter, handle)
         self._is_given_back(gradient)
 
     def _lose(self, gradient: Gradient, ending: Ending, reason: BaseException) -> None:
@@ -353,7 +354,7 @@ class Gradients:
         handle = binding.tensors[0]
         with natively():
             set_data(handle, binding.poisons[0])  # it may show bytes of a lease that has ended
-        set_native_gradient(gradient.parameter, handle)
+        show_gradient(gradient.parameter, handle)
         self._is_given_back(gradient)
         ending.lose(handle, torch.Tensor, binding.places[0].name, reason)
 
@@ -377,7 +378,7 @@ class Gradients:
         for parameter, binding in stashed:
             with self._of[parameter].lock:
                 self._of[parameter].stepper = threading.get_ident()
-                set_native_gradient(parameter, binding.tensors[0])
+                show_gradient(parameter, binding.tensors[0])
 
     def hide(
         self, stashed: Iterable[tuple[torch.Tensor, Binding]]

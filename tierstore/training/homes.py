@@ -26,6 +26,7 @@ import torch
 
 from tierstore.leases import Lease
 from tierstore.training.layout import Place, regions_of
+from tierstore.training.parts import Part, part_of
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
@@ -105,6 +106,7 @@ class Binding:
         writes: how often its bytes were changed.
         where: the bytes of each tensor are.
         departures: how often each was pointed elsewhere.
+        parts: of which larger memory each was a part when it came home, by its number.
         is_watched: whether other code than PyTorch's has had its hands on the leased bytes.
         is_in_graphs: whether graphs may have saved its tensors themselves, and need their bytes in them.
         digest: what `writes` was when they were read last, and their digest (`tierstore.training.unseen`).
@@ -127,6 +129,7 @@ class Binding:
         "key",
         "lease",
         "nbytes",
+        "parts",
         "places",
         "plain",
         "poisons",
@@ -160,6 +163,8 @@ class Binding:
         self.lay(places, nbytes, poisons)
         self.where = [Where.HOME] * len(self.tensors)
         self.departures = [0] * len(self.tensors)
+        self.parts: dict[int, Part] = {}
+        self.note_parts(range(len(self.tensors)))
         self.tier = "device"
         self.uses = 0
         self.writes = 0
@@ -217,8 +222,18 @@ class Binding:
         self.where[number] = _NEXT[self.where[number], move]
         self.departures[number] += move is Move.POINTED_ELSEWHERE
 
-    def come_home(self, numbers: Iterable[int]) -> None:
+    def note_parts(self, numbers: Iterable[int]) -> None:
+        """Take in of which larger memory some tensors are parts, while they have their own bytes."""
+        with _Natively():
+            for number in numbers:
+                self.parts.pop(number, None)
+                part = part_of(self.tensors[number])
+                if part is not None:
+                    self.parts[number] = part
+
+    def come_home(self, numbers: Sequence[int]) -> None:
         """The bytes of some tensors are the bundle's now: they need no others."""
+        self.note_parts(numbers)
         with _Natively():
             for number in numbers:
                 self.move(number, Move.TAKEN_IN)

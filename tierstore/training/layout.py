@@ -255,18 +255,21 @@ def pack(flat: torch.Tensor, places: Sequence[Place], tensors: Sequence[torch.Te
 
 
 def unpack(
-    flat: torch.Tensor, places: Sequence[Place], own: Callable[[torch.Tensor, int], torch.Tensor]
+    flat: torch.Tensor,
+    places: Sequence[Place],
+    own: Callable[[torch.Tensor, Region], tuple[torch.Tensor, int]],
 ) -> list[torch.Tensor]:
     """Return the tensors of a bundle in memory of their own, one piece a region.
 
     Args:
         flat: the bundle's bytes.
         places: where each tensor lies in it.
-        own: returns a region's bytes where they are to be, given them and the number of a place in it.
+        own: returns the memory that a region's bytes are to be in, as bytes, and the byte of the bundle that
+            its first one is, given the bytes and the region.
     """
     found: dict[int, torch.Tensor] = {}
     for region in regions_of(places):
-        memory = own(flat[region.begin_bytes : region.end_bytes], region.members[0])
+        memory, begin_bytes = own(flat[region.begin_bytes : region.end_bytes], region)
         for number in region.members:
-            found[number] = places[number].view(memory, region.begin_bytes)
+            found[number] = places[number].view(memory, begin_bytes)
     return [found[number] for number in range(len(places))]

@@ -60,10 +60,10 @@ def _has_others(sharers: Sequence[Abroad]) -> bool:
 
 
 def fit_as_they_are(binding: Binding, numbers: Sequence[int]) -> bool:
-    """Whether the bytes of some tensors can be copied to their places."""
+    """Whether the bytes of some tensors can be copied to their places: each has its own, there and here."""
     alone = {region.members[0] for region in binding.regions if len(region.members) == 1}
     with natively():
-        return all(
+        return len(overlapping([binding.tensors[number] for number in numbers])) == len(numbers) and all(
             number in alone and binding.places[number].is_of(binding.tensors[number]) for number in numbers
         )
 

@@ -36,7 +36,6 @@ OFF: dict[str, str] = {
     },
     "part empty + optimizer adafactor": _RAISING_STEP,
     "part empty + optimizer muon": _RAISING_STEP,
-    "action vector": "parameters pointed at parts of one tensor inside a run do not share it after the end",
     "part integer + action parameter anew": "another text of the same error",
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
     **dict.fromkeys(("action dispatch mode", "action dispatch mode around step"), _DETACHED),
