@@ -30,6 +30,7 @@ from tierstore.training.parts import Part, part_of
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
+_version_of: Callable[[torch.Tensor], int] = _Tensor._version.__get__  # noqa: SLF001
 _uses: Callable[[torch.Tensor], int] = _Tensor._use_count  # noqa: SLF001 - graphs are not seen without
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 _Natively = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
@@ -101,6 +102,7 @@ class Binding:
     Attributes:
         tier: where it is leased.
         is_dressed: whether its tensors that are at home have their bytes, for a window.
+        dtypes: of the tensors.
         worn: the classes that the tensors wear now.
         uses: how often it was used.
         writes: how often its bytes were changed.
@@ -118,6 +120,7 @@ class Binding:
         "baseline",
         "departures",
         "digest",
+        "dtypes",
         "flat",
         "guards",
         "idle_versions",
@@ -186,6 +189,7 @@ class Binding:
     def lay(self, places: Sequence[Place], nbytes: int, poisons: Sequence[torch.Tensor]) -> None:
         """Take in where each tensor lies in the bundle."""
         self.places = tuple(places)
+        self.dtypes = frozenset(place.dtype for place in places)
         self.regions = tuple(sorted(regions_of(places)))
         self.nbytes = nbytes
         self.poisons = tuple(poisons)
@@ -243,7 +247,7 @@ class Binding:
 def versions_of(binding: Binding) -> list[int]:
     """Return how often each tensor was written to, as far as autograd knows."""
     with _Natively():
-        return [tensor._version for tensor in binding.tensors]  # noqa: SLF001
+        return list(map(_version_of, binding.tensors))
 
 
 # ---------------------------------------------------------------------- windows
@@ -258,9 +262,10 @@ def dress(binding: Binding, classes: Sequence[type]) -> None:
     binding.is_dressed = True
     with _Natively():  # the classes may be guards
         wear(binding, classes)
+        elements = {dtype: flat.view(dtype) for dtype in binding.dtypes}
         for tensor, place, where in zip(binding.tensors, binding.places, binding.where, strict=True):
             if where is Where.HOME:
-                _set_data(tensor, place.view(flat))
+                _set_data(tensor, place.view_of_elements(elements[place.dtype]))
 
 
 def wear(binding: Binding, classes: Sequence[type]) -> None:
@@ -321,12 +326,7 @@ def _is_at(tensor: torch.Tensor, place: Place, begin: int) -> bool:
             return False
         if address != begin + place.begin_bytes:
             return False
-    return (
-        tensor.shape == place.shape
-        and tensor.stride() == place.stride
-        and tensor.dtype is place.dtype
-        and (tensor.is_conj(), tensor.is_neg()) == (place.is_conj, place.is_neg)
-    )
+    return place.is_of(tensor)
 
 
 def values_of(binding: Binding, flat: torch.Tensor) -> list[torch.Tensor]:

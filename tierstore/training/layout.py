@@ -14,6 +14,7 @@ Knows nothing of stores and tiers, and not which tensors travel together.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +29,7 @@ _LARGEST_ELEMENT_BYTES = 16  # complex128
 Stride = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """Where one tensor lies in a bundle, and what it looks like.
 
@@ -59,13 +60,17 @@ class Place:
             flat: one-dimensional uint8; all of its storage.
             begin_bytes: where in the bundle they begin.
         """
+        return self.view_of_elements(flat.view(self.dtype), begin_bytes)
+
+    def view_of_elements(self, elements: torch.Tensor, begin_bytes: int = 0) -> torch.Tensor:
+        """Return the tensor as a view into flat bytes that are seen as elements of its type already."""
         offset = self.offset - begin_bytes // self.dtype.itemsize
-        view = flat.view(self.dtype).as_strided(self.shape, self.stride, offset)
+        view = elements.as_strided(self.shape, self.stride, offset)
         if self.is_conj:
             view = torch._conj(view)  # noqa: SLF001 - sets the bit that the tensor had
         return torch._neg_view(view) if self.is_neg else view  # noqa: SLF001 - as well
 
-    @property
+    @functools.cached_property
     def begin_bytes(self) -> int:
         """Where it begins in the bundle."""
         return self.offset * self.dtype.itemsize
@@ -85,7 +90,7 @@ class Place:
             tensor.is_neg(),
         )
 
-    @property
+    @functools.cached_property
     def looks(self) -> tuple[torch.dtype, torch.Size, Stride, bool, bool]:
         """All that says how its values follow from its bytes."""
         return self.dtype, self.shape, self.stride, self.is_conj, self.is_neg

@@ -82,8 +82,11 @@ class ordinary_mode(AbstractContextManager[None]):  # noqa: N801 - used as a fun
                 depth[0] -= 1
 
     def __del__(self) -> None:
-        if self._depth is not None:
-            self._depth[0] -= 1
+        depth: list[int] | None = getattr(
+            self, "_depth", None
+        )  # there is none where an interrupt came at once
+        if depth is not None:
+            depth[0] -= 1
 
 
 def leave_all_modes() -> contextlib.ExitStack:
