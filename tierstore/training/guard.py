@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, cast
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from tierstore.errors import UsageError
 from tierstore.training.binding import Binding, natively
@@ -115,7 +117,7 @@ def _fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
         return func(*args, **kwargs)
     if func in _BACKWARDS:
         return _backward(func, args, kwargs)
-    if func in _SPECIAL and (made := _SPECIAL[func](tenants[0], args[0])) is not None:
+    if func in _SPECIAL and (made := _SPECIAL[func](tenants[0], *args)) is not None:
         return made
     if func in RESIZES:
         func = _in_memory_of_its_own(func)
@@ -147,22 +149,43 @@ def _take_off_in(values: Iterable[object]) -> None:
 
 def is_for_a_parameter() -> bool:
     """Whether ``nn.Parameter(p)`` asks for ``p.detach()``: it wants an alias that has the class of ``p``."""
+    return _is_asked_by(torch.nn.Parameter.__new__)
+
+
+def _is_asked_by(function: Function) -> bool:
+    """Whether what is being seen is a use in a function of PyTorch's that is in Python."""
+    code = inspect.unwrap(function).__code__
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no other way to know
-    for _ in range(4):
-        if frame is None or frame.f_code is torch.nn.Parameter.__new__.__code__:
+    for _ in range(5):
+        if frame is None or frame.f_code is code:
             break
         frame = frame.f_back
-    return frame is not None and frame.f_code is torch.nn.Parameter.__new__.__code__
+    return frame is not None and frame.f_code is code
 
 
-def _detach(tenant: Tenant, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return an entry of a state dict, or an alias for a new parameter; ``None``: nobody wants either."""
+def _detach(tenant: Tenant, tensor: torch.Tensor, *_: object) -> torch.Tensor | None:
+    """Return an entry, as of a state dict, or an alias for a new parameter; ``None``: nobody wants either.
+
+    An average over all parameters wants them all at once, and only reads: it gets entries.
+    """
     made = tenant.warden.entry_of_state_dict(tensor)
-    return _of_the_same_class(tensor) if made is None and is_for_a_parameter() else made
+    if made is None and is_for_a_parameter():
+        made = _of_the_same_class(tensor)
+    elif made is None and _is_asked_by(AveragedModel.update_parameters):
+        made = tenant.warden.entry(tensor)
+    return made
 
 
-def _refuse_to_share(tenant: Tenant, tensor: torch.Tensor) -> None:
-    del tensor
+def _view(tenant: Tenant, tensor: torch.Tensor, *shape: Any) -> torch.Tensor | None:  # noqa: ANN401 - passed on
+    """Return what `parameters_to_vector` copies from: all of it at once, so it is no alias."""
+    if not _is_asked_by(torch.nn.utils.parameters_to_vector):
+        return None
+    if not tenant.is_abroad:
+        tenant.binding.twins[tenant.number].view(*shape)  # raises what PyTorch raises
+    return tensor.clone().view(*shape)
+
+
+def _refuse_to_share(tenant: Tenant, *_: object) -> None:
     raise UsageError(
         f"cannot share the memory of {tenant.place.name!r} with other processes: it is offloaded, and has "
         "none of its own. Share p.detach().clone(), or share it after the run.",
@@ -170,8 +193,9 @@ def _refuse_to_share(tenant: Tenant, tensor: torch.Tensor) -> None:
     )
 
 
-_SPECIAL: dict[Function, Callable[[Tenant, torch.Tensor], torch.Tensor | None]] = {
+_SPECIAL: dict[Function, Callable[..., torch.Tensor | None]] = {
     torch.Tensor.detach: _detach,
+    torch.Tensor.view: _view,
     torch.Tensor.share_memory_: _refuse_to_share,
 }
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.planning import Trained, choose_residents
 from tierstore.store import Store
-from tierstore.training import guard, hooks, known
+from tierstore.training import guard, hooks, known, pickled
 from tierstore.training.accumulation import Accumulation, PassEnd, is_in_backward
 from tierstore.training.activations import both
 from tierstore.training.activations.both import Activations
@@ -91,6 +91,7 @@ class Session:
         self._meter = meter
         self.budget: DeviceBudget | None = None
         self.bindings = Bindings(store, self._note, explain=self._explain)
+        pickled.watch(self.bindings)
         self.gradients = Gradients(store, self.bindings, self, placements.gradients)
         self._in_backward: StepsInBackward | None = None
         if stepping is Stepping.IN_BACKWARD:
@@ -484,6 +485,10 @@ class Session:
     def entry_of_state_dict(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return an entry for it while a ``state_dict`` is being made, else ``None``."""
         return self.state_dicts.entry(tensor)
+
+    def entry(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an entry for it, as of a state dict."""
+        return self.state_dicts.entry_alone(tensor)
 
     def begin_use(self, bindings: Sequence[Binding]) -> None:
         """Tensors of ``bindings`` are about to be used."""

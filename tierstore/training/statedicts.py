@@ -73,6 +73,13 @@ class StateDicts:
             self._making.entries[id(tensor)] = self._new_entry(tensor)
         return self._making.entries[id(tensor)]
 
+    def entry_alone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an entry for a guarded tensor whose bundle is not read for others."""
+        try:
+            return self._new_entry(tensor)
+        finally:
+            self._making.copies.clear()
+
     def _new_entry(self, tensor: torch.Tensor) -> torch.Tensor:
         tenant = guard.tenant_of(tensor)
         assert tenant is not None

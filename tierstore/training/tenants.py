@@ -37,6 +37,10 @@ class Warden(Protocol):
         """Return an entry for it while a ``state_dict`` is being made, else ``None``."""
         ...
 
+    def entry(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an entry for it, as of a state dict."""
+        ...
+
     def begin_use(self, bindings: Sequence[Binding]) -> None:
         """Tensors of ``bindings`` are about to be used."""
         ...
