@@ -166,6 +166,27 @@ def test_gradients_that_are_conjugates_views_and_expanded(layout: str, tmp_path:
     assert_same(build, loop, layout, tmp_path)
 
 
+@every_layout
+@pytest.mark.parametrize("is_stepped", [True, False])
+def test_sparse_gradients_that_are_added_up(is_stepped: bool, layout: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
+        model = nn.Sequential(nn.Embedding(20, WIDTH, sparse=True), *layers)
+        return model, [torch.optim.SGD(model.parameters(), lr=0.1)] if is_stepped else []
+
+    def loop(trial: Trial) -> None:
+        for turn in range(3):
+            for _ in range(3):
+                trial.model(torch.tensor([1, 2, 2])).square().mean().backward()
+            trial.log_gradients()
+            for optimizer in trial.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=turn == 1)
+
+    assert_same(build, loop, layout, tmp_path, with_device(layout, "64KB"))
+
+
 def test_a_sparse_gradient_stays_where_autograd_put_it(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(100, WIDTH, sparse=True), nn.Linear(WIDTH, 5))
     embedding = model[0].weight

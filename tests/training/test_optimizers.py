@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.training.twins import (
+    WIDTH,
     Optimizer,
     Trial,
     assert_same,
@@ -373,3 +375,68 @@ def test_a_hook_before_a_step_that_refuses_it(layout: str, tmp_path: Path) -> No
             step(trial)
 
     assert_same(build_blocks, loop, layout, tmp_path)
+
+
+# ---------------------------------------------------------------------- parameters of several types
+
+
+class Narrow(nn.Module):
+    """A layer that computes in a narrower type than those around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.inner(inputs.to(torch.bfloat16))
+        return outputs.float()
+
+
+# PyTorch's fused SGD leaves bfloat16 moments as their memory was: two plain runs differ.
+@some_layouts
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sgd-fused"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_parameters_of_several_types_in_one_group(
+    is_first: bool, layout: str, tmp_path: Path, kind: str
+) -> None:
+    make, options = KINDS[kind]
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), Narrow()]
+        model = nn.Sequential(*(layers if is_first else layers[::-1]), nn.Linear(WIDTH, 5))
+        return model, [make(model.parameters(), **options)]
+
+    assert_same(build, steps(4), layout, tmp_path)
+
+
+# ---------------------------------------------------------------------- state that somebody else has
+
+
+class Outer(Optimizer):
+    """Has groups and state in common with the optimizer that it wraps, as wrappers in torch's manner do."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - as torch's own
+        return self.inner.step(closure)
+
+
+@some_layouts
+def test_state_that_another_optimizer_has_outlives_loading(layout: str, tmp_path: Path) -> None:
+    """A wrapper that has loaded a state dict has state of its own; the inner one steps with the former."""
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks(2)
+        return model, [Outer(optim.SGD(model.parameters(), lr=0.1, momentum=0.9))]
+
+    def loop(trial: Trial) -> None:
+        steps(2)(trial)
+        trial.optimizer.load_state_dict(copy.deepcopy(trial.optimizer.state_dict()))
+        steps(2)(trial)
+
+    assert_same(build, loop, layout, tmp_path)

@@ -208,6 +208,8 @@ def assert_equal_values(expected: object, found: object, name: str) -> None:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bits."""
+    if torch.sparse_coo in (a.layout, b.layout):
+        return a.layout is b.layout and same(a.to_dense(), b.to_dense())
     a, b = a.detach(), b.detach()
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
 

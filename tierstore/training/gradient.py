@@ -52,6 +52,13 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
                 set_data(parameter, now)
 
 
+def nbytes_of(gradient: torch.Tensor) -> int:
+    """Return the bytes that a gradient takes; of a sparse one, those of its indices and values."""
+    if gradient.layout is torch.sparse_coo:
+        return gradient._indices().nbytes + gradient._values().nbytes  # noqa: SLF001 - the others coalesce
+    return gradient.nbytes
+
+
 class Stay(enum.Enum):
     """Where a gradient is while autograd does not work on it."""
 

@@ -33,6 +33,7 @@ from tierstore.training.gradient import (
     is_alone,
     is_kept,
     native_gradient,
+    nbytes_of,
     set_native_gradient,
     show_gradient,
 )
@@ -92,7 +93,7 @@ class Gradients:
         """Return the bytes of those that are ordinary tensors until they are zeroed."""
         stay = [each for each in self._of.values() if each.stay is not Stay.IN_STORE]
         natives = [native_gradient(each.parameter) for each in stay if each.state is State.ORDINARY]
-        return sum(native.nbytes for native in natives if native is not None)
+        return sum(nbytes_of(native) for native in natives if native is not None)
 
     def know_uses(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take all uses until now for our own."""

@@ -1,7 +1,8 @@
 """Which optimizers treat each parameter by itself, so that they can be stepped a bundle at a time.
 
 1. Those of ``torch.optim`` do, but for ``LBFGS``: exactly these classes, with the ``step`` that PyTorch gave
-   them.
+   them.  ``Adafactor`` does not where a group has parameters of several types and no ``eps`` of its own: it
+   takes that of the first one's type for all.
 2. So does what users register.  A subclass is not covered by its base's registration: it may do more in its
    ``step``.
 3. Any other runs its own ``step`` once, as it is (`tierstore.training.whole_step`).
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -80,7 +82,18 @@ def register_optimizer(cls: type[Optimizer], per_parameter: bool = True) -> None
 def is_of_torch(optimizer: Optimizer) -> bool:
     """Whether it is one of ``torch.optim``'s that treat each parameter by itself, and is as it was made."""
     kind = type(optimizer)
-    return kind in _steps and _steps[kind] is unhooked_step(kind)
+    is_as_made = kind in _steps and _steps[kind] is unhooked_step(kind)
+    return is_as_made and not any(map(_takes_eps_of_the_first, optimizer.param_groups))
+
+
+def _takes_eps_of_the_first(group: dict[str, Any]) -> bool:
+    """Whether a group, ``Adafactor``'s as no other has two, has several types and leaves ``eps`` to them."""
+    eps = group.get("eps")
+    return (
+        isinstance(eps, tuple | list)
+        and eps[0] is None
+        and len({parameter.dtype for parameter in group["params"]}) > 1
+    )
 
 
 def is_per_parameter(optimizer: Optimizer) -> bool:

@@ -164,10 +164,14 @@ class OptimizerState:
     # --- the end ------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Drop all keys; the optimizer's own dict is the caller's business."""
-        for state in self.bindings.values():
-            self._adopter.forget(state)
-        self.bindings.clear()
+        """Drop all keys; the optimizer's own dict is the caller's business.
+
+        Tensors that somebody has, such as an optimizer that had its state in common with this one, become
+        ordinary ones.
+        """
+        while self.bindings:
+            _, state = self.bindings.popitem()
+            self._let_go(state)
 
 
 def _is_to_be_taken(value: torch.Tensor, taken: Taken) -> bool:

@@ -230,7 +230,8 @@ def _require_no_lease(t: Trial, run: Any) -> None:  # noqa: ANN401 - whatever wa
 
 def _leased(t: Trial, run: Any) -> dict[str, int]:  # noqa: ANN401 - whatever was opened
     with torch.no_grad():
-        t.p(0).sum()  # what nobody needs goes when something is used
+        for parameter in t.model.parameters():  # some may have been replaced
+            parameter.sum()  # what nobody needs goes when something is used
     return {name: tier.leased_bytes for name, tier in run.store.stats().tiers.items() if tier.leased_bytes}
 
 
