@@ -52,6 +52,11 @@ class _Lesson:
 
     steps_to_learn: int = LEARNING_STEPS
     seen_elements: int = 0  # of the largest inputs so far
+    elements: int = 0  # of the last inputs
+    too_many_elements: int | None = (
+        None  # of inputs that took more than the budget, with nothing to take away
+    )
+    needed_bytes: int = 0  # by them
 
 
 class DeviceBudget:
@@ -101,6 +106,7 @@ class DeviceBudget:
         self._own = dict.fromkeys(Phase, self._floor_bytes)
         self._program: dict[Phase, int] = {}  # its peaks in the last use that was measured
         self._seen: dict[Phase, int] = {}  # in the one that is being measured
+        self._unseen = dict.fromkeys(Phase, 0)  # by the meter, as the allocator told afterwards
         self._leased: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the most that leases needed together
         self._at_gradients_bytes = 0
         self._step_bytes = 0
@@ -125,6 +131,7 @@ class DeviceBudget:
         self._enter(phase)
         lesson = self._lessons[phase]
         elements = sum(tensor.numel() for tensor in tensors_in(inputs))
+        self._require_less(lesson, elements)
         if elements > lesson.seen_elements:
             self._expect_more(phase, lesson, elements)
         if self._learning is None and (lesson.steps_to_learn or self._is_tight):
@@ -134,6 +141,20 @@ class DeviceBudget:
             self._elements = max(self._elements, elements)
         if self._learning is not None:
             self._meter.begin(inputs)
+
+    def _require_less(self, lesson: _Lesson, elements: int) -> None:
+        """Raise if inputs of that size took more than the budget the last time."""
+        lesson.elements = elements
+        if lesson.too_many_elements is None or elements < lesson.too_many_elements:
+            return
+        raise CapacityError(
+            f"the last use of the model took {format_bytes(lesson.needed_bytes)} on the device, with "
+            f"inputs no larger than these and nothing there that was not in use; max_device_memory is "
+            f"{format_bytes(self._limit_bytes)}. Raise it, take smaller batches, or swap or recompute more.",
+            tier=self._tier,
+            needed_bytes=lesson.needed_bytes,
+            free_bytes=self._limit_bytes,
+        )
 
     def _expect_more(self, phase: Phase, lesson: _Lesson, elements: int) -> None:
         """The inputs are larger than any before: so will be what is made of them."""
@@ -200,7 +221,7 @@ class DeviceBudget:
             CapacityError: the tiers below cannot take what is there: it has what it had.
         """
         with self._lock:
-            self._note_peak()
+            self._note_peak(0)
             self._meter.end()
             self._give(0)
 
@@ -216,7 +237,9 @@ class DeviceBudget:
 
     def _enter(self, phase: Phase) -> None:
         if phase is not self._phase:
-            self._note_peak()
+            whole_bytes = self._meter.take_whole_peak() or 0
+            self._note_peak(whole_bytes)
+            self._note_excess(whole_bytes - self._limit_bytes)
             self._phase = phase
         self._resized(self._own[phase])
         with self._lock:
@@ -224,15 +247,34 @@ class DeviceBudget:
                 self._give(self._own[phase])
         self.settle()
 
-    def _note_peak(self) -> None:
-        """Keep the peak of the phase that ends: the last use measured counts, as the first makes state."""
+    def _note_peak(self, whole_bytes: int) -> None:
+        """Keep the peak of the phase that ends: the last use measured counts, as the first makes state.
+
+        Args:
+            whole_bytes: the most that the whole device had, if it is known: the store had no more than its
+                quota, and what kernels take for themselves nobody else tells.
+        """
         if self._learning is not None and not self._has_ended:
             peak_bytes = self._meter.take_peak()
             former_bytes = self._program.get(self._phase, 0) if self._meter.was_peak_hidden else 0
-            peak_bytes = max(peak_bytes, former_bytes)
+            quota_bytes = max(self._own[self._phase], self._leased[self._phase])
+            peak_bytes = max(peak_bytes, former_bytes, whole_bytes - quota_bytes)
             self._seen[self._phase] = max(self._seen.get(self._phase, 0), peak_bytes)
             if self._phase is Phase.OPTIMIZER:
                 self._step_bytes = max(self._step_bytes, peak_bytes - self._before_step_bytes)
+
+    def _note_excess(self, excess_bytes: int) -> None:
+        """Where the phase that ends had more than the budget, let the store have less from now on."""
+        phase = self._phase
+        if excess_bytes <= 0 or phase is Phase.BETWEEN:
+            return
+        if self._own[phase] > self._floor_bytes:
+            self._unseen[phase] += max(excess_bytes, self._unseen[phase])
+            self._divide()
+            return
+        lesson = self._lessons[Phase.EVALUATION if phase is Phase.EVALUATION else Phase.MODEL]
+        lesson.too_many_elements = lesson.elements
+        lesson.needed_bytes = self._limit_bytes + excess_bytes
 
     # --- what is known ------------------------------------------------------------------------
 
@@ -267,7 +309,9 @@ class DeviceBudget:
         """Make the store's own what the program leaves of the budget."""
         gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else self.staying_bytes()
         for phase, program_bytes in self._program.items():
-            rest_bytes = self._limit_bytes - int(program_bytes * MARGIN) - gradient_bytes
+            rest_bytes = (
+                self._limit_bytes - int(program_bytes * MARGIN) - gradient_bytes - self._unseen[phase]
+            )
             if phase is Phase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
                 rest_bytes = min(rest_bytes, self._beside_steps_bytes)
             self._own[phase] = max(self._floor_bytes, rest_bytes)

@@ -53,6 +53,10 @@ class Meter(Protocol):
         """Return the most bytes at one moment since the last time this was asked."""
         ...
 
+    def take_whole_peak(self) -> int | None:
+        """Return the most that the whole device had since this was asked last; ``None``: it is not known."""
+        ...
+
     def end(self) -> None:
         """Stop."""
         ...
@@ -138,6 +142,10 @@ class EmulatedMeter:
         counting.settle()
         peak_bytes, counting.peak_bytes = counting.peak_bytes, counting.live_bytes
         return peak_bytes
+
+    def take_whole_peak(self) -> int | None:
+        """See `Meter.take_whole_peak`: there is no allocator that knows."""
+        return None
 
     def end(self) -> None:
         """See `Meter.end`."""
@@ -289,6 +297,17 @@ _ROUNDED_BYTES = 512
 """What accelerators' allocators round to."""
 
 
+def beside_bytes(device: torch.device, taken_in: Iterable[torch.Tensor]) -> int:
+    """Return what a program has on an accelerator, as far as its allocator knows, beside some tensors."""
+    if device.type == "cpu":
+        return 0
+    own = {storage._cdata: storage for storage in _storages(taken_in)}  # noqa: SLF001
+    own_bytes = sum(
+        align_up(each.nbytes(), _ROUNDED_BYTES) for each in own.values() if each.device.type == device.type
+    )
+    return max(0, torch.accelerator.memory_allocated(device) - own_bytes)
+
+
 class AllocatorMeter:
     """Asks the device's allocator, and sees the operations of optimizers.
 
@@ -312,6 +331,7 @@ class AllocatorMeter:
         self._device = device
         self._most_bytes = 0
         self._former_peak_bytes = 0
+        self._asked_peak_bytes = torch.accelerator.max_memory_allocated(device)
         self._least_stored_bytes: int | None = None
         self._has_told_peak = False  # the allocator, in this phase
         self._before_step_bytes: int | None = None  # None: no optimizer steps
@@ -372,6 +392,13 @@ class AllocatorMeter:
         self._stop_counting()
         self._restart()
         return most_bytes
+
+    def take_whole_peak(self) -> int | None:
+        """See `Meter.take_whole_peak`: it is known if the allocator's is higher than before, or was reset."""
+        peak_bytes = torch.accelerator.max_memory_allocated(self._device)
+        is_fresh = peak_bytes != self._asked_peak_bytes
+        self._asked_peak_bytes = peak_bytes
+        return peak_bytes if is_fresh else None
 
     def _stop_counting(self) -> None:
         self._before_step_bytes = None

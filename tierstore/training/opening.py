@@ -19,7 +19,7 @@ from tierstore.training.budget import DeviceBudget
 from tierstore.training.buffers import group_buffers
 from tierstore.training.encoding import not_in_the_model
 from tierstore.training.follow import Follower, Window
-from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, Meter
+from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, Meter, beside_bytes, tensors_in
 from tierstore.training.former import Former, forget, is_held
 from tierstore.training.groups import SMALL_BYTES, Group, group_parameters
 from tierstore.training.identity import require_sole_reference
@@ -43,7 +43,7 @@ log = logging.getLogger("tierstore")
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _PREFETCH_SHARE = 4  # a quarter of a tier may be ahead of its use
-_SMALL_SHARE = 64  # bundles below this part of the fastest tier are worth joining
+_SMALL_SHARE = 64  # bundles below this part of what is left of the fastest tier are worth joining
 
 
 # ---------------------------------------------------------------------- what can be offloaded
@@ -176,7 +176,7 @@ def open_session(
     fastest = store.tier_names[0]
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes
     check_steps_in_backward(optimizers, config, fastest)
-    groups = _groups(model, optimizers, config, fastest_bytes, selection)
+    groups = _groups(model, optimizers, config, store, selection)
     former = source if isinstance(source, Former) else None
     sets = working_sets(groups, optimizers, former)
     fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
@@ -221,16 +221,26 @@ def _groups(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     config: OffloadConfig,
-    fastest_bytes: int,
+    store: Store,
     selection: Selection,
 ) -> list[Group]:
     """Return what travels together: of parameters first, then of buffers."""
-    small_bytes = min(SMALL_BYTES, fastest_bytes // _SMALL_SHARE)
+    fastest_bytes = store.stats().tiers[store.tier_names[0]].capacity_bytes
     ignored, pinned = selection.ignored, selection.pinned
+    left_bytes = max(0, fastest_bytes - beside_bytes(store.device, _taken_in(model, optimizers, ignored)))
+    small_bytes = min(SMALL_BYTES, left_bytes // _SMALL_SHARE)
     parameters = group_parameters(model, optimizers, small_bytes, ignored=ignored, pinned=pinned)
     smallest_bytes = None if config.buffer_min_size is None else parse_bytes(config.buffer_min_size)
     left = {*selection.ignored_buffers, *replicas.buffers_sent(model)}
     return [*parameters, *group_buffers(model, smallest_bytes, ignored=left, pinned=pinned)]
+
+
+def _taken_in(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ignored: Container[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return what the store is about to have."""
+    entries = (entry for optimizer in optimizers for entry in optimizer.state.values())
+    return [*(each for each in model.parameters() if each not in ignored), *tensors_in(entries)]
 
 
 def _new_session(
