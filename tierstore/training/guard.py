@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch.optim.swa_utils import AveragedModel
 
 from tierstore.errors import UsageError
+from tierstore.training.askers import is_asked_by, is_for_a_parameter
 from tierstore.training.binding import Binding, natively
 from tierstore.training.layout import place_of, raw_bytes
 from tierstore.training.tenants import Needed, Tenant, Warden, dismiss, enrol, is_poisoned, tenant_of
@@ -147,38 +145,26 @@ def _take_off_in(values: Iterable[object]) -> None:
             value.__class__ = _guards[type(value)]
 
 
-def is_for_a_parameter() -> bool:
-    """Whether ``nn.Parameter(p)`` asks for ``p.detach()``: it wants an alias that has the class of ``p``."""
-    return _is_asked_by(torch.nn.Parameter.__new__)
-
-
-def _is_asked_by(function: Function) -> bool:
-    """Whether what is being seen is a use in a function of PyTorch's that is in Python."""
-    code = inspect.unwrap(function).__code__
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no other way to know
-    for _ in range(5):
-        if frame is None or frame.f_code is code:
-            break
-        frame = frame.f_back
-    return frame is not None and frame.f_code is code
-
-
 def _detach(tenant: Tenant, tensor: torch.Tensor, *_: object) -> torch.Tensor | None:
     """Return an entry, as of a state dict, or an alias for a new parameter; ``None``: nobody wants either.
 
-    An average over all parameters wants them all at once, and only reads: it gets entries.
+    An average over all parameters wants them all at once: it gets entries where these are in the same memory.
     """
     made = tenant.warden.entry_of_state_dict(tensor)
     if made is None and is_for_a_parameter():
         made = _of_the_same_class(tensor)
-    elif made is None and _is_asked_by(AveragedModel.update_parameters):
+    elif made is None and _is_on_host(tenant) and is_asked_by(AveragedModel.update_parameters):
         made = tenant.warden.entry(tensor)
     return made
 
 
+def _is_on_host(tenant: Tenant) -> bool:
+    return tenant.warden.bindings.store.device.type == "cpu"
+
+
 def _view(tenant: Tenant, tensor: torch.Tensor, *shape: Any) -> torch.Tensor | None:  # noqa: ANN401 - passed on
     """Return what `parameters_to_vector` copies from: all of it at once, so it is no alias."""
-    if not _is_asked_by(torch.nn.utils.parameters_to_vector):
+    if not is_asked_by(torch.nn.utils.parameters_to_vector):
         return None
     if not tenant.is_abroad:
         tenant.binding.twins[tenant.number].view(*shape)  # raises what PyTorch raises
