@@ -211,6 +211,9 @@ def same(a: Tensor, b: Tensor) -> bool:
     if torch.sparse_coo in (a.layout, b.layout):
         return a.layout is b.layout and same(a.to_dense(), b.to_dense())
     a, b = a.detach(), b.detach()
+    if a.is_sparse and b.is_sparse:
+        a, b = a.coalesce(), b.coalesce()
+        return a.shape == b.shape and same(a.indices(), b.indices()) and same(a.values(), b.values())
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 

@@ -297,7 +297,7 @@ class StepsAhead:
         # Before: what another thread's backward adds meanwhile is to be noticed.
         written = [(binding, binding.writes) for binding in (turn.bundle, *self._states(turn))]
         read = [(binding, binding.writes) for _, binding in self._gradients.bindings_of(turn.parameters)]
-        _step_alone(optimizer, groups, state)
+        step_alone(optimizer, groups, state)
         left = {p: state[s] for p, s in stand_ins.items() if s in state}
         if options != [options_of(group) for group in groups] or not all(
             _is_alike(given[p], left.get(p, {})) for p in turn.parameters
@@ -375,6 +375,11 @@ class StepsAhead:
 
     # --- forgetting ---------------------------------------------------------------------------
 
+    def forget_all(self) -> None:
+        """The step is made in another way."""
+        for bundle in list(self._made):
+            self.forget(bundle)
+
     def forget(self, bundle: Binding) -> None:
         """A gradient changes or goes: what was made from it is worth nothing."""
         made = self._pop(bundle)
@@ -417,7 +422,7 @@ def _settings() -> tuple[object, ...]:
     )
 
 
-def _step_alone(
+def step_alone(
     optimizer: torch.optim.Optimizer, groups: list[Group], state: dict[torch.Tensor, Entries]
 ) -> None:
     """Let a double of the optimizer step, with groups and state of its own: nobody sees it."""

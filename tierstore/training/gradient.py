@@ -6,7 +6,7 @@ import enum
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -14,16 +14,20 @@ from tierstore.store import Store
 from tierstore.training.binding import Binding, natively, set_data
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
-_get_grad = _Tensor.grad.__get__
+_get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _Tensor.grad.__get__
 _set_grad = _Tensor.grad.__set__
 _uses: Callable[[torch.Tensor], int] = _Tensor._use_count  # noqa: SLF001 - nor what saved a tensor for backward
 _storage_uses: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001 - aliases are not seen without
 
 
+seen_by_autograd = _get_grad
+"""What `native_gradient` does, for who is native already."""
+
+
 def native_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that autograd itself sees."""
     with natively():
-        return cast("torch.Tensor | None", _get_grad(parameter))
+        return _get_grad(parameter)
 
 
 def set_native_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -56,7 +60,7 @@ def nbytes_of(gradient: torch.Tensor) -> int:
     """Return the bytes that a gradient takes; of a sparse one, those of its indices and values."""
     if gradient.layout is torch.sparse_coo:
         return gradient._indices().nbytes + gradient._values().nbytes  # noqa: SLF001 - the others coalesce
-    return gradient.nbytes
+    return gradient.nbytes if gradient.layout is torch.strided else gradient.values().nbytes
 
 
 class Stay(enum.Enum):

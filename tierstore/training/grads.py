@@ -34,6 +34,7 @@ from tierstore.training.gradient import (
     is_kept,
     native_gradient,
     nbytes_of,
+    seen_by_autograd,
     set_native_gradient,
     show_gradient,
 )
@@ -397,6 +398,11 @@ class Gradients:
             if self._of[parameter].state is not State.LENT:
                 set_native_gradient(parameter, None)
         return changed
+
+    def in_sight(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient that autograd itself sees, if it is no stash; called natively."""
+        gradient = self._of.get(parameter)
+        return None if gradient is not None and gradient.binding is not None else seen_by_autograd(parameter)
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a gradient, wherever it is."""

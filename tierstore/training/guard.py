@@ -28,6 +28,7 @@ from tierstore.errors import UsageError
 from tierstore.training.askers import is_asked_by, is_for_a_parameter
 from tierstore.training.binding import Binding, natively
 from tierstore.training.layout import place_of, raw_bytes
+from tierstore.training.sparse_adds import add_beside, adds_sparse
 from tierstore.training.tenants import Needed, Tenant, Warden, dismiss, enrol, is_poisoned, tenant_of
 from tierstore.training.unseen import is_foreign_operator
 from tierstore.training.uses import (
@@ -90,7 +91,7 @@ def torch_function(
         with natively():
             looks = args[0] if tenant.is_abroad else tenant.binding.twins[tenant.number]
             return func(looks, *args[1:], **kwargs)
-    return _fault(func, args, kwargs)
+    return add_beside(func, *args, **kwargs) if adds_sparse(func, args) else _fault(func, args, kwargs)
 
 
 # ---------------------------------------------------------------------- faults

@@ -10,7 +10,9 @@ to do: its groups name only the parameters that are not offloaded, until a post-
 3. Bundles whose step was made during backward (`tierstore.training.ahead`) take its outcome over; the
    others go in the order of the forward pass: backward has left the first ones resident.
 4. Parameters that are not offloaded are left to the outer step.
-5. A step is linear in its parameters: which bundle each is in is looked up once.
+5. A step that the optimizer is going to refuse in its midst (`tierstore.training.refused`) is left to it as a
+   whole (`tierstore.training.whole_step`): what is stepped before it raises is what plain PyTorch steps.
+6. A step is linear in its parameters: which bundle each is in is looked up once.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from tierstore.training import guard
 from tierstore.training.ahead import Expectations, StepsAhead
 from tierstore.training.binding import Binding
 from tierstore.training.optimizer_state import OptimizerState
+from tierstore.training.refused import refuses
 from tierstore.training.turns import (
     Group,
     Members,
@@ -42,6 +45,7 @@ from tierstore.training.turns import (
     turn_of,
     turns_of,
 )
+from tierstore.training.whole_step import WholeSteps
 
 
 class StepsByBundle:
@@ -67,6 +71,7 @@ class StepsByBundle:
         self._gradients = trainer.gradients
         self._members: dict[Binding, Members] = {}
         self._withheld: list[tuple[Group, Parameters]] = []
+        self._whole: WholeSteps | None = None  # makes the step that is under way
         self._progress = Progress.WHOLE
         self._own_seconds = 0.0
         self._ahead = StepsAhead(optimizer, trainer, expectations, self._turn_of, state.bindings.get)
@@ -91,10 +96,21 @@ class StepsByBundle:
         begin = time.perf_counter()
         self._trainer.bindings.sweep()
         self._trainer.begin_step(self)  # after the closure, which runs the model
-        self._step_all(others)
-        self._leave_the_rest()
-        self._own_seconds += time.perf_counter() - begin
+        if refuses(self.optimizer, self._gradients, self._trainer.bindings.store.device):
+            self._begin_whole()
+        else:
+            self._step_all(others)
+            self._leave_the_rest()
+            self._own_seconds += time.perf_counter() - begin
         return None if closure is None else ((self.optimizer, lambda: loss), others)
+
+    def _begin_whole(self) -> None:
+        """Let the outer step do everything."""
+        self._ahead.learn()
+        self._ahead.forget_all()
+        self._ahead.end_step()
+        self._whole = WholeSteps(self.optimizer, self.state, self._trainer)
+        self._whole.begin()
 
     def _leave_the_rest(self) -> None:
         """Let the outer step see only parameters that are not offloaded, or that another run has."""
@@ -107,35 +123,47 @@ class StepsByBundle:
 
     def after(self) -> bool:
         """Give the groups their parameters back; return whether a step has ended."""
-        has_ended = bool(self._withheld)
+        has_ended = bool(self._withheld) or self._whole is not None
+        if self._whole is not None:
+            self._whole.after()
+            self._progress = Progress.WHOLE
         self.abandon()
         return has_ended
 
     def abandon(self) -> None:
         """Give the groups their parameters back."""
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            whole.abandon()
+            self._own_seconds += whole.seconds
+            self._progress = Progress.PARTIAL if whole.is_partial else self._progress
         for group, parameters in self._withheld:
             group["params"] = parameters
         self._withheld.clear()
 
     def require_whole(self) -> None:
         """See `Steps.require_whole`."""
-        if self._withheld and not runs_of_step(self.optimizer):
+        if (self._withheld or self._whole is not None) and not runs_of_step(self.optimizer):
             self.abandon()
-        if self._withheld or self._progress is not Progress.WHOLE:
+        if self._withheld or self._whole is not None or self._progress is not Progress.WHOLE:
             raise not_whole(self.optimizer)
 
     def begin_use(self, bindings: Sequence[Binding]) -> None:
-        """See `Steps.begin_use`: windows are open already."""
+        """See `Steps.begin_use`: a bundle at a time windows are open already."""
+        if self._whole is not None:
+            self._whole.begin_use(bindings)
 
     def note_write(self) -> None:
-        """See `Steps.note_write`: every bundle that is stepped counts as written."""
+        """See `Steps.note_write`: every bundle that is stepped by itself counts as written."""
+        if self._whole is not None:
+            self._whole.note_write()
 
     def begin_model(self) -> None:
         """See `Steps.begin_model`: it is no part of such a step."""
 
     def explain(self, error: CapacityError) -> CapacityError:
-        """See `Steps.explain`: it says itself which bundle it is."""
-        return error
+        """See `Steps.explain`: of one bundle it says itself which it is."""
+        return error if self._whole is None else self._whole.explain(error)
 
     # --- the step -----------------------------------------------------------------------------
 

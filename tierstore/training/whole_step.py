@@ -25,10 +25,18 @@ import torch
 
 from tierstore.errors import CapacityError
 from tierstore.training.binding import Binding, natively
+from tierstore.training.known import is_per_parameter
 from tierstore.training.optimizer_state import OptimizerState
 from tierstore.training.turns import Progress, Trainer, not_whole, own_step, runs_of_step
 
 Closure = Callable[..., object]
+
+_IS_UNKNOWN = "is not known to treat each parameter by itself"
+_REFUSES = "refuses a parameter of this step for its kind or its gradient's (sparse, complex, empty)"
+_REGISTER = (
+    "If its step gives the same bits a few parameters at a time, say so before offload(...): "
+    "tierstore.training.register_optimizer({kind}). Else: "
+)
 
 
 class Moment(enum.Enum):
@@ -89,12 +97,16 @@ class WholeSteps:
         """The step begins; it is called as it was, but that its closure is watched."""
         if self._moment is not Moment.AT_REST:
             self.abandon()
+        self._trainer.begin_step(self)
+        self.begin()
+        return self._with_closure_watched(args, kwargs)
+
+    def begin(self) -> None:
+        """A step begins that the session knows of, without a closure."""
         self._turn(Turning.BEGIN)
         self._thread = threading.get_ident()
         self._writes = 0
-        self._trainer.begin_step(self)
         self._go_on()
-        return self._with_closure_watched(args, kwargs)
 
     def after(self) -> bool:
         """Take in the state that there is now; return whether a step has ended."""
@@ -112,6 +124,11 @@ class WholeSteps:
         if self._has_written():
             self._progress = Progress.PARTIAL
         self._end()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the last step has left something half done."""
+        return self._progress is Progress.PARTIAL
 
     def require_whole(self) -> None:
         """See `Steps.require_whole`."""
@@ -231,11 +248,12 @@ class WholeSteps:
             if self._has_written()
             else "Nothing was changed: parameters, gradients and state are as before the step."
         )
+        is_known = is_per_parameter(self.optimizer)
         return CapacityError(
-            f"{kind} is not known to treat each parameter by itself, so its own step runs, and what it needs "
-            f"at once finds no room: {error} {consequence} If its step gives the same bits a few parameters "
-            f"at a time, say so before offload(...): tierstore.training.register_optimizer({kind}). Else "
-            f"give the tier {error.tier!r} room for all that it brings together.",
+            f"{kind} {_REFUSES if is_known else _IS_UNKNOWN}, so its own step runs, and what it needs at "
+            f"once finds no room: {error} {consequence} "
+            + ("" if is_known else _REGISTER.format(kind=kind))
+            + f"Give the tier {error.tier!r} room for all that it brings together.",
             key=error.key,
             tier=error.tier,
             needed_bytes=error.needed_bytes,

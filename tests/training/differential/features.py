@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping, Set
 
 from tests.training.differential.buffers import AVERAGES
 from tests.training.differential.loops import ACTIONS
-from tests.training.differential.optimizers import OPTIMIZERS
 
-_RAISING_STEP = "a step that raises in its midst has stepped some bundles already"
 _FAST_PATH = "hooks of ours keep transformer layers from their fast path in evaluation"
 _RACE = "several threads write to one buffer: a race in plain PyTorch, too"
 _CRASH = "plain PyTorch crashes now and then: memory of a tensor that a transform has wrapped"
@@ -20,13 +18,6 @@ _DETACHED = "PyTorch detaches each saved tensor where saved-tensor hooks are in 
 _COPIED = "a traced child is not deep-copied in a run: it raises"
 
 OFF: dict[str, str] = {
-    **{
-        f"part embedding sparse + optimizer {name}": _RAISING_STEP
-        for name in OPTIMIZERS
-        if name != "plain sgd"
-    },
-    "part complex + optimizer adafactor": _RAISING_STEP,
-    "part complex + optimizer sgd": _RAISING_STEP,
     **{f"part writing buffer {how} + action threads": _RACE for how in AVERAGES},
     **{
         f"part writing buffer {how} + action {action}": _CRASH
@@ -34,8 +25,6 @@ OFF: dict[str, str] = {
         for action in ACTIONS
         if any(word in action for word in ("func", "vmap", "hessian", "vjp", "jvp", "jac"))
     },
-    "part empty + optimizer adafactor": _RAISING_STEP,
-    "part empty + optimizer muon": _RAISING_STEP,
     "part integer + action parameter anew": "another text of the same error",
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
     **dict.fromkeys(("action dispatch mode", "action dispatch mode around step"), _DETACHED),

@@ -1,0 +1,246 @@
+"""A step that raises in its midst has changed what plain PyTorch has changed by then; training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.twins import (
+    Trial,
+    assert_equal_lists,
+    assert_same,
+    config_of,
+    every_layout,
+    with_device,
+)
+from tierstore.errors import CapacityError
+from tierstore.training import offload
+from tierstore.training.gradient import nbytes_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR)")
+WIDTH = 64
+Optimizer = torch.optim.Optimizer
+Make = Callable[[Any], Optimizer]
+
+
+class Weight(nn.Module):
+    """A parameter of any kind, used so that it gets a gradient."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        made: Tensor = x + (torch.view_as_real(weight).square() if weight.is_complex() else weight).sum()
+        return made
+
+
+class Table(nn.Module):
+    """Looks one row up, with a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.table(torch.arange(len(x)))
+        return made
+
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "sparse": Table,
+    "complex": lambda: Weight(torch.randn(8, 8, dtype=torch.complex64)),
+    "empty": lambda: Weight(torch.empty(0, 3)),
+}
+MIXES = [*((each,) for each in PARTS), ("empty", "sparse", "complex")]
+
+OPTIMIZERS: dict[str, Make] = {
+    "asgd": lambda p: torch.optim.ASGD(p, foreach=True),
+    "adadelta": torch.optim.Adadelta,
+    "adafactor": torch.optim.Adafactor,
+    "adafactor foreach": lambda p: torch.optim.Adafactor(p, foreach=True),
+    "adagrad": torch.optim.Adagrad,
+    "adagrad decaying": lambda p: torch.optim.Adagrad(p, weight_decay=0.1),
+    "adagrad foreach": lambda p: torch.optim.Adagrad(p, foreach=True),
+    "adam": torch.optim.Adam,
+    "adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "adam fused": lambda p: torch.optim.Adam(p, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "adamax": torch.optim.Adamax,
+    "muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2]),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True),
+    "rprop": torch.optim.Rprop,
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd decaying": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "sparse adam": torch.optim.SparseAdam,
+}
+
+
+def _build(mix: Sequence[str], make: Make) -> Callable[[], tuple[nn.Module, list[Optimizer]]]:
+    def build() -> tuple[nn.Module, list[Optimizer]]:
+        linears = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+        model = nn.Sequential(*linears[:3], *(PARTS[each]() for each in mix), *linears[3:])
+        return model, [make(list(model.parameters()))]
+
+    return build
+
+
+def _log_all(trial: Trial) -> None:
+    for parameter in trial.model.parameters():
+        trial.log(parameter)
+        gradient = parameter.grad
+        trial.log(gradient)
+        for name, value in sorted(trial.optimizer.state.get(parameter, {}).items()):
+            trial.log(torch.tensor([ord(each) for each in name]))
+            if isinstance(value, Tensor):
+                trial.log(value)
+
+
+def _step(trial: Trial) -> None:
+    """Step, and note what it raises."""
+    text = ""
+    try:
+        trial.optimizer.step()
+    except CapacityError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it is noted
+        text = f"{type(error).__name__}: {error}"
+    trial.log(torch.tensor([ord(each) for each in text]))
+    _log_all(trial)
+
+
+def _loop(trial: Trial) -> None:
+    for _ in range(2):
+        trial.model(torch.randn(2, WIDTH)).square().mean().backward()
+        _step(trial)
+        for parameter in trial.model.parameters():  # without those that may have been refused
+            if not (parameter.is_complex() or not parameter.numel()) and parameter.grad is not None:
+                parameter.grad = parameter.grad.to_dense()
+            else:
+                parameter.grad = None
+        _step(trial)
+        trial.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_refused_step_has_changed_what_it_changes_in_plain_pytorch(
+    kind: str, mix: Sequence[str], tmp_path: Path
+) -> None:
+    if kind == "sparse adam" and "complex" in mix:
+        pytest.skip("it refuses complex parameters when it is made")
+    for layout in ("disk", "device") if len(mix) == 1 else ("host", "three"):
+        room = {"offload_cpu_size": "8MB", **with_device(layout, "8MB")}
+        is_all_at_once = kind.endswith(("fused", "foreach"))
+        assert_same(_build(mix, OPTIMIZERS[kind]), _loop, layout, tmp_path, room if is_all_at_once else {})
+
+
+def _adam_in_two(parameters: Sequence[nn.Parameter]) -> Optimizer:
+    groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.05}]
+    return torch.optim.Adam(groups)
+
+
+@every_layout
+def test_groups_before_the_refused_one_are_stepped(layout: str, tmp_path: Path) -> None:
+    assert_same(_build(["sparse"], _adam_in_two), _loop, layout, tmp_path)
+
+
+@every_layout
+@pytest.mark.parametrize("kind", ["adam", "adagrad", "sgd", "sgd foreach", "sgd nesterov"])
+def test_a_step_is_refused_after_many_that_were_not(kind: str, layout: str, tmp_path: Path) -> None:
+    """Some of which were made ahead, as this one would have been."""
+
+    def loop(trial: Trial) -> None:
+        for number in range(6):
+            trial.model(torch.randn(2, WIDTH)).square().mean().backward()
+            if number % 2:
+                weight = trial.model[3].weight  # type: ignore[index]
+                assert isinstance(weight, Tensor)
+                weight.grad = torch.eye(WIDTH).to_sparse()
+            _step(trial)
+            trial.optimizer.zero_grad()
+
+    assert_same(_build([], OPTIMIZERS[kind]), loop, layout, tmp_path)
+
+
+@every_layout
+def test_a_closure_is_evaluated_once_before_a_refused_step(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        def closure() -> Tensor:
+            loss: Tensor = trial.model(torch.randn(2, WIDTH)).square().mean()
+            loss.backward()
+            trial.log(loss)
+            return loss
+
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+                trial.optimizer.step(closure)  # type: ignore[arg-type]
+            _log_all(trial)
+
+    assert_same(_build(["sparse"], OPTIMIZERS["adam"]), loop, layout, tmp_path)
+
+
+def test_a_parameter_that_is_not_offloaded_is_refused_in_its_turn(tmp_path: Path) -> None:
+    logged: list[list[Tensor | None]] = []
+    for is_offloaded in (False, True):
+        torch.manual_seed(0)
+        trial = Trial(*_build(["sparse"], OPTIMIZERS["adam"])())
+        if is_offloaded:
+            config = config_of("disk", tmp_path)
+            with offload(trial.model, trial.optimizer, config, ignored=["3.*"]):
+                _loop(trial)
+        else:
+            _loop(trial)
+        logged.append(trial.logged)
+    assert_equal_lists(*logged)
+
+
+@every_layout
+def test_a_sparse_tensor_is_added_where_the_parameter_is(layout: str, tmp_path: Path) -> None:
+    """PyTorch adds one without dense dimensions at twice the offset in the storage."""
+
+    def loop(trial: Trial) -> None:
+        sparse = torch.eye(WIDTH).to_sparse()
+        with torch.no_grad():
+            for parameter in trial.model.parameters():
+                if parameter.dim() == 2:
+                    trial.log(parameter.add_(sparse, alpha=2).sub_(sparse))
+                    parameter.__iadd__(sparse)
+                    torch._foreach_sub_([parameter], [sparse], alpha=0.5)
+        _log_all(trial)
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            next(trial.model.parameters()).add_(sparse)
+
+    assert_same(_build([], OPTIMIZERS["sgd"]), loop, layout, tmp_path)
+
+
+@every_layout
+def test_sparse_gradients_that_stay_are_counted(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(4):
+            loss: Tensor = trial.model(torch.randn(2, WIDTH)).square().mean()
+            loss.backward()
+            trial.log(loss)
+            trial.optimizer.step()
+            trial.optimizer.zero_grad(set_to_none=False)
+
+    assert_same(_build(["sparse"], OPTIMIZERS["sgd"]), loop, layout, tmp_path)
+
+
+def test_bytes_of_gradients_of_any_layout() -> None:
+    dense = torch.eye(8)
+    assert nbytes_of(dense) == 8 * 8 * 4
+    assert nbytes_of(dense.to_sparse()) == 8 * 4 + 2 * 8 * 8
+    assert nbytes_of(dense.to_sparse_csr()) >= 8 * 4
