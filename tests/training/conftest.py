@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +21,11 @@ def _on_the_accelerator() -> Iterator[None]:
     with late(kernel_us=20, copy_us=500), DEVICE:
         yield
     torch.accelerator.synchronize()
+
+
+@pytest.fixture
+def compiler_at_work() -> Iterator[None]:
+    """Let the compiler evaluate frames, as it does while something compiled runs or was interrupted."""
+    before = set_eval_frame(False)
+    yield
+    set_eval_frame(before)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import set_eval_frame
 
 from tests.training.one_budget import document
 from tests.training.swap_models import Llama, inputs
@@ -297,14 +296,6 @@ def test_what_was_pointed_elsewhere_goes_away_too(layout: str, to: str, tmp_path
             steps(1)(trial)
     assert_equal_lists(plain.logged, ours.logged)
     assert_equal_models(plain.model, ours.model)
-
-
-@pytest.fixture
-def compiler_at_work() -> Iterator[None]:
-    """Let the compiler evaluate frames, as it does while something compiled runs or was interrupted."""
-    before = set_eval_frame(False)
-    yield
-    set_eval_frame(before)
 
 
 @pytest.mark.usefixtures("compiler_at_work")
