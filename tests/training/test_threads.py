@@ -342,6 +342,39 @@ def test_a_state_dict_shares_no_entry_with_one_that_another_thread_makes_meanwhi
         assert not {id(each) for each in found.values()} & {id(each) for each in others[0].values()}
 
 
+class Attention(nn.Module):
+    """Takes another way where somebody sees the uses of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        batch = inputs.view(-1, 2, 8)
+        return cast("Tensor", self.inner(batch, batch, batch)[0].reshape(inputs.shape))
+
+
+@every_layout
+def test_attention_computes_the_same_way_in_several_threads(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(Attention() for _ in range(3))).eval()
+    expected = evaluate(model, range(20))
+    in_one_piece = torch._native_multi_head_attention
+    calls: list[int] = []
+
+    def counted(*args: Any) -> Any:  # noqa: ANN401 - torch's own
+        calls.append(threading.get_ident())
+        return in_one_piece(*args)
+
+    monkeypatch.setattr(torch, "_native_multi_head_attention", counted)
+    with offload(model, None, roomy(layout, tmp_path)):
+        for found in at_once(*(lambda: evaluate(model, range(20)) for _ in range(2))):
+            assert_equal_lists(expected, found)
+    assert len(calls) == 2 * 20 * 3
+    assert len(set(calls)) == 2
+
+
 # --- what is asked for while several threads use the model ------------------------------------------
 
 

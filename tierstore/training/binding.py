@@ -79,6 +79,7 @@ class Bindings:
     Attributes:
         leasing: whether they may be leased.
         pinned: those that keep the lease that they have got.
+        are_several: whether several threads use the model.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Bindings:
         self._addressed: dict[Binding, torch.Tensor] = {}  # with an alias that keeps the bytes where they are
         self._here = _Here()
         self._threads: list[threading.Thread] = []  # that use the model and that Python has started
-        self._are_several = False
+        self.are_several = False
 
     def note_access(self, binding: Binding) -> None:
         """Take in that a binding is used now."""
@@ -128,15 +129,15 @@ class Bindings:
 
     def note_thread(self) -> None:
         """This thread begins to use the model: see the module's second rule."""
-        if self._here.is_known and not self._are_several:
+        if self._here.is_known and not self.are_several:
             return
         with self._lock:
             self._threads = [each for each in self._threads if each.is_alive()]
             if not self._here.is_known:
                 self._here.is_known = True
                 self._threads += started_by_python(threading.get_ident())
-            were_several, self._are_several = self._are_several, len(self._threads) > 1
-            if self._are_several and not were_several:
+            were_several, self.are_several = self.are_several, len(self._threads) > 1
+            if self.are_several and not were_several:
                 for binding in self._by_storage.values():
                     if binding.is_dressed:
                         wear(binding, binding.guards)
@@ -209,7 +210,7 @@ class Bindings:
                 raise
 
     def _worn_in_window(self, binding: Binding, classes: Classes | None) -> Sequence[type]:
-        if self._are_several:
+        if self.are_several:
             return binding.guards
         return binding.plain if classes is None else classes(binding)
 

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training import guard
-from tierstore.training.binding import Binding, Bindings
+from tierstore.training.binding import Binding, Bindings, natively
 from tierstore.training.saved import SavedTensors, pop_hooks
 from tierstore.training.unseen import is_pytorchs_own, written_unseen
 
@@ -52,12 +53,13 @@ class _Entry:
     It is there before anything is opened, so that no interrupt leaves open what nobody knows of.
     """
 
-    __slots__ = ("is_pushed", "opened", "owner")
+    __slots__ = ("is_pushed", "natively", "opened", "owner")
 
     def __init__(self, owner: ModuleHooks) -> None:
         self.owner = owner
         self.opened: list[Binding] = []
         self.is_pushed = False
+        self.natively: AbstractContextManager[None] | None = None
 
 
 class _Running(threading.local):
@@ -107,6 +109,9 @@ class ModuleWindows:
         elif owner.written_unseen:
             self._bindings.watch(owner.written_unseen)
         entry.is_pushed = self._saved.push()
+        if owner.asks_for_guards and self._bindings.are_several:
+            entry.natively = natively()
+            entry.natively.__enter__()
 
     def leave(self, owner: ModuleHooks) -> None:
         """Close what `enter` opened; nothing, if it could not."""
@@ -118,6 +123,9 @@ class ModuleWindows:
         """End the innermost entry; it stays until that is done."""
         entries = self._running.entries
         entry = entries[-1]
+        if entry.natively is not None:
+            entry.natively.__exit__(None, None, None)
+            entry.natively = None
         if entry.is_pushed:
             entry.is_pushed = False
             pop_hooks()
@@ -240,6 +248,9 @@ class ModuleHooks:
         module: whose.
         bindings: the bundles that its forward needs.
         in_evaluation: those that it needs as well when it does not train.
+
+    Attributes:
+        asks_for_guards: whether its forward computes in another way where somebody sees its parameters' uses.
     """
 
     def __init__(
@@ -254,6 +265,7 @@ class ModuleHooks:
         self.bindings = tuple(bindings)
         self.in_evaluation = (*bindings, *in_evaluation)
         self.written_unseen = tuple(written_unseen(module, bindings))
+        self.asks_for_guards = isinstance(module, nn.MultiheadAttention)
 
     def leave_out(self, binding: Binding) -> None:
         """Open no window on ``binding`` from now on."""
