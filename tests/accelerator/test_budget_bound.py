@@ -167,3 +167,18 @@ def test_the_allocator_s_peak_is_within_the_limit_in_every_step(
                 assert_equal_lists(expected, loop.trial.logged)
         assert loop.refusal is None, "the last limit is enough for any of them"
         assert len(kept) == beside
+
+
+def test_what_stands_beside_the_store_leaves_it_what_it_would_have_alone(tmp_path: Path) -> None:
+    """A tenth is spared of what varies, and not of what is there all the time."""
+
+    def stayed(beside_bytes: int) -> int:
+        gc.collect()
+        kept = torch.empty(beside_bytes, dtype=torch.uint8)
+        loop = ran(made("blocks", "Adam"), 400 * KIB, tmp_path / str(beside_bytes))
+        assert loop.refusal is None
+        assert len(kept) == beside_bytes
+        return loop.peaks[-1]
+
+    with DEVICE:
+        assert stayed(4 * MIB) >= 0.9 * stayed(0) > 300 * KIB

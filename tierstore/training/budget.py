@@ -105,6 +105,7 @@ class DeviceBudget:
         self._floor_bytes = min(limit_bytes, homeless_bytes)
         self._own = dict.fromkeys(Phase, self._floor_bytes)
         self._program: dict[Phase, int] = {}  # its peaks in the last use that was measured
+        self._standing_bytes = 0  # what of them was there before the use, and does not vary
         self._seen: dict[Phase, int] = {}  # in the one that is being measured
         self._unseen = dict.fromkeys(Phase, 0)  # by the meter, as the allocator told afterwards
         self._leased: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the most that leases needed together
@@ -140,6 +141,7 @@ class DeviceBudget:
         if self._learning is lesson:
             self._elements = max(self._elements, elements)
         if self._learning is not None:
+            self._standing_bytes = self._meter.standing_bytes()
             self._meter.begin(inputs)
 
     def _require_less(self, lesson: _Lesson, elements: int) -> None:
@@ -286,7 +288,7 @@ class DeviceBudget:
     @property
     def has_room_for_gradients(self) -> bool:
         """Whether it is known that all there is fits beside the program, so that gradients may be its own."""
-        needed_bytes = int(self._program.get(Phase.MODEL, 0) * MARGIN) + self._all_bytes
+        needed_bytes = self._spared(self._program.get(Phase.MODEL, 0)) + self._all_bytes
         return not self._lessons[Phase.MODEL].steps_to_learn and needed_bytes <= self._limit_bytes
 
     @property
@@ -301,7 +303,12 @@ class DeviceBudget:
     @property
     def _beside_steps_bytes(self) -> int:
         """What the program leaves where an optimizer steps in the midst of backward."""
-        return self._limit_bytes - int((self._at_gradients_bytes + self._step_bytes) * MARGIN)
+        return self._limit_bytes - self._spared(self._at_gradients_bytes + self._step_bytes)
+
+    def _spared(self, program_bytes: int) -> int:
+        """Return what is left to the program that had so much: more, as what varies may be more."""
+        standing_bytes = min(self._standing_bytes, program_bytes)
+        return standing_bytes + int((program_bytes - standing_bytes) * MARGIN)
 
     # --- quotas -------------------------------------------------------------------------------
 
@@ -310,7 +317,7 @@ class DeviceBudget:
         gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else self.staying_bytes()
         for phase, program_bytes in self._program.items():
             rest_bytes = (
-                self._limit_bytes - int(program_bytes * MARGIN) - gradient_bytes - self._unseen[phase]
+                self._limit_bytes - self._spared(program_bytes) - gradient_bytes - self._unseen[phase]
             )
             if phase is Phase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
                 rest_bytes = min(rest_bytes, self._beside_steps_bytes)

@@ -49,6 +49,10 @@ class Meter(Protocol):
         """Return what there is now of what was seen while it was measured."""
         ...
 
+    def standing_bytes(self) -> int:
+        """Return what the program has that no use of the model makes: that was there before it began."""
+        ...
+
     def take_peak(self) -> int:
         """Return the most bytes at one moment since the last time this was asked."""
         ...
@@ -135,6 +139,10 @@ class EmulatedMeter:
         """See `Meter.live_bytes`."""
         self._counting.settle()
         return self._counting.live_bytes
+
+    def standing_bytes(self) -> int:
+        """See `Meter.standing_bytes`: what is seen here has been made in one."""
+        return 0
 
     def take_peak(self) -> int:
         """See `Meter.take_peak`."""
@@ -333,6 +341,7 @@ class AllocatorMeter:
         self._former_peak_bytes = 0
         self._asked_peak_bytes = torch.accelerator.max_memory_allocated(device)
         self._least_stored_bytes: int | None = None
+        self._standing_bytes: int | None = None
         self._has_told_peak = False  # the allocator, in this phase
         self._before_step_bytes: int | None = None  # None: no optimizer steps
         self._counting = _Counting(device.type, _ROUNDED_BYTES)
@@ -379,6 +388,12 @@ class AllocatorMeter:
     def live_bytes(self) -> int:
         """See `Meter.live_bytes`."""
         return torch.accelerator.memory_allocated(self._device) - self._stored_bytes()
+
+    def standing_bytes(self) -> int:
+        """See `Meter.standing_bytes`: the least that there was when one began."""
+        least, live_bytes = self._standing_bytes, self.live_bytes()
+        self._standing_bytes = live_bytes if least is None else min(least, live_bytes)
+        return self._standing_bytes
 
     def take_peak(self) -> int:
         """See `Meter.take_peak`."""
