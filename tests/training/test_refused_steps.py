@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.twins import (
     Trial,
@@ -244,3 +245,33 @@ def test_bytes_of_gradients_of_any_layout() -> None:
     assert nbytes_of(dense) == 8 * 8 * 4
     assert nbytes_of(dense.to_sparse()) == 8 * 4 + 2 * 8 * 8
     assert nbytes_of(dense.to_sparse_csr()) >= 8 * 4
+
+
+class _Seen(TorchDispatchMode):
+    """Notes which operators ask for a tensor's looks."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.looks: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if str(func).endswith("_dim.default"):
+            self.looks.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@every_layout
+@pytest.mark.parametrize("kind", ["adagrad", "adam", "sgd", "sgd foreach"])
+def test_a_dispatch_mode_does_not_see_that_gradients_are_looked_at(
+    kind: str, layout: str, tmp_path: Path
+) -> None:
+    def loop(trial: Trial) -> None:
+        trial.model(torch.randn(2, WIDTH)).square().mean().backward()
+        trial.model[0].weight.grad = torch.eye(WIDTH).to_sparse()  # type: ignore[index]
+        with _Seen() as seen:
+            _step(trial)
+            with torch.no_grad():
+                trial.model[1].weight.add_(torch.eye(WIDTH).to_sparse())  # type: ignore[index]
+        trial.log(torch.tensor([ord(each) for each in "".join(seen.looks)]))
+
+    assert_same(_build(["sparse"], OPTIMIZERS[kind]), loop, layout, tmp_path, with_device(layout, "8MB"))

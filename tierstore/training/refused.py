@@ -103,7 +103,8 @@ def _unusual(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Iterator
 def _look_of(tensor: torch.Tensor | None) -> Look:
     if tensor is None or tensor.layout is torch.strided:
         return Look(torch.strided, 0)
-    return Look(tensor.layout, tensor.sparse_dim() if tensor.layout is torch.sparse_coo else 0)
+    with ordinary_mode():  # a dispatch mode would see that somebody asks
+        return Look(tensor.layout, tensor.sparse_dim() if tensor.layout is torch.sparse_coo else 0)
 
 
 def _is_refused(optimizer: torch.optim.Optimizer, group: Group, kind: Kind, device: torch.device) -> bool:

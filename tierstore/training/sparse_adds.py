@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tierstore.training.own_work import ordinary_mode
+
 _ADD: frozenset[Callable[..., Any]] = frozenset(
     {
         torch.Tensor.add_,
@@ -30,7 +32,10 @@ _ADD_LISTS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 def _is_without_dense_dimensions(tensor: object) -> bool:
     """Whether a tensor is one that PyTorch adds to other memory than it is told to."""
-    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo and tensor.dense_dim() == 0
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        return False
+    with ordinary_mode():  # a dispatch mode would see that somebody asks
+        return tensor.dense_dim() == 0
 
 
 def adds_sparse(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
