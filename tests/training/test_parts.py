@@ -250,3 +250,21 @@ def test_what_was_parts_of_one_memory_before_the_run_is_that_after_it(
     _write_around(plain, None)
     _write_around(ours, None)
     assert_equal_lists(plain.logged, ours.logged)
+
+
+@every_layout
+def test_parts_that_go_to_another_device_in_the_end_share_memory_there(layout: str, tmp_path: Path) -> None:
+    """A model that was in host memory is computed with elsewhere, if there is an accelerator."""
+    with torch.device("cpu"):
+        model, _ = _build()
+        assert isinstance(model, nn.Sequential)
+    with offload(model, None, config_of(layout, tmp_path, with_device(layout, "640KB"))):
+        flat = _overlapping_parts(model)
+        model.get_parameter("1.bias").data = flat
+        model.get_parameter("2.bias").data = torch.ones(WIDTH)
+    begin_bytes = model.get_parameter("1.bias").data_ptr()
+    assert [p.device.type for p in model.parameters()] == ["cpu"] * len(list(model.parameters()))
+    for name, offset in {"0.weight": 0, "0.bias": 5, "2.weight": WIDTH * WIDTH}.items():
+        parameter = model.get_parameter(name)
+        assert parameter.data_ptr() == begin_bytes + 4 * offset
+        assert torch.equal(parameter.view(-1), flat.cpu()[offset:][: parameter.numel()])

@@ -21,7 +21,7 @@ from tierstore.training import entries, guard
 from tierstore.training.binding import Binding, Bindings, natively, set_data
 from tierstore.training.ending import Ending
 from tierstore.training.homes import Where
-from tierstore.training.identity import aliases_of
+from tierstore.training.identity import aliases_of, has_bytes
 from tierstore.training.layout import (
     Place,
     Region,
@@ -227,10 +227,16 @@ class Adopter:
             first: the bundles that matter most.
             ending: that this is a part of.
         """
+        ending.attempt(self._note_parts_abroad)
         for binding in [*first, *(each for each in list(self._origins) if each not in first)]:
             failure = ending.attempt(functools.partial(self.restore, binding))
             if failure is not None and binding in self._origins:
                 ending.attempt(functools.partial(self._lose, binding, ending, failure))
+
+    def _note_parts_abroad(self) -> None:
+        for binding in list(self._origins):
+            abroad = [number for number in binding.abroad if has_bytes(binding.tensors[number])]
+            binding.note_parts(abroad, is_larger=False)
 
     def _hand_out(self, binding: Binding, flat: torch.Tensor, aliases: Sequence[torch.Tensor]) -> None:
         """Give tensors their bytes for good; what else is a view of these bytes is one of them then."""
@@ -255,7 +261,7 @@ class Adopter:
                 if binding.where[number] is Where.HOME:
                     set_data(tensor, values[number])
                 elif devices[number].type not in (tensor.device.type, "meta"):
-                    set_data(tensor, tensor.detach().to(devices[number]))
+                    set_data(tensor, _moved(tensor, binding.parts.get(number), devices[number]))
             tensor.__class__ = plain
         entries.release(binding)
         guard.dismiss(binding)
@@ -360,3 +366,18 @@ def _in_larger_memory(
         for place in members:
             raw_bytes(place.view(memory, begin_bytes)).copy_(raw_bytes(place.view(flat)))
     return ground
+
+
+def _moved(tensor: torch.Tensor, part: Part | None, device: torch.device) -> torch.Tensor:
+    """Return a tensor in memory of another device, and there in one with those that share its memory.
+
+    Called natively.
+    """
+    if part is not None:
+        place = place_of("", tensor, part.begin_bytes)
+        ground = ground_of([place], {0: part}, device)
+        if ground is not None:
+            moved = place.view(*ground)
+            raw_bytes(moved).copy_(raw_bytes(tensor))
+            return moved
+    return tensor.detach().to(device)

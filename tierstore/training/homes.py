@@ -226,12 +226,12 @@ class Binding:
         self.where[number] = _NEXT[self.where[number], move]
         self.departures[number] += move is Move.POINTED_ELSEWHERE
 
-    def note_parts(self, numbers: Iterable[int]) -> None:
-        """Take in of which larger memory some tensors are parts, while they have their own bytes."""
+    def note_parts(self, numbers: Iterable[int], *, is_larger: bool = True) -> None:
+        """Take in of which memory some tensors are parts, while they have their own bytes: see `part_of`."""
         with _Natively():
             for number in numbers:
                 self.parts.pop(number, None)
-                part = part_of(self.tensors[number])
+                part = part_of(self.tensors[number], is_larger=is_larger)
                 if part is not None:
                     self.parts[number] = part
 

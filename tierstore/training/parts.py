@@ -82,16 +82,20 @@ _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionar
 """By what each storage is known by."""
 
 
-def part_of(tensor: torch.Tensor) -> Part | None:
-    """Return of which larger memory a tensor is a part; ``None``: it has all of its storage.
+def part_of(tensor: torch.Tensor, *, is_larger: bool = True) -> Part | None:
+    """Return of which memory a tensor is a part; ``None``: of none that counts.
 
     Called natively, while the tensor has its bytes.
+
+    Args:
+        tensor: with a storage.
+        is_larger: whether only memory counts that is larger than the tensor.
     """
     if tensor.is_meta or tensor.numel() == 0:
         return None
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes if tensor.is_contiguous() else span_of(tensor)  # the first is faster
-    if nbytes == storage.nbytes():
+    if is_larger and nbytes == storage.nbytes():
         return None
     memory = _memories.get(storage._cdata) or Memory(storage)  # noqa: SLF001 - what it is known by
     return memory.part(int(tensor.storage_offset()) * tensor.element_size())
