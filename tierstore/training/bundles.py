@@ -17,7 +17,7 @@ import torch
 from tierstore.errors import KeyNotFound
 from tierstore.outputs import host_memory
 from tierstore.store import Store
-from tierstore.training import entries, guard
+from tierstore.training import entries, guard, guarded
 from tierstore.training.binding import Binding, Bindings, natively, set_data
 from tierstore.training.ending import Ending
 from tierstore.training.homes import Where
@@ -153,7 +153,7 @@ class Adopter:
             else poison_for(place, self._store.device)
             for place, tensor in zip(places, tensors, strict=True)
         ]
-        guards = [guard.guard_of(type(tensor)) for tensor in tensors]
+        guards = [guarded.guard_of(type(tensor)) for tensor in tensors]
         binding = Binding(key, places, nbytes, tensors, guards, poisons)
         binding.after_use = placement.after_use
         self.nbytes[key] = nbytes

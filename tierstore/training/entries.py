@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from tierstore.training import guard
+from tierstore.training.askers import is_for_a_parameter
 from tierstore.training.binding import Binding, natively, set_data
 from tierstore.training.layout import fill, place_of
 from tierstore.training.uses import ESCAPES, EXPORTS, LAYOUT, PASSING, Function, get_data, may_write_unseen
@@ -174,7 +175,7 @@ def _torch_function(
             return func(*args, **kwargs)
     entries = list(_entries_in((*args, *kwargs.values())))
     originals = {id(each): each for each in map(_original_of, entries) if each is not None}
-    if func is torch.Tensor.detach and guard.is_for_a_parameter():
+    if func is torch.Tensor.detach and is_for_a_parameter():
         return _of_its_own(args[0])
     for original in originals.values():
         original.refresh()

@@ -23,7 +23,7 @@ import torch
 
 from tierstore.errors import UsageError
 from tierstore.store import Store
-from tierstore.training import guard
+from tierstore.training import guard, guarded
 from tierstore.training.binding import Access, Binding, Bindings, natively, set_data
 from tierstore.training.ending import Ending
 from tierstore.training.gradient import (
@@ -267,7 +267,7 @@ class Gradients:
         with self._bindings.apart():
             places, nbytes = lay_out([(f"the gradient of {gradient.name}", fresh)])
             poison = poison_for(places[0], fresh.device)
-            binding = Binding(key, places, nbytes, [fresh], [guard.guard_of(torch.Tensor)], [poison])
+            binding = Binding(key, places, nbytes, [fresh], [guarded.guard_of(torch.Tensor)], [poison])
             binding.is_saved_by_reference = False
             binding.after_use = self._placement.after_use
             if self.note_put is not None:
@@ -278,7 +278,7 @@ class Gradients:
         set_native_gradient(gradient.parameter, None)
         guard.enrol(binding, self._warden)
         set_data(fresh, poison)
-        fresh.__class__ = guard.guard_of(torch.Tensor)
+        fresh.__class__ = guarded.guard_of(torch.Tensor)
 
     def _forget(self, gradient: Gradient) -> None:
         """Drop the stash, if there is one; a handle that somebody else has becomes an ordinary tensor."""

@@ -10,13 +10,11 @@ Outside its window a tensor wears a guard's class, whose ``__torch_function__`` 
    lives, and they count as written.  What leaves as a bare address, which refers to nothing, keeps them
    until the model is called or an optimizer steps.
 
-Inside a module's window a parameter wears an *open* class: PyTorch's own but for ``data`` and
-``grad``, which are looked after.
+The classes themselves stand in `tierstore.training.guarded`.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -27,7 +25,6 @@ from torch.optim.swa_utils import AveragedModel
 from tierstore.errors import UsageError
 from tierstore.training.askers import is_asked_by, is_for_a_parameter
 from tierstore.training.binding import Binding, natively
-from tierstore.training.layout import place_of, raw_bytes
 from tierstore.training.sparse_adds import add_beside, adds_sparse
 from tierstore.training.tenants import Needed, Tenant, Warden, dismiss, enrol, is_poisoned, tenant_of
 from tierstore.training.unseen import is_foreign_operator
@@ -40,14 +37,11 @@ from tierstore.training.uses import (
     PASSING,
     RESIZES,
     Function,
-    get_data,
     may_write_unseen,
 )
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _set_data: Function = _Tensor.data.__set__
-_get_grad: Function = _Tensor.grad.__get__
-_set_grad: Function = _Tensor.grad.__set__
 
 
 __all__ = [
@@ -56,15 +50,20 @@ __all__ = [
     "Warden",
     "dismiss",
     "enrol",
-    "guard_of",
-    "is_for_a_parameter",
+    "fault",
+    "in_memory_of_its_own",
     "is_poisoned",
-    "open_of",
+    "needed_by",
+    "of_its_own_class",
+    "plain_classes",
+    "take_off_in",
     "tenant_of",
+    "tenants_in",
     "torch_function",
+    "with_windows",
 ]
 
-_guards: dict[type, type] = {}
+plain_classes: dict[type, type] = {}
 """What each guard's class stands for."""
 
 
@@ -91,27 +90,29 @@ def torch_function(
         with natively():
             looks = args[0] if tenant.is_abroad else tenant.binding.twins[tenant.number]
             return func(looks, *args[1:], **kwargs)
-    return add_beside(func, *args, **kwargs) if adds_sparse(func, args) else _fault(func, args, kwargs)
+    return add_beside(func, *args, **kwargs) if adds_sparse(func, args) else fault(func, args, kwargs)
 
 
 # ---------------------------------------------------------------------- faults
 
 
-def _tensors_in(values: Iterable[object]) -> Iterator[Tenant]:
+def tenants_in(values: Iterable[object]) -> Iterator[Tenant]:
+    """Yield what is known of each guarded tensor in arguments, also in lists and dicts."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if (tenant := tenant_of(value)) is not None:
                 yield tenant
             else:
-                _take_off_in([value])
+                take_off_in([value])
         elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
+            yield from tenants_in(value)
         elif isinstance(value, dict):
-            yield from _tensors_in(value.values())
+            yield from tenants_in(value.values())
 
 
-def _fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    tenants = list(_tensors_in((*args, *kwargs.values())))
+def fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Run ``func`` when the bytes that it needs are here."""
+    tenants = list(tenants_in((*args, *kwargs.values())))
     if not tenants:
         return func(*args, **kwargs)
     if func in _BACKWARDS:
@@ -119,15 +120,15 @@ def _fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obj
     if func in _SPECIAL and (made := _SPECIAL[func](tenants[0], *args)) is not None:
         return made
     if func in RESIZES:
-        func = _in_memory_of_its_own(func)
+        func = in_memory_of_its_own(func)
     if len({tenant.binding for tenant in tenants}) > 1 and func.__name__.startswith(LISTWISE):
         parts = _parts_by_bundle(args, kwargs)
         if len(parts) > 1:
             return _part_by_part(func, args, kwargs, parts)
-    return _with_windows(_needed(tenants), func, args, kwargs)
+    return with_windows(needed_by(tenants), func, args, kwargs)
 
 
-def _needed(tenants: Iterable[Tenant]) -> Needed:
+def needed_by(tenants: Iterable[Tenant]) -> Needed:
     """Return the bundles of some tensors, by who looks after them: each run has its own store."""
     needed: dict[Warden, dict[Binding, None]] = {}
     for tenant in tenants:
@@ -135,15 +136,15 @@ def _needed(tenants: Iterable[Tenant]) -> Needed:
     return {warden: list(bindings) for warden, bindings in needed.items()}
 
 
-def _take_off_in(values: Iterable[object]) -> None:
+def take_off_in(values: Iterable[object]) -> None:
     """Give tensors that wear a guard's class and that nobody knows the class that they would have without."""
     for value in values:
         if isinstance(value, list | tuple):
-            _take_off_in(value)
+            take_off_in(value)
         elif isinstance(value, dict):
-            _take_off_in(value.values())
-        elif type(value) in _guards:
-            value.__class__ = _guards[type(value)]
+            take_off_in(value.values())
+        elif type(value) in plain_classes:
+            value.__class__ = plain_classes[type(value)]
 
 
 def _detach(tenant: Tenant, tensor: torch.Tensor, *_: object) -> torch.Tensor | None:
@@ -192,14 +193,14 @@ def _of_the_same_class(tensor: torch.Tensor) -> torch.Tensor:
     tenant = tenant_of(tensor)
     assert tenant is not None
     kind = type(tensor)
-    alias = cast("torch.Tensor", _with_windows(_needed([tenant]), torch.Tensor.detach, (tensor,), {}))
-    plain = _guards.get(kind, kind)
+    alias = cast("torch.Tensor", with_windows(needed_by([tenant]), torch.Tensor.detach, (tensor,), {}))
+    plain = plain_classes.get(kind, kind)
     if plain in (torch.Tensor, torch.nn.Parameter) or type(alias) is plain:  # else PyTorch refuses it
         alias.__class__ = kind
     return alias
 
 
-def _in_memory_of_its_own(func: Function) -> Function:
+def in_memory_of_its_own(func: Function) -> Function:
     """Return ``func`` for a tensor that gets a copy of its bytes first: in its bundle it has neighbours."""
 
     @functools.wraps(func)
@@ -210,7 +211,7 @@ def _in_memory_of_its_own(func: Function) -> Function:
     return alone
 
 
-def _with_windows(
+def with_windows(
     needed: Needed,
     func: Function,
     args: tuple[Any, ...],
@@ -235,7 +236,7 @@ def _with_windows(
         guarded = [*guarded, *(kind for each in bindings if each.worn is each.guards for kind in each.plain)]
         with warden.watch_saved():
             if others:
-                result = _with_windows(dict(others), func, args, kwargs, guarded)
+                result = with_windows(dict(others), func, args, kwargs, guarded)
             else:
                 result = _run(guarded, func, args, kwargs)
         if func in ADDRESSES:
@@ -266,14 +267,14 @@ def _run(kinds: Sequence[type], func: Function, args: tuple[Any, ...], kwargs: d
         ask: Function = seeing[0].__torch_function__  # type: ignore[attr-defined]
         return ask(func, tuple(seeing), args, kwargs)
     if func is torch.Tensor.__repr__:  # which tells the class
-        args = (_of_its_own_class(args[0]),)
+        args = (of_its_own_class(args[0]),)
     with natively():
         return func(*_exported(func, args), **kwargs)
 
 
-def _of_its_own_class(tensor: torch.Tensor) -> torch.Tensor:
+def of_its_own_class(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that has its bytes, or an alias in the class that it has without a guard."""
-    kind = _guards.get(type(tensor))
+    kind = plain_classes.get(type(tensor))
     if kind is None:
         return tensor
     with natively():
@@ -305,7 +306,7 @@ def _parts_by_bundle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list
     lists = [value for value in (*args, *kwargs.values()) if _is_list(value, length)]
     parts: dict[frozenset[Binding], list[int]] = {}
     for index in range(length):
-        involved = frozenset(tenant.binding for tenant in _tensors_in(each[index] for each in lists))
+        involved = frozenset(tenant.binding for tenant in tenants_in(each[index] for each in lists))
         parts.setdefault(involved, []).append(index)
     return list(parts.values())
 
@@ -346,10 +347,10 @@ def _backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         args = (args[0], _edges(args[1]), *args[2:])
     elif kwargs.get("inputs") is not None:
         kwargs = {**kwargs, "inputs": _edges(kwargs["inputs"])}
-    tenants = list(_tensors_in((*args, *kwargs.values())))
+    tenants = list(tenants_in((*args, *kwargs.values())))
     if not tenants:
         return func(*args, **kwargs)
-    return _with_windows(_needed(tenants), func, args, kwargs)
+    return with_windows(needed_by(tenants), func, args, kwargs)
 
 
 def _edges(given: object) -> list[object]:
@@ -367,219 +368,3 @@ def _edge(tensor: torch.Tensor) -> object:
         raise RuntimeError("One of the differentiated Tensors does not require grad")
     with natively():
         return torch.autograd.graph.get_gradient_edge(tensor)
-
-
-# ---------------------------------------------------------------------- the classes
-
-
-def _data(self: torch.Tensor) -> torch.Tensor:
-    """Return an alias of the bytes, which stay while it lives."""
-    tenant = tenant_of(self)
-    if tenant is None:
-        _take_off_in([self])
-        with natively():
-            return cast("torch.Tensor", get_data(self))
-    return cast("torch.Tensor", _with_windows(_needed([tenant]), get_data, (self,), {}))
-
-
-def _data_in_window(self: torch.Tensor) -> torch.Tensor:
-    """Return an alias of the bytes; what it writes is not counted, so they count as written."""
-    if (tenant := tenant_of(self)) is not None:
-        tenant.binding.is_dirty = True
-    return cast("torch.Tensor", get_data(self))
-
-
-def _point(self: torch.Tensor, value: torch.Tensor) -> None:
-    """Do what ``p.data = value`` means: from then on it has that memory, and whatever is written there.
-
-    Raises:
-        UsageError: the memory is on another device.
-    """
-    if value is self:
-        return
-    tenant = tenant_of(self)
-    if tenant is None:
-        with natively():
-            _set_data(self, value)
-        return
-    if value.device != tenant.warden.bindings.store.device:
-        raise UsageError(
-            f"cannot point {tenant.place.name!r} at memory of {value.device}: it is offloaded, to compute on "
-            f"{tenant.warden.bindings.store.device}. Move it before offload(...) or after the run.",
-            key=tenant.binding.key,
-        )
-    _with_windows(_needed(_tensors_in((self, value))), _set_data, (self, value), {})
-
-
-def _set(self: torch.Tensor, *source: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own signature
-    """Do what ``p.set_(source)`` means; PyTorch asks no guard about it."""
-    return cast("torch.Tensor", torch_function(type(self), torch.Tensor.set_, (), (self, *source), named))
-
-
-def _as_subclass(self: torch.Tensor, kind: type) -> torch.Tensor:
-    """Do what ``p.as_subclass(kind)`` means; PyTorch asks no guard about it."""
-    return cast("torch.Tensor", torch_function(type(self), torch.Tensor.as_subclass, (), (self, kind)))
-
-
-def _resize(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own
-    return cast("torch.Tensor", _in_memory_of_its_own(torch.Tensor.resize_)(self, *args, **kwargs))
-
-
-def _resize_as(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own
-    return cast("torch.Tensor", _in_memory_of_its_own(torch.Tensor.resize_as_)(self, *args, **kwargs))
-
-
-def _refuse_to_be_swapped(self: torch.Tensor) -> int:
-    """PyTorch asks for this count before it swaps tensors, and for nothing else."""
-    tenant = tenant_of(self)
-    name = "a tensor of an offloaded model" if tenant is None else repr(tenant.place.name)
-    raise UsageError(
-        f"cannot swap {name} with another tensor while it is offloaded: torch.utils.swap_tensors is seen by "
-        "nobody. Use p.data = other, or swap before offload(...)."
-    )
-
-
-def _grad(self: torch.Tensor) -> torch.Tensor | None:
-    tenant = tenant_of(self)
-    if tenant is None:
-        _take_off_in([self])
-        with natively():
-            return cast("torch.Tensor | None", _get_grad(self))
-    return tenant.warden.gradient_of(self)
-
-
-def _store_grad(self: torch.Tensor, value: torch.Tensor | None) -> None:
-    tenant = tenant_of(self)
-    if tenant is None:
-        _take_off_in([self])
-        with natively():
-            _set_grad(self, value)
-        return
-    tenant.warden.set_gradient(self, value)
-
-
-def _drop_grad(self: torch.Tensor) -> None:
-    _store_grad(self, None)
-
-
-def _is_param(self: torch.Tensor) -> object:
-    if "_is_param" not in vars(self):
-        raise AttributeError("_is_param")
-    return vars(self)["_is_param"]
-
-
-def _become_param(self: torch.Tensor, value: object) -> None:
-    """PyTorch has made a parameter of an alias, and marks it as it does all of other classes."""
-    if tenant_of(self) is None:
-        _take_off_in([self])
-    if type(self) is not torch.nn.Parameter:
-        vars(self)["_is_param"] = value
-
-
-def _independent(self: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor with the same bytes, unknown to any store."""
-    tenant = tenant_of(self)
-    assert tenant is not None
-    with tenant.warden.bindings.window([tenant.binding]):
-        return copy.deepcopy(_of_its_own_class(self), {})
-
-
-def _deepcopy(self: torch.Tensor, memo: dict[int, object]) -> object:
-    if id(self) not in memo:
-        memo[id(self)] = _independent(self)
-    return memo[id(self)]
-
-
-def _reduce_ex(self: torch.Tensor, protocol: int) -> object:
-    alone = _independent(self)
-    tenant = tenant_of(self)
-    assert tenant is not None
-    with tenant.warden.bindings.window([tenant.binding]):
-        place = place_of("", self.detach(), 0)
-        if not place.is_of(alone):  # it has gaps, say: a copy has none, and what is pickled has
-            _set_data(alone, place.view(raw_bytes(self.detach()).clone()))
-    return alone.__reduce_ex__(protocol)
-
-
-@functools.cache
-def guard_of(kind: type) -> type:
-    """Return the class that a tensor of class ``kind`` wears while its bytes are away."""
-    members = {
-        "__doc__": f"A {kind.__name__} whose bytes are in a store; using it brings them.",
-        "__module__": __name__,
-        "__torch_function__": classmethod(torch_function),
-        "__deepcopy__": _deepcopy,
-        "__reduce_ex__": _reduce_ex,
-        "data": property(_data, _point),
-        "set_": _set,
-        "as_subclass": _as_subclass,
-        "_use_count": _refuse_to_be_swapped,
-        "_is_param": property(_is_param, _become_param),
-    }
-    if issubclass(kind, torch.nn.Parameter):
-        members["grad"] = property(_grad, _store_grad, _drop_grad)
-    guard = type(kind)(f"Guarded{kind.__name__}", (kind,), members)
-    _guards[guard] = kind
-    return guard
-
-
-@functools.cache
-def open_of(kind: type) -> type:
-    """Return the class that a parameter of class ``kind`` wears in its module's window."""
-    members = {
-        "__doc__": f"A {kind.__name__} whose bytes are here for now.",
-        "__module__": __name__,
-        "__torch_function__": kind.__torch_function__,  # type: ignore[attr-defined]
-        "data": property(_data_in_window, _point),
-        "resize_": _resize,
-        "resize_as_": _resize_as,
-        "grad": property(_grad, _store_grad, _drop_grad),
-    }
-    return type(kind)(f"Open{kind.__name__}", (kind,), members)
-
-
-def _let_foreach_take_handles() -> None:
-    """Let PyTorch choose ``torch._foreach_*`` for guarded tensors where it would for plain ones.
-
-    Its choice goes by exact classes, and on an accelerator the other way gives other bits.
-    """
-    kinds = getattr(torch.utils._foreach_utils, "_foreach_supported_types", None)  # noqa: SLF001
-    if isinstance(kinds, list) and guard_of(torch.Tensor) not in kinds:
-        kinds.append(guard_of(torch.Tensor))
-
-
-def _let_scripts_take_guarded() -> None:
-    """Let functions that ``torch.jit.script`` made be seen where they are given a guarded tensor.
-
-    They are called in C++, which asks no ``__torch_function__``, and would compute with what stands in for
-    bytes that are away.
-    """
-    in_cpp: Function = torch.jit.ScriptFunction.__call__
-
-    def call(*args: object, **kwargs: object) -> object:
-        return in_cpp(*args, **kwargs)
-
-    @functools.wraps(in_cpp)
-    def seen(*args: object, **kwargs: object) -> object:
-        is_guarded = any(True for _ in _tensors_in((*args, *kwargs.values())))
-        return _fault(call, args, kwargs) if is_guarded else in_cpp(*args, **kwargs)
-
-    torch.jit.ScriptFunction.__call__ = seen  # type: ignore[method-assign,assignment]
-
-
-def _let_set_be_seen() -> None:
-    """Let ``torch.Tensor.set_(p, source)`` be seen as ``p.set_(source)`` is; it asks for an address."""
-    in_cpp: Function = torch.Tensor.set_
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it knows what is in C++
-    @functools.wraps(in_cpp)
-    def seen(self: torch.Tensor, *source: object, **named: object) -> object:
-        is_guarded = type(self) in _guards
-        return _set(self, *source, **named) if is_guarded else in_cpp(self, *source, **named)
-
-    torch.Tensor.set_ = seen  # type: ignore[method-assign]
-
-
-_let_foreach_take_handles()
-_let_scripts_take_guarded()
-_let_set_be_seen()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tierstore.training import guard
+from tierstore.training import guarded
 from tierstore.training.binding import Binding, Bindings, natively
 from tierstore.training.saved import SavedTensors, pop_hooks
 from tierstore.training.unseen import is_pytorchs_own, written_unseen
@@ -166,7 +166,7 @@ class ModuleWindows:
         classes = self._classes.get(binding)
         if classes is None:
             classes = self._classes[binding] = [
-                guard.open_of(kind) if issubclass(kind, nn.Parameter) else kind for kind in binding.plain
+                guarded.open_of(kind) if issubclass(kind, nn.Parameter) else kind for kind in binding.plain
             ]
         return classes
 
