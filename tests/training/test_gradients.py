@@ -320,6 +320,24 @@ def test_a_parameter_is_no_gradient_of_its_own_and_no_others(layout: str, tmp_pa
 
 
 @every_layout
+def test_gradients_of_what_needs_none_raise_what_pytorch_raises(layout: str, tmp_path: Path) -> None:
+    texts: list[str] = []
+
+    def loop(trial: Trial) -> None:
+        first, second = list(trial.model.parameters())[:2]
+        first.requires_grad_(requires_grad=False)
+        loss = loss_of(trial.model, *batch())
+        for outputs in (loss, torch.ones(1)):
+            for inputs in (first, [second, first]):
+                with pytest.raises(RuntimeError) as raised:
+                    torch.autograd.grad(outputs, inputs)
+                texts.append(str(raised.value))
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+    assert texts[:4] == texts[4:]
+
+
+@every_layout
 def test_two_parameters_that_are_given_one_gradient_share_it(layout: str, tmp_path: Path) -> None:
     def loop(trial: Trial) -> None:
         alike = [p for p in trial.model.parameters() if p.shape == trial.model[0].up.weight.shape][:2]  # type: ignore[index]

@@ -356,15 +356,15 @@ def _backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _edges(given: object) -> list[object]:
     """Return inputs of a backward pass, guarded ones by their places in the graph.
 
-    Raises:
-        RuntimeError: one needs no gradient; the text is PyTorch's.
+    One that needs no gradient has none: it is an ordinary tensor that needs none either, so that PyTorch
+    raises what it raises.
     """
     inputs: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     return [each if tenant_of(each) is None else _edge(each) for each in inputs]
 
 
 def _edge(tensor: torch.Tensor) -> object:
-    if not tensor.requires_grad:
-        raise RuntimeError("One of the differentiated Tensors does not require grad")
     with natively():
+        if not tensor.requires_grad:
+            return torch.empty(0)
         return torch.autograd.graph.get_gradient_edge(tensor)

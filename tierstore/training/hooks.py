@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.training import guarded
 from tierstore.training.binding import Binding, Bindings, natively
-from tierstore.training.saved import SavedTensors, pop_hooks
+from tierstore.training.saved import InForce, SavedTensors, take_out_of_force
 from tierstore.training.unseen import is_pytorchs_own, written_unseen
 
 
@@ -53,12 +53,12 @@ class _Entry:
     It is there before anything is opened, so that no interrupt leaves open what nobody knows of.
     """
 
-    __slots__ = ("is_pushed", "natively", "opened", "owner")
+    __slots__ = ("natively", "opened", "owner", "pushed")
 
     def __init__(self, owner: ModuleHooks) -> None:
         self.owner = owner
         self.opened: list[Binding] = []
-        self.is_pushed = False
+        self.pushed: InForce | None = None
         self.natively: AbstractContextManager[None] | None = None
 
 
@@ -108,7 +108,7 @@ class ModuleWindows:
             self._bindings.watch(bindings)
         elif owner.written_unseen:
             self._bindings.watch(owner.written_unseen)
-        entry.is_pushed = self._saved.push()
+        entry.pushed = self._saved.push()
         if owner.asks_for_guards and self._bindings.are_several:
             entry.natively = natively()
             entry.natively.__enter__()
@@ -126,9 +126,9 @@ class ModuleWindows:
         if entry.natively is not None:
             entry.natively.__exit__(None, None, None)
             entry.natively = None
-        if entry.is_pushed:
-            entry.is_pushed = False
-            pop_hooks()
+        if entry.pushed is not None:
+            take_out_of_force(entry.pushed)
+            entry.pushed = None
         try:
             self._bindings.close_all(entry.opened)
         finally:

@@ -51,6 +51,45 @@ def top_hooks() -> tuple[Hook, Hook] | None:
     return found
 
 
+class InForce(NamedTuple):
+    """Hooks of ours that are in force in this thread.
+
+    Attributes:
+        own: what packs.
+        before: the hooks that were in force until then.
+    """
+
+    own: Hook
+    before: tuple[Hook, Hook] | None
+
+
+def bring_into_force(pack: Hook, unpack: Hook) -> InForce:
+    """Let hooks see what is saved in this thread from now on."""
+    hooks = InForce(pack, top_hooks())
+    push_hooks(pack, unpack)
+    return hooks
+
+
+def take_out_of_force(hooks: InForce) -> None:
+    """Undo `bring_into_force`; what others have brought into force since stays.
+
+    Where an interrupt has left ours in force, somebody may have ended theirs and taken ours away in their
+    place: then it is theirs that go.
+    """
+    above: list[tuple[Hook, Hook]] = []
+    while (top := top_hooks()) is not None and top[0] is not hooks.own:
+        above.append(top)
+        pop_hooks()
+    if top is not None:
+        pop_hooks()
+    elif hooks.before is not None:
+        left = [number for number, each in enumerate(above) if each[0] is hooks.before[0]]
+        if left:
+            del above[left[0]]
+    for each in reversed(above):
+        push_hooks(*each)
+
+
 class Reference(NamedTuple):
     """An alias of a bundle's bytes, without the bytes."""
 
@@ -162,28 +201,26 @@ class SavedTensors:
 
     # --- being in force -----------------------------------------------------------------------
 
-    def push(self) -> bool:
-        """Come into force in this thread, unless nobody was since; return whether ``pop_hooks`` is due."""
+    def push(self) -> InForce | None:
+        """Come into force in this thread, unless nobody was since; return what is to be undone."""
         if not _are_hooks_allowed():
-            return False
+            return None
         top = top_hooks()
         if top is None:
-            push_hooks(self._pack, self._unpack)
-            return True
+            return bring_into_force(self._pack, self._unpack)
         if getattr(top[0], "saved", getattr(top[0], "__self__", None)) is self:
-            return False
-        push_hooks(_kind_of(top[0])(self, *top), self._unpack)
-        return True
+            return None
+        return bring_into_force(_kind_of(top[0])(self, *top), self._unpack)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Be in force inside the context."""
-        is_pushed = self.push()
+        pushed = self.push()
         try:
             yield
         finally:
-            if is_pushed:
-                pop_hooks()
+            if pushed is not None:
+                take_out_of_force(pushed)
 
     # --- packing ------------------------------------------------------------------------------
 

@@ -30,13 +30,13 @@ from tierstore.training.activations.vault import Parked, Vault, WeakParked
 from tierstore.training.saved import (
     Delegated,
     Hook,
+    InForce,
     Kept,
+    bring_into_force,
     keep,
     packs_the_rest,
-    pop_hooks,
-    push_hooks,
     restore,
-    top_hooks,
+    take_out_of_force,
 )
 
 RELEASE_FACTOR = 3
@@ -108,6 +108,7 @@ class ForwardPass:
         self._vault = vault
         self._unpacker = unpacker
         self._is_paused = is_paused
+        self._hooks: InForce | None = None
         self._outer: tuple[Hook, Hook] | None = None
         self._pack: Hook = self.pack
         self._names: Counter[int] = Counter()
@@ -119,15 +120,15 @@ class ForwardPass:
 
     def begin(self) -> None:
         """Come into force in this thread, inside whatever hooks there are."""
-        self._outer = top_hooks()
-        push_hooks(self._pack, self._unpacker.unpack)
+        self._hooks = bring_into_force(self._pack, self._unpacker.unpack)
+        self._outer = self._hooks.before
         self.watch.begin()
 
     def end(self) -> bool:
         """Be in force no more; return whether it was possible, or has to be tried again later."""
-        top = top_hooks()
-        if top is not None and top[0] is self._pack:
-            pop_hooks()
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            take_out_of_force(hooks)
         return self.watch.end()
 
     def _is_asked(self) -> bool:

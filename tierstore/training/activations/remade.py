@@ -55,7 +55,7 @@ from tierstore.training.activations.calls import (
 )
 from tierstore.training.activations.scopes import Selection
 from tierstore.training.hooks import Hook, Opened
-from tierstore.training.saved import Delegated, keep, pop_hooks, push_hooks, refers, top_hooks
+from tierstore.training.saved import Delegated, bring_into_force, keep, refers, take_out_of_force, top_hooks
 from tierstore.training.saved import Hook as Pack
 
 
@@ -112,13 +112,13 @@ class _Run(TorchDispatchMode):
 
     def begin(self) -> None:
         """Come into force in this thread."""
-        push_hooks(_Pack(self), unpack)
+        self._hooks = bring_into_force(_Pack(self), unpack)
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Be in force no more: what is saved from now on is kept as usual."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        pop_hooks()
+        take_out_of_force(self._hooks)
         self._live.clear()
 
     @contextlib.contextmanager
