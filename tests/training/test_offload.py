@@ -252,3 +252,19 @@ def test_parameters_of_different_optimizers_and_frozen_ones_travel_apart() -> No
     groups = group_parameters(model, optimizers, small_bytes=10_000)
     found = [(group.names[0], group.optimizer) for group in groups]
     assert found == [("0.weight", 0), ("1.weight", 1), ("2.weight", 1)]
+
+
+def test_layers_that_leave_their_fast_path_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(
+        nn.Linear(16, 16),
+        nn.TransformerEncoderLayer(16, 4, 64, batch_first=True),
+        nn.TransformerEncoderLayer(16, 4, 64),  # it has no fast path
+    )
+    with offload(model, None, config_of("host", tmp_path)):
+        assert "1 transformer encoder layers do not take" in caplog.text
+        assert "differ: 1. " in caplog.text
+    caplog.clear()
+    with offload(model, None, config_of("host", tmp_path), ignored=["1.*"]):
+        assert not caplog.records

@@ -204,6 +204,7 @@ def open_session(
             if config.offload_grad is None:
                 session.gradients.must_stash = lambda: not budget.has_room_for_gradients
         _say_if_elsewhere(store, selection.ignored)
+        _say_if_another_way(model, selection.ignored)
         _make_way_for_wrappers(session, sets, fastest_bytes)
         _take_in(session, groups, source)
         if store.is_durable:
@@ -287,6 +288,25 @@ def _say_if_elsewhere(store: Store, ignored: Mapping[torch.Tensor, str]) -> None
             "%d ignored parameters are not on %s, where the model computes, and stay where they are: %s",
             len(names),
             store.device,
+            ", ".join(names[:4]),
+        )
+
+
+def _say_if_another_way(model: nn.Module, ignored: Container[torch.Tensor]) -> None:
+    """Log which layers compute another way in evaluation than without hooks: last bits may differ."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.TransformerEncoderLayer)
+        and module.self_attn.batch_first
+        and any(parameter not in ignored for parameter in module.parameters())
+    ]
+    if names:
+        log.warning(
+            "%d transformer encoder layers do not take PyTorch's fast path in evaluation while they are "
+            "offloaded, as it is for modules without hooks: the last bits of their outputs may differ: %s. "
+            "With ignored=[patterns] they take it, and stay on the device.",
+            len(names),
             ", ".join(names[:4]),
         )
 
