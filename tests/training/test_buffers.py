@@ -312,6 +312,21 @@ def test_a_replaced_buffer_that_somebody_keeps_has_its_bytes(tmp_path: Path) -> 
     assert not model.get_buffer("0.held").any()
 
 
+@every_layout
+def test_a_buffer_that_is_replaced_by_its_own_alias_keeps_its_bytes(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            step(trial)
+            trial.model[0].held = trial.model[0].held.detach()
+        with torch.no_grad():
+            trial.model.get_buffer("0.held").mul_(0.5)
+        step(trial)
+        for buffer in trial.model.buffers():
+            trial.log(buffer)
+
+    assert_same(of(*[lambda: Holder(KINDS["float"])] * 3), loop, layout, tmp_path, ALL)
+
+
 # ---------------------------------------------------------------------- outside of the module
 
 

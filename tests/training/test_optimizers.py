@@ -440,3 +440,22 @@ def test_state_that_another_optimizer_has_outlives_loading(layout: str, tmp_path
         steps(2)(trial)
 
     assert_same(build, loop, layout, tmp_path)
+
+
+@some_layouts
+def test_an_alias_of_state_outlives_what_is_loaded_in_its_place(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        steps(2)(trial)
+        aliases = [
+            trial.optimizer.state[p]["momentum_buffer"].detach() for p in [*trial.model.parameters()][:2]
+        ]
+        trial.optimizer.load_state_dict(copy.deepcopy(trial.optimizer.state_dict()))
+        steps(2)(trial)
+        for alias in aliases:
+            trial.log(alias)
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks(2)
+        return model, [optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+
+    assert_same(build, loop, layout, tmp_path)

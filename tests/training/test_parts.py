@@ -268,3 +268,17 @@ def test_parts_that_go_to_another_device_in_the_end_share_memory_there(layout: s
         parameter = model.get_parameter(name)
         assert parameter.data_ptr() == begin_bytes + 4 * offset
         assert torch.equal(parameter.view(-1), flat.cpu()[offset:][: parameter.numel()])
+
+
+@every_layout
+@pytest.mark.parametrize("elements", [0, 1, 3, 8])
+def test_what_comes_home_keeps_the_remainder_of_its_address(
+    elements: int, layout: str, tmp_path: Path
+) -> None:
+    """Kernels look at it: with another one the last bits of what they compute may be others."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    with offload(model, None, config_of(layout, tmp_path)):
+        _weight(model).data = _numbers(WIDTH * WIDTH + elements)[elements:].view(WIDTH, WIDTH)
+        model(torch.ones(1, WIDTH))
+        model(torch.ones(1, WIDTH))
+        assert _weight(model).data_ptr() % 64 == elements * 4

@@ -311,4 +311,5 @@ def test_a_parameter_that_is_made_of_an_entry_has_memory_of_its_own(tmp_path: Pa
     assert parameter.grad is not None
     assert torch.equal(parameter.grad, torch.ones_like(parameter))
     assert all(type(each) is nn.Parameter and each.grad is not None for each in other.parameters())
+    assert not any(vars(each) for each in other.parameters())
     assert_equal_lists(list(model.parameters()), list(other.parameters()))

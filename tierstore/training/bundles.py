@@ -295,9 +295,11 @@ class Adopter:
 
 
 def is_deserted(binding: Binding) -> bool:
-    """Whether nobody but the library has a bundle's tensors any more."""
+    """Whether nobody but the library has a bundle's tensors, or refers to its bytes, any more."""
     numbers = range(len(binding.tensors))
-    return all(sys.getrefcount(binding.tensors[number]) <= _OWN_REFERENCES for number in numbers)
+    return not binding.is_referred_to and all(
+        sys.getrefcount(binding.tensors[number]) <= _OWN_REFERENCES for number in numbers
+    )
 
 
 def _count_own_references() -> int:

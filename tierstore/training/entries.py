@@ -146,7 +146,7 @@ def _forget(tensor: torch.Tensor) -> None:
     known = _known.pop(id(tensor), None)
     if known is not None:
         _of_bindings.get(known.original.binding, {}).pop(id(tensor), None)
-    is_parameter = getattr(tensor, "_is_param", False)
+    is_parameter = vars(tensor).pop("_is_param", False)
     tensor.__class__ = torch.nn.Parameter if is_parameter else torch.Tensor
 
 

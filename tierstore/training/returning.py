@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tierstore.training.homes import REFERENCES_OF_ONE, Binding, Where, natively, references, values_of
-from tierstore.training.layout import Place, lay_out, overlapping, pack, raw_bytes
+from tierstore.training.layout import ALIGNMENT_BYTES, Place, lay_out, overlapping, pack, raw_bytes
 from tierstore.training.poisons import Poisons
 
 
@@ -60,12 +60,23 @@ def _has_others(sharers: Sequence[Abroad]) -> bool:
 
 
 def fit_as_they_are(binding: Binding, numbers: Sequence[int]) -> bool:
-    """Whether the bytes of some tensors can be copied to their places: each has its own, there and here."""
+    """Whether the bytes of some tensors can be copied to their places: each has its own, there and here.
+
+    The remainders of the addresses are the same: kernels look at them, and with them the last bits change.
+    """
     alone = {region.members[0] for region in binding.regions if len(region.members) == 1}
     with natively():
         return len(overlapping([binding.tensors[number] for number in numbers])) == len(numbers) and all(
-            number in alone and binding.places[number].is_of(binding.tensors[number]) for number in numbers
+            number in alone
+            and binding.places[number].is_of(binding.tensors[number])
+            and _is_aligned_as(binding.tensors[number], binding.places[number])
+            for number in numbers
         )
+
+
+def _is_aligned_as(tensor: torch.Tensor, place: Place) -> bool:
+    remainder_bytes = (tensor.data_ptr() - place.begin_bytes) % ALIGNMENT_BYTES
+    return remainder_bytes == 0 or place.nbytes == 0
 
 
 def copy_home(binding: Binding, numbers: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ dimension of one element says nothing and is not noted.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -195,9 +196,10 @@ def _looks(thing: object) -> Note:
 def note_error(error: BaseException) -> Note:
     """Return the kind of an error and what it says, to the first colon: addresses and versions follow.
 
-    PyTorch says the class that a tensor has, which may be a guard's.
+    PyTorch says the class that a tensor has, which may be a guard's; scripts have a number each.
     """
     said = str(error).partition(":")[0].partition("\n")[0]
+    said = re.sub(r"\.___torch_mangle_\d+", "", said)
     return ("error", type(error).__name__, said.replace("of type Guarded", "of type "))
 
 

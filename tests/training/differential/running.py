@@ -62,7 +62,7 @@ ACTIVATIONS: dict[str, dict[str, object]] = {
     "recomputed": {"recompute_config": {"recompute": [0]}},
 }
 _ON_DEVICE = {"device", "three"}
-_KEEPING = {"part keeping", "action weight norm"}
+_KEEPING = {"part keeping", "action weight norm", "action replace buffer"}
 """What refers to parameters, or to their memory, after its call."""
 
 

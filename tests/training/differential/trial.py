@@ -26,7 +26,7 @@ from tests.training.differential.observing import (
     note_parameters,
     note_sharing,
 )
-from tierstore.errors import TierStoreError
+from tierstore.errors import CapacityError, TierStoreError
 
 BATCH = 3
 ON_PURPOSE = "on purpose"
@@ -72,7 +72,9 @@ class Trial:
                 yield
         except TierStoreError:
             raise
-        except Exception as error:  # noqa: BLE001 - it is noted
+        except Exception as error:
+            if "no room for" in str(error):  # told by load_state_dict, with all others
+                raise CapacityError(str(error)) from error
             self.has_raised = True
             self.record.add("raised", None)
             self.record.add_note(type(error).__name__, note_error(error))
