@@ -317,7 +317,7 @@ def test_a_buffer_that_is_replaced_by_its_own_alias_keeps_its_bytes(layout: str,
     def loop(trial: Trial) -> None:
         for _ in range(3):
             step(trial)
-            trial.model[0].held = trial.model[0].held.detach()
+            trial.model[0].held = trial.model[0].held.detach()  # type: ignore[index]
         with torch.no_grad():
             trial.model.get_buffer("0.held").mul_(0.5)
         step(trial)

@@ -325,7 +325,7 @@ def test_gradients_of_what_needs_none_raise_what_pytorch_raises(layout: str, tmp
 
     def loop(trial: Trial) -> None:
         first, second = list(trial.model.parameters())[:2]
-        first.requires_grad_(requires_grad=False)
+        first.requires_grad_(False)  # noqa: FBT003 - its usual form
         loss = loss_of(trial.model, *batch())
         for outputs in (loss, torch.ones(1)):
             for inputs in (first, [second, first]):
