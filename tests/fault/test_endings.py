@@ -19,6 +19,7 @@ from tests.fault.test_interrupts import InterruptAt
 from tests.training.twins import same
 from tierstore.errors import BackendError, KeyNotFound, StoreClosed, TierStoreError
 from tierstore.training import Offload, offload, own_work
+from tierstore.training.saved import top_hooks
 
 TRAINING = (str(Path(ts.__file__).parent / "training"),)
 
@@ -158,6 +159,7 @@ def test_whatever_hits_the_use_of_a_parameter_leaks_no_lease(
     def act(injected: InterruptAt) -> None:
         with contextlib.suppress(KeyboardInterrupt, BackendError), injected:
             torch.cat([weight.t() for weight in weights])
+        assert top_hooks() is None, "ours are in force no more"
 
     with offload(model, None, {**LAYOUTS[layout], "offload_path": str(tmp_path)}) as run:
         for moment in numbers(inject, stride, act):

@@ -220,7 +220,7 @@ class SavedTensors:
             yield
         finally:
             if pushed is not None:
-                take_out_of_force(pushed)
+                pop_hooks()  # what came into force inside has gone; no call of Python's, for an interrupt
 
     # --- packing ------------------------------------------------------------------------------
 
