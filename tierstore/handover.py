@@ -6,7 +6,6 @@ the caller's alone.  Knows nothing of the books: who calls has a grant, and ends
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -121,9 +120,10 @@ class Handover:
             assert slot is not None  # a lease is refused where bytes cannot be used in place
             slots.append(slot)
             tensors[replica.key] = view_bytes(slot.memory, spec)
-        loan = Loan(slots, self._engine.backends[granted[0].place.tier].capabilities.device)
+        device = self._engine.backends[granted[0].place.tier].capabilities.device
+        loan = Loan(slots) if current_stream(device) is None else StreamLoan(slots, device)
         try:
-            loan.use()
+            loan.begin()
         except BaseException:
             loan.end()
             raise
@@ -135,6 +135,35 @@ class Handover:
 
 
 class Loan:
+    """Slots of a device without streams that are lent together.  From any thread.
+
+    Args:
+        slots: of one tier.
+    """
+
+    __slots__ = ("_held", "_slots")
+
+    def __init__(self, slots: Sequence[AddressableSlot]) -> None:
+        self._slots = slots
+        self._held: list[AddressableSlot] = []
+
+    def begin(self) -> None:
+        """Wait for what wrote the slots."""
+        for slot in self._slots:
+            self._held.append(slot)  # first: what fails half-way is released as well
+            slot.acquire()
+
+    def use(self) -> None:
+        """Let the current stream use the slots as well: there are none."""
+
+    def end(self) -> None:
+        """Let go of the slots.  If this is interrupted, the next call goes on with it."""
+        while self._held:
+            self._held[-1].release()
+            self._held.pop()
+
+
+class StreamLoan(Loan):
     """Slots that are lent together, and the device streams that use them.  From any thread.
 
     1. Each of those streams waited for what wrote the slots before it used them.
@@ -146,17 +175,22 @@ class Loan:
         device: where they are.
     """
 
-    __slots__ = ("_device", "_lock", "_slots", "_streams")
+    __slots__ = ("_device", "_lock", "_streams")
 
     def __init__(self, slots: Sequence[AddressableSlot], device: torch.device) -> None:
-        self._slots = slots
+        super().__init__(slots)
         self._device = device
         self._lock = threading.Lock()  # guards the next, and is held while streams are told to wait
-        self._streams: list[torch.Stream | None] = []
+        self._streams: list[torch.Stream] = []
+
+    def begin(self) -> None:
+        """Let the current stream use the slots."""
+        self.use()
 
     def use(self) -> None:
         """Let the current stream use the slots from now on."""
         stream = current_stream(self._device)
+        assert stream is not None  # the device has streams
         with self._lock:
             if stream in self._streams:
                 return
@@ -167,11 +201,12 @@ class Loan:
     def end(self) -> None:
         """Let go of the slots.  If this is interrupted, the next call goes on with it."""
         stream = current_stream(self._device)
+        assert stream is not None  # the device has streams
         with self._lock:
             if stream not in self._streams:
                 self._streams.append(stream)
             while self._streams:
-                with _on(self._streams[-1]):
+                with self._streams[-1]:
                     for slot in self._slots:
                         slot.release()
                 self._streams.pop()
@@ -180,10 +215,6 @@ class Loan:
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream of ``device`` that is current in this thread; ``None``: it has none."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
-
-
-def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if stream is None else stream
 
 
 def spec_of(granted: Granted) -> TensorSpec:
