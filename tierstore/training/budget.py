@@ -53,9 +53,7 @@ class _Lesson:
     steps_to_learn: int = LEARNING_STEPS
     seen_elements: int = 0  # of the largest inputs so far
     elements: int = 0  # of the last inputs
-    too_many_elements: int | None = (
-        None  # of inputs that took more than the budget, with nothing to take away
-    )
+    too_many_elements: int | None = None  # of inputs that took more than the budget, with nothing to take
     needed_bytes: int = 0  # by them
 
 

@@ -55,7 +55,7 @@ class Memory:
     def on(self, device: torch.device) -> torch.Tensor | None:
         """Return a view of its storage on a device, as bytes; ``None``: it has one part, and is gone."""
         known = self._storages.get(device)
-        storage = None if known is None else _storage_of(known)
+        storage = None if known is None else storage_of(known)
         if storage is None and len(self._parts) > 1:
             fresh = host_memory(self.nbytes) if device.type == "cpu" else _allocate(self.nbytes, device)
             storage = fresh.zero_().untyped_storage()
@@ -132,7 +132,8 @@ def ground_of(
     return None if flat is None else (flat, begin_bytes)
 
 
-def _storage_of(known: StorageWeakRef) -> torch.UntypedStorage | None:
+def storage_of(known: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return a storage that is known weakly; ``None``: it is gone."""
     found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(known.cdata)  # noqa: SLF001
     return found
 

@@ -22,6 +22,7 @@ from tierstore.training.binding import Bindings, natively
 from tierstore.training.homes import Binding
 from tierstore.training.identity import has_bytes
 from tierstore.training.layout import place_of, span_of
+from tierstore.training.parts import storage_of
 
 _copies: weakref.WeakKeyDictionary[Bindings, dict[tuple[Binding, int], StorageWeakRef]]
 _copies = weakref.WeakKeyDictionary()
@@ -63,9 +64,7 @@ def _copy_of(
 ) -> torch.Tensor:
     """Return a copy of a region's bytes: the former one, brought up to date, while anybody has it."""
     known = copies.get(key)
-    storage: torch.UntypedStorage | None = (
-        None if known is None else torch.UntypedStorage._new_with_weak_ptr(known.cdata)  # noqa: SLF001
-    )
+    storage = None if known is None else storage_of(known)
     if storage is None:
         for gone in [each for each, reference in copies.items() if reference.expired()]:
             del copies[gone]

@@ -324,17 +324,23 @@ class SavedTensors:
             return torch._neg_view(view) if packed.is_neg else view  # noqa: SLF001
 
 
-class Chained:
-    """Packs bundles, and leaves the rest to the hooks that were there before.
+class Before:
+    """What packs before hooks that were in force already.
 
-    Attributes:
-        pack_before: theirs.
+    Args:
+        saved: whose bundles become references.
+        pack: the hook that was there.
+        unpack: likewise.
     """
 
     def __init__(self, saved: SavedTensors, pack: Hook, unpack: Hook) -> None:
         self.saved = saved
         self.pack_before = pack
         self._unpack_before = unpack
+
+
+class Chained(Before):
+    """Packs bundles, and leaves the rest to the hooks that were there before."""
 
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
@@ -344,17 +350,8 @@ class Chained:
         return Delegated(self.pack_before(tensor), self._unpack_before)
 
 
-class Shown:
-    """Shows everything to a user's hooks; of what they pack, aliases of bundles become references.
-
-    Attributes:
-        pack_before: theirs.
-    """
-
-    def __init__(self, saved: SavedTensors, pack: Hook, unpack: Hook) -> None:
-        self.saved = saved
-        self.pack_before = pack
-        self._unpack_before = unpack
+class Shown(Before):
+    """Shows everything to a user's hooks; of what they pack, aliases of bundles become references."""
 
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
@@ -366,17 +363,8 @@ class Shown:
         return tensor if reference is None else _Away(reference)
 
 
-class Repeated:
-    """Lets ``torch.utils.checkpoint`` count all that is saved; what it keeps of bundles are stand-ins.
-
-    Attributes:
-        pack_before: its hook, of the first computation or of a later one.
-    """
-
-    def __init__(self, saved: SavedTensors, pack: Hook, unpack: Hook) -> None:
-        self.saved = saved
-        self.pack_before = pack
-        self._unpack_before = unpack
+class Repeated(Before):
+    """Lets ``torch.utils.checkpoint`` count all that is saved; what it keeps of bundles are stand-ins."""
 
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
@@ -387,7 +375,7 @@ class Repeated:
         return Displayed(self.pack_before(shown), self._unpack_before)
 
 
-def _kind_of(hook: Hook) -> type[Chained | Shown | Repeated]:
+def _kind_of(hook: Hook) -> Callable[[SavedTensors, Hook, Hook], Hook]:
     """Return what comes before a hook."""
     if getattr(hook, "__module__", None) == checkpoint.__name__:
         return Repeated
@@ -403,11 +391,9 @@ def _is_a_users(hook: Hook) -> bool:
 def refers() -> SavedTensors | None:
     """Return whoever turns aliases of bundles into references in this thread; ``None``: nobody does."""
     top = top_hooks()
-    hook = None if top is None else top[0]
+    hook: Any = None if top is None else top[0]
     while hook is not None:
-        owner = (
-            hook.saved if isinstance(hook, Chained | Shown | Repeated) else getattr(hook, "__self__", None)
-        )
+        owner = hook.saved if isinstance(hook, Before) else getattr(hook, "__self__", None)
         if isinstance(owner, SavedTensors):
             return owner
         hook = getattr(hook, "pack_before", None)
