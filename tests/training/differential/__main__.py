@@ -11,12 +11,18 @@ import multiprocessing
 import queue
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from tests.training.differential.features import OFF, only, without
-from tests.training.differential.programs import TABLES
+from tests.training.differential.programs import TABLES, Program
 from tests.training.differential.searching import Tally, work
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def main(arguments: list[str]) -> int:
@@ -52,15 +58,18 @@ def main(arguments: list[str]) -> int:
     ]
     for worker in workers:
         worker.start()
-    _gather(results, workers, total)
-    report(total, time.time() - began, print)
+    _gather(results, workers, total, _say)
+    report(total, time.time() - began, _say)
     if options.pieces:
-        for _name, _count in sorted(total.pieces.items()):
-            pass
+        report_pieces(total, _say)
     return 1 if total.found else 0
 
 
-def _gather(results: Any, workers: list[Any], total: Tally) -> None:  # noqa: ANN401 - a queue of processes
+Say = Callable[[str], None]
+
+
+def _gather(results: Any, workers: list[Any], total: Tally, say: Say) -> None:  # noqa: ANN401 - a queue of processes
+    """Add up what the workers put; a difference is told as soon as it is small, as a run may be cut off."""
     running = len(workers)
     while running:
         try:
@@ -79,27 +88,35 @@ def _gather(results: Any, workers: list[Any], total: Tally) -> None:  # noqa: AN
         total.enlarged += tally.enlarged
         for reason, (program, detail) in tally.found.items():
             old = total.found.get(reason)
-            if old is None:
-                pass
             if old is None or len(program.text) < len(old[0].text):
                 total.found[reason] = (program, detail)
+                report_difference(reason, program, detail, say)
 
 
-def report(total: Tally, seconds: float, say: Callable[[str], None]) -> None:
-    """Say what was seen."""
+def report_difference(reason: str, program: Program, detail: str, say: Say) -> None:
+    """Say in what a program differs, and show it."""
+    say("=" * 100)
+    say(f"{reason}\n{detail}\n{program.layout}  watched={program.is_watched}\n")
+    say(program.text)
+
+
+def report(total: Tally, seconds: float, say: Say) -> None:
+    """Say what was seen, but for the differences, which were told."""
     count = sum(total.ends.values())
-    for reason, (program, detail) in sorted(total.found.items()):
-        say("=" * 100)
-        say(f"{reason}\n{detail}\n{program.layout}  watched={program.is_watched}\n")
-        say(program.text)
     say("=" * 100)
     for reason, times in total.reasons.most_common():
         say(f"{times:6} {reason}")
-    for name, reason in OFF.items():
-        say(f"   off {name}: {reason}")
+    for reason, names in Counter(OFF.values()).items():
+        say(f"{names:6} features off: {reason}")
     say(f"{total.enlarged} had to be given more room in their midst")
     say(f"{count} programs in {seconds:.0f} s, {count / seconds:.1f} a second: {dict(total.ends)}")
     say(f"{len(total.found)} distinct differences")
+
+
+def report_pieces(total: Tally, say: Say) -> None:
+    """Say how many programs had each piece, and how many of these were the same."""
+    for name, count in sorted(total.pieces.items()):
+        say(f"{count:6} {total.same_pieces[name]:6} {name}")
 
 
 if __name__ == "__main__":
