@@ -208,6 +208,26 @@ def test_a_parameter_that_a_graph_saved_itself_is_written_and_read_meanwhile(
 
 
 @every_layout
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_node_that_outlives_the_graphs_keeps_no_bytes(is_before: bool, layout: str, tmp_path: Path) -> None:
+    inputs = torch.ones(3, WIDTH)
+    ours = build_scaled()
+
+    def kept() -> list[object]:
+        return [torch.autograd.graph.get_gradient_edge(each) for each in ours.parameters()]
+
+    nodes = kept() if is_before else []
+    with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "2MB"))) as run:
+        nodes = nodes or kept()
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            loss = ours(inputs).sum()
+        loss.backward()
+        del loss
+        assert_nothing_is_leased(run, ours, inputs)
+    assert nodes
+
+
+@every_layout
 def test_a_graph_that_saved_parameters_themselves_outlives_the_run(layout: str, tmp_path: Path) -> None:
     inputs = torch.ones(3, WIDTH)
     plain, ours = build_scaled(), build_scaled()

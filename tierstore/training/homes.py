@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from tierstore.leases import Lease
 from tierstore.training.layout import Place, regions_of
@@ -306,7 +307,7 @@ def undress(binding: Binding) -> None:
             is_here = _is_at(tensor, place, begin) or _is_view_of(tensor, poison)
             if is_here is not (binding.where[number] is Where.HOME):
                 binding.move(number, Move.POINTED_BACK if is_here else Move.POINTED_ELSEWHERE)
-            if is_here and binding.is_in_graphs and _uses(tensor) > 1:
+            if is_here and binding.is_in_graphs and _is_saved(tensor):
                 are_needed = True
             elif is_here:
                 _set_data(tensor, poison)
@@ -315,6 +316,20 @@ def undress(binding: Binding) -> None:
     binding.worn = binding.guards
     binding.is_dressed = False
     binding.idle_versions = versions_of(binding)
+
+
+def _is_saved(tensor: torch.Tensor) -> bool:
+    """Whether a graph has saved a tensor itself: more than its Python object and its node refer to it.
+
+    The node that accumulates its gradient outlives every graph where somebody keeps it, as hooks on it do.
+    """
+    uses = _uses(tensor)
+    if uses == 1 or not tensor.requires_grad:
+        return uses > 1
+    node = get_gradient_edge(tensor)  # a new one, if it has none: now it has one for certain
+    uses = _uses(tensor)
+    del node
+    return uses > 2
 
 
 def _is_at(tensor: torch.Tensor, place: Place, begin: int) -> bool:
