@@ -226,12 +226,13 @@ class Strided(nn.Module):
         self.conv = nn.Conv2d(4, 8, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.single = nn.Parameter(torch.randn(WIDTH).as_strided((1, WIDTH), (3, 1)))
         self.gaps = nn.Parameter(torch.randn(WIDTH, 6)[:, :5])
+        self.empty = nn.Parameter(torch.empty(0, 3))
         self.head = nn.Linear(WIDTH, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.cat([x, x.square()], 1) @ self.transposed
         x = x + self.conv(x.view(-1, 4, 4, 3)).flatten(1)[:, :WIDTH] + self.single.sinh()
-        logits: Tensor = self.head(x) + x @ self.gaps
+        logits: Tensor = self.head(x) + x @ self.gaps + self.empty.sum()
         return logits
 
 

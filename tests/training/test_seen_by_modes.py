@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.training.ahead_loops import Taken, count_taken, quiet_step
 from tests.training.twins import (
     Trial,
     adam,
@@ -26,6 +27,8 @@ from tests.training.twins import (
     step,
 )
 from tierstore.training import offload
+
+__all__ = ["count_taken"]  # a fixture
 
 Optimizer = torch.optim.Optimizer
 
@@ -129,15 +132,11 @@ class Listing(TorchDispatchMode):
 def listed(trial: Trial, phases: Mapping[str, Callable[[], object]]) -> list[list[str]]:
     found: list[list[str]] = []
     for _ in range(4):
-        in_step: Counter[str] = Counter()
         for name, phase in phases.items():
             with Listing() as mode:
                 phase()
-            if name == "step" or "backward" in name:
-                in_step.update(mode.names)  # a step may be made ahead, in backward: then and there
-            else:
-                found.append(mode.names)
-        found.append([str(each) for each in sorted(in_step.items())])
+            # A step goes in the order of the forward pass.
+            found.append(sorted(mode.names) if name == "step" else mode.names)
     trial.logged.clear()
     return found
 
@@ -192,6 +191,42 @@ def test_a_dispatch_mode_sees_the_operators_that_plain_pytorch_shows_it(
     with offload(ours.model, list(ours.optimizers), config_of(layout, tmp_path)):
         found = listed(ours, phases_of(ours, is_set_to_none))
     assert found == expected
+    assert_equal_models(plain.model, ours.model)
+
+
+@pytest.mark.parametrize("phase", ["backward", "step"])
+def test_no_step_is_made_ahead_where_a_dispatch_mode_would_see_it_or_miss_it(
+    phase: str, tmp_path: Path, taken: Taken
+) -> None:
+    def seen(trial: Trial) -> list[str]:
+        inputs, classes = batch()
+        for _ in range(3):
+            quiet_step(trial)
+        before = taken.since()
+        mode = Listing()
+        loss = nn.functional.cross_entropy(trial.model(inputs), classes)
+        with mode if phase == "backward" else nullcontext():
+            loss.backward()
+        with mode if phase == "step" else nullcontext():
+            trial.optimizer.step()
+        trial.optimizer.zero_grad()
+        under_the_mode = taken.since()
+        for _ in range(2):
+            quiet_step(trial)
+        counts.append((before > 0, under_the_mode, taken.since() > 0))
+        return sorted(mode.names)
+
+    counts: list[tuple[bool, int, bool]] = []
+
+    torch.manual_seed(0)
+    plain = Trial(*build_blocks())
+    expected = seen(plain)
+    torch.manual_seed(0)
+    ours = Trial(*build_blocks())
+    with offload(ours.model, list(ours.optimizers), config_of("disk", tmp_path)):
+        found = seen(ours)
+    assert found == expected
+    assert counts[1] == (True, 0, True), "steps are made ahead before and after the mode"
     assert_equal_models(plain.model, ours.model)
 
 

@@ -14,6 +14,8 @@ may change first.  So it is made beside everything:
    that nobody looked at (to clip them, say).  After a step that had to be made again this waits, longer
    every time.
 4. Only where there is room for old and new values beside all else.
+5. Where a mode of the program's is on, in backward or around ``step``, a step is made when it is asked for:
+   the mode sees its operators then, and nowhere else.
 
 A double of the optimizer works on stand-ins, so that no version counter, group or state of the user's
 changes early, in whatever thread somebody looks.
@@ -38,7 +40,7 @@ from tierstore.training import guard
 from tierstore.training.binding import Binding, natively
 from tierstore.training.groups import next_version
 from tierstore.training.known import is_of_torch
-from tierstore.training.own_work import ordinary_mode
+from tierstore.training.own_work import are_modes_on, ordinary_mode
 from tierstore.training.turns import Group, Trainer, Turn, options_of, own_step, placed
 
 Entries = dict[str, Any]
@@ -176,7 +178,7 @@ class StepsAhead:
 
     def offer(self, parameter: torch.Tensor) -> None:
         """A gradient has been accumulated: make the bundle's step if that was the last one it needs."""
-        if not self._is_possible or self._steps_to_wait or parameter not in self._expected:
+        if not self._is_possible or self._steps_to_wait or parameter not in self._expected or are_modes_on():
             return
         tenant = guard.tenant_of(parameter)
         assert tenant is not None
@@ -312,6 +314,9 @@ class StepsAhead:
         """Let the new values of a bundle take the place of the old ones; return whether it was so."""
         made = self._pop(turn.bundle)
         if made is None:
+            return False
+        if are_modes_on():
+            self._drop(made)
             return False
         with self._bindings.alone():
             if not self._put_in_place(made, turn):

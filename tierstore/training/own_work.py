@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tierstore.training.operations import begin_unseen, end_unseen
@@ -111,6 +113,15 @@ def _leave_function_modes() -> Iterator[None]:
     finally:
         while modes:
             _push_function_mode(modes.pop())
+
+
+def are_modes_on() -> bool:
+    """Say whether somebody sees what this thread computes: a mode, other than PyTorch's for devices."""
+    if _count_dispatch_modes():
+        return True
+    return _count_function_modes() > 0 and not all(
+        isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    )
 
 
 def is_own_work() -> bool:

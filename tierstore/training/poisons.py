@@ -51,6 +51,8 @@ class Poisons:
 
     def like(self, place: Place) -> torch.Tensor:
         """Return what looks like the parameter at ``place``."""
+        if place.shape.numel() == 0:  # for which autograd goes by strides as well
+            return poison_for(place, self._device).as_strided(place.shape, place.stride)
         if not _needs_strides(place):
             return poison_for(place, self._device)
         elements = place.shape.numel()
@@ -64,7 +66,7 @@ class Poisons:
 def _needs_strides(place: Place) -> bool:
     """Whether autograd would take a parameter of other strides for another one."""
     usual = torch.empty(place.shape, device="meta").stride()
-    return place.stride != usual and place.shape.numel() > 0 and _is_dense(place)
+    return place.stride != usual and _is_dense(place)
 
 
 def _is_dense(place: Place) -> bool:

@@ -14,7 +14,6 @@ from tests.training.differential.loops import ACTIONS
 _FAST_PATH = "hooks of ours keep transformer layers from their fast path in evaluation"
 _RACE = "several threads write to one buffer: a race in plain PyTorch, too"
 _CRASH = "plain PyTorch crashes now and then: memory of a tensor that a transform has wrapped"
-_DETACHED = "PyTorch detaches each saved tensor where saved-tensor hooks are in force, and a mode sees it"
 _COPIED = "a traced child is not deep-copied in a run: it raises"
 
 OFF: dict[str, str] = {
@@ -27,7 +26,6 @@ OFF: dict[str, str] = {
     },
     "part integer + action parameter anew": "another text of the same error",
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
-    **dict.fromkeys(("action dispatch mode", "action dispatch mode around step"), _DETACHED),
     **dict.fromkeys(("part traced + action deepcopy", "part scripted + action deepcopy"), _COPIED),
     "action function mode": "users' function modes see attributes that the library looks at: documented",
 }

@@ -422,6 +422,17 @@ class Doubled(nn.Module):
         return x / 2
 
 
+_UNCOUNTED = {
+    "aten.detach.default",  # of what is saved for backward, wherever hooks of saved tensors are in force
+    "aten.lift_fresh.default",  # of a number: once for each call of a step over lists
+    "aten.new_empty_strided.default",  # see the next
+}
+_SAME = {"aten.copy_.default": "aten.clone.default"}
+"""PyTorch copies a gradient in one of two ways: by strides of its parameter, which are not always there."""
+_OF_LISTS = ("aten._foreach_", "aten._fused_")
+"""Steps over lists are a bundle at a time: what counts is how much is in their lists."""
+
+
 class Dispatched(TorchDispatchMode):
     """A user's mode that counts operators."""
 
@@ -432,7 +443,10 @@ class Dispatched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Count."""
-        self.seen[str(func)] += 1
+        name = str(func)
+        if name not in _UNCOUNTED:
+            is_of_lists = name.startswith(_OF_LISTS) and isinstance(args[0], list | tuple)
+            self.seen[_SAME.get(name, name)] += len(args[0]) if is_of_lists else 1
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401
