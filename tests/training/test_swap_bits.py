@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.training.swap_models import (
     DIM,
+    Layer,
     Llama,
     assert_same_bits,
     config,
@@ -166,6 +167,21 @@ def _with_a_hook_on_a_gradient(model: nn.Module) -> list[Tensor]:
     return seen
 
 
+def _with_a_slope_in_forward_mode(model: nn.Module) -> list[Tensor]:
+    """A layer's forward computes derivatives that go along with it: some are zeros without bytes."""
+    assert isinstance(model, Llama)
+
+    def add_slope(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        assert isinstance(module, Layer)
+        slope: Tensor = torch.func.jvp(module.feed_forward, (output,), (output.sin(),))[1]
+        return output + slope
+
+    handle = model.layers[1].register_forward_hook(add_slope)
+    losses = train(model)
+    handle.remove()
+    return losses
+
+
 USES = [
     _accumulated,
     _under_autocast,
@@ -174,6 +190,7 @@ USES = [
     _in_parts,
     _with_evaluation,
     _gradient_inside_forward,
+    _with_a_slope_in_forward_mode,
     _saved_on_cpu,
     _with_a_hook_on_a_gradient,
 ]
@@ -182,6 +199,7 @@ USES = [
 @every_store
 @pytest.mark.parametrize("steps", USES, ids=lambda steps: steps.__name__.strip("_"))
 @pytest.mark.parametrize("prefetch", [1, 50])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which PyTorch's own formulas use
 def test_the_bits_are_the_same_for_every_use(
     tmp_path: Path, store: str, steps: Callable[[nn.Module], list[Tensor]], prefetch: int
 ) -> None:

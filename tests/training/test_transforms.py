@@ -140,6 +140,48 @@ TRANSFORMS: dict[str, Apply] = {
 }
 
 
+def reverse_over_forward(model: nn.Module, inputs: Tensor) -> object:
+    model.zero_grad()
+    with forward_ad.dual_level():
+        made, slope = forward_ad.unpack_dual(model(forward_ad.make_dual(inputs, inputs.cos())))
+        (made.sum() + slope.square().sum()).backward()
+    return [slope, *(each.grad for each in model.parameters())]
+
+
+def build_normed() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(3))
+    return nn.Sequential(*layers)
+
+
+ACTIVATIONS: dict[str, dict[str, object]] = {
+    "swapped": {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": True}]}},
+    "recomputed": {"recompute_config": {"recompute": True}},
+    "operators recomputed": {"recompute_config": {"select_recompute": [r"aten\..*"]}},
+}
+FORWARDS: dict[str, Apply] = {
+    **{name: apply for name, apply in TRANSFORMS.items() if name.startswith(("jvp", "jac", "hess", "dual"))},
+    "reverse over forward": reverse_over_forward,
+}
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.filterwarnings("ignore")
+def test_derivatives_in_forward_mode_through_activations_that_leave_have_the_same_bits(
+    name: str, activations: str, tmp_path: Path
+) -> None:
+    """Formulas of derivatives compute in another order where somebody's dispatch mode is on."""
+    inputs = torch.rand(32, WIDTH)
+    plain, ours = build_normed(), build_normed()
+    expected = tensors_of(FORWARDS[name](plain, inputs))
+    document = {"offload_config": config_of("host", tmp_path), **ACTIVATIONS[activations]}
+    with offload(ours, None, document, layers="") as run:
+        assert_equal_lists(expected, tensors_of(FORWARDS[name](ours, inputs)))
+        assert_equal_lists(backward(plain, inputs), backward(ours, inputs))
+        run.store.check()
+
+
 def tensors_of(result: object) -> list[Tensor | None]:
     return [each.detach().clone() for each in tree_leaves(result) if isinstance(each, Tensor)]
 

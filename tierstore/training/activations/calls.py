@@ -427,7 +427,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
     with natively():
-        if tensor.layout is not torch.strided or tensor.is_inference() or _has_no_bytes(tensor):
+        if tensor.layout is not torch.strided or tensor.is_inference() or has_no_bytes(tensor):
             return False
         try:
             tensor.untyped_storage()
@@ -436,7 +436,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         return True
 
 
-def _has_no_bytes(tensor: torch.Tensor) -> bool:
+def has_no_bytes(tensor: torch.Tensor) -> bool:
     """Whether it is functional, or the zeros of forward-mode differentiation."""
     return torch._is_functional_tensor(tensor) or tensor._is_zerotensor()  # noqa: SLF001
 

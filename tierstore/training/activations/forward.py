@@ -23,6 +23,7 @@ from torch.autograd import function
 from torch.utils import checkpoint
 
 from tierstore.training import saved
+from tierstore.training.activations.calls import has_no_bytes
 from tierstore.training.activations.nodes import Triggers
 from tierstore.training.activations.operators import Scope, Scopes, Watch, is_backward, storage_of
 from tierstore.training.activations.regions import is_for_recompute
@@ -159,7 +160,7 @@ class ForwardPass:
 
     def _scope_of(self, tensor: torch.Tensor) -> Scope | None:
         """Return what marks a saved tensor; ``None``: it stays."""
-        if type(tensor) is not torch.Tensor:
+        if type(tensor) is not torch.Tensor or has_no_bytes(tensor):
             return None
         storage = storage_of(tensor)
         if storage is None or storage.nbytes() < SMALLEST_BYTES or storage.device != self._vault.store.device:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
@@ -73,12 +74,21 @@ def is_idle() -> bool:
     """Whether nothing that begins now in this thread is to be recomputed.
 
     Nothing is kept for backward, it is recomputed anyway, or it is seen through a transform of ``torch.func``
-    or by ``torch.jit.trace``, for which its operators would be others than those of its repetition.
+    or by ``torch.jit.trace``, or derivatives go along with it: its operators would be others than those of
+    its repetition.
     """
-    if not torch.is_grad_enabled() or is_recomputed() or not _are_hooks_allowed():
+    if not torch.is_grad_enabled() or is_recomputed() or not _are_hooks_allowed() or is_forward_mode():
         return True
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
     return is_transformed or torch._C._is_tracing()  # noqa: SLF001
+
+
+def is_forward_mode() -> bool:
+    """Whether derivatives may go along with a forward that begins now.
+
+    Their formulas ask whether there is a dispatch mode, and compute in another order then.
+    """
+    return forward_ad._current_level >= 0  # noqa: SLF001 - of all threads; a transform's is one as well
 
 
 _are_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # noqa: SLF001

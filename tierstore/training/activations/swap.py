@@ -31,6 +31,7 @@ from tierstore.training.activations.layers import Names, find_layers
 from tierstore.training.activations.marks import Marks, mark
 from tierstore.training.activations.operators import Scope, is_backward
 from tierstore.training.activations.plan import plan_layers
+from tierstore.training.activations.regions import is_forward_mode
 from tierstore.training.activations.sections import SECTIONS, Sections, read_sections, sections_of
 from tierstore.training.activations.swap_config import SwapConfig
 from tierstore.training.activations.vault import Vault
@@ -354,8 +355,9 @@ class SwapHooks:
 
 def _is_watched() -> bool:
     """Say whether a forward pass that begins now saves anything that would come to us."""
-    is_trained = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    return is_trained and not is_backward() and bool(_are_hooks_allowed()) and not are_recomputed()
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_forward_mode():
+        return False
+    return not is_backward() and bool(_are_hooks_allowed()) and not are_recomputed()
 
 
 class _Before(Hook):
