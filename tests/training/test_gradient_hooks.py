@@ -17,11 +17,12 @@ from tests.training.twins import (
     assert_same,
     batch,
     blocks,
+    build_blocks,
     every_layout,
     loss_of,
     with_device,
 )
-from tierstore.training.gradient import native_gradient
+from tierstore.training.gradient import native_gradient, set_native_gradient
 
 Act = Callable[["Journal", nn.Parameter], None]
 MICRO_BATCHES = 3
@@ -216,3 +217,107 @@ def test_every_hook_sees_what_plain_pytorch_shows_it(layout: str, act: str, tmp_
     assert_same(pair.build, pair.loop, layout, tmp_path, with_device(layout, "256KB"))
     pair.compare()
     assert pair.has_stashed == (layout != "host" and act not in KEEPS_ORDINARY)
+
+
+# ---------------------------------------------------------------------- gradients with graphs
+
+
+def _steps(trial: Trial, number: int) -> None:
+    trial.optimizers[number].step()
+
+
+def _steps_and_clears(trial: Trial, number: int) -> None:
+    trial.optimizers[number].step()
+    trial.optimizers[number].zero_grad()
+
+
+def _steps_and_zeroes(trial: Trial, number: int) -> None:
+    trial.optimizers[number].step()
+    trial.optimizers[number].zero_grad(set_to_none=False)
+
+
+def _scales_and_steps(trial: Trial, number: int) -> None:
+    (parameter,) = trial.optimizers[number].param_groups[0]["params"]
+    trial.log(parameter.grad)
+    parameter.grad = parameter.grad.detach() * 2
+    trial.optimizers[number].step()
+
+
+def _steps_all(trial: Trial, number: int) -> None:
+    if number == 0:  # the pass needs no weight any more
+        for optimizer in trial.optimizers:
+            optimizer.step()
+
+
+STEPS = {
+    act.__name__: act for act in (_steps, _steps_and_clears, _steps_and_zeroes, _scales_and_steps, _steps_all)
+}
+
+PER_PARAMETER: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+}
+
+
+def _one_for_each(kind: str) -> Callable[[], tuple[nn.Module, Sequence[Optimizer]]]:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        return model, [PER_PARAMETER[kind]([parameter]) for parameter in model.parameters()]
+
+    return build
+
+
+def _stepped_after_accumulation(trial: Trial, act: str) -> list[torch.utils.hooks.RemovableHandle]:
+    return [
+        parameter.register_post_accumulate_grad_hook(lambda _, number=number: STEPS[act](trial, number))
+        for number, parameter in enumerate(trial.model.parameters())
+    ]
+
+
+def _empty(trial: Trial, set_to_none: bool) -> None:
+    for optimizer in trial.optimizers:
+        optimizer.zero_grad(set_to_none)
+
+
+def _pass(trial: Trial, **options: bool) -> None:
+    trial.model(torch.randn(2, WIDTH)).square().mean().backward(**options)
+    trial.log_gradients()
+    for parameter in trial.model.parameters():
+        trial.log(parameter)
+        if parameter.grad is not None:
+            parameter.grad.detach_()
+
+
+@every_layout
+@pytest.mark.parametrize("kind", PER_PARAMETER)
+@pytest.mark.parametrize("act", STEPS)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_hook_steps_with_the_gradient_that_a_graph_is_made_of(
+    act: str, kind: str, layout: str, tmp_path: Path
+) -> None:
+    """Autograd adds out of place then, to what was there before: a stash, zeros, nothing."""
+
+    def loop(trial: Trial) -> None:
+        for before in (None, False, True):
+            _pass(trial)
+            if before is not None:
+                _empty(trial, set_to_none=before)
+            handles = _stepped_after_accumulation(trial, act)
+            _pass(trial, create_graph=True)
+            _pass(trial)
+            _pass(trial, create_graph=True)
+            for handle in handles:
+                handle.remove()
+            _empty(trial, set_to_none=True)
+
+    assert_same(_one_for_each(kind), loop, layout, tmp_path, with_device(layout, "512KB"))
+
+
+def test_a_gradient_that_was_set_where_no_guard_sees_it_outlives_the_run(tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        loss_of(trial.model, *batch()).backward()
+        for parameter in trial.model.parameters():
+            set_native_gradient(parameter, torch.ones_like(parameter))
+
+    assert_same(build_blocks, loop, "disk", tmp_path)

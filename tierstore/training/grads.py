@@ -331,6 +331,11 @@ class Gradients:
         binding = gradient.binding
         if binding is None:
             return
+        with natively():
+            is_superseded = _is_superseded(gradient)
+        if is_superseded:
+            self._forget(gradient)
+            return
         try:
             self._bindings.forsake(binding)
         finally:  # whatever failed at the end of a lease, the bytes may be there
@@ -368,12 +373,15 @@ class Gradients:
     # --- for the optimizer --------------------------------------------------------------------
 
     def bindings_of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Binding]]:
-        """Return the stashes of those parameters that have one."""
-        return [
-            (parameter, gradient.binding)
-            for parameter in parameters
-            if (gradient := self._of.get(parameter)) is not None and gradient.binding is not None
-        ]
+        """Return the stashes of those parameters whose gradient is one."""
+        with natively():
+            return [
+                (parameter, gradient.binding)
+                for parameter in parameters
+                if (gradient := self._of.get(parameter)) is not None
+                and gradient.binding is not None
+                and not _is_superseded(gradient)
+            ]
 
     def show(self, stashed: Iterable[tuple[torch.Tensor, Binding]]) -> None:
         """Let a step see stashes, whose windows are open, where autograd itself sees gradients."""
@@ -401,8 +409,8 @@ class Gradients:
 
     def in_sight(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient that autograd itself sees, if it is no stash; called natively."""
-        gradient = self._of.get(parameter)
-        return None if gradient is not None and gradient.binding is not None else seen_by_autograd(parameter)
+        gradient, seen = self._of.get(parameter), seen_by_autograd(parameter)
+        return None if gradient is not None and seen is gradient.handle else seen
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a gradient, wherever it is."""
@@ -410,6 +418,15 @@ class Gradients:
         return (gradient is not None and gradient.binding is not None) or native_gradient(
             parameter
         ) is not None
+
+
+def _is_superseded(gradient: Gradient) -> bool:
+    """Whether autograd itself sees another gradient than the stash, as it has added out of place.
+
+    Called natively.
+    """
+    seen = seen_by_autograd(gradient.parameter)
+    return seen is not None and seen is not gradient.handle
 
 
 def _has_plain_bytes(native: torch.Tensor) -> bool:

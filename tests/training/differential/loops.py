@@ -63,7 +63,7 @@ import warnings
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')
     t.loss().backward(create_graph=True)
-t.zero(True)
+t.zero(<a:True|False>)
 """,
     "autograd grad": """
 ps = t.trained()
