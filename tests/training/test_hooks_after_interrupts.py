@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.training.swap_models import config, whole_layers
-from tests.training.twins import Trial, assert_same, batch, build_blocks, every_layout, loss_of, step
-from tierstore.training import recompute, swap
+from tests.training.twins import (
+    Trial,
+    assert_same,
+    batch,
+    build_blocks,
+    config_of,
+    every_layout,
+    loss_of,
+    step,
+)
+from tierstore.training import offload, recompute, swap
 from tierstore.training.saved import top_hooks
 
 
@@ -53,6 +64,115 @@ def test_hooks_beside_a_forward_that_was_interrupted(is_around: bool, layout: st
         assert top_hooks() is None
 
     assert_same(build_blocks, loop, layout, tmp_path)
+
+
+ACTIVATIONS: dict[str, dict[str, object]] = {
+    "kept": {},
+    "swapped": {"swap_config": {"swap": True, **whole_layers(1)}},
+    "recomputed": {"recompute_config": {"recompute": True}},
+    "operators recomputed": {"recompute_config": {"select_recompute": [r"aten\..*"]}},
+    "swapped and recomputed": {
+        "swap_config": {"swap": True, **whole_layers(1)},
+        "recompute_config": {"recompute": [1], "select_recompute": {r"aten\.tanh": [0, 2]}},
+    },
+}
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+
+def _slopes(model: nn.Module) -> list[Tensor]:
+    loss = model(torch.ones(32, 64)).square().sum()
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def _interrupt(model: nn.Module, kind: type[BaseException]) -> None:
+    """End a forward in its midst, and keep nothing of the exception."""
+
+    def interrupt(*_: object) -> None:
+        raise kind
+
+    handle = model.get_submodule("2.0").register_forward_hook(interrupt)
+    with contextlib.suppress(kind):
+        model(torch.ones(32, 64))
+    handle.remove()
+
+
+def _nothing_is_in_force() -> bool:
+    return top_hooks() is None and not torch._C._len_torch_dispatch_stack()
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, ValueError])
+def test_nothing_is_in_force_after_a_forward_that_anything_has_ended(
+    kind: type[BaseException], activations: str, tmp_path: Path
+) -> None:
+    expected = _slopes(_layers())
+    model = _layers()
+    document = {"offload_config": config_of("host", tmp_path), **ACTIVATIONS[activations]}
+    with offload(model, None, document, layers=""):
+        for _ in range(2):
+            _interrupt(model, kind)
+            assert _nothing_is_in_force()
+            with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+                assert all(map(torch.equal, expected, _slopes(model)))
+            _interrupt(model, kind)
+            assert all(map(torch.equal, expected, _slopes(model)))
+            assert _nothing_is_in_force()
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_what_an_interrupt_has_left_in_force_ends_with_the_models_next_call_while_the_exception_is_kept(
+    activations: str, tmp_path: Path
+) -> None:
+    expected = _slopes(_layers())
+    model = _layers()
+    document = {"offload_config": config_of("host", tmp_path), **ACTIVATIONS[activations]}
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.numel())
+        return tensor
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with offload(model, None, document, layers=""):
+        handle = model.get_submodule("2.0").register_forward_hook(interrupt)
+        try:
+            model(torch.ones(32, 64))
+        except KeyboardInterrupt:
+            handle.remove()
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                assert all(map(torch.equal, expected, _slopes(model)))
+                seen.clear()
+                torch.ones(3, requires_grad=True).exp()
+                assert seen == [3], "what is saved outside of the model is the user's"
+            assert _nothing_is_in_force()
+        assert all(map(torch.equal, expected, _slopes(model)))
+        assert _nothing_is_in_force()
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_nothing_is_in_force_in_a_thread_whose_forward_was_ended(activations: str, tmp_path: Path) -> None:
+    expected = _slopes(_layers())
+    model = _layers()
+    document = {"offload_config": config_of("host", tmp_path), **ACTIVATIONS[activations]}
+    found: list[bool] = []
+
+    def work() -> None:
+        _interrupt(model, SystemExit)
+        found.append(_nothing_is_in_force())
+        found.append(all(map(torch.equal, expected, _slopes(model))))
+
+    with offload(model, None, document, layers=""):
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+        assert found == [True, True]
+        assert all(map(torch.equal, expected, _slopes(model)))
 
 
 def _swap(model: nn.Module, path: Path) -> Any:  # noqa: ANN401 - one run or another

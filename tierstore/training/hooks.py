@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training import guarded
+from tierstore.training.accumulation import is_in_backward
 from tierstore.training.binding import Binding, Bindings, natively
 from tierstore.training.saved import InForce, SavedTensors, take_out_of_force
 from tierstore.training.unseen import is_pytorchs_own, written_unseen
@@ -53,13 +54,23 @@ class _Entry:
     It is there before anything is opened, so that no interrupt leaves open what nobody knows of.
     """
 
-    __slots__ = ("natively", "opened", "owner", "pushed")
+    __slots__ = ("call", "natively", "opened", "owner", "pushed")
 
     def __init__(self, owner: ModuleHooks) -> None:
         self.owner = owner
         self.opened: list[Binding] = []
         self.pushed: InForce | None = None
         self.natively: AbstractContextManager[None] | None = None
+        self.call: Call | None = None
+
+    def leave_force(self) -> None:
+        """Let nothing of it be in force in this thread any more."""
+        if self.natively is not None:
+            self.natively.__exit__(None, None, None)
+            self.natively = None
+        if self.pushed is not None:
+            take_out_of_force(self.pushed)
+            self.pushed = None
 
 
 class _Running(threading.local):
@@ -109,6 +120,8 @@ class ModuleWindows:
         elif owner.written_unseen:
             self._bindings.watch(owner.written_unseen)
         entry.pushed = self._saved.push()
+        if entry.pushed is not None:
+            entry.call = Call(sys._getframe(), self._leave_force)  # noqa: SLF001
         if owner.asks_for_guards and self._bindings.are_several:
             entry.natively = natively()
             entry.natively.__enter__()
@@ -123,12 +136,7 @@ class ModuleWindows:
         """End the innermost entry; it stays until that is done."""
         entries = self._running.entries
         entry = entries[-1]
-        if entry.natively is not None:
-            entry.natively.__exit__(None, None, None)
-            entry.natively = None
-        if entry.pushed is not None:
-            take_out_of_force(entry.pushed)
-            entry.pushed = None
+        entry.leave_force()
         try:
             self._bindings.close_all(entry.opened)
         finally:
@@ -149,18 +157,32 @@ class ModuleWindows:
         Args:
             beginning: the module whose call has only begun: it has opened nothing yet.
         """
+        for _ in self._interrupted(beginning):
+            if len(self._running.entries) == 1:
+                self.discard_inner(beginning is not None)
+            self._end_last()
+
+    def _leave_force(self) -> None:
+        """Do of `discard_interrupted` at once what may be done anywhere: leases stay until it is called."""
+        for entry in self._interrupted():
+            entry.leave_force()
+
+    def _interrupted(self, beginning: nn.Module | None = None) -> list[_Entry]:
+        """Return the entries of calls that run no more, innermost first."""
         entries = self._running.entries
         if not entries:
-            return
+            return []
         calls = calls_on_the_stack(sys._getframe())  # noqa: SLF001 - there is no other way to know
         if beginning is not None:
             calls[beginning] -= 1
         opened = Counter(entry.owner.module for entry in entries)
-        while entries and opened[entries[-1].owner.module] > calls[entries[-1].owner.module]:
-            opened[entries[-1].owner.module] -= 1
-            if len(entries) == 1:
-                self.discard_inner(beginning is not None)
-            self._end_last()
+        found: list[_Entry] = []
+        for entry in reversed(entries):
+            if opened[entry.owner.module] <= calls[entry.owner.module]:
+                break
+            opened[entry.owner.module] -= 1
+            found.append(entry)
+        return found
 
     def _open_classes(self, binding: Binding) -> list[type]:
         classes = self._classes.get(binding)
@@ -182,18 +204,89 @@ def calls_on_the_stack(frame: FrameType | None) -> Counter[nn.Module]:
     return found
 
 
+class Call:
+    """A call of a module: says whether it runs, and keeps nothing of it alive.
+
+    PyTorch calls no hooks where a ``KeyboardInterrupt`` or its like ends a call, but what the call alone
+    refers to goes with its frames, as soon as nobody keeps the exception.  A call that is compiled is not
+    seen, and taken to run.
+
+    Args:
+        frame: in the call.
+        note_interrupt: called when an exception that has ended the call is gone, in whichever thread lets go
+            of it, unless somebody is amid changing what is in force there, or backward runs: it must take no
+            locks.  What drops this object first is not told.
+    """
+
+    __slots__ = ("_alive", "_number")
+
+    def __init__(self, frame: FrameType | None, note_interrupt: Callable[[], None]) -> None:
+        call = _call_around(frame)
+
+        def note(_: object) -> None:
+            if _may_leave_force():
+                note_interrupt()
+
+        self._number = id(call)
+        own = None if call is None else call.f_locals.get(_OWN)  # of this call alone
+        self._alive: Callable[[], object] = (lambda: call) if own is None else weakref.ref(own, note)
+
+    def is_around(self, frame: FrameType | None) -> bool:
+        """Say whether a frame is in the call, and in none of another module inside it."""
+        call = _call_around(frame)
+        return id(call) == self._number and (call is None or self._alive() is not None)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the call runs in this thread."""
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001 - there is no other way to know
+        while frame is not None and id(frame) != self._number:
+            frame = frame.f_back
+        return id(frame) == self._number and (frame is None or self._alive() is not None)
+
+
+_OWN = "called_always_called_hooks"
+"""A variable of PyTorch's own in every call of a module with hooks; where there is none the frame is kept."""
+
+
+def _call_around(frame: FrameType | None) -> FrameType | None:
+    """Return the call of a module that ``frame`` is in, the innermost."""
+    code = nn.Module._call_impl.__code__  # noqa: SLF001 - there is no other way to know
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def _may_leave_force() -> bool:
+    """Say whether nobody in this thread is amid changing what is in force: garbage is collected anywhere.
+
+    In backward PyTorch puts back what was in force before it.
+    """
+    if is_in_backward():
+        return False
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - there is no other way to know
+    while frame is not None:
+        if frame.f_code is take_out_of_force.__code__ or frame.f_code.co_name == "__torch_dispatch__":
+            return False
+        frame = frame.f_back
+    return True
+
+
 Thing = TypeVar("Thing")
 
 
 class Opened(threading.local, Generic[Thing]):
     """What the calls of modules that run in this thread have opened, outermost first.
 
-    PyTorch calls no hooks where a ``KeyboardInterrupt`` or its like ends a call.  A call is known by its
-    frame, so that it is not taken for the module's next one.
+    A call is known by its frame, so that it is not taken for the module's next one.
+
+    Args:
+        end: ends what a call has opened that was interrupted.  It must not take locks.
     """
 
-    def __init__(self) -> None:
-        self._entries: list[tuple[FrameType | None, object, Thing]] = []
+    def __init__(self, end: Callable[[Thing], None]) -> None:
+        self._end = end
+        self._entries: list[tuple[Call, object, Thing]] = []
 
     @property
     def last(self) -> Thing | None:
@@ -207,37 +300,21 @@ class Opened(threading.local, Generic[Thing]):
             owner: of the hook, one a module.
             thing: that is open.
         """
-        self._entries.append((_call_around(sys._getframe()), owner, thing))  # noqa: SLF001
+        self._entries.append((Call(sys._getframe(), self.discard_interrupted), owner, thing))  # noqa: SLF001
 
     def end(self, owner: object) -> Thing | None:
         """Return what ``owner`` has opened for the call that this is called in; ``None``: nothing."""
         if self._entries:
             call, its_owner, thing = self._entries[-1]
-            if its_owner is owner and call is _call_around(sys._getframe()):  # noqa: SLF001
+            if its_owner is owner and call.is_around(sys._getframe()):  # noqa: SLF001
                 self._entries.pop()
                 return thing
         return None
 
-    def interrupted(self) -> Iterator[Thing]:
-        """Take out, innermost first, what calls have opened that run no more."""
-        while self._entries and not _is_running(self._entries[-1][0]):
-            yield self._entries.pop()[2]
-
-
-def _call_around(frame: FrameType | None) -> FrameType | None:
-    """Return the call of a module that ``frame`` is in, the innermost."""
-    code = nn.Module._call_impl.__code__  # noqa: SLF001 - there is no other way to know
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(call: FrameType | None) -> bool:
-    """Say whether a call runs in this thread; one that is compiled is not seen, and taken to."""
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - there is no other way to know
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is call
+    def discard_interrupted(self) -> None:
+        """End, innermost first, what calls have opened that a ``KeyboardInterrupt`` or its like has ended."""
+        while self._entries and not self._entries[-1][0].is_running:
+            self._end(self._entries.pop()[2])
 
 
 class ModuleHooks:

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.training.activations import slices
 from tierstore.training.activations.before import Before, has_lazy
 from tierstore.training.hooks import Hook, Opened
-from tierstore.training.saved import packs_the_rest
+from tierstore.training.saved import InForce, packs_the_rest, push_hooks, take_out_of_force, top_hooks
 
 log = logging.getLogger("tierstore")
 
@@ -47,6 +47,13 @@ class _Entry(NamedTuple):
 
     running: Generator[None]
     before: Before
+    hooks: InForce  # of the checkpoint
+
+    def close(self) -> None:
+        """End the region where others may have come into force since: PyTorch takes what did so last."""
+        take_out_of_force(self.hooks)
+        push_hooks(self.hooks.own, self.hooks.own)
+        self.running.close()
 
 
 class _Here(threading.local):
@@ -57,7 +64,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_opened: Opened[_Entry] = Opened()
+_opened: Opened[_Entry] = Opened(_Entry.close)
 
 
 def is_recomputed() -> bool:
@@ -173,9 +180,12 @@ class Region:
         # Everything goes as a position: PyTorch looks there for tensors, which it has saved, and for devices
         # whose random state it keeps.
         running = _begin(run, True, contexts, "default", False, True, *kept)  # noqa: FBT003
+        outer = top_hooks()
         with for_recompute():
             next(running)
-        _opened.begin(self, _Entry(running, before))
+        hooks = top_hooks()
+        assert hooks is not None
+        _opened.begin(self, _Entry(running, before, InForce(hooks[0], outer)))
 
     def _say_what_is_read_once(self) -> None:
         if not self._has_said:
@@ -208,8 +218,7 @@ def _copied(value: Any) -> Any:  # noqa: ANN401 - an argument
 
 def discard_interrupted() -> None:
     """Close what modules left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    for entry in _opened.interrupted():
-        entry.running.close()
+    _opened.discard_interrupted()
 
 
 class _Again:

@@ -231,7 +231,7 @@ class _Run(TorchDispatchMode):
 # ---------------------------------------------------------------------- a layer's hooks
 
 
-_opened: Opened[_Run] = Opened()
+_opened: Opened[_Run] = Opened(_Run.end)
 
 
 class RemadeLayer:
@@ -275,8 +275,7 @@ class RemadeLayer:
 
 def discard_interrupted() -> None:
     """End what layers left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    for run in _opened.interrupted():
-        run.end()
+    _opened.discard_interrupted()
 
 
 class _Enter(Hook):

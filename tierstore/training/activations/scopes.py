@@ -79,7 +79,7 @@ def names_of(operators: Sequence[str]) -> frozenset[str]:
     return frozenset(each for name in operators for each in (name, *_KNOWN_AS.get(name, ())))
 
 
-_opened: Opened[Scope] = Opened()
+_opened: Opened[Scope] = Opened(lambda _: None)
 
 
 def current() -> Scope:
@@ -190,5 +190,4 @@ class _Leave(Hook):
 
 def discard_interrupted() -> None:
     """Forget modules of this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    for _ in _opened.interrupted():
-        pass
+    _opened.discard_interrupted()

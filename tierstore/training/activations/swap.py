@@ -37,7 +37,7 @@ from tierstore.training.activations.swap_config import SwapConfig
 from tierstore.training.activations.vault import Vault
 from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.footprint import tensors_in
-from tierstore.training.hooks import Hook, calls_on_the_stack
+from tierstore.training.hooks import Call, Hook, calls_on_the_stack
 
 log = logging.getLogger("tierstore")
 
@@ -232,6 +232,7 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.pauses = 0  # contexts in which nothing is swapped, one inside another
         self.current: ForwardPass | None = None
+        self.call: Call | None = None  # in which it began
         self.stuck: list[ForwardPass] = []
 
 
@@ -301,6 +302,7 @@ class SwapHooks:
             current = ForwardPass(self._vault, self._unpacker, own, self._is_paused)
             current.begin()
             self._running.current = current
+            self._running.call = Call(sys._getframe(), self.discard_interrupted)  # noqa: SLF001
             self.passes += 1
 
     def after(self, output: object) -> None:
@@ -317,7 +319,7 @@ class SwapHooks:
                 self._end(current)
 
     def _end(self, current: ForwardPass) -> None:
-        self._running.current = None
+        self._running.current = self._running.call = None
         if not current.end():
             self._running.stuck.append(current)
         self.operators += current.operators
