@@ -288,6 +288,7 @@ class Adopter:
 
     def forget(self, binding: Binding) -> None:
         """Drop a bundle's key; its tensors are nobody's any more."""
+        entries.part_with(binding)
         guard.dismiss(binding)
         self._bindings.forsake(binding)
         self._origins.pop(binding, None)

@@ -1,6 +1,7 @@
-"""What the state dict of an offloaded model holds: copies that stay one with their parameters.
+"""What state dicts of an offloaded model and its optimizers hold: copies that stay one with the originals.
 
-In plain PyTorch the entries of ``model.state_dict()`` are aliases of the parameters.  Here:
+In plain PyTorch the entries of ``model.state_dict()`` are aliases of the parameters, and those of
+``optimizer.state_dict()`` are the tensors of its state.  Here, with "parameter" for both:
 
 1. An entry has bytes of its own, in host memory: whoever reads it where nobody sees that (a file's writer, an
    extension) finds what the parameter was when the entry was made, or used last.
@@ -45,7 +46,7 @@ class Original:
     """
 
     def __init__(self, tenant: guard.Tenant, copy: torch.Tensor) -> None:
-        self.parameter = tenant.tensor
+        self._parameter = weakref.ref(tenant.tensor)  # entries do not keep state that was replaced
         self.binding = tenant.binding
         self.copy = copy
         self._number = tenant.number
@@ -54,9 +55,15 @@ class Original:
         self._version = copy._version  # noqa: SLF001
 
     @property
+    def parameter(self) -> torch.Tensor | None:
+        """The parameter, or the tensor of state; ``None``: nobody has it any more."""
+        return self._parameter()
+
+    @property
     def is_tied(self) -> bool:
         """Whether the parameter has been where it was ever since."""
-        tenant = guard.tenant_of(self.parameter)
+        parameter = self.parameter
+        tenant = None if parameter is None else guard.tenant_of(parameter)
         return (
             tenant is not None
             and tenant.binding is self.binding
@@ -74,10 +81,11 @@ class Original:
         """Bring to the copy what the parameter is now."""
         binding = self.binding
         is_in_use = binding.flat is not None and (binding.is_dirty or binding.is_watched)
-        if not self.is_tied or not (is_in_use or self._now() != self._state):
+        parameter = self.parameter
+        if parameter is None or not self.is_tied or not (is_in_use or self._now() != self._state):
             return
         with torch.no_grad():
-            fill(get_data(self.copy), self.parameter)
+            fill(get_data(self.copy), parameter)
         self._state = self._now()
 
     def note_write(self, *, is_sure: bool) -> None:
@@ -90,9 +98,10 @@ class Original:
         if version == self._version and not is_sure:
             return
         self._version = version
-        if self.is_tied:
+        parameter = self.parameter
+        if parameter is not None and self.is_tied:
             with torch.no_grad():
-                fill(self.parameter, self.copy)
+                fill(parameter, self.copy)
             self._state = self._now()
 
     def is_seen_by(self, tensor: torch.Tensor) -> bool:
@@ -122,6 +131,16 @@ def entry_for(tenant: guard.Tenant, copy: torch.Tensor) -> torch.Tensor:
         copy: of it, in host memory.
     """
     return _know(copy.detach(), Original(tenant, copy))
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what an entry is one with; ``None``: it is not any more, or is only a part, or no entry."""
+    original = _original_of(tensor)
+    if original is None or not original.is_tied:
+        return None
+    with natively():
+        is_whole = tensor.dtype == original.copy.dtype and tensor.is_set_to(original.copy)
+    return original.parameter if is_whole else None
 
 
 def _know(tensor: torch.Tensor, original: Original) -> torch.Tensor:
@@ -253,27 +272,81 @@ def _reduce_ex(self: torch.Tensor, protocol: int) -> object:
 
 
 class Entry(torch.Tensor):
-    """An entry of an offloaded model's state dict: what is written to it is written to the parameter."""
+    """An entry of a state dict: what is written to it is written to the parameter, or to the state."""
 
     __torch_function__: Any = classmethod(_torch_function)
     __deepcopy__ = _deepcopy
     __reduce_ex__ = _reduce_ex
 
 
+def _taken_out(binding: Binding) -> list[_Known]:
+    """Return what is known of a bundle's entries, and know of none any more."""
+    same = _of_bindings.pop(binding, {})
+    found = list(same.values())
+    same.clear()  # the callbacks of weak references have it: they and it would keep each other
+    return found
+
+
+def part_with(binding: Binding) -> None:
+    """Nobody has the tensors of a bundle any more but entries: these keep what it was."""
+    for known in _taken_out(binding):
+        entry = known.tensor()
+        if entry is not None:
+            known.original.refresh()
+            _forget(entry)
+
+
 def release(binding: Binding) -> None:
     """Make entries of a bundle whose tensors have their bytes again aliases of these, where that may be."""
-    for known in list(_of_bindings.pop(binding, {}).values()):
+    for known in _taken_out(binding):
         entry, original = known.tensor(), known.original
         if entry is None:
             continue
         _forget(entry)
-        if not original.is_tied:
+        parameter = original.parameter
+        if parameter is None or not original.is_tied:
             continue
         with natively(), torch.no_grad():
-            if original.parameter.device == entry.device:
-                set_data(entry, _the_same_of(original.parameter, entry, original.copy))
+            if parameter.device == entry.device:
+                set_data(entry, _the_same_of(parameter, entry, original.copy))
             else:
-                fill(get_data(original.copy), original.parameter)
+                fill(get_data(original.copy), parameter)
+
+
+class Links:
+    """Entries of a bundle that is let go and laid out anew: they are tied to what its tensors are then.
+
+    Args:
+        binding: of the bundle, before it is let go; ``None``: there is none.
+    """
+
+    def __init__(self, binding: Binding | None) -> None:
+        self._entries: dict[Original, list[torch.Tensor]] = {}
+        self._copies: dict[Original, torch.Tensor] = {}
+        for known in () if binding is None else _of_bindings.get(binding, {}).values():
+            entry = known.tensor()
+            if entry is not None and known.original.is_tied:
+                self._entries.setdefault(known.original, []).append(entry)
+
+    def note_memory(self) -> None:
+        """The bundle was let go: see `release`.  Know the memory that entries look at."""
+        with natively():
+            for original, entries in self._entries.items():
+                parameter = original.parameter
+                if parameter is None or parameter.device != entries[0].device:
+                    self._copies[original] = original.copy
+                else:
+                    self._copies[original] = parameter.detach()
+
+    def tie(self) -> None:
+        """The bundle is in the store again: tie entries to those tensors that are."""
+        for original, entries in self._entries.items():
+            parameter = original.parameter
+            tenant = None if parameter is None else guard.tenant_of(parameter)
+            if tenant is not None:
+                anew = Original(tenant, self._copies[original])
+                for entry in entries:
+                    _know(entry, anew)
 
 
 def _the_same_of(parameter: torch.Tensor, view: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 from tierstore.training import guard
 from tierstore.training.binding import Binding
 from tierstore.training.bundles import Adopter, is_deserted
+from tierstore.training.entries import Links
 from tierstore.training.layout import Place
 from tierstore.training.tiers import Placement
 
@@ -97,13 +98,16 @@ class OptimizerState:
         known = () if state is None else state.tensors
         if len(found) == len(known) and all(a is b for a, b in zip(found.values(), known, strict=True)):
             return
+        links = Links(state)
         if state is not None:
             # It is laid out anew: until then its tensors are ordinary ones.
             self._let_go(self.bindings.pop(bundle))
+            links.note_memory()
         if not found:
             return
         named = [(f"the optimizer's {name!r} of {_name(p)}", value) for (p, name), value in found.items()]
         self._own(bundle, self._adopter.adopt(state_key(self.index, bundle.key), named, self._placement))
+        links.tie()
 
     def _let_go(self, state: Binding) -> None:
         """Make tensors ordinary ones again; those that were replaced, and that nobody has, need no bytes."""
@@ -126,6 +130,11 @@ class OptimizerState:
                 found[parameter, name] = value
                 seen.add(id(value))
         return found
+
+    def has(self, bundle: Binding, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in the store as a bundle's state."""
+        tenant = guard.tenant_of(tensor)
+        return tenant is not None and tenant.binding is self.bindings.get(bundle)
 
     def _entries(
         self, parameters: Sequence[torch.Tensor]
@@ -163,15 +172,14 @@ class OptimizerState:
 
     # --- the end ------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Drop all keys; the optimizer's own dict is the caller's business.
+    def forget_others(self) -> None:
+        """Drop the keys of state of parameters that the optimizer has no more.
 
         Tensors that somebody has, such as an optimizer that had its state in common with this one, become
         ordinary ones.
         """
-        while self.bindings:
-            _, state = self.bindings.popitem()
-            self._let_go(state)
+        for bundle in set(self.bindings).difference(self.bundles()):
+            self._let_go(self.bindings.pop(bundle))
 
 
 def _is_to_be_taken(value: torch.Tensor, taken: Taken) -> bool:

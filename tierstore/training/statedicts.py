@@ -1,10 +1,10 @@
 """``state_dict`` and ``load_state_dict``, of model and optimizers, while the bytes are in the store.
 
-1. A model's state dict holds copies in host memory, made bundle by bundle, that stay one with their
-   parameters (`tierstore.training.entries`); an optimizer's holds independent ones.  Tied parameters give
-   one tensor.
+1. A state dict holds copies in host memory, made bundle by bundle, that stay one with the parameters, or with
+   the optimizer's state (`tierstore.training.entries`).  Tied parameters give one tensor.
 2. Loading a model's copies into one parameter after another.  Loading an optimizer's takes its tensors
-   bundle by bundle, cast as PyTorch casts them; the caller's tensors are not kept.
+   bundle by bundle, cast as PyTorch casts them.  As in PyTorch, a tensor that needs no cast is the state from
+   then on; one that shares memory with others is copied.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.training import guard
 from tierstore.training.binding import Bindings, natively
 from tierstore.training.bundles import Adopter
-from tierstore.training.entries import entry_for
+from tierstore.training.entries import entry_for, whole_of
 from tierstore.training.footprint import tensors_in
 from tierstore.training.hooks import Hook
-from tierstore.training.optimizer_state import OptimizerState, Taken
+from tierstore.training.optimizer_state import OptimizerState, Taken, is_unshared
 from tierstore.training.own_work import ordinary_mode
 
 StateDict = dict[str, Any]
@@ -137,10 +137,10 @@ class StateDicts:
         yield optimizer.register_load_state_dict_post_hook(put)
 
     def _copy_state(self, state_dict: StateDict) -> StateDict:
-        """Return the state dict with copies in the place of guarded tensors."""
+        """Return the state dict with entries in the place of guarded tensors."""
         try:
             state = {
-                parameter: {name: self._plain(value) for name, value in entries.items()}
+                parameter: {name: self._linked(value) for name, value in entries.items()}
                 if isinstance(entries, dict)
                 else entries
                 for parameter, entries in state_dict["state"].items()
@@ -149,24 +149,26 @@ class StateDicts:
             self._making.copies.clear()
         return {**state_dict, "state": state}
 
-    def _plain(self, value: object) -> object:
-        return self._copy(value) if isinstance(value, torch.Tensor) else value
+    def _linked(self, value: object) -> object:
+        if not isinstance(value, torch.Tensor) or guard.tenant_of(value) is None:
+            return value
+        return self._new_entry(value)
 
     def _load(self, kept: OptimizerState, loaded: StateDict) -> None:
         """Take the tensors of a loaded state dict, bundle by bundle."""
         optimizer = kept.optimizer
-        kept.forget()
         numbers = [number for group in loaded.get("param_groups", ()) for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         number_of = dict(zip(parameters, numbers, strict=True))
         state = dict(loaded.get("state", {}))
-        cast = _Cast(loaded, kept.taken)
+        cast = _Cast(loaded, kept)
         for bundle in kept.bundles():
             for parameter in bundle.tensors:
                 self._load_one(optimizer, parameter, number_of.pop(parameter, None), state, cast)
             kept.take_in(bundle)
         for parameter, number in number_of.items():
             self._load_one(optimizer, parameter, number, state, cast)
+        kept.forget_others()
         optimizer.state.update(state)  # what belongs to no parameter
 
     def _load_one(
@@ -187,34 +189,43 @@ class StateDicts:
 
 
 class _Cast:
-    """Returns loaded values as PyTorch would keep them, never the caller's own tensor objects.
+    """Returns loaded values as PyTorch would keep them.
 
     Args:
         loaded: the state dict.
-        taken: which tensors go into the store; where it is those that share no memory, others share it still.
+        kept: the state of the optimizer that loads it; where it takes only tensors that share no memory,
+            others share it still.
     """
 
-    def __init__(self, loaded: StateDict, taken: Taken) -> None:
+    def __init__(self, loaded: StateDict, kept: OptimizerState) -> None:
         self._groups = loaded.get("param_groups", ())
+        self._kept = kept
         self._memo: dict[int, object] = {}
         self._shared: set[int] = set()
-        if taken is Taken.UNSHARED:
+        self._is_copied = kept.taken is Taken.UNSHARED
+        if self._is_copied:
             tensors = {id(tensor): tensor for tensor in tensors_in([loaded.get("state", {})])}.values()
             plain = [tensor for tensor in tensors if tensor.layout is torch.strided]
             counts = Counter(tensor.untyped_storage()._cdata for tensor in plain)  # noqa: SLF001
             self._shared = {id(t) for t in plain if counts[t.untyped_storage()._cdata] > 1}  # noqa: SLF001
-        self._is_copied = taken is Taken.UNSHARED
 
     def __call__(self, parameter: torch.Tensor, number: object, name: str, value: object) -> object:
         """Return one entry of a parameter's state."""
         if not isinstance(value, torch.Tensor):
             return value
-        if value.dim() == 0 or guard.tenant_of(parameter) is None or id(value) in self._shared:
+        whole = whole_of(value)
+        value = value if whole is None else whole
+        tenant = guard.tenant_of(parameter)
+        if value.dim() == 0 or tenant is None or id(value) in self._shared:
             policy = torch.optim.Optimizer._process_value_according_to_param_policy  # noqa: SLF001 - the same policy
             own = copy.deepcopy(value, self._memo) if id(value) in self._shared else value
             return policy(parameter, own, number, self._groups, name)  # type: ignore[arg-type]
+        is_cast = parameter.is_floating_point() and name != "step" and value.dtype != parameter.dtype
+        is_as_it_is = not is_cast and value.device == parameter.device
+        if is_as_it_is and (self._kept.has(tenant.binding, value) or is_unshared(value)):
+            return value
         cast = value.detach()
-        if parameter.is_floating_point() and name != "step":
+        if is_cast:
             cast = cast.to(dtype=parameter.dtype)
         if not self._is_copied:
             return cast

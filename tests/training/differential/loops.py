@@ -245,6 +245,11 @@ t.zero(True)
 import copy
 for o in t.opts: o.load_state_dict(<a:copy.deepcopy(o.state_dict())|o.state_dict()>)
 """,
+    "optimizer dict kept": "t.keep['state'] = [o.state_dict() for o in t.opts]",
+    "optimizer dict copied": "import copy\nt.keep['state'] = [copy.deepcopy(o.state_dict()) for o in t.opts]",
+    "optimizer dict read": "t.log('state dicts', t.keep['state'])",
+    "optimizer dict written": "t.halve_dicts(t.keep['state'])",
+    "optimizer dict loaded": "for o, d in zip(t.opts, t.keep['state']): o.load_state_dict(d)",
     "optimizer state cleared": "for o in t.opts: o.state.clear()",
     "state changed": "t.halve_state()",
     "state dict": "t.log('state dict', m.state_dict(<a:|keep_vars=True>))",

@@ -215,6 +215,16 @@ class Trial:
                         if isinstance(value, Tensor) and value.is_floating_point():
                             value.mul_(0.5)
 
+    def halve_dicts(self, dicts: list[dict[str, Any]]) -> None:
+        """Change what optimizers' state dicts hold."""
+        with torch.no_grad():
+            for entries in [
+                each for state in dicts for each in state["state"].values() if isinstance(each, dict)
+            ]:
+                for value in entries.values():
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        value.mul_(0.5)
+
     # --- hooks --------------------------------------------------------------------------------
 
     def see(self, name: str) -> Callable[..., None]:
