@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.ahead_loops import Taken, count_taken, quiet_step
 from tests.training.twins import (
+    WIDTH,
     Trial,
     adam,
     assert_equal_models,
@@ -24,6 +26,7 @@ from tests.training.twins import (
     build_blocks,
     config_of,
     every_layout,
+    loss_of,
     step,
 )
 from tierstore.training import offload
@@ -31,6 +34,10 @@ from tierstore.training import offload
 __all__ = ["count_taken"]  # a fixture
 
 Optimizer = torch.optim.Optimizer
+
+
+class UnknownSgd(torch.optim.SGD):
+    """Runs its own step once, as it is."""
 
 
 class Asking(nn.Module):
@@ -239,3 +246,115 @@ def test_an_ignored_encoder_layer_keeps_its_fast_path(tmp_path: Path) -> None:
     with run, Listing() as mode, torch.inference_mode():
         model(x)
     assert "aten._transformer_encoder_layer_fwd.default" in mode.names
+
+
+# --- what a function mode sees ------------------------------------------------------------------
+
+
+class Calls(TorchFunctionMode):
+    """Notes the functions that it sees, and halves what some return."""
+
+    def __init__(self, halved: object = None) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+        self._halved = halved
+
+    def __torch_function__(
+        self,
+        function: Any,  # noqa: ANN401
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        self.functions.append(function)
+        result = function(*args, **(kwargs or {}))
+        return result * 0.5 if function == self._halved else result
+
+    @property
+    def names(self) -> list[str]:
+        return [str(getattr(each, "__name__", each)) for each in self.functions]
+
+
+def of_one_bundle(make: Callable[..., Optimizer]) -> Callable[[], tuple[nn.Module, Sequence[Optimizer]]]:
+    """One bundle: a step that is made a bundle at a time asks as often as any other."""
+
+    def build_one() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = nn.Sequential(nn.Linear(WIDTH, 5))
+        return model, [make(model.parameters(), lr=0.01, foreach=False)]
+
+    return build_one
+
+
+def functions_seen(trial: Trial) -> list[list[str]]:
+    found: list[list[str]] = []
+    inputs, classes = batch()
+    parameter = trial.model.get_parameter("0.weight")
+
+    def forward() -> None:
+        losses.append(nn.functional.cross_entropy(trial.model(inputs), classes))
+
+    losses: list[Tensor] = []
+    phases: list[Callable[[], object]] = [
+        forward,
+        lambda: torch.autograd.backward(losses.pop()),
+        lambda: (parameter.grad, parameter.data),
+        trial.optimizer.step,
+        trial.optimizer.state_dict,
+        trial.model.state_dict,
+        trial.optimizer.zero_grad,
+        lambda: setattr(parameter, "data", parameter.data),
+        lambda: setattr(parameter, "grad", torch.ones_like(parameter)),
+        lambda: delattr(parameter, "grad"),
+    ]
+    for _ in range(3):
+        for phase in phases:
+            with Calls() as outer, Calls() as inner:
+                phase()
+            assert inner.names == outer.names
+            # A step that is made a bundle at a time begins more than once.
+            found.append([name for name in inner.names if name != "_set_grad_enabled"])
+    return found
+
+
+@every_layout
+@pytest.mark.parametrize("activations", ["kept", "swapped"])
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, UnknownSgd],
+    ids=lambda each: each.__name__,
+)
+def test_a_function_mode_sees_the_functions_that_plain_pytorch_shows_it(
+    make: Callable[..., Optimizer], activations: str, layout: str, tmp_path: Path
+) -> None:
+    build_one = of_one_bundle(make)
+    torch.manual_seed(0)
+    plain = Trial(*build_one())
+    expected = functions_seen(plain)
+    torch.manual_seed(0)
+    ours = Trial(*build_one())
+    swapping = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": True}]}}
+    is_kept = activations == "kept"
+    document = {"offload_config": config_of(layout, tmp_path), **({} if is_kept else swapping)}
+    with offload(ours.model, list(ours.optimizers), document, layers=None if is_kept else ""):
+        assert functions_seen(ours) == expected
+    assert_equal_models(plain.model, ours.model)
+
+
+@every_layout
+def test_a_function_mode_may_change_what_attributes_of_parameters_are(layout: str, tmp_path: Path) -> None:
+    tensor: Any = Tensor
+    getters = [tensor.grad.__get__, tensor.data.__get__]
+
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            loss_of(trial.model, *batch()).backward()
+            for parameter in trial.model.parameters():
+                for getter in getters:
+                    with Calls(halved=getter) as mode:
+                        trial.log(parameter.grad)
+                        trial.log(parameter.data)
+                    assert mode.functions[0] == getters[0], "it is found among functions"
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+
+    assert_same(build_blocks, loop, layout, tmp_path)

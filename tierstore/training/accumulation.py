@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from tierstore.training.function_modes import out_of_sight
 from tierstore.training.gradient import Gradient
 
 # Without these nobody knows which pass a hook is called in, and whether a node is done.
@@ -87,7 +88,8 @@ class _Ending:
 
     def __call__(self) -> None:
         if self._is_last:
-            self._end()
+            with out_of_sight():
+                self._end()
         else:
             self._is_last = True
             self.ask_for()

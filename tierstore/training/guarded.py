@@ -15,6 +15,7 @@ import torch
 
 from tierstore.errors import UsageError
 from tierstore.training.binding import natively
+from tierstore.training.function_modes import are_function_modes_on, show
 from tierstore.training.guard import (
     fault,
     in_memory_of_its_own,
@@ -34,10 +35,13 @@ _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they
 _set_data: Function = _Tensor.data.__set__
 _get_grad: Function = _Tensor.grad.__get__
 _set_grad: Function = _Tensor.grad.__set__
+_delete_grad: Function = _Tensor.grad.__delete__
 
 
 def _data(self: torch.Tensor) -> torch.Tensor:
     """Return an alias of the bytes, which stay while it lives."""
+    if are_function_modes_on():
+        return cast("torch.Tensor", show(get_data, _data, self))
     tenant = tenant_of(self)
     if tenant is None:
         take_off_in([self])
@@ -59,6 +63,9 @@ def _point(self: torch.Tensor, value: torch.Tensor) -> None:
     Raises:
         UsageError: the memory is on another device.
     """
+    if are_function_modes_on():
+        show(_set_data, _point, self, value)
+        return
     if value is self:
         return
     tenant = tenant_of(self)
@@ -104,6 +111,8 @@ def _refuse_to_be_swapped(self: torch.Tensor) -> int:
 
 
 def _grad(self: torch.Tensor) -> torch.Tensor | None:
+    if are_function_modes_on():
+        return cast("torch.Tensor | None", show(_get_grad, _grad, self))
     tenant = tenant_of(self)
     if tenant is None:
         take_off_in([self])
@@ -113,6 +122,9 @@ def _grad(self: torch.Tensor) -> torch.Tensor | None:
 
 
 def _store_grad(self: torch.Tensor, value: torch.Tensor | None) -> None:
+    if are_function_modes_on():
+        show(_set_grad, _store_grad, self, value)
+        return
     tenant = tenant_of(self)
     if tenant is None:
         take_off_in([self])
@@ -123,6 +135,9 @@ def _store_grad(self: torch.Tensor, value: torch.Tensor | None) -> None:
 
 
 def _drop_grad(self: torch.Tensor) -> None:
+    if are_function_modes_on():
+        show(_delete_grad, _drop_grad, self)
+        return
     _store_grad(self, None)
 
 

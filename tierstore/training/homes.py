@@ -26,6 +26,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from tierstore.leases import Lease
+from tierstore.training.function_modes import are_function_modes_on
 from tierstore.training.layout import Place, regions_of
 from tierstore.training.parts import Part, part_of
 
@@ -35,13 +36,14 @@ _version_of: Callable[[torch.Tensor], int] = _Tensor._version.__get__  # noqa: S
 _uses: Callable[[torch.Tensor], int] = _Tensor._use_count  # noqa: SLF001 - graphs are not seen without
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 _Natively = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
+_NoFunctions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction  # noqa: SLF001
 
 Access = Callable[["Binding"], None]
 
 
 def natively() -> AbstractContextManager[None]:
-    """Let guarded tensors be treated as the tensors they are, inside the context."""
-    return _Natively()
+    """Let guarded tensors be treated as the tensors they are, inside the context, and modes see nothing."""
+    return _NoFunctions() if are_function_modes_on() else _Natively()
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:

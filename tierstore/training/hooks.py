@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.training import guarded
 from tierstore.training.accumulation import is_in_backward
-from tierstore.training.binding import Binding, Bindings, natively
+from tierstore.training.binding import Binding, Bindings
+from tierstore.training.function_modes import out_of_sight
 from tierstore.training.saved import InForce, SavedTensors, take_out_of_force
 from tierstore.training.unseen import is_pytorchs_own, written_unseen
 
@@ -123,7 +124,7 @@ class ModuleWindows:
         if entry.pushed is not None:
             entry.call = Call(sys._getframe(), self._leave_force)  # noqa: SLF001
         if owner.asks_for_guards and self._bindings.are_several:
-            entry.natively = natively()
+            entry.natively = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001 - modes see what it does
             entry.natively.__enter__()
 
     def leave(self, owner: ModuleHooks) -> None:
@@ -375,7 +376,8 @@ class _Before(Hook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         if module is self._hooks.module:
-            self._hooks.before(args, kwargs or {})
+            with out_of_sight():
+                self._hooks.before(args, kwargs or {})
 
 
 class _After(Hook):
@@ -386,7 +388,8 @@ class _After(Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
         del args, output
         if module is self._hooks.module:
-            self._hooks.after()
+            with out_of_sight():
+                self._hooks.after()
 
 
 class RootHooks(ModuleHooks):
@@ -441,7 +444,8 @@ class GradientHook(Hook):
         del gradient
         parameter = self._parameter()
         if parameter is not None:
-            self._act(parameter)
+            with out_of_sight():
+                self._act(parameter)
 
 
 def modules_read_whole(module: nn.Module) -> list[nn.Module]:

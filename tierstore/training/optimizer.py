@@ -27,6 +27,7 @@ from tierstore.errors import CapacityError
 from tierstore.training import guard
 from tierstore.training.ahead import Expectations, StepsAhead
 from tierstore.training.binding import Binding
+from tierstore.training.function_modes import in_sight
 from tierstore.training.optimizer_state import OptimizerState
 from tierstore.training.refused import refuses
 from tierstore.training.turns import (
@@ -91,7 +92,7 @@ class StepsByBundle:
         closure, others = _split_closure(args, kwargs)
         loss: object = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad(), in_sight():
                 loss = closure()
         begin = time.perf_counter()
         self._trainer.bindings.sweep()
@@ -236,7 +237,7 @@ class StepsByBundle:
             self._gradients.show(stashed)
             self._progress = Progress.PARTIAL
             try:
-                with only(self.optimizer, turn):
+                with only(self.optimizer, turn), in_sight():
                     own_step(self.optimizer)(self.optimizer, **kwargs)
             finally:
                 changed = self._gradients.hide(stashed)

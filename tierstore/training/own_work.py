@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,14 +14,13 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tierstore.training.function_modes import leave_function_modes, modes_aside
 from tierstore.training.operations import begin_unseen, end_unseen
 
 # Without these a user's modes and transforms would take the library's own work for the model's.
 _functorch: Any = torch._C._functorch  # noqa: SLF001
 _count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # noqa: SLF001
-_pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack  # noqa: SLF001
-_push_function_mode: Callable[[object], None] = torch._C._push_on_torch_function_stack  # noqa: SLF001
 
 
 class _OwnWork(threading.local):
@@ -94,7 +93,7 @@ class ordinary_mode(AbstractContextManager[None]):  # noqa: N801 - used as a fun
 def leave_all_modes() -> contextlib.ExitStack:
     """Leave every mode and transform of this thread; closing what is returned goes back to them."""
     with contextlib.ExitStack() as left:
-        left.enter_context(_leave_function_modes())
+        left.enter_context(leave_function_modes())
         left.enter_context(_disable_current_modes())
         left.enter_context(temporarily_clear_interpreter_stack())
         if torch.is_inference_mode_enabled():
@@ -102,26 +101,14 @@ def leave_all_modes() -> contextlib.ExitStack:
         return left.pop_all()
 
 
-@contextlib.contextmanager
-def _leave_function_modes() -> Iterator[None]:
-    """Leave function modes, and go on seeing the uses of guarded tensors."""
-    modes: list[object] = []
-    try:
-        while _count_function_modes():
-            modes.append(_pop_function_mode())
-        yield
-    finally:
-        while modes:
-            _push_function_mode(modes.pop())
-
-
 def are_modes_on() -> bool:
     """Say whether somebody sees what this thread computes: a mode, other than PyTorch's for devices."""
     if _count_dispatch_modes():
         return True
-    return _count_function_modes() > 0 and not all(
-        isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
-    )
+    modes = modes_aside()
+    if _count_function_modes():
+        modes = [*modes, *_get_current_function_mode_stack()]
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def is_own_work() -> bool:

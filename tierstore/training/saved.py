@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from tierstore.training import guard
 from tierstore.training.accumulation import is_in_backward
 from tierstore.training.binding import Binding, Bindings, natively, set_data
+from tierstore.training.function_modes import are_function_modes_on, in_sight, out_of_sight
 from tierstore.training.layout import Place
 from tierstore.training.own_work import ordinary_mode
 
@@ -159,6 +160,9 @@ def _stand_in(packed: Reference) -> StandIn:
 
 def keep(tensor: torch.Tensor) -> Kept:
     """Return what keeps a saved tensor as it is."""
+    if are_function_modes_on():
+        with out_of_sight():
+            return keep(tensor)
     # A node must not keep its own output: the alias shares its bytes and its version counter.
     if tensor.grad_fn is None:
         return Kept(tensor, tensor._version)  # noqa: SLF001
@@ -179,7 +183,8 @@ def restore(packed: Kept | Delegated) -> torch.Tensor:
         RuntimeError: it was changed in place since; the text is PyTorch's.
     """
     if isinstance(packed, Delegated):
-        return cast("torch.Tensor", packed.unpack(packed.packed))
+        with in_sight():
+            return cast("torch.Tensor", packed.unpack(packed.packed))
     kept = packed.tensor
     refuse_if_changed(kept.dtype, kept.shape, kept._version, packed.version)  # noqa: SLF001
     return kept
@@ -237,6 +242,9 @@ class SavedTensors:
         A guarded one is given by custom functions that save it while no window is open: it is never asked
         itself, as its guard would bring its bytes, and answers for where it would lie in memory of its own.
         """
+        if are_function_modes_on():
+            with out_of_sight():
+                return self.refer(tensor)
         try:
             with natively():
                 binding = self._bindings.find(tensor)
@@ -278,10 +286,14 @@ class SavedTensors:
         Raises:
             RuntimeError: it was changed in place since; the text is PyTorch's.
         """
+        if are_function_modes_on():
+            with out_of_sight():
+                return self.unpack(packed)
         self._before_unpacking()
         if isinstance(packed, Displayed):
             brought = tree_map_only(_Away, self._bring_as_it_is, packed.packed)
-            unpacked = cast("torch.Tensor", packed.unpack(brought))
+            with in_sight():
+                unpacked = cast("torch.Tensor", packed.unpack(brought))
             return self._bring_for_backward(unpacked.packed) if isinstance(unpacked, StandIn) else unpacked
         if isinstance(packed, Reference):
             with natively():

@@ -40,6 +40,7 @@ from tierstore.training.ending import Ending
 from tierstore.training.follow import Follower
 from tierstore.training.footprint import Meter
 from tierstore.training.former import Former
+from tierstore.training.function_modes import out_of_sight
 from tierstore.training.grads import Gradients
 from tierstore.training.groups import Content, Group
 from tierstore.training.in_backward import Stepping, StepsInBackward
@@ -276,6 +277,10 @@ class Session:
         optimizer = steps.optimizer
 
         def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+            with out_of_sight():
+                return begin(args, kwargs)
+
+        def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
             self.bindings.leasing.require("an optimizer steps")
             if runs_of_step(optimizer) > 1:  # a subclass calls the step of its base class
                 return None
@@ -288,8 +293,9 @@ class Session:
             return steps.before(args, kwargs)
 
         def after(*_: object) -> None:
-            if runs_of_step(optimizer) <= 1 and steps.after():
-                self._end_step(steps)
+            with out_of_sight():
+                if runs_of_step(optimizer) <= 1 and steps.after():
+                    self._end_step(steps)
 
         self._handles.append(optimizer.register_step_pre_hook(before))  # type: ignore[arg-type]
         self._step_hooks[id(optimizer)] = self._handles[-1].id

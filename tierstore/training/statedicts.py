@@ -25,6 +25,7 @@ from tierstore.training.binding import Bindings, natively
 from tierstore.training.bundles import Adopter
 from tierstore.training.entries import entry_for, whole_of
 from tierstore.training.footprint import tensors_in
+from tierstore.training.function_modes import out_of_sight
 from tierstore.training.hooks import Hook
 from tierstore.training.optimizer_state import OptimizerState, Taken, is_unshared
 from tierstore.training.own_work import ordinary_mode
@@ -138,6 +139,10 @@ class StateDicts:
 
     def _copy_state(self, state_dict: StateDict) -> StateDict:
         """Return the state dict with entries in the place of guarded tensors."""
+        with out_of_sight():
+            return self._with_entries(state_dict)
+
+    def _with_entries(self, state_dict: StateDict) -> StateDict:
         try:
             state = {
                 parameter: {name: self._linked(value) for name, value in entries.items()}

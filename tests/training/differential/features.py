@@ -22,12 +22,11 @@ OFF: dict[str, str] = {
         f"part writing buffer {how} + action {action}": _CRASH
         for how in AVERAGES
         for action in ACTIONS
-        if any(word in action for word in ("func", "vmap", "hessian", "vjp", "jvp", "jac"))
+        if any(word in action for word in ("func ", "functional", "vmap", "hessian", "vjp", "jvp", "jac"))
     },
     "part integer + action parameter anew": "another text of the same error",
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
     **dict.fromkeys(("part traced + action deepcopy", "part scripted + action deepcopy"), _COPIED),
-    "action function mode": "users' function modes see attributes that the library looks at: documented",
 }
 
 

@@ -155,7 +155,19 @@ with fwd.dual_level():
     "autocast": "with torch.autocast('cpu', dtype=torch.bfloat16): loss = t.loss()\nloss.backward()",
     "dispatch mode": "with Dispatched(t): t.loss().backward()",
     "dispatch mode around step": "with Dispatched(t): t.steps()",
-    "function mode": "with Functions(t): t.loss().backward(); t.steps()",
+    "function mode": """
+with Functions(t):
+    loss = t.loss()
+    <a:loss.backward()|torch.autograd.backward(loss)|t.log('slope', torch.autograd.grad(loss, t.p(0), allow_unused=True))>
+""",
+    "function mode around step": "with Functions(t, is_around_step=True): t.steps()",
+    "function mode around zero grad": "with Functions(t): t.zero(<a:True|False>)",
+    "function mode around looks": "with Functions(t): t.log('grad', t.p(<a>).grad); t.log('data', t.p(<a>).data)",
+    "function mode around changes": """
+p = t.p(<a>)
+with Functions(t):
+    <b:p.grad = None|p.data = p.data * 2|p.grad = torch.ones_like(p)|del p.grad>
+""",
     "anomaly": "with torch.autograd.set_detect_anomaly(True, check_nan=False): t.loss().backward()",
     "deterministic": "with torch.random.fork_rng(): t.loss().backward()",
     # parameters changed

@@ -104,6 +104,6 @@ COUNTING = {
     *(f"part {name}" for name in ("either", "buffers", "keeping", "embedding renormed", "spectral norm")),
     "part norm",  # a batch norm keeps running means
     "action dispatch mode",
-    "action function mode",
+    *(f"action {name}" for name in TABLES["action"] if name.startswith("function mode")),
 }
 """What tells how often a layer is called."""

@@ -464,17 +464,30 @@ class Dispatched(TorchDispatchMode):
         self.trial.log("dispatched", sorted(self.seen.items()))
 
 
-class Functions(TorchFunctionMode):
-    """A user's mode that counts functions."""
+_ONCE_A_STEP = {"__get__", "_set_grad_enabled", "tensor"}
 
-    def __init__(self, trial: Trial) -> None:
+
+class Functions(TorchFunctionMode):
+    """A user's mode that counts functions.
+
+    Args:
+        trial: that notes what it sees.
+        is_around_step: whether a step is in it, which is a bundle at a time: what it asks once for all
+            parameters is asked once for each bundle.
+    """
+
+    def __init__(self, trial: Trial, *, is_around_step: bool = False) -> None:
         super().__init__()
         self.trial = trial
+        self.uncounted = _ONCE_A_STEP if is_around_step else ()
         self.seen: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Count."""
-        self.seen[getattr(func, "__name__", str(func))] += 1
+        name = getattr(func, "__name__", str(func))
+        if name not in self.uncounted:
+            is_of_lists = name.startswith(("_foreach_", "_fused_"))
+            self.seen[name] += len(args[0]) if is_of_lists else 1
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401

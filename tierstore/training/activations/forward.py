@@ -28,6 +28,7 @@ from tierstore.training.activations.nodes import Triggers
 from tierstore.training.activations.operators import Scope, Scopes, Watch, is_backward, storage_of
 from tierstore.training.activations.regions import is_for_recompute
 from tierstore.training.activations.vault import Parked, Vault, WeakParked
+from tierstore.training.function_modes import in_sight, out_of_sight
 from tierstore.training.saved import (
     Delegated,
     Hook,
@@ -73,6 +74,10 @@ class Unpacker:
 
     def unpack(self, packed: object) -> torch.Tensor:
         """Return the tensor that was packed.  Blocks until it is there."""
+        with out_of_sight():
+            return self._unpacked(packed)
+
+    def _unpacked(self, packed: object) -> torch.Tensor:
         self._vault.before_unpacking()
         if isinstance(packed, Swapped):
             self._sweep_at_the_end()
@@ -149,14 +154,15 @@ class ForwardPass:
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
-        with self.apart():
+        with self.apart(), out_of_sight():
             scope = None if self._is_paused() or is_backward() else self._scope_of(tensor)
             if scope is not None:
                 return self._swap(tensor, scope)
             if self._outer is None:
                 return keep(tensor)
             pack, unpack = self._outer
-            return Delegated(pack(tensor), unpack)
+            with in_sight():
+                return Delegated(pack(tensor), unpack)
 
     def _scope_of(self, tensor: torch.Tensor) -> Scope | None:
         """Return what marks a saved tensor; ``None``: it stays."""

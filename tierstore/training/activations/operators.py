@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from tierstore.modes import run_operator
 from tierstore.training.activations.calls import is_changing, written
 from tierstore.training.binding import natively
+from tierstore.training.function_modes import are_function_modes_on, out_of_sight
 from tierstore.training.own_work import is_own_work
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -176,9 +177,9 @@ class Storages:
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the storage of a tensor; ``None``: it has none of its own, as wrappers and sparse tensors."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in _PLAIN and not are_function_modes_on():
         return _storage_of(tensor)
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    is_wrapper: bool = type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
     if is_wrapper:
         return None
     with natively():  # parameters wear other classes inside their windows and outside
@@ -247,6 +248,9 @@ class Watch(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # noqa: ANN401
         """Run the operation and take in what it made."""
+        if are_function_modes_on():
+            with out_of_sight():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         result = run_operator(func, args, kwargs or {})
         if not (self.is_paused or self.is_over or is_own_work() or is_backward()):
             given: dict[int, bool] = {}

@@ -37,6 +37,7 @@ from tierstore.training.activations.swap_config import SwapConfig
 from tierstore.training.activations.vault import Vault
 from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.footprint import tensors_in
+from tierstore.training.function_modes import out_of_sight
 from tierstore.training.hooks import Call, Hook, calls_on_the_stack
 
 log = logging.getLogger("tierstore")
@@ -369,7 +370,8 @@ class _Before(Hook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: object) -> None:
         del module, args
-        self._hooks.before()
+        with out_of_sight():
+            self._hooks.before()
 
 
 class _After(Hook):
@@ -379,7 +381,8 @@ class _After(Hook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         del module, args
-        self._hooks.after(output)
+        with out_of_sight():
+            self._hooks.after(output)
 
 
 class _Enter(Hook):
@@ -390,7 +393,8 @@ class _Enter(Hook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: object) -> None:
         del args
-        self._hooks.enter(module, self._scopes)
+        with out_of_sight():
+            self._hooks.enter(module, self._scopes)
 
 
 class _Leave(Hook):
@@ -401,4 +405,5 @@ class _Leave(Hook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         del args
-        self._hooks.leave(module, output, is_layer=self._is_layer)
+        with out_of_sight():
+            self._hooks.leave(module, output, is_layer=self._is_layer)
