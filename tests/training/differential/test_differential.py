@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -216,6 +217,16 @@ def test_a_refusal_before_the_first_step_is_counted_and_a_later_one_is_a_differe
     program = _with(Piece("action", "train"))
     assert outcome_of(program, refuses).end is End.REFUSED
     assert outcome_of(program, lambda model, *_, **__: Late(model)).end is End.DIFFERENT
+
+
+@pytest.mark.parametrize(
+    "piece", [Piece("knot", "module twice"), Piece("part", "old weight norm")], ids=lambda piece: piece.name
+)
+@pytest.mark.parametrize("action", ["functional call", "func of input", "disable saved hooks"])
+def test_what_modules_themselves_keep_of_graphs_is_no_lease_that_is_left(piece: Piece, action: str) -> None:
+    program = _with(piece)
+    actions = (Piece("action", action), *program.actions[:1], Piece("action", action, 1))
+    check(replace(program, parts=(*program.parts, Piece("part", "linear")), actions=actions))
 
 
 def test_the_search_reports_the_smallest_program_of_each_difference() -> None:
