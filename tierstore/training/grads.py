@@ -407,10 +407,10 @@ class Gradients:
                 set_native_gradient(parameter, None)
         return changed
 
-    def in_sight(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient that autograd itself sees, if it is no stash; called natively."""
-        gradient, seen = self._of.get(parameter), seen_by_autograd(parameter)
-        return None if gradient is not None and seen is gradient.handle else seen
+    def look_at(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient, wherever its bytes are, for its looks; called natively."""
+        seen, gradient = seen_by_autograd(parameter), self._of.get(parameter)
+        return gradient.handle if seen is None and gradient is not None else seen
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a gradient, wherever it is."""

@@ -96,6 +96,11 @@ def _takes_eps_of_the_first(group: dict[str, Any]) -> bool:
     )
 
 
+def has_come_to_depend(optimizer: Optimizer) -> bool:
+    """Whether parameters that are pointed at another type now are no longer treated each by itself."""
+    return type(optimizer) not in _registered and any(map(_takes_eps_of_the_first, optimizer.param_groups))
+
+
 def is_per_parameter(optimizer: Optimizer) -> bool:
     """Whether an optimizer may be stepped a bundle at a time."""
     return _registered.get(type(optimizer), is_of_torch(optimizer))

@@ -1,13 +1,16 @@
 """Whether an optimizer refuses a step in its midst: known before the first bundle is stepped.
 
 Optimizers that treat each parameter by itself may refuse some: those with sparse gradients or with dense
-ones, complex and empty ones.  They raise when they come to one, or to its group.  A bundle at a time that
+ones, complex and empty ones, those whose gradient or state is of another type than they are since they were
+pointed elsewhere.  They raise when they come to one, or to its group.  A bundle at a time that
 would be after other parameters than in plain PyTorch, so such a step is left to the optimizer as a whole.
 
 1. The optimizer is asked itself: a double of it steps a stand-in of one element, or of none, for each kind of
-   parameter that is unusual, with the options of its group.
+   parameter that is unusual, with the options of its group and state of the same kind.
 2. Only those of ``torch.optim`` are asked.  What users register is not run on trial.
-3. So is a step with a gradient that has no dense dimensions: only guards see it added (`sparse_adds`).
+3. Left to the optimizer without being asked: a step with a gradient that has no dense dimensions, as only
+   guards see it added (`sparse_adds`), one with a gradient or state of another shape than its parameter, and
+   one that treats parameters by the first of their group since their types differ (``Adafactor``).
 
 Knows nothing of bundles.
 """
@@ -16,21 +19,32 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from tierstore.training.ahead import Entries, step_alone
 from tierstore.training.binding import natively
+from tierstore.training.gradient import show_gradient
 from tierstore.training.grads import Gradients
-from tierstore.training.known import is_of_torch
+from tierstore.training.known import has_come_to_depend, is_of_torch
 from tierstore.training.own_work import ordinary_mode
 from tierstore.training.turns import Group, options_of
 
 _USUAL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
-_KEPT = "momentum_buffer"  # the state of PyTorch's that is a gradient itself: SGD's
+_STATE = frozenset(
+    {
+        *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg"),
+        *("acc_delta", "sum", "ax", "prev", "step_size", "row_var", "col_var", "variance"),
+    }
+)
+"""What optimizers of PyTorch's compute with, beside the gradient: each has an element for the parameter's."""
+
+Alike = Callable[[torch.Size, torch.Size], bool]
+"""Says whether state of a shape may be that of a parameter with another."""
 
 log = logging.getLogger("tierstore")
 
@@ -39,10 +53,12 @@ class Look(NamedTuple):
     """How a tensor is stored.
 
     Attributes:
+        dtype: of its elements.
         layout: as PyTorch calls it.
         sparse_dim: how many dimensions are sparse; 0 where that says nothing.
     """
 
+    dtype: torch.dtype
     layout: torch.layout
     sparse_dim: int
 
@@ -54,13 +70,15 @@ class Kind(NamedTuple):
         shape: the parameter's, with 1 for all that is more.
         dtype: the parameter's.
         gradient: its look.
-        kept: that of the former gradient in the state; ``None``: there is none.
+        state: the names of what the optimizer computes with, and their looks.
+        is_fitting: whether gradient and state have the parameter's shape.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     gradient: Look
-    kept: Look | None
+    state: tuple[tuple[str, Look], ...]
+    is_fitting: bool
 
 
 def refuses(optimizer: torch.optim.Optimizer, gradients: Gradients, device: torch.device) -> bool:
@@ -72,52 +90,96 @@ def refuses(optimizer: torch.optim.Optimizer, gradients: Gradients, device: torc
         device: where it would compute.
     """
     if not is_of_torch(optimizer):
-        return False
-    return any(_is_refused(optimizer, group, kind, device) for group, kind in _unusual(optimizer, gradients))
+        return has_come_to_depend(optimizer)
+    return any(
+        _is_refused(optimizer, group, kind, entries, device)
+        for group, kind, entries in _unusual(optimizer, gradients)
+    )
 
 
-def _unusual(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Iterator[tuple[Group, Kind]]:
-    """Yield each kind that some optimizer may refuse, once for each group; others cost next to nothing."""
-    is_dense_usual = not isinstance(optimizer, torch.optim.SparseAdam)
+def _unusual(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Iterator[tuple[Group, Kind, Entries]]:
+    """Yield each kind that some optimizer may refuse, once for each group, with the first one's state.
+
+    Others cost next to nothing.
+    """
+    is_alike: Alike = _is_mean_of if isinstance(optimizer, torch.optim.Adafactor) else operator.eq
+    takes_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     for group in optimizer.param_groups:
-        found: dict[Kind, None] = {}
-        keeps = isinstance(optimizer, torch.optim.SGD) and group.get("momentum", 0) != 0
+        found: dict[Kind, Entries] = {}
         with natively():
             for parameter in group["params"]:
-                gradient = gradients.in_sight(parameter)
-                kept = optimizer.state.get(parameter, {}).get(_KEPT) if keeps else None
-                is_usual = (
-                    is_dense_usual
-                    and (gradient is None or gradient.layout is torch.strided)
-                    and (kept is None or kept.layout is torch.strided)
-                    and parameter.dtype in _USUAL_DTYPES
-                    and parameter.numel() > 0
-                )
-                if not is_usual and gradients.has(parameter):
-                    shape = tuple(min(size, 1) for size in parameter.shape)
-                    former = None if kept is None else _look_of(kept)
-                    found[Kind(shape, parameter.dtype, _look_of(gradient), former)] = None
-        yield from ((group, kind) for kind in found)
+                gradient = gradients.look_at(parameter)
+                if gradient is None:
+                    continue
+                entries = optimizer.state.get(parameter, {})
+                if takes_sparse or not _is_usual(parameter, gradient, entries, is_alike):
+                    found.setdefault(_kind_of(parameter, gradient, entries, is_alike), entries)
+        yield from ((group, kind, entries) for kind, entries in found.items())
 
 
-def _look_of(tensor: torch.Tensor | None) -> Look:
-    if tensor is None or tensor.layout is torch.strided:
-        return Look(torch.strided, 0)
+def _is_usual(parameter: torch.Tensor, gradient: torch.Tensor, entries: Entries, is_alike: Alike) -> bool:
+    """Whether any optimizer that takes dense gradients takes a parameter.  For every one of every step."""
+    dtype, shape = parameter.dtype, parameter.shape
+    if (
+        dtype not in _USUAL_DTYPES
+        or gradient.dtype is not dtype
+        or gradient.layout is not torch.strided
+        or gradient.shape != shape
+        or 0 in shape
+    ):
+        return False
+    return all(
+        value.dtype is dtype and value.layout is torch.strided and is_alike(value.shape, shape)
+        for name, value in entries.items()
+        if name in _STATE and isinstance(value, torch.Tensor)
+    )
+
+
+def _kind_of(parameter: torch.Tensor, gradient: torch.Tensor, entries: Entries, is_alike: Alike) -> Kind:
+    state = {name: entries[name] for name in sorted(entries) if _is_computed_with(name, entries[name])}
+    return Kind(
+        tuple(min(size, 1) for size in parameter.shape),
+        parameter.dtype,
+        _look_of(gradient),
+        tuple((name, _look_of(value)) for name, value in state.items()),
+        gradient.shape == parameter.shape
+        and all(is_alike(value.shape, parameter.shape) for value in state.values()),
+    )
+
+
+def _is_computed_with(name: str, value: object) -> bool:
+    return name in _STATE and isinstance(value, torch.Tensor)
+
+
+def _is_mean_of(shape: torch.Size, whole: torch.Size) -> bool:
+    """Whether a mean over some dimensions of ``whole``, as ``Adafactor`` keeps, has that shape."""
+    return len(shape) == len(whole) and all(
+        size in (1, full) for size, full in zip(shape, whole, strict=True)
+    )
+
+
+def _look_of(tensor: torch.Tensor) -> Look:
+    if tensor.layout is torch.strided:
+        return Look(tensor.dtype, torch.strided, 0)
     with ordinary_mode():  # a dispatch mode would see that somebody asks
-        return Look(tensor.layout, tensor.sparse_dim() if tensor.layout is torch.sparse_coo else 0)
+        sparse_dim = tensor.sparse_dim() if tensor.layout is torch.sparse_coo else 0
+        return Look(tensor.dtype, tensor.layout, sparse_dim)
 
 
-def _is_refused(optimizer: torch.optim.Optimizer, group: Group, kind: Kind, device: torch.device) -> bool:
-    if kind.gradient.layout is torch.sparse_coo and kind.gradient.sparse_dim == len(kind.shape):
+def _is_refused(
+    optimizer: torch.optim.Optimizer, group: Group, kind: Kind, entries: Entries, device: torch.device
+) -> bool:
+    is_added_whole = kind.gradient.layout is torch.sparse_coo and kind.gradient.sparse_dim == len(kind.shape)
+    if is_added_whole or not kind.is_fitting:
         return True
     try:
         with ordinary_mode():
             values = torch.ones(kind.shape, dtype=kind.dtype, device=device)
             stand_in = torch.nn.Parameter(torch.zeros_like(values))
-            stand_in.grad = _looking(values, kind.gradient)
-            state: dict[torch.Tensor, Entries] = {}
-            if kind.kept is not None:
-                state[stand_in] = {_KEPT: _looking(values, kind.kept)}
+            show_gradient(stand_in, _looking(values, kind.gradient))
+            state: dict[torch.Tensor, Entries] = {
+                stand_in: {**_small(entries), **{n: _looking(values, look) for n, look in kind.state}}
+            }
             step_alone(optimizer, [{**copy.deepcopy(options_of(group)), "params": [stand_in]}], state)
     except Exception:
         log.debug("%s refuses %s: its step runs as a whole", type(optimizer).__name__, kind, exc_info=True)
@@ -125,8 +187,18 @@ def _is_refused(optimizer: torch.optim.Optimizer, group: Group, kind: Kind, devi
     return False
 
 
+def _small(entries: Entries) -> Entries:
+    """Return what an optimizer has beside what it computes with: counts, and what others have put there."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+        for name, value in entries.items()
+        if not _is_computed_with(name, value)
+    }
+
+
 def _looking(values: torch.Tensor, look: Look) -> torch.Tensor:
     """Return a copy of a dense tensor with another look."""
+    values = values.to(look.dtype, copy=True)
     if look.layout is torch.strided:
-        return values.clone()
+        return values
     return values.to_sparse(look.sparse_dim) if look.sparse_dim else values.to_sparse(layout=look.layout)

@@ -32,7 +32,10 @@ from tierstore.training.turns import Progress, Trainer, not_whole, own_step, run
 Closure = Callable[..., object]
 
 _IS_UNKNOWN = "is not known to treat each parameter by itself"
-_REFUSES = "refuses a parameter of this step for its kind or its gradient's (sparse, complex, empty)"
+_REFUSES = (
+    "refuses a parameter of this step for its kind or its gradient's (sparse, complex, empty), or as its "
+    "gradient or state has another type or shape"
+)
 _REGISTER = (
     "If its step gives the same bits a few parameters at a time, say so before offload(...): "
     "tierstore.training.register_optimizer({kind}). Else: "
