@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -87,6 +88,26 @@ def test_a_scripted_function_that_is_given_a_weight_outside_its_module(layout: s
             trial.optimizer.zero_grad()
             with torch.no_grad():
                 trial.log(scripted()(weight, weight))
+
+    assert_same(build, loop, layout, tmp_path, with_device(layout, "320KB"))
+
+
+@every_layout
+def test_traced_children_are_copied_as_other_modules_are(layout: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for _ in range(2):
+            copied = copy.deepcopy(trial.model)
+            trial.log(torch.tensor([p.requires_grad + 2 * p.is_leaf for p in copied.parameters()]))
+            assert {type(p) for p in copied.parameters()} <= {Tensor, nn.Parameter}
+            loss = trial.model(torch.randn(6, WIDTH)).sum()
+            loss.backward()
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+            inputs = torch.randn(6, WIDTH)
+            copied(inputs).sum().backward()
+            for parameter in copied.parameters():
+                trial.log(parameter)
+                trial.log(parameter.grad if parameter.is_leaf else None)
 
     assert_same(build, loop, layout, tmp_path, with_device(layout, "320KB"))
 

@@ -129,6 +129,19 @@ def test_an_optimizer_that_forgets_the_gradients_in_its_step(layout: str, tmp_pa
 FP8 = [dtype for name in dir(torch) if name.startswith("float8") for dtype in [getattr(torch, name)]]
 
 
+def test_a_trained_parameter_of_an_integer_one_raises_what_pytorch_raises(tmp_path: Path) -> None:
+    model = nn.Linear(WIDTH, 5)
+    model.count = nn.Parameter(torch.arange(5), requires_grad=False)
+    with pytest.raises(RuntimeError) as expected:
+        nn.Parameter(model.count)
+    with offload(model, None, config_of("disk", tmp_path)):
+        with pytest.raises(RuntimeError) as found:
+            nn.Parameter(model.count)
+        assert torch.equal(nn.Parameter(model.count, requires_grad=False), torch.arange(5))
+        assert nn.Parameter(model.weight).requires_grad
+    assert str(found.value) == str(expected.value)
+
+
 @pytest.mark.parametrize("dtype", [*FP8, torch.int8, torch.bool, torch.complex64], ids=str)
 def test_a_frozen_parameter_of_any_kind_comes_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     class Table(nn.Module):

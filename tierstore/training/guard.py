@@ -82,6 +82,8 @@ def torch_function(
     kwargs = kwargs or {}
     if func in PASSING:
         with natively():
+            if func in CHANGES_REQUIRES_GRAD and is_for_a_parameter():
+                _require_that_it_may_be_trained(args[0].dtype, *args[1:], **kwargs)
             result = func(*args, **kwargs)
         if func in CHANGES_REQUIRES_GRAD and (tenant := tenant_of(args[0])) is not None:
             tenant.warden.requires_grad_changed(args[0])
@@ -171,6 +173,12 @@ def _view(tenant: Tenant, tensor: torch.Tensor, *shape: Any) -> torch.Tensor | N
     if not tenant.is_abroad:
         tenant.binding.twins[tenant.number].view(*shape)  # raises what PyTorch raises
     return tensor.clone().view(*shape)
+
+
+def _require_that_it_may_be_trained(dtype: torch.dtype, requires_grad: bool = True) -> None:
+    """Raise what PyTorch raises for a parameter of a type that has no gradients; of an alias it says less."""
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        torch.Tensor._make_subclass(torch.nn.Parameter, torch.empty(0, dtype=dtype), requires_grad)  # noqa: SLF001
 
 
 def _refuse_to_share(tenant: Tenant, *_: object) -> None:

@@ -12,6 +12,7 @@ import functools
 from typing import Any, cast
 
 import torch
+from torch.jit._script import RecursiveScriptModule
 
 from tierstore.errors import UsageError
 from tierstore.training.binding import natively
@@ -246,6 +247,18 @@ def _let_scripts_take_guarded() -> None:
     torch.jit.ScriptFunction.__call__ = seen  # type: ignore[method-assign,assignment]
 
 
+def _let_scripts_be_copied() -> None:
+    """Let ``copy.deepcopy`` of what ``torch.jit`` has made of a module bring its bytes: it copies in C++."""
+    in_cpp: Function = RecursiveScriptModule.__deepcopy__
+
+    @functools.wraps(in_cpp)
+    def seen(self: RecursiveScriptModule, memo: dict[int, Any]) -> object:
+        needed = needed_by(tenants_in([*self.parameters(), *self.buffers()]))
+        return with_windows(needed, in_cpp, (self, memo), {}) if needed else in_cpp(self, memo)
+
+    RecursiveScriptModule.__deepcopy__ = seen  # type: ignore[method-assign,assignment]
+
+
 def _let_set_be_seen() -> None:
     """Let ``torch.Tensor.set_(p, source)`` be seen as ``p.set_(source)`` is; it asks for an address."""
     in_cpp: Function = torch.Tensor.set_
@@ -261,4 +274,5 @@ def _let_set_be_seen() -> None:
 
 _let_foreach_take_handles()
 _let_scripts_take_guarded()
+_let_scripts_be_copied()
 _let_set_be_seen()

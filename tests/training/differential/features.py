@@ -14,7 +14,6 @@ from tests.training.differential.loops import ACTIONS
 _FAST_PATH = "hooks of ours keep transformer layers from their fast path in evaluation"
 _RACE = "several threads write to one buffer: a race in plain PyTorch, too"
 _CRASH = "plain PyTorch crashes now and then: memory of a tensor that a transform has wrapped"
-_COPIED = "a traced child is not deep-copied in a run: it raises"
 
 OFF: dict[str, str] = {
     **{f"part writing buffer {how} + action threads": _RACE for how in AVERAGES},
@@ -24,9 +23,7 @@ OFF: dict[str, str] = {
         for action in ACTIONS
         if any(word in action for word in ("func ", "functional", "vmap", "hessian", "vjp", "jvp", "jac"))
     },
-    "part integer + action parameter anew": "another text of the same error",
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
-    **dict.fromkeys(("part traced + action deepcopy", "part scripted + action deepcopy"), _COPIED),
 }
 
 
