@@ -130,6 +130,7 @@ TRANSFORMS: dict[str, Apply] = {
     "vmap of grad": each_sample,
     "vmap of grad of inputs": lambda m, x: func.vmap(func.grad(total(m)))(x),
     "vmap of parameters": two_models,
+    "batched gradients": lambda m, x: torch.autograd.functional.jacobian(few(m), x[0], vectorize=True),
     "jvp of grad": lambda m, x: func.jvp(
         func.grad(loss_of(m, x)), (parameters_of(m),), (ones_like(parameters_of(m)),)
     ),

@@ -37,6 +37,7 @@ from tierstore.training.homes import (
     Access,
     Binding,
     dress,
+    keep_bases,
     natively,
     set_data,
     undress,
@@ -443,14 +444,16 @@ class Bindings:
             undress(binding)
             if not binding.is_whole:
                 self._abroad[binding] = None
+        is_referred_to = binding.is_referred_to
+        if is_referred_to:
+            keep_bases(binding)
         if binding in self.pinned:
             self._lingering.pop(binding, None)
-            return
-        if binding.is_referred_to:
+        elif is_referred_to:
             self._lingering[binding] = None
-            return
-        self._release(binding)
-        self._lingering.pop(binding, None)
+        else:
+            self._release(binding)
+            self._lingering.pop(binding, None)
 
     def _release(self, binding: Binding) -> None:
         """End the lease; where that was interrupted, do the rest of it."""

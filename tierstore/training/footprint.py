@@ -100,7 +100,9 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 # Without it a tensor that a ``torch.func`` transform has wrapped would be asked for a storage, and raise.
-_is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001
+_functorch: Any = torch._C._functorch  # noqa: SLF001
+_is_transformed: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+_is_batched: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor  # by ``is_grads_batched=True``
 _ALONE = 2  # one tensor refers to a storage, beside the storage's object in Python
 
 # ---------------------------------------------------------------------- an emulated device
@@ -295,7 +297,8 @@ def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
     with natively():  # parameters wear other classes inside their windows and outside
         for tensor in tensors_in(values):
             is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-            if tensor.layout is torch.strided and not is_wrapper and not _is_transformed(tensor):
+            is_wrapped = is_wrapper or _is_transformed(tensor) or _is_batched(tensor)
+            if tensor.layout is torch.strided and not is_wrapped:
                 yield tensor.untyped_storage()
 
 

@@ -320,8 +320,24 @@ def undress(binding: Binding) -> None:
     binding.idle_versions = versions_of(binding)
 
 
+def keep_bases(binding: Binding) -> None:
+    """Let tensors that others are differentiable views of have their bytes, with no window open.
+
+    What the base was written to since asks it for its strides, and derives the gradient from these
+    (``AsStridedBackward``).  Such views refer to the leased bytes: `undress` takes them when it is called again.
+    """
+    assert binding.flat is not None
+    with _Natively():
+        for tensor, place, where in zip(binding.tensors, binding.places, binding.where, strict=True):
+            if where is Where.HOME and tensor.requires_grad and _is_saved(tensor):
+                _set_data(tensor, place.view(binding.flat))
+                binding.is_in_graphs = True
+
+
 def _is_saved(tensor: torch.Tensor) -> bool:
     """Whether a graph has saved a tensor itself: more than its Python object and its node refer to it.
+
+    So does a differentiable view of it, which refers to its base.
 
     The node that accumulates its gradient outlives every graph where somebody keeps it, as hooks on it do.
     """
