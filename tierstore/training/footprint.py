@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -102,7 +102,7 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 # Without it a tensor that a ``torch.func`` transform has wrapped would be asked for a storage, and raise.
 _functorch: Any = torch._C._functorch  # noqa: SLF001
 _is_transformed: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
-_is_batched: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor  # by ``is_grads_batched=True``
+_is_batched: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor  # ``is_grads_batched``
 _ALONE = 2  # one tensor refers to a storage, beside the storage's object in Python
 
 # ---------------------------------------------------------------------- an emulated device

@@ -323,8 +323,8 @@ def undress(binding: Binding) -> None:
 def keep_bases(binding: Binding) -> None:
     """Let tensors that others are differentiable views of have their bytes, with no window open.
 
-    What the base was written to since asks it for its strides, and derives the gradient from these
-    (``AsStridedBackward``).  Such views refer to the leased bytes: `undress` takes them when it is called again.
+    A view whose base was written to since asks the base for its strides, and derives the gradient from these
+    (``AsStridedBackward``).  `undress` takes the bytes when it is called again.
     """
     assert binding.flat is not None
     with _Natively():
