@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.training.twins import (
     Optimizer,
     Trial,
     adam,
+    assert_equal_lists,
     assert_same,
     blocks,
     config_of,
@@ -123,3 +125,24 @@ def test_the_bytes_may_go_when_the_view_is_gone(tmp_path: Path) -> None:
         del view
         _forward(Trial(model, []))
         assert sum(tier.leased_bytes for tier in run.store.stats().tiers.values()) == 0
+
+
+@every_layout
+def test_a_view_outlives_the_run(layout: str, tmp_path: Path) -> None:
+    gradients = []
+    for is_offloaded in (False, True):
+        torch.manual_seed(0)
+        model, (optimizer,) = _build()
+        trial = Trial(model, [optimizer])
+        config = config_of(layout, tmp_path, with_device(layout, "640KB"))
+        with offload(model, [optimizer], config) if is_offloaded else contextlib.nullcontext():
+            torch.manual_seed(1)
+            weight = next(p for p in model.parameters() if p.dim() == 2)
+            view = weight.t()
+            step(trial)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            weight.mul_(2)
+        view.square().sum().backward()
+        gradients += [view.detach().clone(), weight.grad]
+    assert_equal_lists(gradients[:2], gradients[2:])

@@ -444,16 +444,16 @@ class Bindings:
             undress(binding)
             if not binding.is_whole:
                 self._abroad[binding] = None
-        is_referred_to = binding.is_referred_to
-        if is_referred_to:
-            keep_bases(binding)
+            if binding.is_referred_to:
+                keep_bases(binding)
         if binding in self.pinned:
             self._lingering.pop(binding, None)
-        elif is_referred_to:
+            return
+        if binding.is_referred_to:
             self._lingering[binding] = None
-        else:
-            self._release(binding)
-            self._lingering.pop(binding, None)
+            return
+        self._release(binding)
+        self._lingering.pop(binding, None)
 
     def _release(self, binding: Binding) -> None:
         """End the lease; where that was interrupted, do the rest of it."""

@@ -202,6 +202,7 @@ nn.utils.vector_to_parameters(v.detach() * 0.5, m.parameters())
     "alias kept for ever": "t.keep['for ever'] = t.p(<a>).data",
     "grad kept for ever": "t.keep['for ever'] = t.p(<a>).grad",
     "alias read": "t.log('alias', t.keep['alias'])",
+    "alias used": "t.log('loss', t.backward(t.keep['alias'].abs().float().square().sum()))",
     "alias written": "with torch.no_grad(): t.keep['alias'].mul_(0.5)",
     "alias kept in inference mode": "with torch.inference_mode(): t.keep['alias'] = t.p(<a>)<b:.data|.detach()>",
     "alias over a step": """
