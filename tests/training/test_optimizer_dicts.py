@@ -20,7 +20,6 @@ from tests.training.twins import (
     assert_equal_states,
     blocks,
     config_of,
-    every_layout,
     step,
     with_device,
 )
@@ -134,7 +133,7 @@ def _loop(trial: Trial, act: Callable[[Trial, StateDict], object]) -> StateDict:
     return state_dict
 
 
-@every_layout
+@pytest.mark.parametrize("layout", ["disk", "three"])
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_state_dict_is_one_with_the_state(kind: str, act: str, layout: str, tmp_path: Path) -> None:
