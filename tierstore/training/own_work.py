@@ -12,7 +12,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from tierstore.training.function_modes import leave_function_modes, modes_aside
 from tierstore.training.operations import begin_unseen, end_unseen
@@ -102,9 +102,15 @@ def leave_all_modes() -> contextlib.ExitStack:
 
 
 def are_modes_on() -> bool:
-    """Say whether somebody sees what this thread computes: a mode, other than PyTorch's for devices."""
+    """Say whether somebody sees what this thread computes, and when: a mode.
+
+    PyTorch's for devices is none of these, nor a dispatch mode that says of itself that it ``is_meter``: it
+    counts what there is, whenever that is computed.
+    """
     if _count_dispatch_modes():
-        return True
+        for mode in _get_current_dispatch_mode_stack():
+            if not getattr(mode, "is_meter", False):
+                return True
     modes = modes_aside()
     if _count_function_modes():
         modes = [*modes, *_get_current_function_mode_stack()]
