@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -435,3 +436,59 @@ def test_a_custom_function_that_saves_weights_of_other_modules(layout: str, tmp_
         return model, adam(model)
 
     assert_same(build, steps(), layout, tmp_path)
+
+
+# --- what a module makes of its own parameters in forward ------------------------------------------
+
+MADE: dict[str, Callable[[nn.Linear], object]] = {
+    "a parameter": lambda module: nn.Parameter(module.weight),
+    "a frozen parameter": lambda module: nn.Parameter(module.weight, requires_grad=False),
+    "one of its type": lambda module: type(module.weight)(module.weight.data.clone()),
+    "a deep copy": lambda module: copy.deepcopy(module.weight),
+    "a copy": lambda module: copy.copy(module.weight),
+    "a pickle": lambda module: pickle.loads(pickle.dumps(module.weight)),
+    "a clone": lambda module: module.weight.clone(),
+    "an alias": lambda module: module.weight.detach(),
+    "data": lambda module: module.weight.data,
+    "a buffer": lambda module: nn.Buffer(module.weight),
+    "a deep copy of itself": lambda module: copy.deepcopy(module).weight,
+}
+
+
+class Making(nn.Linear):
+    """Makes something of its weight in forward, and computes with it."""
+
+    def __init__(self, make: Callable[[nn.Linear], object]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.make = make
+        self.made: list[Any] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        made: Any = self.make(self)
+        self.made = [type(made), made.requires_grad, made.is_leaf, made.detach().clone()]
+        outputs: Tensor = super().forward(inputs) @ made
+        return outputs
+
+
+@every_layout
+@pytest.mark.parametrize("name", MADE)
+def test_what_a_module_makes_of_its_weight_in_forward(name: str, layout: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Making(MADE[name]) for _ in range(3)))
+        return model, adam(model)
+
+    seen: list[list[object]] = []
+
+    def loop(trial: Trial) -> None:
+        for _ in range(2):
+            trial.model(torch.ones(2, WIDTH)).square().mean().backward()
+            trial.log_gradients()
+            trial.optimizer.step()
+            for module in trial.model.children():
+                assert isinstance(module, Making)
+                trial.log(module.made.pop())
+                seen.append(module.made)
+
+    assert_same(build, loop, layout, tmp_path, with_device(layout, "640KB"))
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]

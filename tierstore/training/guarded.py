@@ -15,6 +15,7 @@ import torch
 from torch.jit._script import RecursiveScriptModule
 
 from tierstore.errors import UsageError
+from tierstore.training.askers import is_for_a_parameter
 from tierstore.training.binding import natively
 from tierstore.training.function_modes import are_function_modes_on, show
 from tierstore.training.guard import (
@@ -95,6 +96,19 @@ def _as_subclass(self: torch.Tensor, kind: type) -> torch.Tensor:
 
 def _resize(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own
     return cast("torch.Tensor", in_memory_of_its_own(torch.Tensor.resize_)(self, *args, **kwargs))
+
+
+def _detach_in_window(self: torch.Tensor) -> torch.Tensor:
+    """Return an alias; of the same class for ``nn.Parameter(p)``, which wants that."""
+    alias = torch.Tensor.detach(self)
+    if is_for_a_parameter():
+        alias.__class__ = type(self)
+    return alias
+
+
+def _become_plain(kind: type, self: torch.Tensor, _: object) -> None:
+    """PyTorch has made a parameter of an alias, and marks it: it is one of its own class from here on."""
+    self.__class__ = kind
 
 
 def _resize_as(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own
@@ -211,6 +225,9 @@ def open_of(kind: type) -> type:
         "__module__": __name__,
         "__torch_function__": kind.__torch_function__,  # type: ignore[attr-defined]
         "data": property(_data_in_window, _point),
+        "detach": _detach_in_window,
+        "_is_param": property(_is_param, functools.partial(_become_plain, kind)),
+        "__new__": lambda _, *args, **kwargs: kind(*args, **kwargs),  # type(p)(data), and so copy.deepcopy(p)
         "resize_": _resize,
         "resize_as_": _resize_as,
         "grad": property(_grad, _store_grad, _drop_grad),
