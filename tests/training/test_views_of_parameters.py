@@ -146,3 +146,19 @@ def test_a_view_outlives_the_run(layout: str, tmp_path: Path) -> None:
         view.square().sum().backward()
         gradients += [view.detach().clone(), weight.grad]
     assert_equal_lists(gradients[:2], gradients[2:])
+
+
+def test_a_node_of_before_the_parameter_was_set_keeps_no_bytes(tmp_path: Path) -> None:
+    model = blocks()
+    weight = next(p for p in model.parameters() if p.dim() == 2)
+    node = torch.autograd.graph.get_gradient_edge(weight)
+    with offload(model, adam(model), config_of("host", tmp_path)) as run:
+        with torch.no_grad():
+            weight.set_(torch.ones_like(weight))
+        alias = weight.detach()
+        _forward(Trial(model, []))
+        del alias
+        for _ in range(2):
+            _forward(Trial(model, []))
+        assert sum(tier.leased_bytes for tier in run.store.stats().tiers.values()) == 0
+    assert node.node is not torch.autograd.graph.get_gradient_edge(weight).node

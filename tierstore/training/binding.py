@@ -440,7 +440,7 @@ class Bindings:
 
     def _settle(self, binding: Binding) -> None:
         """A binding has no window: release its lease, or let it linger while it is referred to."""
-        if binding.is_dressed or binding.is_in_graphs:
+        if binding.is_dressed or binding.is_in_graphs or binding.has_bases:
             undress(binding)
             if not binding.is_whole:
                 self._abroad[binding] = None

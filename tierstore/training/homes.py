@@ -114,6 +114,7 @@ class Binding:
         parts: of which larger memory each was a part when it came home, by its number.
         is_watched: whether other code than PyTorch's has had its hands on the leased bytes.
         is_in_graphs: whether graphs may have saved its tensors themselves, and need their bytes in them.
+        has_bases: whether tensors that others are views of have their bytes, with no window open.
         digest: what `writes` was when they were read last, and their digest (`tierstore.training.unseen`).
         twins: on the meta device, with the true strides.
     """
@@ -126,6 +127,7 @@ class Binding:
         "dtypes",
         "flat",
         "guards",
+        "has_bases",
         "idle_versions",
         "is_dirty",
         "is_dressed",
@@ -180,6 +182,7 @@ class Binding:
         self.is_saved_by_reference = True
         self.is_watched = False
         self.is_in_graphs = False
+        self.has_bases = False
         self.digest: tuple[int, int] | None = None
         self.after_use: Access | None = None
         self.lease: Lease | None = None
@@ -315,6 +318,7 @@ def undress(binding: Binding) -> None:
                 _set_data(tensor, poison)
             tensor.__class__ = guard
     binding.is_in_graphs = are_needed
+    binding.has_bases = False
     binding.worn = binding.guards
     binding.is_dressed = False
     binding.idle_versions = versions_of(binding)
@@ -331,7 +335,7 @@ def keep_bases(binding: Binding) -> None:
         for tensor, place, where in zip(binding.tensors, binding.places, binding.where, strict=True):
             if where is Where.HOME and tensor.requires_grad and _is_saved(tensor):
                 _set_data(tensor, place.view(binding.flat))
-                binding.is_in_graphs = True
+                binding.has_bases = True
 
 
 def _is_saved(tensor: torch.Tensor) -> bool:

@@ -233,11 +233,16 @@ def _require_no_lease(t: Trial, run: Any) -> None:  # noqa: ANN401 - whatever wa
 
 
 def _let_graphs_go(model: nn.Module) -> None:
-    """Take from modules what they have computed and keep, as the former ``weight_norm`` does."""
+    """Take from modules what they have computed and keep, as the former ``weight_norm`` does.
+
+    Recurrent ones keep what `torch.func.functional_call` gave them, in a list.
+    """
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 vars(module)[name] = torch.empty(0)
+            elif isinstance(value, list) and any(isinstance(each, torch.Tensor) for each in value):
+                value.clear()
 
 
 def _leased(t: Trial, run: Any) -> dict[str, int]:  # noqa: ANN401 - whatever was opened
