@@ -154,7 +154,7 @@ def test_a_node_of_before_the_parameter_was_set_keeps_no_bytes(tmp_path: Path) -
     node = torch.autograd.graph.get_gradient_edge(weight)
     with offload(model, adam(model), config_of("host", tmp_path)) as run:
         with torch.no_grad():
-            weight.set_(torch.ones_like(weight))
+            weight.set_(torch.ones_like(weight))  # type: ignore[call-overload]
         alias = weight.detach()
         _forward(Trial(model, []))
         del alias
