@@ -73,7 +73,8 @@ class InterruptAt:
         if frame is None or not frame.f_code.co_filename.startswith(self.of):
             return False
         while frame is not None and frame.f_code.co_qualname != "Ledger.apply":
-            if frame.f_code.co_qualname == "finalize.__call__":  # CPython swallows what is raised there
+            swallowed = frame.f_code.co_qualname == "finalize.__call__" or frame.f_code.co_name == "__del__"
+            if swallowed:  # CPython does so with what is raised there
                 return False
             frame = frame.f_back
         return (frame is not None) == self.in_books
