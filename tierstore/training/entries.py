@@ -60,15 +60,16 @@ class Original:
         return self._parameter()
 
     @property
-    def is_tied(self) -> bool:
-        """Whether the parameter has been where it was ever since."""
+    def tied(self) -> torch.Tensor | None:
+        """The parameter, if it has been where it was ever since."""
         parameter = self.parameter
         tenant = None if parameter is None else guard.tenant_of(parameter)
-        return (
+        is_tied = (
             tenant is not None
             and tenant.binding is self.binding
             and self.binding.departures[self._number] == self._departures
         )
+        return parameter if is_tied else None
 
     def _now(self) -> _State:
         with natively():
@@ -81,8 +82,8 @@ class Original:
         """Bring to the copy what the parameter is now."""
         binding = self.binding
         is_in_use = binding.flat is not None and (binding.is_dirty or binding.is_watched)
-        parameter = self.parameter
-        if parameter is None or not self.is_tied or not (is_in_use or self._now() != self._state):
+        parameter = self.tied
+        if parameter is None or not (is_in_use or self._now() != self._state):
             return
         with torch.no_grad():
             fill(get_data(self.copy), parameter)
@@ -98,8 +99,8 @@ class Original:
         if version == self._version and not is_sure:
             return
         self._version = version
-        parameter = self.parameter
-        if parameter is not None and self.is_tied:
+        parameter = self.tied
+        if parameter is not None:
             with torch.no_grad():
                 fill(parameter, self.copy)
             self._state = self._now()
@@ -136,11 +137,11 @@ def entry_for(tenant: guard.Tenant, copy: torch.Tensor) -> torch.Tensor:
 def whole_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return what an entry is one with; ``None``: it is not any more, or is only a part, or no entry."""
     original = _original_of(tensor)
-    if original is None or not original.is_tied:
+    if original is None:
         return None
     with natively():
         is_whole = tensor.dtype == original.copy.dtype and tensor.is_set_to(original.copy)
-    return original.parameter if is_whole else None
+    return original.tied if is_whole else None
 
 
 def _know(tensor: torch.Tensor, original: Original) -> torch.Tensor:
@@ -303,8 +304,8 @@ def release(binding: Binding) -> None:
         if entry is None:
             continue
         _forget(entry)
-        parameter = original.parameter
-        if parameter is None or not original.is_tied:
+        parameter = original.tied
+        if parameter is None:
             continue
         with natively(), torch.no_grad():
             if parameter.device == entry.device:
@@ -325,7 +326,7 @@ class Links:
         self._copies: dict[Original, torch.Tensor] = {}
         for known in () if binding is None else _of_bindings.get(binding, {}).values():
             entry = known.tensor()
-            if entry is not None and known.original.is_tied:
+            if entry is not None and known.original.tied is not None:
                 self._entries.setdefault(known.original, []).append(entry)
 
     def note_memory(self) -> None:
