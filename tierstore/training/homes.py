@@ -46,6 +46,11 @@ def natively() -> AbstractContextManager[None]:
     return _NoFunctions() if are_function_modes_on() else _Natively()
 
 
+def natively_in_sight() -> AbstractContextManager[None]:
+    """Do what `natively` does for what the program itself runs: its modes see that."""
+    return _Natively()
+
+
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Point ``tensor`` at the memory of ``data``; autograd's version counter stays."""
     _set_data(tensor, data)

@@ -25,6 +25,7 @@ from tierstore.training import guarded
 from tierstore.training.accumulation import is_in_backward
 from tierstore.training.binding import Binding, Bindings
 from tierstore.training.function_modes import out_of_sight
+from tierstore.training.homes import natively_in_sight
 from tierstore.training.saved import InForce, SavedTensors, take_out_of_force
 from tierstore.training.unseen import is_pytorchs_own, written_unseen
 
@@ -124,7 +125,7 @@ class ModuleWindows:
         if entry.pushed is not None:
             entry.call = Call(sys._getframe(), self._leave_force)  # noqa: SLF001
         if owner.asks_for_guards and self._bindings.are_several:
-            entry.natively = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001 - modes see what it does
+            entry.natively = natively_in_sight()
             entry.natively.__enter__()
 
     def leave(self, owner: ModuleHooks) -> None:

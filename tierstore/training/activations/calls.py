@@ -23,10 +23,10 @@ import torch
 from torch._ops import OpOverload
 
 from tierstore.training.binding import natively
+from tierstore.training.homes import natively_in_sight
 from tierstore.training.saved import Delegated, Kept, restore, top_hooks
 
 _DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
-_Natively = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
 _Excluded = torch._C._SetExcludeDispatchKeyGuard  # noqa: SLF001
 _ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -262,7 +262,7 @@ class Call:
         self._counts.made += 1
         random = contextlib.nullcontext() if self._random is None else self._random.again()
         # Some kernels look whether gradients are wanted.  None of the inputs asks for one.
-        with torch.enable_grad(), _DisableAutocast(), _Natively():
+        with torch.enable_grad(), _DisableAutocast(), natively_in_sight():
             args = mapped(self._args, Input, Input.get)
             kwargs = mapped(self._kwargs, Input, Input.get)
             with random:
