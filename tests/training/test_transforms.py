@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.training.twins import assert_equal_lists, config_of, every_layout, same, with_device
+from tierstore.errors import UsageError
 from tierstore.training import Offload, offload
 
 WIDTH = 64
@@ -180,6 +181,46 @@ def test_derivatives_in_forward_mode_through_activations_that_leave_have_the_sam
     with offload(ours, None, document, layers="") as run:
         assert_equal_lists(expected, tensors_of(FORWARDS[name](ours, inputs)))
         assert_equal_lists(backward(plain, inputs), backward(ours, inputs))
+        run.store.check()
+
+
+class Slope(nn.Module):
+    """A layer that computes a derivative in forward mode, by whatever means, in its own forward."""
+
+    def __init__(self, apply: Apply) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())
+        self.apply_inside = apply
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        value, slope = cast("tuple[Tensor, Tensor]", self.apply_inside(self.inner, inputs))
+        return value + slope
+
+
+def build_sloped(apply: Apply) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Slope(apply), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.filterwarnings("ignore")
+def test_forward_mode_inside_a_module_is_the_same_or_refused_by_name(
+    activations: str, tmp_path: Path
+) -> None:
+    inputs = torch.rand(32, WIDTH)
+    document = {"offload_config": config_of("host", tmp_path), **ACTIVATIONS[activations]}
+    plain, ours = build_sloped(TRANSFORMS["jvp"]), build_sloped(TRANSFORMS["jvp"])
+    expected = backward(plain, inputs)
+    with offload(ours, None, document, layers=""):
+        assert_equal_lists(expected, backward(ours, inputs))
+    plain, ours = build_sloped(dual_inputs), build_sloped(dual_inputs)
+    expected = backward(plain, inputs)
+    with offload(ours, None, document, layers="") as run:
+        if activations == "recomputed":  # no mode sees its operators
+            assert_equal_lists(expected, backward(ours, inputs))
+        else:
+            with pytest.raises(UsageError, match=r"forward_ad\.dual_level"):
+                backward(ours, inputs)
         run.store.check()
 
 

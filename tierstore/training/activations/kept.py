@@ -27,7 +27,7 @@ from tierstore.training.activations.calls import (
     tensors_in,
     written,
 )
-from tierstore.training.activations.regions import Context
+from tierstore.training.activations.regions import Context, refuse_forward_mode
 
 Asked = Callable[[OpOverload], bool]
 """Says whether the output of an operator that runs now is kept."""
@@ -71,6 +71,7 @@ class _Outputs:
 
     def keep(self, func: OpOverload, args: Arguments, kwargs: Named, is_kept: bool) -> Any:  # noqa: ANN401
         """Run an operator, and keep what it returns if that is asked for."""
+        refuse_forward_mode()
         result = run_operator(func, args, kwargs)
         if is_kept:
             self._kept[func].append(_output(func, args, kwargs, result))

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from tierstore.modes import run_operator
 from tierstore.training.activations.calls import is_changing, written
+from tierstore.training.activations.regions import refuse_forward_mode
 from tierstore.training.binding import natively
 from tierstore.training.function_modes import are_function_modes_on, out_of_sight
 from tierstore.training.own_work import is_own_work
@@ -251,8 +252,11 @@ class Watch(TorchDispatchMode):
         if are_function_modes_on():
             with out_of_sight():
                 return self.__torch_dispatch__(func, types, args, kwargs)
+        is_seen = not (self.is_paused or self.is_over or is_own_work() or is_backward())
+        if is_seen:
+            refuse_forward_mode()
         result = run_operator(func, args, kwargs or {})
-        if not (self.is_paused or self.is_over or is_own_work() or is_backward()):
+        if is_seen:
             given: dict[int, bool] = {}
             self._look(args, given)
             if kwargs:

@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from tierstore.errors import UsageError
 from tierstore.training.activations import slices
 from tierstore.training.activations.before import Before, has_lazy
 from tierstore.training.hooks import Hook, Opened
@@ -96,6 +98,23 @@ def is_forward_mode() -> bool:
     Their formulas ask whether there is a dispatch mode, and compute in another order then.
     """
     return forward_ad._current_level >= 0  # noqa: SLF001 - of all threads; a transform's is one as well
+
+
+def refuse_forward_mode() -> None:
+    """Refuse derivatives that begin to go along in the midst of a forward that a mode of ours sees.
+
+    Called for each operator.  A transform of ``torch.func`` takes the modes into account by itself.
+
+    Raises:
+        UsageError: a module has entered ``torch.autograd.forward_ad.dual_level()``.
+    """
+    if is_forward_mode() and eager_transforms.JVP_NESTING == 0:
+        raise UsageError(
+            "torch.autograd.forward_ad.dual_level() was entered in a forward whose activations are swapped "
+            "or whose operators are recomputed: it would compute its derivatives in another order. Enter it "
+            "around the call of the model, where nothing of that happens then, use torch.func.jvp inside, or "
+            "leave this module out of swap and recompute."
+        )
 
 
 _are_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # noqa: SLF001

@@ -162,6 +162,7 @@ class _Run(TorchDispatchMode):
         named = kwargs or {}
         if self._is_paused or not isinstance(func, OpOverload):
             return run_operator(func, args, named)
+        regions.refuse_forward_mode()
         if is_changing(func):
             self._before_change(written(func, args, named))
             return run_operator(func, args, named)
