@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from tests.training.twins import config_of, every_layout, same
+from tests.training.twins import config_of, every_layout, same, with_device
 from tierstore.training import offload
 
 WIDTH = 64
@@ -93,3 +93,40 @@ def test_an_alias_that_a_users_hook_keeps_does_not_keep_its_bundle(tmp_path: Pat
         leased = sum(tier.leased_bytes for tier in active.store.stats().tiers.values())
         assert leased <= 2 * WIDTH * WIDTH * 4
         loss.backward()
+
+
+def _written_in_forward(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(1.5)
+
+
+class Writing(nn.Linear):
+    """Writes to its weight before it computes with it."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        _written_in_forward(self.weight)
+        return super().forward(inputs)
+
+
+@every_layout
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_save_on_cpu_goes_on_where_a_weight_is_written_to_after_the_forward(
+    is_pinned: bool, layout: str, tmp_path: Path
+) -> None:
+    def gradients(model: nn.Module) -> list[Tensor]:
+        inputs = torch.ones(3, WIDTH)
+        model.zero_grad()
+        with save_on_cpu(pin_memory=is_pinned):
+            loss = model(model(inputs)).square().sum()
+        _written_in_forward(next(model.parameters()))
+        loss.backward()
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), Writing(WIDTH, WIDTH)))
+    plain, ours = models
+    with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "512KB"))):
+        for _ in range(2):
+            assert all(map(same, gradients(plain), gradients(ours)))

@@ -6,8 +6,9 @@ Without this a saved weight would keep its memory until backward, and evicting i
    parameter that is saved while its bytes are away, by where it lies in its bundle.
 2. A saved alias of a gradient or of optimizer state is copied: its key may be gone by then.
 3. Everything else goes to whoever's hooks were there before, or is kept as it is.  ``save_on_cpu`` need not
-   see bundles.  A user's hooks see all that plain PyTorch shows them, and what their unpack hook returns is
-   used; of what they packed only aliases of bundles are replaced by references, until they are unpacked.
+   see bundles of an accelerator; what is in host memory it keeps as it is, so it is shown that.  A user's
+   hooks see all that plain PyTorch shows them, and what their unpack hook returns is used; of what they
+   packed only aliases of bundles are replaced by references, until they are unpacked.
    ``torch.utils.checkpoint`` is shown everything, too: what it computes again may be another weight, or the
    same one with other values.  What it keeps of that is a stand-in, which refers to the bundle.
 4. Where hooks are forbidden (``disable_saved_tensors_hooks``, and so ``torch.func.grad`` and its like), what
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.autograd import graph
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
@@ -215,7 +217,8 @@ class SavedTensors:
             return bring_into_force(self._pack, self._unpack)
         if getattr(top[0], "saved", getattr(top[0], "__self__", None)) is self:
             return None
-        return bring_into_force(_kind_of(top[0])(self, *top), self._unpack)
+        kind = _kind_of(top[0], are_on_host=self._bindings.store.device.type == "cpu")
+        return bring_into_force(kind(self, *top), self._unpack)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -387,11 +390,22 @@ class Repeated(Before):
         return Displayed(self.pack_before(shown), self._unpack_before)
 
 
-def _kind_of(hook: Hook) -> Callable[[SavedTensors, Hook, Hook], Hook]:
-    """Return what comes before a hook."""
+def _kind_of(hook: Hook, *, are_on_host: bool) -> Callable[[SavedTensors, Hook, Hook], Hook]:
+    """Return what comes before a hook.
+
+    Args:
+        hook: that is in force.
+        are_on_host: whether the model's tensors are.
+    """
     if getattr(hook, "__module__", None) == checkpoint.__name__:
         return Repeated
-    return Shown if _is_a_users(hook) else Chained
+    return Shown if _is_a_users(hook) or (are_on_host and _keeps_on_host(hook)) else Chained
+
+
+def _keeps_on_host(hook: Hook) -> bool:
+    """Say whether a hook is ``save_on_cpu``'s, which keeps the host's tensors as they are."""
+    name = getattr(hook, "__qualname__", "")
+    return getattr(hook, "__module__", None) == graph.__name__ and name.startswith("save_on_cpu.")
 
 
 def _is_a_users(hook: Hook) -> bool:
