@@ -47,6 +47,7 @@ from tierstore.training.homes import (
 from tierstore.training.own_work import ordinary_mode
 from tierstore.training.pinning import Leasing, State
 from tierstore.training.returning import copy_home, fit_as_they_are, laid_out_anew, lay, that_may_return
+from tierstore.training.storages import Storages
 from tierstore.training.unseen import may_have_changed, watch
 
 __all__ = ["Access", "Binding", "Bindings", "natively", "set_data"]
@@ -55,6 +56,7 @@ Apart = Callable[[], AbstractContextManager[object]]
 Classes = Callable[[Binding], Sequence[type]]
 Explain = Callable[[CapacityError], CapacityError]
 """Returns what to raise where bundles cannot be here together."""
+NoteLent = Callable[[torch.UntypedStorage], None]
 MakeRoom = Callable[[int], bool]
 """Lets go of what nobody uses, and raises a quota that leaves no room for so many bytes; says if it did."""
 
@@ -76,6 +78,7 @@ class Bindings:
         note_access: told of every use, when its bytes are held.
         apart: what is allocated inside this context is the store's.
         explain: asked when bundles cannot be here together.
+        note_lent: told of each storage that shows leased bytes, of which the store knows nothing.
 
     Attributes:
         leasing: whether they may be leased.
@@ -89,11 +92,13 @@ class Bindings:
         note_access: Access,
         apart: Apart = ordinary_mode,
         explain: Explain = lambda error: error,
+        note_lent: NoteLent | None = None,
     ) -> None:
         self.store = store
         self._note_access = note_access
         self.apart = apart
         self._explain = explain
+        self._note_lent = note_lent
         self._computing_tier: str | None = None
         self.prepare: Callable[[int], None] = lambda _: None  # makes room for as much; may refuse
         self.ask_for_more: MakeRoom = lambda _: False
@@ -398,11 +403,11 @@ class Bindings:
             self._lingering[binding] = None
             binding.lease = lease
         flat = binding.lease.tensor
-        storage = flat.untyped_storage()
         binding.versions = versions_of(binding)
-        self._by_storage[storage._cdata] = binding  # noqa: SLF001
-        binding.storage = storage
-        del storage
+        binding.storages = shown = Storages(flat, binding.places, binding.pieces, binding.offsets)
+        self._by_storage.update(dict.fromkeys(shown.keys, binding))
+        if self._note_lent is not None:
+            shown.tell_of_slices(self._note_lent)
         binding.baseline = binding.count_references()
         binding.flat = flat
 
@@ -457,17 +462,16 @@ class Bindings:
 
     def _release(self, binding: Binding) -> None:
         """End the lease; where that was interrupted, do the rest of it."""
-        lease, storage = binding.lease, binding.storage
+        lease, shown = binding.lease, binding.storages
         if lease is None:
             return
-        if storage is not None and binding.flat is not None and not binding.is_dirty:
+        if binding.flat is not None and not binding.is_dirty:
             binding.is_dirty = versions_of(binding) != binding.versions or may_have_changed(binding)
         binding.is_watched = False
         binding.flat = None  # from here on nobody uses it
-        if storage is not None:
-            self._by_storage.pop(storage._cdata, None)  # noqa: SLF001
-        binding.storage = None
-        del storage
+        for key in () if shown is None else shown.keys:
+            self._by_storage.pop(key, None)
+        binding.storages = shown = None
         lease.release(written=binding.is_dirty)
         binding.lease = None
         binding.writes += binding.is_dirty

@@ -210,9 +210,12 @@ class Adopter:
 
         Where it fails or is interrupted it may be called again: what it had not done is done then.
         """
-        aliases: Sequence[torch.Tensor] = ()
+        aliases: Sequence[tuple[torch.Tensor, Place]] = ()
         try:
-            aliases = aliases_of(binding)
+            with natively():
+                aliases = [
+                    (each, place_of("", each, binding.begin_bytes(each))) for each in aliases_of(binding)
+                ]
             self._bindings.forsake(binding)
         finally:  # whatever failed at the end of a lease, the bytes may be there
             if binding in self._origins:
@@ -238,13 +241,12 @@ class Adopter:
             abroad = [number for number in binding.abroad if has_bytes(binding.tensors[number])]
             binding.note_parts(abroad, is_larger=False)
 
-    def _hand_out(self, binding: Binding, flat: torch.Tensor, aliases: Sequence[torch.Tensor]) -> None:
+    def _hand_out(
+        self, binding: Binding, flat: torch.Tensor, aliases: Sequence[tuple[torch.Tensor, Place]]
+    ) -> None:
         """Give tensors their bytes for good; what else is a view of these bytes is one of them then."""
         devices = self._origins[binding]
-        with natively():
-            others = [
-                place_of("", each, int(each.storage_offset()) * each.element_size()) for each in aliases
-            ]
+        others = [place for _, place in aliases]
         everywhere = [*devices, *(torch.device("cpu") for _ in aliases)]
         # All of them are made first: where there is no memory for one, none is pointed at other bytes.
         parts = {
@@ -254,7 +256,7 @@ class Adopter:
         }
         values = _unpack(flat, [*binding.places, *others], everywhere, is_fresh=True, parts=parts)
         with natively():
-            for alias, value in zip(aliases, values[len(devices) :], strict=True):
+            for (alias, _), value in zip(aliases, values[len(devices) :], strict=True):
                 set_data(alias, value)
         for number, (tensor, plain) in enumerate(zip(binding.tensors, binding.plain, strict=True)):
             with natively():

@@ -29,6 +29,7 @@ from tierstore.leases import Lease
 from tierstore.training.function_modes import are_function_modes_on
 from tierstore.training.layout import Place, regions_of
 from tierstore.training.parts import Part, part_of
+from tierstore.training.storages import Storages, pieces_of
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
@@ -121,7 +122,10 @@ class Binding:
         is_in_graphs: whether graphs may have saved its tensors themselves, and need their bytes in them.
         has_bases: whether tensors that others are views of have their bytes, with no window open.
         digest: what `writes` was when they were read last, and their digest (`tierstore.training.unseen`).
-        twins: on the meta device, with the true strides.
+        offsets: of each tensor in the storage that it is shown in, in elements.
+        pieces: what of its bytes is shown as a storage of its own.
+        storages: the leased bytes, as its tensors show them.
+        twins: on the meta device, with the true strides, each where it is in its storage.
     """
 
     __slots__ = (
@@ -142,12 +146,14 @@ class Binding:
         "key",
         "lease",
         "nbytes",
+        "offsets",
         "parts",
+        "pieces",
         "places",
         "plain",
         "poisons",
         "regions",
-        "storage",
+        "storages",
         "tensors",
         "tier",
         "twins",
@@ -192,7 +198,7 @@ class Binding:
         self.after_use: Access | None = None
         self.lease: Lease | None = None
         self.flat: torch.Tensor | None = None
-        self.storage: torch.UntypedStorage | None = None
+        self.storages: Storages | None = None
         self.baseline = 0
         self.versions: list[int] = []
         self.idle_versions = versions_of(self)
@@ -202,25 +208,32 @@ class Binding:
         self.places = tuple(places)
         self.dtypes = frozenset(place.dtype for place in places)
         self.regions = tuple(sorted(regions_of(places)))
+        self.pieces = pieces_of(self.places, self.regions)
         self.nbytes = nbytes
         self.poisons = tuple(poisons)
-        self.twins = tuple(
-            torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
-            for place in self.places
-        )
+        self.offsets = self.pieces.offsets(self.places)
+        self.twins = tuple(map(_twin, self.places, self.offsets))
 
     @property
     def is_referred_to(self) -> bool:
         """Whether anything but the store and the binding refers to the leased bytes."""
-        if self.flat is None or self.storage is None:
+        if self.flat is None or self.storages is None:
             return False
         return self.count_references() > self.baseline
 
     def count_references(self) -> int:
         """Count who refers to the leased bytes: see `references`."""
-        storage = self.storage
-        assert storage is not None
-        return _use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
+        assert self.storages is not None
+        count = 0
+        for storage in self.storages.all:
+            count += _use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
+        return count
+
+    def begin_bytes(self, tensor: torch.Tensor) -> int:
+        """Return where an alias of the leased bytes begins in the bundle.  Called natively."""
+        assert self.storages is not None
+        before_bytes = tensor.untyped_storage().data_ptr() - self.storages.all[0].data_ptr()
+        return before_bytes + int(tensor.storage_offset()) * tensor.element_size()
 
     @property
     def abroad(self) -> list[int]:
@@ -255,6 +268,15 @@ class Binding:
                 _set_data(self.tensors[number], self.poisons[number])
 
 
+def _twin(place: Place, offset: int) -> torch.Tensor:
+    if offset == 0:
+        return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+    elements = offset + place.nbytes // place.dtype.itemsize
+    return torch.empty(elements, dtype=place.dtype, device="meta").as_strided(
+        place.shape, place.stride, offset
+    )
+
+
 def versions_of(binding: Binding) -> list[int]:
     """Return how often each tensor was written to, as far as autograd knows."""
     with _Natively():
@@ -266,17 +288,16 @@ def versions_of(binding: Binding) -> list[int]:
 
 def dress(binding: Binding, classes: Sequence[type]) -> None:
     """Give the tensors a class each, and their bytes."""
-    flat = binding.flat
-    assert flat is not None
+    shown = binding.storages
+    assert shown is not None
     if versions_of(binding) != binding.idle_versions:
         _look_at_poisons(binding)
     binding.is_dressed = True
     with _Natively():  # the classes may be guards
         wear(binding, classes)
-        elements = {dtype: flat.view(dtype) for dtype in binding.dtypes}
-        for tensor, place, where in zip(binding.tensors, binding.places, binding.where, strict=True):
+        for tensor, view, where in zip(binding.tensors, shown.views, binding.where, strict=True):
             if where is Where.HOME:
-                _set_data(tensor, place.view_of_elements(elements[place.dtype]))
+                _set_data(tensor, view)
 
 
 def wear(binding: Binding, classes: Sequence[type]) -> None:
@@ -335,11 +356,12 @@ def keep_bases(binding: Binding) -> None:
     A view whose base was written to since asks the base for its strides, and derives the gradient from these
     (``AsStridedBackward``).  `undress` takes the bytes when it is called again.
     """
-    assert binding.flat is not None
+    shown = binding.storages
+    assert shown is not None
     with _Natively():
-        for tensor, place, where in zip(binding.tensors, binding.places, binding.where, strict=True):
+        for tensor, view, where in zip(binding.tensors, shown.views, binding.where, strict=True):
             if where is Where.HOME and tensor.requires_grad and _is_saved(tensor):
-                _set_data(tensor, place.view(binding.flat))
+                _set_data(tensor, view)
                 binding.has_bases = True
 
 

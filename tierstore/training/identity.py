@@ -307,11 +307,11 @@ def _saved_by(node: Any, attribute: str) -> Iterator[torch.Tensor]:  # noqa: ANN
 
 def aliases_of(binding: Binding) -> list[torch.Tensor]:
     """Return what else is a view of a bundle's leased bytes, beside the bundle's own and the store's."""
-    if not binding.is_referred_to or binding.storage is None:
+    if not binding.is_referred_to or binding.storages is None:
         return []
     gc.collect()  # what only a cycle refers to
-    key = binding.storage._cdata  # noqa: SLF001 - what a storage is known by
-    own = {
+    shown = binding.storages
+    own = {id(view) for view in shown.views} | {
         id(tensor)
         for tensor, where in zip(binding.tensors, binding.where, strict=True)
         if where is Where.HOME
@@ -321,8 +321,8 @@ def aliases_of(binding: Binding) -> list[torch.Tensor]:
         for tensor in live_tensors()
         if id(tensor) not in own
         and has_bytes(tensor)
-        and storage_key(tensor) == key
-        and not _is_all_bytes_of(tensor, binding.storage)
+        and storage_key(tensor) in shown.keys
+        and not _is_all_bytes_of(tensor, shown.all[0])
     ]
 
 

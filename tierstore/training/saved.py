@@ -333,10 +333,18 @@ class SavedTensors:
         flat = self._bindings.reach(packed.binding)
         offset = packed.offset if packed.places is packed.binding.places else _offset_now(packed)
         with ordinary_mode():
-            view = flat.view(packed.dtype).as_strided(packed.shape, packed.stride, offset)
-            if packed.is_conj:
-                view = torch._conj(view)  # noqa: SLF001 - sets the bit, as the saved tensor had it
-            return torch._neg_view(view) if packed.is_neg else view  # noqa: SLF001
+            shown = packed.binding.storages
+            assert shown is not None  # while something refers to the bytes
+            view = shown.alias(
+                packed.dtype,
+                packed.shape,
+                packed.stride,
+                offset,
+                is_conj=packed.is_conj,
+                is_neg=packed.is_neg,
+            )
+            del flat
+            return view
 
 
 class Before:
@@ -456,7 +464,7 @@ def _offset_now(packed: Reference) -> int:
 
 def _refer(binding: Binding, tensor: torch.Tensor) -> Reference:
     """Return a reference to an alias of leased bytes.  Called natively."""
-    begin_bytes = tensor.storage_offset() * tensor.element_size()
+    begin_bytes = binding.begin_bytes(tensor)
     regions = binding.regions
     region = regions[bisect.bisect_right(regions, begin_bytes, key=lambda each: each.begin_bytes) - 1]
     version = tensor._version  # noqa: SLF001
@@ -471,7 +479,7 @@ def _refer(binding: Binding, tensor: torch.Tensor) -> Reference:
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
-        int(tensor.storage_offset()),
+        begin_bytes // tensor.element_size(),
         tensor.is_conj(),
         tensor.is_neg(),
     )

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.planning import Trained, choose_residents
 from tierstore.store import Store
-from tierstore.training import guard, hooks, known, pickled
+from tierstore.training import guard, hooks, known
 from tierstore.training.accumulation import Accumulation, PassEnd, is_in_backward
 from tierstore.training.activations import both
 from tierstore.training.activations.both import Activations
@@ -91,8 +91,12 @@ class Session:
         self.ignored = ignored
         self._meter = meter
         self.budget: DeviceBudget | None = None
-        self.bindings = Bindings(store, self._note, explain=self._explain)
-        pickled.watch(self.bindings)
+        self.bindings = Bindings(
+            store,
+            self._note,
+            explain=self._explain,
+            note_lent=None if meter is None else meter.leave_out,
+        )
         self.gradients = Gradients(store, self.bindings, self, placements.gradients)
         self._in_backward: StepsInBackward | None = None
         if stepping is Stepping.IN_BACKWARD:
