@@ -6,7 +6,7 @@ Knows nothing of tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from tierstore.core.quota import Shelf
@@ -50,7 +50,10 @@ def _tier_stats(shelf: Shelf) -> TierStats:
         leased_bytes=shelf.leased_bytes,
         peak_charged_bytes=shelf.peak_charged_bytes,
         reserved_bytes=shelf.charged_bytes,
-        **asdict(shelf.counters),
+        hits=shelf.counters.hits,
+        faults=shelf.counters.faults,
+        evictions=shelf.counters.evictions,
+        refusals=shelf.counters.refusals,
     )
 
 

@@ -414,6 +414,15 @@ class Store:
             stall_seconds = self._stall_seconds
         return collect(self._engine, self.tier_names, self._handover.got, stall_seconds)
 
+    def leased_bytes(self, tier: str) -> int:
+        """Return the bytes of a tier that leases hold: as `stats` says, without all the rest.
+
+        Raises:
+            UsageError: there is no such tier.
+        """
+        index = self._index(tier)
+        return self._engine.look(lambda ledger: ledger.books.shelves[index].leased_bytes)
+
     @staticmethod
     def watch_device(listener: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
         """Tell ``listener`` of every storage that an emulated device allocates or adopts, of whatever store.

@@ -312,6 +312,34 @@ class Product(nn.Module):
         return x * self.weight
 
 
+class _AsItIs(torch.autograd.Function):
+    """Returns its input: a view that nobody may use once its base is written to."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        del ctx
+        return x
+
+    @staticmethod
+    def backward(ctx: object, *slopes: Tensor) -> Tensor:
+        del ctx
+        return slopes[0]
+
+
+def test_a_tensor_that_cannot_be_asked_for_its_graph_does_not_matter(tmp_path: Path) -> None:
+    base = torch.ones(3, requires_grad=True) * 2
+    unusable: Tensor = _AsItIs.apply(base)  # type: ignore[no-untyped-call]
+    base.add_(1)
+    with pytest.raises(RuntimeError, match="is a view and its base"):
+        _ = unusable.grad_fn
+    layer = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(layer)
+    node = layer.weight.view(-1).grad_fn  # keeps the node that accumulates: graphs are looked for
+    with offload(model, None, config_of("disk", tmp_path)):
+        model(torch.ones(3, WIDTH)).sum().backward()
+    del node, unusable
+
+
 def test_a_graph_that_still_needs_a_parameter_is_refused_by_name(tmp_path: Path) -> None:
     for model in (nn.Sequential(nn.Linear(WIDTH, WIDTH), Product()), nn.Sequential(Product())):
         x = torch.randn(3, WIDTH, requires_grad=True)

@@ -222,6 +222,9 @@ def test_stats_tell_what_leases_hold(device: EmulatedDevice) -> None:
         assert store.stats().tiers["device"].leased_bytes == 0
         with store.lease("k"), store.lease("k"):
             assert store.stats().tiers["device"].leased_bytes == _TENSOR
+            assert [store.leased_bytes(tier) for tier in store.tier_names] == [_TENSOR, 0, 0]
+            with pytest.raises(ts.UsageError, match="no tier 'attic'"):
+                store.leased_bytes("attic")
         assert store.stats().tiers["device"].leased_bytes == 0
 
 

@@ -329,7 +329,7 @@ class DeviceBudget:
             self._quota_bytes = quota_bytes
 
     def _leased_bytes(self) -> int:
-        return self._store.stats().tiers[self._tier].leased_bytes
+        return self._store.leased_bytes(self._tier)
 
     def prepare(self, needed_bytes: int) -> None:
         """See to it that so many bytes can be leased, where they may be more than the store's own.

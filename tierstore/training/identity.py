@@ -265,9 +265,7 @@ def _refuse_graphs(names: Named, fleeting: Sequence[torch.Tensor]) -> None:
     for tensor in live_tensors():
         if id(tensor) in ends:
             continue
-        with natively():
-            root = None if tensor.is_leaf else tensor.grad_fn
-        for saved in _saved_in(root, seen):
+        for saved in _saved_in(_root_of(tensor), seen):
             if has_bytes(saved) and (name := owners.get(storage_key(saved))) is not None:
                 raise UsageError(
                     f"a graph of an earlier forward, that of a tensor of shape {list(tensor.shape)}, still "
@@ -275,6 +273,15 @@ def _refuse_graphs(names: Named, fleeting: Sequence[torch.Tensor]) -> None:
                     "backward before offload(...).",
                     key=name,
                 )
+
+
+def _root_of(tensor: torch.Tensor) -> object:
+    """Return the node of a graph that made a tensor; ``None``: it has none, or cannot be used any more."""
+    try:
+        with natively():
+            return None if tensor.is_leaf else tensor.grad_fn
+    except RuntimeError:  # a view that a custom function made, and whose base was written to since
+        return None
 
 
 def _saved_in(root: Any, seen: set[Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401 - nodes have no type

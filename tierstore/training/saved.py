@@ -44,6 +44,9 @@ _autograd: Any = torch._C._autograd  # noqa: SLF001
 push_hooks: Callable[[Hook, Hook], None] = _autograd._push_saved_tensors_default_hooks  # noqa: SLF001
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
 
+_set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
+_set_versions = _autograd._unsafe_set_version_counter  # noqa: SLF001
+
 # Without it hooks would be pushed where PyTorch has forbidden them, and raise.
 _are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # noqa: SLF001
 
@@ -98,7 +101,7 @@ class Reference(NamedTuple):
 
     binding: Binding
     places: Sequence[Place]  # of the bundle, as it was laid out then
-    owners: Sequence[torch.Tensor]  # whose version counters tell of changes: one of them, not known which
+    owners: Sequence[torch.Tensor]  # whose version counter tells of changes; of several one, not known which
     version: int | None  # None: the alias had a counter of its own
     dtype: torch.dtype
     shape: torch.Size
@@ -258,7 +261,7 @@ class SavedTensors:
         if not binding.is_saved_by_reference:
             return _copied(tensor)
         with natively():
-            return _refer(binding, tensor)
+            return _refer(binding, tensor, is_alone=not self._bindings.are_several)
 
     def _refer_away(self, tensor: torch.Tensor) -> Reference | Kept | None:
         """Return a reference to a guarded tensor whose bytes are away, or a copy; ``None``: it is none."""
@@ -462,19 +465,37 @@ def _offset_now(packed: Reference) -> int:
     return packed.offset + (now.begin_bytes - then.begin_bytes) // packed.dtype.itemsize
 
 
-def _refer(binding: Binding, tensor: torch.Tensor) -> Reference:
-    """Return a reference to an alias of leased bytes.  Called natively."""
+def _counting_with(alias: torch.Tensor, owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those tensors whose version counter is that of an alias: equal numbers do not say so."""
+    version = alias._version  # noqa: SLF001
+    try:
+        _set_versions((alias,), (version + 1,))
+        return [owner for owner in owners if owner._version != version]  # noqa: SLF001
+    finally:
+        _set_versions((alias,), (version,))
+
+
+def _refer(binding: Binding, tensor: torch.Tensor, *, is_alone: bool) -> Reference:
+    """Return a reference to an alias of leased bytes.  Called natively.
+
+    Args:
+        binding: of the bytes.
+        tensor: the alias.
+        is_alone: whether no other thread looks at versions now.
+    """
     begin_bytes = binding.begin_bytes(tensor)
     regions = binding.regions
     region = regions[bisect.bisect_right(regions, begin_bytes, key=lambda each: each.begin_bytes) - 1]
     version = tensor._version  # noqa: SLF001
     owners = [binding.tensors[number] for number in region.members]
-    owners = [owner for owner in owners if owner._version == version] or owners  # noqa: SLF001
-    is_known = owners[0]._version == version  # noqa: SLF001
+    sharers = [owner for owner in owners if owner._version == version]  # noqa: SLF001
+    if sharers and is_alone:
+        sharers = _counting_with(tensor, sharers)
+    is_known = bool(sharers)
     return Reference(
         binding,
         binding.places,
-        owners,
+        sharers or owners,
         version if is_known else None,
         tensor.dtype,
         tensor.shape,
