@@ -245,7 +245,12 @@ def _let_graphs_go(model: nn.Module) -> None:
                 value.clear()
 
 
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def _leased(t: Trial, run: Any) -> dict[str, int]:  # noqa: ANN401 - whatever was opened
+    if any(map(_is_wrapped, t.model.parameters())):
+        return {}  # `functional_call` leaves what it was given in a module that is there twice: PyTorch's own
     with torch.no_grad():
         ours = next((p for p in t.model.parameters() if tenant_of(p) is not None), None)
         if ours is None:  # all were replaced
