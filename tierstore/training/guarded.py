@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+from types import ModuleType
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.jit._script import RecursiveScriptModule
 
 from tierstore.errors import UsageError
@@ -238,11 +241,17 @@ def open_of(kind: type) -> type:
 def _let_foreach_take_handles() -> None:
     """Let PyTorch choose ``torch._foreach_*`` for guarded tensors where it would for plain ones.
 
-    Its choice goes by exact classes, and on an accelerator the other way gives other bits.
+    Its choice goes by exact classes, and on an accelerator the other way gives other bits.  So do utilities
+    that treat lists, and optimizers that run their own ``step``.
     """
-    kinds = getattr(torch.utils._foreach_utils, "_foreach_supported_types", None)  # noqa: SLF001
-    if isinstance(kinds, list) and guard_of(torch.Tensor) not in kinds:
-        kinds.append(guard_of(torch.Tensor))
+    plain: dict[ModuleType, list[type]] = {
+        torch.utils._foreach_utils: [torch.Tensor],  # noqa: SLF001
+        importlib.import_module("torch.optim.optimizer"): [torch.Tensor, nn.Parameter],
+    }
+    for module, classes in plain.items():
+        kinds = getattr(module, "_foreach_supported_types", None)
+        if isinstance(kinds, list):
+            kinds += [guard for guard in map(guard_of, classes) if guard not in kinds]
 
 
 def _let_scripts_take_guarded() -> None:
