@@ -4,6 +4,9 @@
 tests in that folder, those marked ``gpu``, and those of training that are there for each layout of
 `tests.training.twins`.  Without it those in that folder are not collected.  Where it cannot be built, all of
 it is skipped, with the reason; with ``TIERSTORE_REQUIRE_ACCELERATOR=1`` that is a failure.
+
+``--on-accelerator`` is the same for the accelerator of the machine: the tests of training that are there for
+each layout run on it, in layouts whose device it is.
 """
 
 from __future__ import annotations
@@ -17,11 +20,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import target
+
 _SLOW_STORES = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 # What is started in the background ignores SIGINT, and so would the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests limit a GPU's memory to kilobytes; by itself cuBLAS takes 32 MB for each thread, and for good.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
 
 # Two threads of a small operation spend their time waiting for each other, most of all beside others.
 torch.set_num_threads(1)
@@ -39,19 +48,31 @@ settings.load_profile(_PROFILE)
 _LONG_TIMEOUT_S = 7200
 
 _SIMULATE = "--simulate-accelerator"
+_ON_ACCELERATOR = "--on-accelerator"
 _NEEDS_SIMULATION = Path(__file__).parent / "accelerator"
 _TRAINING = Path(__file__).parent / "training"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Offer the simulated accelerator."""
+    """Offer the accelerators."""
     parser.addoption(_SIMULATE, action="store_true", help="run on a simulated accelerator: the whole process")
+    parser.addoption(_ON_ACCELERATOR, action="store_true", help="train on the accelerator of this machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Bring the simulated accelerator, if asked, before any test looks for one."""
-    if not config.getoption(_SIMULATE):
-        return
+    """Say which accelerator was asked for, and bring the simulated one, before any test looks for one."""
+    if config.getoption(_SIMULATE):
+        _bring_the_simulated_one()
+    if config.getoption(_SIMULATE) or config.getoption(_ON_ACCELERATOR):
+        found = torch.accelerator.current_accelerator()
+        if found is None:
+            raise pytest.UsageError(f"{_ON_ACCELERATOR}: PyTorch finds no accelerator on this machine")
+        target.accelerator = found.type
+    if target.accelerator == "cuda":  # kernels that do not promise the same bits each time
+        config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")
+
+
+def _bring_the_simulated_one() -> None:
     try:
         import tests.accelerator  # noqa: F401 - from here on PyTorch has it
     except ImportError as error:
@@ -82,12 +103,12 @@ def _is_for_an_accelerator(item: pytest.Item) -> bool:
     from tests.training.twins import LAYOUTS
 
     callspec = getattr(item, "callspec", None)
-    return callspec is not None and callspec.params.get("layout") in LAYOUTS
+    return callspec is not None and callspec.params.get("layout") in list(LAYOUTS)  # some are dicts
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give the long profile time, and leave out what needs an accelerator, or another one, than there is."""
-    if config.getoption(_SIMULATE):
+    if target.accelerator is not None:
         left_out = [item for item in items if not _is_for_an_accelerator(item)]
         items[:] = [item for item in items if _is_for_an_accelerator(item)]
         config.hook.pytest_deselected(items=left_out)

@@ -191,8 +191,8 @@ def test_one_document_for_all_gives_the_same_bits_within_the_budget(recompute: M
     model = _model()
     optimizer = _sgd(model)
     document = _document(swap_config=_ALL_LAYERS, recompute_config=recompute)
-    document["context"] = {"max_device_memory": "600MB"}
+    document["context"] = {"max_device_memory": "700MB"}
     with offload(model, optimizer, document):
         losses, peak_bytes = _train(model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
-    assert peak_bytes <= 600 * MIB
+    assert peak_bytes <= 700 * MIB

@@ -1,24 +1,32 @@
-"""On the simulated accelerator every tensor of these tests is the device's, and its streams are late."""
+"""On an accelerator every tensor of these tests is the device's; the simulated one's streams are late."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 
+from tests import target
+
 
 @pytest.fixture(autouse=True)
 def _on_the_accelerator() -> Iterator[None]:
-    from tests.training.twins import is_simulated  # which looks for an accelerator: not before there is one
-
-    if not is_simulated:
+    if target.accelerator is None:
         yield
         return
-    from tests.accelerator import DEVICE, late
+    with contextlib.ExitStack() as stack:
+        if target.accelerator == "openreg":
+            from tests.accelerator import late
 
-    with late(kernel_us=20, copy_us=500), DEVICE:
+            stack.enter_context(late(kernel_us=20, copy_us=500))
+        else:
+            before = torch.are_deterministic_algorithms_enabled()
+            torch.use_deterministic_algorithms(mode=True, warn_only=True)
+            stack.callback(torch.use_deterministic_algorithms, before)
+        stack.enter_context(torch.device(target.accelerator, 0))
         yield
     torch.accelerator.synchronize()
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +94,12 @@ def test_gradients_that_are_kept_go_on_being_added_to(layout: str, tmp_path: Pat
     assert taken.keys > 8
 
 
+_CLASSES: list[type[Optimizer]] = [
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop),
+    *(torch.optim.Adamax, torch.optim.Adafactor),
+]
+
 KINDS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "sgd-momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -121,6 +129,43 @@ def test_every_optimizer_of_torch_can_step_ahead(kind: str, tmp_path: Path, take
 
     assert_same(build, loop, "disk", tmp_path)
     assert taken.keys
+
+
+def _ways(kind: type[Optimizer]) -> list[dict[str, Any]]:
+    """Return ways of stepping of one class, each option that changes them by itself."""
+    known = inspect.signature(kind).parameters
+    options: list[dict[str, Any]] = [{}, {"maximize": True}, {"weight_decay": 0.1}, {"amsgrad": True}]
+    options += [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"centered": True}]
+    options += [
+        {"weight_decay": 0.1, "decoupled_weight_decay": True},
+        {"weight_decay": 0.1, "maximize": True},
+    ]
+    many: dict[str, Any] = {"foreach": True} if "foreach" in known else {}
+    return [{**each, **many} for each in options if known.keys() >= each.keys()]
+
+
+@pytest.mark.parametrize("kind", _CLASSES, ids=lambda kind: kind.__name__)
+def test_a_step_that_comes_to_nothing_has_written_to_no_gradient(
+    kind: type[Optimizer], tmp_path: Path
+) -> None:
+    """Some steps write to gradients: those belong to the step itself, as who reads them afterwards sees."""
+
+    def loop(trial: Trial) -> None:
+        for _ in range(2):
+            quiet_step(trial)
+        loss_of(trial.model, *batch()).backward()
+        trial.optimizer.param_groups[0]["lr"] *= 0.5
+        trial.optimizer.step()
+        trial.log_gradients()
+        quiet_step(trial)
+
+    for number, options in enumerate(_ways(kind)):
+
+        def build(options: Mapping[str, Any] = options) -> tuple[nn.Module, Sequence[Optimizer]]:
+            model = blocks()
+            return model, [kind(model.parameters(), lr=1e-2, **options)]  # type: ignore[call-arg]
+
+        assert_same(build, loop, "disk", tmp_path / str(number))
 
 
 def test_an_optimizer_that_is_not_torchs_own_is_never_run_ahead(tmp_path: Path, taken: Taken) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from tests import target
 from tests.training.buffer_models import (
     ALL,
     KINDS,
@@ -38,7 +39,7 @@ from tests.training.twins import (
     batch,
     config_of,
     every_layout,
-    is_simulated,
+    is_on_accelerator,
     step,
     steps,
 )
@@ -143,7 +144,7 @@ def odd_buffers() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.skipif(is_simulated, reason="no such tensors there")
+@pytest.mark.skipif(is_on_accelerator, reason="no such tensors there")
 def test_what_cannot_travel_is_left_as_it_is(tmp_path: Path) -> None:
     model = nn.Sequential(head())
     before = odd_buffers()
@@ -195,7 +196,7 @@ def test_a_buffer_that_aliases_a_parameter_is_refused_as_ever(tmp_path: Path) ->
 @every_layout
 @pytest.mark.parametrize("how", WRITES)
 def test_what_a_module_writes_to_its_buffer_is_kept(how: str, layout: str, tmp_path: Path) -> None:
-    if how == "numpy" and is_simulated:
+    if how == "numpy" and is_on_accelerator:
         pytest.skip("its memory cannot be read by the host")
     assert_same(of(*[lambda: Writing(WRITES[how])] * 4), steps(3), layout, tmp_path, ALL)
 
@@ -232,7 +233,7 @@ def test_statistics_that_a_parent_writes_are_kept(layout: str, tmp_path: Path) -
     assert_same(of(*[Norm] * 5), steps(3), layout, tmp_path, ALL)
 
 
-@pytest.mark.skipif(is_simulated, reason="what the host cannot read counts as written")
+@pytest.mark.skipif(is_on_accelerator, reason="what the host cannot read counts as written")
 def test_a_buffer_that_nobody_writes_is_not_written_back(tmp_path: Path) -> None:
     model = nn.Sequential(*(Holder(KINDS["mask"]) for _ in range(20)), head())
     config = config_of("disk", tmp_path, {**ALL, "offload_cpu_size": "48KB"})
@@ -418,7 +419,7 @@ def change_types(trial: Trial) -> None:
         for buffer in trial.model.buffers():
             trial.log(buffer)
     step(trial)
-    trial.model.to("cpu" if not is_simulated else "openreg")
+    trial.model.to(target.accelerator or "cpu")
     step(trial)
 
 

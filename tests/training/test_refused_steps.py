@@ -82,6 +82,7 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "sgd nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "sgd nesterov foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "sgd decaying": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
     "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
     "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
@@ -159,7 +160,9 @@ def test_groups_before_the_refused_one_are_stepped(layout: str, tmp_path: Path) 
 
 
 @every_layout
-@pytest.mark.parametrize("kind", ["adam", "adagrad", "sgd", "sgd foreach", "sgd nesterov"])
+@pytest.mark.parametrize(
+    "kind", ["adam", "adagrad", "sgd", "sgd foreach", "sgd nesterov", "sgd nesterov foreach"]
+)
 def test_a_step_is_refused_after_many_that_were_not(kind: str, layout: str, tmp_path: Path) -> None:
     """Some of which were made ahead, as this one would have been."""
 

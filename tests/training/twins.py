@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import target
 from tierstore.training import Offload, offload
 from tierstore.training.own_work import ordinary_mode
 from tierstore.units import align_up, parse_bytes
@@ -78,26 +79,29 @@ _LAYOUTS: dict[str, dict[str, object]] = {
 
 _ON_ACCELERATOR: dict[str, dict[str, object]] = {
     "device": {
-        "device": "openreg",
+        "device": target.accelerator,
         "max_device_memory": "144KB",
         "offload_cpu_size": "64MB",
         "offload_disk_size": 0,
         "host_mem_block_size": "1MB",
     },
     "three": {
-        "device": "openreg",
+        "device": target.accelerator,
         "max_device_memory": "144KB",
         "offload_cpu_size": "144KB",
         "offload_disk_size": "64MB",
         "host_mem_block_size": "144KB",
     },
 }
-"""Its allocator rounds up to 512 bytes.  The limit is for what a run adds: see `_with_rest`."""
+"""Allocators round up to 512 bytes.  The limit is for what a run adds: see `_with_rest`."""
 
-is_simulated = str(torch.accelerator.current_accelerator()) == "openreg"
-"""Whether these tests run on the simulated accelerator: this folder's fixture puts every tensor there."""
+is_on_accelerator = target.accelerator is not None
+"""Whether these tests run on an accelerator: this folder's fixture puts every tensor there."""
 
-LAYOUTS = _ON_ACCELERATOR if is_simulated else _LAYOUTS
+is_simulated = target.accelerator == "openreg"
+"""Whether that is the simulated one."""
+
+LAYOUTS = _ON_ACCELERATOR if is_on_accelerator else _LAYOUTS
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -109,7 +113,7 @@ def config_of(layout: str, path: Path, more: Mapping[str, object] | None = None)
 
 def _with_rest(config: dict[str, object], model: nn.Module) -> dict[str, object]:
     """Let the limit of an accelerator's memory be what the run may have beside the other run's tensors."""
-    if config["device"] != "openreg":
+    if not is_on_accelerator:
         return config
     own_bytes = sum(align_up(each.nbytes, 512) for each in model.parameters())
     rest_bytes = torch.accelerator.memory_allocated() - own_bytes
@@ -207,7 +211,9 @@ def assert_equal_values(expected: object, found: object, name: str) -> None:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bits."""
+    """Whether two tensors hold the same bits, on the same device."""
+    if a.device != b.device:
+        return False
     if torch.sparse_coo in (a.layout, b.layout):
         return a.layout is b.layout and same(a.to_dense(), b.to_dense())
     a, b = a.detach(), b.detach()

@@ -13,8 +13,10 @@ may change first.  So it is made beside everything:
    where the step before shows that it will be right: after as many backward passes, with gradients
    that nobody looked at (to clip them, say).  After a step that had to be made again this waits, longer
    every time.
-4. Only where there is room for old and new values beside all else.
-5. Where a mode of the program's is on, in backward or around ``step``, a step is made when it is asked for:
+4. Only where it leaves the gradients as they are: what it writes to them belongs to the step itself.
+   Known from a double's step of one element.
+5. Only where there is room for old and new values beside all else.
+6. Where a mode of the program's is on, in backward or around ``step``, a step is made when it is asked for:
    the mode sees its operators then, and nowhere else.
 
 A double of the optimizer works on stand-ins, so that no version counter, group or state of the user's
@@ -143,6 +145,7 @@ class StepsAhead:
         self._was_wrong = False
         self._is_possible = is_of_torch(optimizer) and len(self._store.tier_names) > 1
         self._without_others: set[Binding] = set()
+        self._writers: dict[tuple[object, ...], bool] = {}
         self.seconds = 0.0
 
     # --- learning -----------------------------------------------------------------------------
@@ -209,7 +212,20 @@ class StepsAhead:
             and len(stashed) == len(turn.parameters)
             and self._has_room(needed, sum(binding.nbytes for _, binding in stashed))
             and self._are_idle([*needed, *(binding for _, binding in stashed)])
+            and not self._writes_to_gradients(turn)
         )
+
+    def _writes_to_gradients(self, turn: Turn) -> bool:
+        """Say whether a step writes to gradients, as ``SGD``'s with ``nesterov`` and ``foreach`` does."""
+        device = self._trainer.computes_on(turn.bundle)
+        for group, members in turn.groups:
+            for dtype in {parameter.dtype for parameter in members}:
+                kind = (device, dtype, *_ways(group))
+                if kind not in self._writers:
+                    self._writers[kind] = _writes_to_gradients(self.optimizer, group, dtype, device)
+                if self._writers[kind]:
+                    return True
+        return False
 
     def _states(self, turn: Turn) -> list[Binding]:
         state = self._state_of(turn.bundle)
@@ -439,6 +455,31 @@ def step_alone(
     own_step(optimizer)(double)
     state.clear()
     state.update(own_state)
+
+
+def _ways(group: Group) -> list[tuple[str, object]]:
+    """Return what of a group's options decides what its step does, rather than by how much."""
+    return [
+        (name, value if isinstance(value, bool | str | None) else bool(value))
+        for name, value in options_of(group).items()
+    ]
+
+
+def _writes_to_gradients(
+    optimizer: torch.optim.Optimizer, group: Group, dtype: torch.dtype, device: torch.device
+) -> bool:
+    if group.get("fused"):
+        return False  # unless a scaler has told it to unscale; by its signature it always does
+    name = type(optimizer).__name__
+    with ordinary_mode():
+        stand_in = torch.nn.Parameter(torch.ones(1, 1, dtype=dtype, device=device))
+        stand_in.grad = gradient = torch.ones_like(stand_in)
+        try:
+            step_alone(optimizer, [{**copy.deepcopy(options_of(group)), "params": [stand_in]}], {})
+        except Exception:
+            log.debug("%s takes no %s of one element: no step is made ahead", name, dtype, exc_info=True)
+            return True
+        return gradient._version > 0  # noqa: SLF001
 
 
 def _is_special(group: Group) -> bool:

@@ -86,6 +86,7 @@ class Adopter:
         named: Sequence[tuple[str, torch.Tensor]],
         placement: Placement,
         values: Sequence[torch.Tensor] | None = None,
+        origins: list[torch.device] | None = None,
     ) -> Binding:
         """Put tensors under ``key`` as one bundle, and let a guard watch them.
 
@@ -96,11 +97,12 @@ class Adopter:
             named: the tensors, with what messages call them.
             placement: where they go.
             values: other values for them; those on the meta device have none of their own.
+            origins: where each tensor goes in the end; ``None``: where it is.
         """
         with self._bindings.apart():
             places, nbytes = lay_out(named)
             tensors = [tensor for _, tensor in named]
-            origins = [tensor.device for tensor in tensors]
+            origins = origins or [tensor.device for tensor in tensors]
             self._store.put(key, self._gather(places, nbytes, values or tensors), tier=placement.start)
         return self.bind(key, places, tensors, placement, origins)
 
@@ -198,6 +200,10 @@ class Adopter:
             for binding, devices in self._origins.items()
             for tensor, device in zip(binding.tensors, devices, strict=True)
         }
+
+    def origins_of(self, binding: Binding) -> dict[torch.Tensor, torch.device]:
+        """Return where each tensor of one bundle goes in the end."""
+        return dict(zip(binding.tensors, self._origins[binding], strict=True))
 
     def end_adoption(self) -> None:
         """Give the scratch memory back."""

@@ -322,7 +322,7 @@ class Former:
             tensors = [kept.optimizer.state[p][each.entry] for p, each in zip(owners, held, strict=True)]
             kept.bind(bundle, [each.place for each in held], tensors, [origins[owner] for owner in owners])
         else:
-            kept.take_in(bundle, Taken.ALL)
+            kept.take_in_loaded(bundle, Taken.ALL)
 
     def _state_value(
         self, index: int, parameter: str, entry: str, value: object, *, is_bound: bool

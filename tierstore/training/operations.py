@@ -214,7 +214,8 @@ def _takes_numbers(operator: Operator) -> bool:
     if _are_numbers_allowed(operator._schema.name.partition("::")[2]):  # noqa: SLF001
         return True
     places = [place for place in _places_of_tensors(operator) if isinstance(place, int)]
-    schemas = [each._schema for each in operator._overloadpacket.op_overloads()]  # noqa: SLF001
+    packet = operator._overloadpacket  # noqa: SLF001
+    schemas = [getattr(packet, name)._schema for name in packet.overloads()]  # noqa: SLF001
     return any(
         str(each.arguments[place].type) == "number"
         for each in schemas

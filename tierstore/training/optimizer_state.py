@@ -4,7 +4,10 @@
    together, for all parameters of a bundle; they stay the same objects, whoever has them.
 2. Everything else stays as it is: scalars and 0-d tensors, tensors in lists, state under other keys than
    parameters, an optimizer's own attributes and options.
-3. Of an optimizer that is not known (`Taken.UNSHARED`), a tensor is taken only if nobody else refers to its
+3. Of tensors that a step makes, those stay as they are too which are not where it computes: an optimizer
+   that keeps its state in host memory, beside parameters on a device, expects it there.
+4. In the end state goes where its parameter goes.
+5. Of an optimizer that is not known (`Taken.UNSHARED`), a tensor is taken only if nobody else refers to its
    memory: an alias of it, or a view into one flat buffer, would go stale.
 """
 
@@ -47,6 +50,7 @@ class OptimizerState:
         adopter: that takes tensors into the store and gives them back.
         placement: of the state.
         taken: which tensors go there.
+        computes_on: returns the device on which the optimizer steps a bundle.
 
     Attributes:
         taken: as given.
@@ -61,6 +65,7 @@ class OptimizerState:
         adopter: Adopter,
         placement: Placement,
         taken: Taken,
+        computes_on: Callable[[Binding], torch.device],
     ) -> None:
         self.optimizer = optimizer
         self.index = index
@@ -68,6 +73,7 @@ class OptimizerState:
         self._adopter = adopter
         self._placement = placement
         self.taken = taken
+        self._computes_on = computes_on
         self.bindings: dict[Binding, Binding] = {}
 
     def bundles(self) -> list[Binding]:
@@ -81,20 +87,39 @@ class OptimizerState:
 
     # --- taking in ----------------------------------------------------------------------------
 
+    def take_in_first(self) -> None:
+        """Take in what is there before the run: with its parameter, or on the device that computes."""
+        for bundle in self.bundles():
+            origins = self._adopter.origins_of(bundle)
+            device = self._computes_on(bundle).type
+            self._take_in(bundle, self.taken, {p: (device, origin.type) for p, origin in origins.items()})
+
     def take_in_all(self) -> None:
-        """Take in what is there by now."""
+        """Take in what steps have made."""
         for bundle in self.bundles():
             self.take_in(bundle)
 
-    def take_in(self, bundle: Binding, taken: Taken | None = None) -> None:
-        """Adopt state of a bundle that was created or replaced since it was last looked at.
+    def take_in(self, bundle: Binding) -> None:
+        """Adopt state of a bundle that a step made or replaced since it was last looked at."""
+        self._take_in(bundle, self.taken, self._devices_of_steps(bundle))
+
+    def _devices_of_steps(self, bundle: Binding) -> Mapping[torch.Tensor, tuple[str, ...]]:
+        return dict.fromkeys(bundle.tensors, (self._computes_on(bundle).type,))
+
+    def take_in_loaded(self, bundle: Binding, taken: Taken | None = None) -> None:
+        """Adopt state of a bundle that was loaded, wherever it is: it belongs where its parameter is.
 
         Args:
             bundle: of parameters.
             taken: which tensors; ``None``: as ever.
         """
+        self._take_in(bundle, taken or self.taken, None)
+
+    def _take_in(
+        self, bundle: Binding, taken: Taken, devices: Mapping[torch.Tensor, tuple[str, ...]] | None
+    ) -> None:
         state = self.bindings.get(bundle)
-        found = self.of(bundle, taken)
+        found = self._find(bundle, taken, devices)
         known = () if state is None else state.tensors
         if len(found) == len(known) and all(a is b for a, b in zip(found.values(), known, strict=True)):
             return
@@ -106,7 +131,10 @@ class OptimizerState:
         if not found:
             return
         named = [(f"the optimizer's {name!r} of {_name(p)}", value) for (p, name), value in found.items()]
-        self._own(bundle, self._adopter.adopt(state_key(self.index, bundle.key), named, self._placement))
+        devices_in_the_end = self._adopter.origins_of(bundle)
+        origins = [devices_in_the_end[parameter] for parameter, _ in found]
+        key = state_key(self.index, bundle.key)
+        self._own(bundle, self._adopter.adopt(key, named, self._placement, origins=origins))
         links.tie()
 
     def _let_go(self, state: Binding) -> None:
@@ -116,17 +144,22 @@ class OptimizerState:
         else:
             self._adopter.restore(state)
 
-    def of(self, bundle: Binding, taken: Taken | None = None) -> dict[tuple[torch.Tensor, str], torch.Tensor]:
+    def of(self, bundle: Binding) -> dict[tuple[torch.Tensor, str], torch.Tensor]:
         """Return the tensors of a bundle's state that are in the store, or are to be taken there."""
+        return self._find(bundle, self.taken, self._devices_of_steps(bundle))
+
+    def _find(
+        self, bundle: Binding, taken: Taken, devices: Mapping[torch.Tensor, tuple[str, ...]] | None
+    ) -> dict[tuple[torch.Tensor, str], torch.Tensor]:
         state = self.bindings.get(bundle)
         found: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         seen: set[int] = set()
         for parameter, name, value in self._entries(bundle.tensors):
             tenant = guard.tenant_of(value)
             is_ours = tenant is not None and tenant.binding is state
-            if id(value) not in seen and (
-                is_ours or (tenant is None and _is_to_be_taken(value, taken or self.taken))
-            ):
+            is_there = devices is None or value.device.type in devices[parameter]
+            is_free = tenant is None and is_there and _is_to_be_taken(value, taken)
+            if id(value) not in seen and (is_ours or is_free):
                 found[parameter, name] = value
                 seen.add(id(value))
         return found

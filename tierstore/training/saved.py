@@ -235,6 +235,7 @@ class SavedTensors:
 
     # --- packing ------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         reference = self.refer(tensor)
@@ -286,6 +287,7 @@ class SavedTensors:
             place.is_neg,
         )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unpack(self, packed: object) -> torch.Tensor:
         """Return the tensor that was packed.
 
@@ -294,7 +296,7 @@ class SavedTensors:
         """
         if are_function_modes_on():
             with out_of_sight():
-                return self.unpack(packed)
+                return cast("torch.Tensor", self.unpack(packed))
         self._before_unpacking()
         if isinstance(packed, Displayed):
             brought = tree_map_only(_Away, self._bring_as_it_is, packed.packed)
@@ -368,6 +370,7 @@ class Before:
 class Chained(Before):
     """Packs bundles, and leaves the rest to the hooks that were there before."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         reference = self.saved.refer(tensor)
@@ -379,6 +382,7 @@ class Chained(Before):
 class Shown(Before):
     """Shows everything to a user's hooks; of what they pack, aliases of bundles become references."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         packed = tree_map_only(torch.Tensor, self._refer, self.pack_before(tensor))
@@ -392,6 +396,7 @@ class Shown(Before):
 class Repeated(Before):
     """Lets ``torch.utils.checkpoint`` count all that is saved; what it keeps of bundles are stand-ins."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         reference = self.saved.refer(tensor)

@@ -152,7 +152,7 @@ class Session:
         for steps in self.steps:
             if isinstance(source, Former):
                 source.give_optimizer(steps.state, self.adopter.origins(), self.ignored)
-            steps.state.take_in_all()
+            steps.state.take_in_first()
         self.adopter.end_adoption()
 
     def _add_parameters(self, bundle: Binding, group: Group) -> None:
@@ -232,7 +232,9 @@ class Session:
         for index, optimizer in enumerate(self.optimizers):
             is_known = known.is_per_parameter(optimizer)
             taken = Taken.ALL if is_known else Taken.UNSHARED
-            state = OptimizerState(optimizer, index, self.order, self.adopter, self.placements.state, taken)
+            state = OptimizerState(
+                optimizer, index, self.order, self.adopter, self.placements.state, taken, self.computes_on
+            )
             if is_known:
                 steps = StepsByBundle(optimizer, state, self, self._expectations)
                 self.steps.append(steps)
@@ -240,6 +242,11 @@ class Session:
                     self._in_backward.add(steps)
             else:
                 self.steps.append(WholeSteps(optimizer, state, self))
+
+    def computes_on(self, bundle: Binding) -> torch.device:
+        """See `Trainer.computes_on`."""
+        is_in_host = self.optimizer_tier == HOST and bundle not in self.bindings.pinned
+        return torch.device("cpu") if is_in_host else self.store.device
 
     def hold(self, handle: RemovableHandle) -> None:
         """Let a hook be removed with the others."""
@@ -582,7 +589,7 @@ class Session:
     def _settle(self, index: int, part: Sequence[torch.Tensor]) -> None:
         tenant = guard.tenant_of(part[0])
         if tenant is not None:
-            self.steps[index].state.take_in(tenant.binding, Taken.ALL)
+            self.steps[index].state.take_in_loaded(tenant.binding, Taken.ALL)
 
 
 def _unheard(*_: object) -> None:

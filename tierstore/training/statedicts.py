@@ -170,7 +170,7 @@ class StateDicts:
         for bundle in kept.bundles():
             for parameter in bundle.tensors:
                 self._load_one(optimizer, parameter, number_of.pop(parameter, None), state, cast)
-            kept.take_in(bundle)
+            kept.take_in_loaded(bundle)
         for parameter, number in number_of.items():
             self._load_one(optimizer, parameter, number, state, cast)
         kept.forget_others()

@@ -55,6 +55,10 @@ class Trainer(Protocol):
         """Where optimizers compute."""
         ...
 
+    def computes_on(self, bundle: Binding) -> torch.device:
+        """Return the device on which optimizers step a bundle."""
+        ...
+
     def begin_step(self, steps: Steps) -> None:
         """An optimizer begins to step."""
         ...
