@@ -10,8 +10,9 @@ PEERS_STAMP := $(PEERS)/.installed
 # Progress is shown by the job itself; extra words for it: make run ARGS="--text my.txt"
 ARGS ?=
 # PyTorch knows the simulated accelerator for a whole process: what runs on it has one of its own.
-SIMULATED := --simulate-accelerator tests/accelerator tests/gpu \
+ON_ACCELERATORS := tests/gpu \
   $(addprefix tests/training/test_,features.py gradients.py loops.py optimizers.py unusual.py)
+SIMULATED := --simulate-accelerator tests/accelerator $(ON_ACCELERATORS)
 
 # A file of tests is one process's, as some look at the whole of it: who refers to a gradient, what is alive.
 JOBS ?= 2
@@ -23,7 +24,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export THP_MEM_ALLOC_ENABLE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-accelerator test-long check bench figures peers docs coverage clean
+.PHONY: help install run test test-accelerator test-gpu test-long check bench figures peers docs coverage clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -48,6 +49,9 @@ test: $(STAMP)  ## the whole suite except what takes minutes, then what runs on 
 
 test-accelerator: $(STAMP)  ## what runs on the simulated accelerator, which is a process of its own
 	$(BIN)/python -m pytest $(if $(ARGS),--simulate-accelerator $(ARGS),$(SIMULATED) $(IN_PARALLEL))
+
+test-gpu: $(STAMP)  ## the same on the accelerator of this machine, such as a GPU; PyTorch's build has to be for it
+	$(BIN)/python -m pytest --on-accelerator $(or $(ARGS),$(ON_ACCELERATORS) $(IN_PARALLEL))
 
 test-long: $(STAMP)  ## everything, with Hypothesis' long profile
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m '' --timeout 3600 $(ARGS)

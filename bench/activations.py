@@ -229,6 +229,7 @@ def swap_save_on_cpu(settings: Settings) -> Figure:
         "save_on_cpu, no parameters": Manner(device="cuda", around=saving_activations),
         "swap": Manner(device="cuda", swap=whole_layers(40)),
     }
+    torch.use_deterministic_algorithms(mode=True)  # else plain PyTorch's own losses differ
     rounds = in_turns(size, manners, settings)
     times = rounds.times("swap", "save_on_cpu, no parameters")
     details = {
