@@ -219,10 +219,13 @@ class StepsAhead:
         """Say whether a step writes to gradients, as ``SGD``'s with ``nesterov`` and ``foreach`` does."""
         device = self._trainer.computes_on(turn.bundle)
         for group, members in turn.groups:
-            for dtype in {parameter.dtype for parameter in members}:
-                kind = (device, dtype, *_ways(group))
+            for parameter in members:
+                entries = self.optimizer.state.get(parameter, {})
+                dims = len(parameter.shape)
+                kind = (device, parameter.dtype, dims, *entries, *_ways(group))
                 if kind not in self._writers:
-                    self._writers[kind] = _writes_to_gradients(self.optimizer, group, dtype, device)
+                    like = torch.ones([1] * dims, dtype=parameter.dtype, device=device)
+                    self._writers[kind] = _writes_to_gradients(self.optimizer, group, like, entries)
                 if self._writers[kind]:
                     return True
         return False
@@ -466,20 +469,31 @@ def _ways(group: Group) -> list[tuple[str, object]]:
 
 
 def _writes_to_gradients(
-    optimizer: torch.optim.Optimizer, group: Group, dtype: torch.dtype, device: torch.device
+    optimizer: torch.optim.Optimizer, group: Group, like: torch.Tensor, entries: Entries
 ) -> bool:
     if group.get("fused"):
         return False  # unless a scaler has told it to unscale; by its signature it always does
     name = type(optimizer).__name__
     with ordinary_mode():
-        stand_in = torch.nn.Parameter(torch.ones(1, 1, dtype=dtype, device=device))
-        stand_in.grad = gradient = torch.ones_like(stand_in)
+        stand_in = torch.nn.Parameter(like)
+        stand_in.grad = gradient = like.clone()
+        state: dict[torch.Tensor, Entries] = {}
+        state[stand_in] = {each: _of_one_element(value, like) for each, value in entries.items()}
         try:
-            step_alone(optimizer, [{**copy.deepcopy(options_of(group)), "params": [stand_in]}], {})
+            step_alone(optimizer, [{**copy.deepcopy(options_of(group)), "params": [stand_in]}], state)
         except Exception:
-            log.debug("%s takes no %s of one element: no step is made ahead", name, dtype, exc_info=True)
+            log.debug("%s takes no %s of one element: no step ahead", name, like.dtype, exc_info=True)
             return True
         return gradient._version > 0  # noqa: SLF001
+
+
+def _of_one_element(value: object, like: torch.Tensor) -> object:
+    """Return what stands for an entry of state where a parameter has one element."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() == 0:
+        return value.clone()
+    return like.new_ones([1] * value.dim(), dtype=value.dtype)
 
 
 def _is_special(group: Group) -> bool:

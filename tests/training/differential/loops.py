@@ -16,6 +16,15 @@ t.zero(<a:True|False>)
 
 ACTIONS: dict[str, str] = {
     "train": _TRAIN,
+    "train quietly": """
+for n in range(4):
+    t.loss().backward()
+    if n == 3: <a:pass|t.p(0).grad = None|t.p(0).data.mul_(0.5)|t.log_gradients()>
+    if n == 3: <b:pass|t.opts[0].param_groups[0]['lr'] *= 0.5|t.halve_state()>
+    t.steps()
+    if n == 3: t.log_gradients()
+    t.zero(True)
+""",
     "backward": "t.log('loss', t.backward(t.loss()))",
     "step": "t.steps()",
     "zero grad": "t.zero(<a:True|False>)",

@@ -165,21 +165,26 @@ def nonempty(parameters: Iterable[nn.Parameter]) -> list[Any]:
     return list(parameters) or [nn.Parameter(torch.zeros(1))]
 
 
+def _ways(options: str, ways: str) -> str:
+    """Return alternatives: each of some options with each way of stepping."""
+    return "|".join(f"{each}{way}" for way in ways.split("|") for each in options.split("|"))
+
+
 _P = "<b:P(m)|grouped(m)|[*P(m)][::-1]|[p for p in P(m) if p.requires_grad] or P(m)>"
 
 OPTIMIZERS: dict[str, str] = {
-    "sgd": f"t.opts.append(torch.optim.SGD({_P}, lr=0.1<a:|, momentum=0.9|, momentum=0.9, nesterov=True, weight_decay=0.1|, maximize=True|, foreach=True|, fused=True|, foreach=False, momentum=0.9, dampening=0.5>))",
+    "sgd": f"t.opts.append(torch.optim.SGD({_P}, lr=0.1<a:{_ways('|, momentum=0.9|, momentum=0.9, nesterov=True, weight_decay=0.1|, maximize=True|, momentum=0.9, dampening=0.5', '|, foreach=True|, foreach=False|, fused=True')}>))",
     "plain sgd": f"t.opts.append(torch.optim.SGD({_P}, lr=0.1))",
-    "adamw": f"t.opts.append(torch.optim.AdamW({_P}<a:|, amsgrad=True|, fused=True|, foreach=True|, maximize=True|, foreach=False, weight_decay=0.1|, lr=torch.tensor(0.01)>))",
-    "adam": f"t.opts.append(torch.optim.Adam({_P}<a:|, amsgrad=True|, fused=True|, weight_decay=0.1|, decoupled_weight_decay=True>))",
-    "rmsprop": f"t.opts.append(torch.optim.RMSprop({_P}<a:|, momentum=0.9|, centered=True|, foreach=True>))",
-    "adagrad": f"t.opts.append(torch.optim.Adagrad({_P}<a:|, lr_decay=0.1|, initial_accumulator_value=0.5|, foreach=True>))",
-    "adadelta": f"t.opts.append(torch.optim.Adadelta({_P}<a:|, foreach=True>))",
-    "adamax": f"t.opts.append(torch.optim.Adamax({_P}<a:|, foreach=True>))",
-    "nadam": f"t.opts.append(torch.optim.NAdam({_P}<a:|, foreach=True|, decoupled_weight_decay=True>))",
-    "radam": f"t.opts.append(torch.optim.RAdam({_P}<a:|, foreach=True>))",
-    "asgd": f"t.opts.append(torch.optim.ASGD({_P}<a:|, foreach=True>))",
-    "rprop": f"t.opts.append(torch.optim.Rprop({_P}<a:|, foreach=True>))",
+    "adamw": f"t.opts.append(torch.optim.AdamW({_P}<a:{_ways('|, amsgrad=True|, maximize=True|, weight_decay=0.1|, lr=torch.tensor(0.01)', '|, foreach=True|, foreach=False|, fused=True')}>))",
+    "adam": f"t.opts.append(torch.optim.Adam({_P}<a:{_ways('|, amsgrad=True|, weight_decay=0.1|, decoupled_weight_decay=True', '|, foreach=True|, fused=True')}>))",
+    "rmsprop": f"t.opts.append(torch.optim.RMSprop({_P}<a:{_ways('|, momentum=0.9|, centered=True|, weight_decay=0.1|, maximize=True', '|, foreach=True')}>))",
+    "adagrad": f"t.opts.append(torch.optim.Adagrad({_P}<a:{_ways('|, lr_decay=0.1|, initial_accumulator_value=0.5|, weight_decay=0.1|, maximize=True', '|, foreach=True')}>))",
+    "adadelta": f"t.opts.append(torch.optim.Adadelta({_P}<a:{_ways('|, weight_decay=0.1|, maximize=True', '|, foreach=True')}>))",
+    "adamax": f"t.opts.append(torch.optim.Adamax({_P}<a:{_ways('|, weight_decay=0.1|, maximize=True', '|, foreach=True')}>))",
+    "nadam": f"t.opts.append(torch.optim.NAdam({_P}<a:{_ways('|, weight_decay=0.1|, decoupled_weight_decay=True|, maximize=True', '|, foreach=True')}>))",
+    "radam": f"t.opts.append(torch.optim.RAdam({_P}<a:{_ways('|, weight_decay=0.1|, maximize=True', '|, foreach=True')}>))",
+    "asgd": f"t.opts.append(torch.optim.ASGD({_P}<a:{_ways('|, weight_decay=0.1|, maximize=True', '|, foreach=True')}>))",
+    "rprop": f"t.opts.append(torch.optim.Rprop({_P}<a:{_ways('|, maximize=True', '|, foreach=True')}>))",
     "adafactor": f"t.opts.append(torch.optim.Adafactor({_P}))",
     "muon": "t.opts.append(torch.optim.Muon([p for p in P(m) if p.dim() == 2] or [nn.Parameter(torch.zeros(2, 2))]))",
     "sparse adam": "t.opts.append(torch.optim.SparseAdam(P(m)))",

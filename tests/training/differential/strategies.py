@@ -11,7 +11,7 @@ from tests.training.differential.features import OFF, is_off
 from tests.training.differential.programs import TABLES, Layout, Piece, Program
 from tests.training.differential.running import ACTIVATIONS, LAYOUTS, ROOMS
 
-_NUMBERS = st.integers(0, 7)
+_NUMBERS = st.integers(0, 23)
 
 TIGHT = ("disk", "device", "three")
 RARE = {
