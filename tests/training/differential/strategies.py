@@ -44,7 +44,8 @@ def _some(
     return st.lists(pieces(table, off), min_size=least, max_size=most).map(tuple)
 
 
-_TRAIN = st.builds(Piece, st.just("action"), st.sampled_from(["train", "train and look"]), _NUMBERS, _NUMBERS)
+_TRAINING = ["train", "train and look"] * 3 + ["train quietly"]
+_TRAIN = st.builds(Piece, st.just("action"), st.sampled_from(_TRAINING), _NUMBERS, _NUMBERS)
 
 _STEP = Piece("action", "train")
 """What loops begin with now and then, so that plans are learnt and steps are made ahead."""
