@@ -18,6 +18,9 @@ import torch
 
 from tierstore.training.layout import Place, Region
 
+# As C++ has it: none of these is a guarded parameter, which `torch.Tensor.set_` would look for.
+_set = torch._C.TensorBase.set_  # noqa: SLF001
+
 
 class Pieces(NamedTuple):
     """What of a bundle's bytes is a storage of its own.
@@ -136,7 +139,7 @@ class Storages:
         is_neg: bool,
     ) -> torch.Tensor:
         view = torch.empty(0, dtype=dtype, device=self._device)
-        view.set_(self._slices[piece], offset, shape, tuple(stride))
+        _set(view, self._slices[piece], offset, shape, tuple(stride))
         if is_conj:
             view = torch._conj(view)  # noqa: SLF001 - sets the bit that the tensor had
         return torch._neg_view(view) if is_neg else view  # noqa: SLF001 - as well
