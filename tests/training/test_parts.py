@@ -282,3 +282,26 @@ def test_what_comes_home_keeps_the_remainder_of_its_address(
         model(torch.ones(1, WIDTH))
         model(torch.ones(1, WIDTH))
         assert _weight(model).data_ptr() % 64 == elements * 4
+
+
+@every_layout
+@pytest.mark.parametrize("when", ["before", "in the run"])
+def test_whoever_began_within_a_larger_memory_is_named_once(
+    when: str, layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizers = _build()
+    assert isinstance(model, nn.Sequential)
+    if when == "before":
+        _vector(model)
+
+    def told() -> list[str]:
+        return [record.message for record in caplog.records if "storage_offset()" in record.message]
+
+    with offload(model, list(optimizers), config_of(layout, tmp_path)):
+        assert len(told()) == (when == "before")
+        for _ in range(3):
+            _vector(model)
+            model(torch.ones(1, WIDTH))
+    count = len(list(model.parameters()))
+    assert sum(int(text.split()[0]) for text in told()) == count - 1  # the first begins where its memory does
+    assert "0.weight" not in " ".join(told())

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -59,6 +60,8 @@ Explain = Callable[[CapacityError], CapacityError]
 NoteLent = Callable[[torch.UntypedStorage], None]
 MakeRoom = Callable[[int], bool]
 """Lets go of what nobody uses, and raises a quota that leaves no room for so many bytes; says if it did."""
+
+log = logging.getLogger("tierstore")
 
 _autograd: Any = torch._C._autograd  # noqa: SLF001
 _are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # noqa: SLF001
@@ -109,6 +112,7 @@ class Bindings:
         self.pinned: set[Binding] = set()
         self._abroad: dict[Binding, None] = {}
         self._addressed: dict[Binding, torch.Tensor] = {}  # with an alias that keeps the bytes where they are
+        self._told_parts: set[str] = set()
         self._here = _Here()
         self._threads: list[threading.Thread] = []  # that use the model and that Python has started
         self.are_several = False
@@ -351,6 +355,25 @@ class Bindings:
                 finally:
                     if not binding.is_whole:
                         self._abroad[binding] = None
+            self.say_if_parts(travellers)
+
+    def say_if_parts(self, bindings: Iterable[Binding]) -> None:
+        """Log which tensors began within a larger memory, each once: theirs begins with them now."""
+        found = [
+            binding.places[number].name
+            for binding in bindings
+            for number, part in sorted(binding.parts.items())
+            if part.begin_bytes
+        ]
+        names = [name for name in found if name not in self._told_parts]
+        if names:
+            self._told_parts.update(names)
+            log.warning(
+                "%d tensors were parts of a larger memory and have their own until the run ends; their "
+                "storage_offset() counts in that: %s",
+                len(names),
+                ", ".join(names[:4]),
+            )
 
     def _bring_home(self, binding: Binding, numbers: Sequence[int]) -> None:
         self._hold(binding)

@@ -207,6 +207,7 @@ def open_session(
         _say_if_another_way(model, selection.ignored)
         _make_way_for_wrappers(session, sets, fastest_bytes)
         _take_in(session, groups, source)
+        session.bindings.say_if_parts([*session.bundles, *session.buffers])
         if store.is_durable:
             session.make_durable(0 if former is None else former.checkpoints)
             _say_if_small(store, sets)
