@@ -230,6 +230,24 @@ def test_a_sparse_tensor_is_added_where_the_parameter_is(layout: str, tmp_path: 
     assert_same(_build([], OPTIMIZERS["sgd"]), loop, layout, tmp_path)
 
 
+class _AddsInForward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        sparse = torch.eye(WIDTH).to_sparse()
+        with torch.no_grad():
+            self.weight.add_(sparse)
+        self.weight.data.sub_(sparse, alpha=0.5)
+        return super().forward(x)
+
+
+@every_layout
+def test_a_module_adds_sparse_tensors_to_its_own_weight(layout: str, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = nn.Sequential(*(_AddsInForward(WIDTH, WIDTH) for _ in range(4)))
+        return model, [torch.optim.SGD(model.parameters(), lr=0.1)]
+
+    assert_same(build, _loop, layout, tmp_path)
+
+
 @every_layout
 def test_sparse_gradients_that_stay_are_counted(layout: str, tmp_path: Path) -> None:
     def loop(trial: Trial) -> None:

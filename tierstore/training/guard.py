@@ -25,7 +25,6 @@ from torch.optim.swa_utils import AveragedModel
 from tierstore.errors import UsageError
 from tierstore.training.askers import is_asked_by, is_for_a_parameter
 from tierstore.training.binding import Binding, natively
-from tierstore.training.sparse_adds import add_beside, adds_sparse
 from tierstore.training.tenants import Needed, Tenant, Warden, dismiss, enrol, is_poisoned, tenant_of
 from tierstore.training.unseen import is_foreign_operator
 from tierstore.training.uses import (
@@ -92,7 +91,7 @@ def torch_function(
         with natively():
             looks = args[0] if tenant.is_abroad else tenant.binding.twins[tenant.number]
             return func(looks, *args[1:], **kwargs)
-    return add_beside(func, *args, **kwargs) if adds_sparse(func, args) else fault(func, args, kwargs)
+    return fault(func, args, kwargs)
 
 
 # ---------------------------------------------------------------------- faults

@@ -8,9 +8,9 @@ would be after other parameters than in plain PyTorch, so such a step is left to
 1. The optimizer is asked itself: a double of it steps a stand-in of one element, or of none, for each kind of
    parameter that is unusual, with the options of its group and state of the same kind.
 2. Only those of ``torch.optim`` are asked.  What users register is not run on trial.
-3. Left to the optimizer without being asked: a step with a gradient that has no dense dimensions, as only
-   guards see it added (`sparse_adds`), one with a gradient or state of another shape than its parameter, and
-   one that treats parameters by the first of their group since their types differ (``Adafactor``).
+3. Left to the optimizer without being asked: a step with a gradient or state of another shape than its
+   parameter, and one that treats parameters by the first of their group since their types differ
+   (``Adafactor``).
 
 Knows nothing of bundles.
 """
@@ -169,8 +169,7 @@ def _look_of(tensor: torch.Tensor) -> Look:
 def _is_refused(
     optimizer: torch.optim.Optimizer, group: Group, kind: Kind, entries: Entries, device: torch.device
 ) -> bool:
-    is_added_whole = kind.gradient.layout is torch.sparse_coo and kind.gradient.sparse_dim == len(kind.shape)
-    if is_added_whole or not kind.is_fitting:
+    if not kind.is_fitting:
         return True
     try:
         with ordinary_mode():
