@@ -173,7 +173,9 @@ def _ways(options: str, ways: str) -> str:
 _P = "<b:P(m)|grouped(m)|[*P(m)][::-1]|[p for p in P(m) if p.requires_grad] or P(m)>"
 
 OPTIMIZERS: dict[str, str] = {
-    "sgd": f"t.opts.append(torch.optim.SGD({_P}, lr=0.1<a:{_ways('|, momentum=0.9|, momentum=0.9, nesterov=True|, weight_decay=0.1|, maximize=True|, momentum=0.9, dampening=0.5', '|, foreach=True|, foreach=False|, fused=True')}>))",
+    "sgd": f"t.opts.append(torch.optim.SGD({_P}, lr=0.1<a:{_ways('|, momentum=0.9|, momentum=0.9, nesterov=True|, weight_decay=0.1|, maximize=True|, momentum=0.9, dampening=0.5', '|, foreach=True|, foreach=False')}|{_ways('|, weight_decay=0.1|, maximize=True', ', fused=True')}>))",
+    # Of 16 bits, PyTorch's kernel for the host reads what its first step has left unwritten.
+    "fused momentum": "t.opts.append(torch.optim.SGD(nonempty(p for p in P(m) if p.dtype.itemsize != 2), lr=0.1, momentum=0.9<a:|, nesterov=True|, dampening=0.5>, fused=True))",
     "plain sgd": f"t.opts.append(torch.optim.SGD({_P}, lr=0.1))",
     "adamw": f"t.opts.append(torch.optim.AdamW({_P}<a:{_ways('|, amsgrad=True|, maximize=True|, weight_decay=0.1|, lr=torch.tensor(0.01)', '|, foreach=True|, foreach=False|, fused=True')}>))",
     "adam": f"t.opts.append(torch.optim.Adam({_P}<a:{_ways('|, amsgrad=True|, weight_decay=0.1|, decoupled_weight_decay=True', '|, foreach=True|, fused=True')}>))",
