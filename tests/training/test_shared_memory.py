@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import io
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +27,12 @@ from tierstore.errors import UsageError
 from tierstore.training import offload
 
 Share = Callable[[nn.Linear, nn.Linear], None]
+
+WRITERS: dict[str, Callable[[Any, Any], object]] = {
+    "torch.save": torch.save,
+    "the former format": functools.partial(torch.save, _use_new_zipfile_serialization=False),
+    "pickle": pickle.dump,
+}
 
 
 def _interleave(a: nn.Linear, b: nn.Linear) -> None:
@@ -182,6 +192,37 @@ def test_checkpoints_of_shared_memory(layout: str, share: str, tmp_path: Path) -
         assert_equal_lists(values, list(empty.parameters()))
         empty.first.weight.mul_(3)
     assert_equal_models(plain, empty)
+
+
+def _written_and_loaded(write: Callable[[Any, Any], object], model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    write(model, file)
+    file.seek(0)
+    read = pickle.load if write is pickle.dump else functools.partial(torch.load, weights_only=False)
+    found: nn.Module = read(file)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["disk", "three"])
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("share", SHARES)
+def test_a_model_is_written_with_what_it_shares(layout: str, share: str, write: str, tmp_path: Path) -> None:
+    def loop(trial: Trial) -> None:
+        for turn in range(3):
+            try:
+                found = _written_and_loaded(WRITERS[write], trial.model)
+            except RuntimeError:  # it does not write one memory as two element types
+                trial.log(torch.tensor(turn))
+                continue
+            with torch.no_grad():
+                trial.model.get_parameter("first.weight").mul_(0.5)
+                first, *others = found.parameters()
+                first.fill_(turn)
+            for parameter in others:
+                assert type(parameter) is nn.Parameter
+                trial.log(parameter)
+
+    assert_same(lambda: (Shared(SHARES[share]), []), loop, layout, tmp_path)
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -34,6 +34,7 @@ from tierstore.training.guard import (
     with_windows,
 )
 from tierstore.training.layout import place_of, raw_bytes
+from tierstore.training.own_work import ordinary_mode
 from tierstore.training.uses import Function, get_data
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
@@ -191,9 +192,11 @@ def _reduce_ex(self: torch.Tensor, protocol: int) -> object:
     alone = _independent(self)
     tenant = tenant_of(self)
     assert tenant is not None
-    with tenant.warden.bindings.window([tenant.binding]):
+    with tenant.warden.bindings.window([tenant.binding]), ordinary_mode():
         place = place_of("", self.detach(), 0)
-        if not place.is_of(alone):  # it has gaps, say: a copy has none, and what is pickled has
+        if not tenant.is_abroad and tenant.binding.has_company(tenant.number):
+            _set_data(alone, tenant.place.view(*tenant.binding.copied_region(tenant.number)))
+        elif not place.is_of(alone):  # it has gaps, say: a copy has none, and what is pickled has
             _set_data(alone, place.view(raw_bytes(self.detach()).clone()))
     return alone.__reduce_ex__(protocol)
 

@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.leases import Lease
 from tierstore.training.function_modes import are_function_modes_on
 from tierstore.training.layout import Place, regions_of
-from tierstore.training.parts import Part, part_of
+from tierstore.training.parts import Part, part_of, storage_of
 from tierstore.training.storages import Storages, pieces_of
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
@@ -118,6 +119,7 @@ class Binding:
         where: the bytes of each tensor are.
         departures: how often each was pointed elsewhere.
         parts: of which larger memory each was a part when it came home, by its number.
+        pickled: copies of regions that are pickled just now, by where they begin.
         is_watched: whether other code than PyTorch's has had its hands on the leased bytes.
         is_in_graphs: whether graphs may have saved its tensors themselves, and need their bytes in them.
         has_bases: whether tensors that others are views of have their bytes, with no window open.
@@ -148,6 +150,7 @@ class Binding:
         "nbytes",
         "offsets",
         "parts",
+        "pickled",
         "pieces",
         "places",
         "plain",
@@ -183,6 +186,7 @@ class Binding:
         self.where = [Where.HOME] * len(self.tensors)
         self.departures = [0] * len(self.tensors)
         self.parts: dict[int, Part] = {}
+        self.pickled: dict[int, StorageWeakRef] = {}
         self.note_parts(range(len(self.tensors)))
         self.tier = "device"
         self.uses = 0
@@ -249,6 +253,28 @@ class Binding:
         """Take in what happened to a tensor."""
         self.where[number] = _NEXT[self.where[number], move]
         self.departures[number] += move is Move.POINTED_ELSEWHERE
+
+    def has_company(self, number: int) -> bool:
+        """Whether other tensors have bytes that one has, too."""
+        return len(self.regions[self.pieces.owners[number]].members) > 1
+
+    def copied_region(self, number: int) -> tuple[torch.Tensor, int]:
+        """Return a copy of the leased bytes that a tensor has with others, and where in the bundle it begins.
+
+        It is the former one while something refers to that and the bytes are the same.
+        """
+        assert self.flat is not None
+        region = self.regions[self.pieces.owners[number]]
+        current = self.flat[region.begin_bytes : region.end_bytes]
+        known = self.pickled.get(region.begin_bytes)
+        former = None if known is None else storage_of(known)
+        if former is not None and former.device == current.device:
+            found = torch.empty(0, dtype=torch.uint8, device=current.device).set_(former)
+            if torch.equal(found, current):
+                return found, region.begin_bytes
+        found = current.clone()
+        self.pickled[region.begin_bytes] = StorageWeakRef(found.untyped_storage())
+        return found, region.begin_bytes
 
     def note_parts(self, numbers: Iterable[int], *, is_larger: bool = True) -> None:
         """Take in of which memory some tensors are parts, while they have their own bytes: see `part_of`."""
