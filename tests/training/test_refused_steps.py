@@ -230,6 +230,31 @@ def test_a_sparse_tensor_is_added_where_the_parameter_is(layout: str, tmp_path: 
     assert_same(_build([], OPTIMIZERS["sgd"]), loop, layout, tmp_path)
 
 
+@every_layout
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_parameter_joins_those_that_have_momentum(fused: bool, layout: str, tmp_path: Path) -> None:
+    """Fused ``SGD`` refuses a step that is the first for some of a group, and changes none of it."""
+
+    def build() -> tuple[nn.Module, list[Optimizer]]:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        groups: list[dict[str, Any]] = [
+            {"params": model[:2].parameters()},
+            {"params": model[2:].parameters(), "momentum": 0.0},
+        ]
+        return model, [torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=fused)]
+
+    def loop(trial: Trial) -> None:
+        for turn in range(5):
+            for parameter in trial.model.get_submodule("1").parameters():
+                parameter.requires_grad = turn == 2
+            trial.model(torch.randn(2, WIDTH)).square().mean().backward()
+            _step(trial)
+            _log_all(trial)
+            trial.optimizer.zero_grad()
+
+    assert_same(build, loop, layout, tmp_path)
+
+
 class _AddsInForward(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         sparse = torch.eye(WIDTH).to_sparse()

@@ -9,8 +9,8 @@ would be after other parameters than in plain PyTorch, so such a step is left to
    parameter that is unusual, with the options of its group and state of the same kind.
 2. Only those of ``torch.optim`` are asked.  What users register is not run on trial.
 3. Left to the optimizer without being asked: a step with a gradient or state of another shape than its
-   parameter, and one that treats parameters by the first of their group since their types differ
-   (``Adafactor``).
+   parameter, one that treats parameters by the first of their group since their types differ
+   (``Adafactor``), and one of fused ``SGD`` that is the first with momentum for some of a group.
 
 Knows nothing of bundles.
 """
@@ -91,10 +91,27 @@ def refuses(optimizer: torch.optim.Optimizer, gradients: Gradients, device: torc
     """
     if not is_of_torch(optimizer):
         return has_come_to_depend(optimizer)
-    return any(
+    return _is_first_for_some(optimizer, gradients) or any(
         _is_refused(optimizer, group, kind, entries, device)
         for group, kind, entries in _unusual(optimizer, gradients)
     )
+
+
+def _is_first_for_some(optimizer: torch.optim.Optimizer, gradients: Gradients) -> bool:
+    """Whether fused ``SGD`` has momentum for some parameters of a group, and for others none yet."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    groups = [group for group in optimizer.param_groups if group["fused"] and group["momentum"]]
+    for group in groups:
+        with natively():
+            stepped = [each for each in group["params"] if gradients.look_at(each) is not None]
+        if len({_has_momentum(optimizer, each) for each in stepped}) > 1:
+            return True
+    return False
+
+
+def _has_momentum(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    return optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
 
 
 def _unusual(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Iterator[tuple[Group, Kind, Entries]]:
