@@ -18,6 +18,7 @@ from tests.training.twins import (
     Trial,
     assert_equal_lists,
     assert_equal_models,
+    assert_same,
     config_of,
     every_layout,
     with_device,
@@ -174,6 +175,95 @@ def test_other_code_than_pytorchs_around_a_weight(
         return MODELS[model](_numpy).requires_grad_(not frozen)
 
     _run_twins(make, layout, tmp_path)
+
+
+class _Halving(TorchDispatchMode):
+    """Halves every weight that is multiplied or added up."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.sum.default):
+            for each in args:
+                if isinstance(each, Tensor) and each.shape[-2:] == (WIDTH, WIDTH):
+                    each.mul_(0.5)
+        return func(*args, **(kwargs or {}))
+
+
+def _evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.randn(2, WIDTH))
+
+
+def _train(model: nn.Module) -> None:
+    model(torch.randn(2, WIDTH)).sum().backward()
+    model.zero_grad()
+
+
+def _look(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.sum()
+
+
+@every_layout
+@pytest.mark.parametrize("use", [_evaluate, _train, _look])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_dispatch_mode_writes_to_what_it_is_handed(
+    layout: str, frozen: bool, use: Callable[[nn.Module], None], tmp_path: Path
+) -> None:
+    if frozen and use is _train:
+        pytest.skip("nothing trains")
+
+    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).requires_grad_(not frozen), []
+
+    def loop(trial: Trial) -> None:
+        for _ in range(3):
+            mode = _Halving()  # type: ignore[no-untyped-call]
+            with mode:
+                use(trial.model)
+            for parameter in trial.model.parameters():
+                trial.log(parameter)
+
+    assert_same(build, loop, layout, tmp_path)
+
+
+class _HalvingGradients(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - as torch's own
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        torch._foreach_mul_(gradients, 0.5)
+        return super().step(closure)
+
+
+_OPTIMIZERS = {
+    "foreach": torch.optim.SGD,
+    "own": _HalvingGradients,
+}
+
+
+@every_layout
+@pytest.mark.parametrize("budget", ["176KB", "4MB"])
+@pytest.mark.parametrize("kind", _OPTIMIZERS)
+def test_a_step_in_a_dispatch_mode_writes_to_gradients(
+    kind: str, budget: str, layout: str, tmp_path: Path
+) -> None:
+    """No counter tells what functions over lists write there: ``SGD`` with ``nesterov`` does to gradients."""
+
+    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        made = _OPTIMIZERS[kind](model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+        return model, [made]
+
+    def loop(trial: Trial) -> None:
+        for turn in range(6):
+            if turn % 3 != 2:  # else gradients are what they were set to
+                trial.model(torch.randn(2, WIDTH)).square().mean().backward()
+            mode = _Nothing()  # type: ignore[no-untyped-call]
+            with mode:
+                trial.optimizer.step()
+            trial.log_gradients()
+            trial.model.zero_grad(set_to_none=False)
+
+    assert_same(build, loop, layout, tmp_path, with_device(layout, budget))
 
 
 @pytest.mark.parametrize("layout", ["disk", "three"])

@@ -45,7 +45,7 @@ from tierstore.training.homes import (
     versions_of,
     wear,
 )
-from tierstore.training.own_work import ordinary_mode
+from tierstore.training.own_work import has_hands_on_tensors, ordinary_mode
 from tierstore.training.pinning import Leasing, State
 from tierstore.training.returning import copy_home, fit_as_they_are, laid_out_anew, lay, that_may_return
 from tierstore.training.storages import Storages
@@ -285,8 +285,11 @@ class Bindings:
 
     def reach(self, binding: Binding) -> torch.Tensor:
         """Return the bundle's flat bytes.  They stay while anything refers to their storage."""
+        are_handed_on = has_hands_on_tensors()
         with self._lock, self.apart():
             self._hold(binding)
+            if are_handed_on:
+                watch([binding])
             if binding.windows == 0:
                 self._lingering[binding] = None
             self.note_access(binding)

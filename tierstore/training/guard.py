@@ -25,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from tierstore.errors import UsageError
 from tierstore.training.askers import is_asked_by, is_for_a_parameter
 from tierstore.training.binding import Binding, natively
+from tierstore.training.own_work import has_hands_on_tensors
 from tierstore.training.tenants import Needed, Tenant, Warden, dismiss, enrol, is_poisoned, tenant_of
 from tierstore.training.unseen import is_foreign_operator
 from tierstore.training.uses import (
@@ -238,7 +239,7 @@ def with_windows(
     warden.begin_use(bindings)
     warden.bindings.note_thread()
     with warden.bindings.window(bindings):
-        if is_foreign_operator(func):
+        if is_foreign_operator(func) or has_hands_on_tensors():
             warden.bindings.watch(bindings)
         guarded = [*guarded, *(kind for each in bindings if each.worn is each.guards for kind in each.plain)]
         with warden.watch_saved():

@@ -26,6 +26,7 @@ from tierstore.training.accumulation import is_in_backward
 from tierstore.training.binding import Binding, Bindings
 from tierstore.training.function_modes import out_of_sight
 from tierstore.training.homes import natively_in_sight
+from tierstore.training.own_work import has_hands_on_tensors
 from tierstore.training.saved import InForce, SavedTensors, take_out_of_force
 from tierstore.training.unseen import is_pytorchs_own, written_unseen
 
@@ -117,7 +118,7 @@ class ModuleWindows:
         self._running.entries.append(entry)
         self._bindings.open_all(bindings, self._open_classes)
         entry.opened += bindings
-        if bindings and not is_pytorchs_own(owner.module):
+        if bindings and (has_hands_on_tensors() or not is_pytorchs_own(owner.module)):
             self._bindings.watch(bindings)
         elif owner.written_unseen:
             self._bindings.watch(owner.written_unseen)

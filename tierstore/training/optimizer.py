@@ -29,6 +29,7 @@ from tierstore.training.ahead import Expectations, StepsAhead
 from tierstore.training.binding import Binding
 from tierstore.training.function_modes import in_sight
 from tierstore.training.optimizer_state import OptimizerState
+from tierstore.training.own_work import is_dispatch_mode_on
 from tierstore.training.refused import refuses
 from tierstore.training.turns import (
     Group,
@@ -231,9 +232,10 @@ class StepsByBundle:
             turn.bundle.is_dirty = True
             if state is not None:
                 state.is_dirty = True
-            is_unscaling = getattr(self.optimizer, "grad_scale", None) is not None
+            # Fused steps unscale in place, unseen; and in a mode no counter tells what foreach writes.
+            is_unseen = getattr(self.optimizer, "grad_scale", None) is not None or is_dispatch_mode_on()
             for _, binding in stashed:
-                binding.is_dirty |= is_unscaling  # fused steps do that in place, unseen
+                binding.is_dirty |= is_unseen
             self._gradients.show(stashed)
             self._progress = Progress.PARTIAL
             try:

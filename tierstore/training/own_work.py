@@ -101,20 +101,30 @@ def leave_all_modes() -> contextlib.ExitStack:
         return left.pop_all()
 
 
+def is_dispatch_mode_on() -> bool:
+    """Say whether a dispatch mode is on in this thread: version counters do not tell of all writes there."""
+    return _count_dispatch_modes() > 0
+
+
 def are_modes_on() -> bool:
     """Say whether somebody sees what this thread computes, and when: a mode.
 
     PyTorch's for devices is none of these, nor a dispatch mode that says of itself that it ``is_meter``: it
     counts what there is, whenever that is computed.
     """
-    if _count_dispatch_modes():
-        for mode in _get_current_dispatch_mode_stack():
-            if not getattr(mode, "is_meter", False):
-                return True
+    if has_hands_on_tensors():
+        return True
     modes = modes_aside()
     if _count_function_modes():
         modes = [*modes, *_get_current_function_mode_stack()]
     return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
+def has_hands_on_tensors() -> bool:
+    """Say whether a dispatch mode is handed what this thread's operators work on, to do what it likes."""
+    return _count_dispatch_modes() > 0 and any(
+        not getattr(mode, "is_meter", False) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def is_own_work() -> bool:

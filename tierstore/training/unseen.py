@@ -8,8 +8,8 @@ known to be unchanged, they are not clean:
    class, with nobody's hooks.  Functions whose schema says that they write are believed.  Batch norms write
    running statistics, and tell nobody: those are not taken to.
 2. Where other code has had its hands on leased bytes (a user's module, a user's hook, an operator of a
-   library), they are compared with what they were, by a digest, where the host can read them.  A digest is
-   kept until the bytes are written, so that a frozen bundle is read once for each lease.
+   library, a dispatch mode), they are compared with what they were, by a digest, where the host can read
+   them.  A digest is kept until the bytes are written, so that a frozen bundle is read once for each lease.
 3. Where the host cannot read them they count as written.
 """
 

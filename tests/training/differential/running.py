@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -100,15 +99,14 @@ def outcome_of(program: Program, open_run: Open = offload) -> Outcome:
         program: to run.
         open_run: what offloads; another than `offload` to try this harness itself.
     """
-    code = compile(program.text, "<program>", "exec")
     try:
-        plain = _run(code, program, None)
+        plain = _run(program, None)
     except _UnbuiltError as error:
         return Outcome(End.INVALID, str(error))
     enlarged: tuple[str, ...] = ()
     while True:
         try:
-            ours = _run(code, program, open_run)
+            ours = _run(program, open_run)
         except _RefusedError as error:
             room = program.layout.room + 1
             if not isinstance(error.__cause__, CapacityError) or room == len(ROOMS):
@@ -169,9 +167,10 @@ class _UnnamedError(Exception):
     where = "offload or close"
 
 
-def _run(code: CodeType, program: Program, open_run: Open | None) -> Trial:
+def _run(program: Program, open_run: Open | None) -> Trial:
     names = {**_VOCABULARY}
-    exec(code, names)
+    # New code each time: what PyTorch compiles of a function looks for names where it was first called.
+    exec(compile(program.text, "<program>", "exec"), names)
     t = Trial()
     _seed(0)
     with _quietly(), _nothing_left(t):
