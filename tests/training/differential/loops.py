@@ -163,7 +163,7 @@ with fwd.dual_level():
     # modes
     "autocast": "with torch.autocast('cpu', dtype=torch.bfloat16): loss = t.loss()\nloss.backward()",
     "dispatch mode": "with Dispatched(t): t.loss().backward()",
-    "dispatch mode around step": "with Dispatched(t): t.steps()",
+    "dispatch mode around step": "with Dispatched(t, is_around_step=True): t.steps()",
     "function mode": """
 with Functions(t):
     loss = t.loss()

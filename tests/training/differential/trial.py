@@ -444,11 +444,18 @@ _OF_LISTS = ("aten._foreach_", "aten._fused_")
 
 
 class Dispatched(TorchDispatchMode):
-    """A user's mode that counts operators."""
+    """A user's mode that counts operators.
 
-    def __init__(self, trial: Trial) -> None:
+    Args:
+        trial: that notes what it sees.
+        is_around_step: whether a step is in it, which is a bundle at a time: PyTorch takes those lists apart
+            that have a sparse gradient, and no others.
+    """
+
+    def __init__(self, trial: Trial, *, is_around_step: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trial = trial
+        self.is_around_step = is_around_step
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -456,7 +463,10 @@ class Dispatched(TorchDispatchMode):
         name = str(func)
         if name not in _UNCOUNTED:
             is_of_lists = name.startswith(_OF_LISTS) and isinstance(args[0], list | tuple)
-            self.seen[_SAME.get(name, name)] += len(args[0]) if is_of_lists else 1
+            name = _SAME.get(name, name)
+            if self.is_around_step:
+                name = name.replace("._foreach_", ".").rpartition(".")[0]
+            self.seen[name] += len(args[0]) if is_of_lists else 1
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401
@@ -464,7 +474,7 @@ class Dispatched(TorchDispatchMode):
         self.trial.log("dispatched", sorted(self.seen.items()))
 
 
-_ONCE_A_STEP = {"__get__", "_set_grad_enabled", "tensor"}
+_ONCE_A_STEP = {"__get__", "_set_grad_enabled", "tensor", "is_complex"}
 
 
 class Functions(TorchFunctionMode):
