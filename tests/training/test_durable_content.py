@@ -311,3 +311,35 @@ def test_a_parameter_that_is_new_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the parameter 'late' is new since offload"):
         run.checkpoint()
     run.close()
+
+
+class TwoNames(nn.Module):
+    """Has one buffer under a name that state dicts leave out, and under one that they hold."""
+
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.register_buffer("kept", self.get_buffer("cache"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Count."""
+        self.kept.add_(1)
+        return x + self.kept
+
+
+def test_a_buffer_is_kept_if_one_of_its_names_is(tmp_path: Path) -> None:
+    model, config = TwoNames(), config_of("disk", tmp_path, {"durable": True})
+    with offload(model, None, config) as run:
+        model(torch.ones(2))
+        run.checkpoint()
+        run.save(tmp_path / "saved")
+    model = TwoNames()
+    with offload(model, None, config):
+        assert model.kept.tolist() == [1, 1]
+        assert model.kept is model.get_buffer("cache")
+    model = TwoNames()
+    with offload(model, None, config_of("disk", tmp_path / "other")) as run:
+        run.load(tmp_path / "saved")
+        assert model.kept.tolist() == [1, 1]

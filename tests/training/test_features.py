@@ -164,6 +164,33 @@ def test_modules_compiled_one_by_one(layout: str, tmp_path: Path, backend: str) 
     assert_same(build, loop, layout, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # PyTorch's own use
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # of its own code
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # in it
+@pytest.mark.parametrize("inner", ["up", ""])
+def test_a_hook_that_is_younger_than_what_was_compiled_is_called(
+    layout: str, tmp_path: Path, inner: str
+) -> None:
+    def loop(trial: Trial) -> None:
+        torch._dynamo.reset()
+        assert isinstance(trial.model, nn.Sequential)
+        first, second, *rest = trial.model
+        # Plain PyTorch would not call the hook: the loop beside it runs uncompiled.
+        called = second if trial.run is None else torch.compile(second, backend="eager")
+        for number in range(4):
+            if number == 2:
+                second.get_submodule(inner).register_forward_hook(lambda module, args, output: output * 1.5)
+            inputs, classes = batch()
+            loss = nn.functional.cross_entropy(nn.Sequential(*rest)(called(first(inputs))), classes)
+            loss.backward()
+            trial.log(loss)
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+
+    assert_same(build_blocks, loop, layout, tmp_path)
+    torch._dynamo.reset()  # it would keep the models
+
+
 class Attending(nn.Module):
     """Attention, whose parent uses its child's weight, and a recurrent layer."""
 

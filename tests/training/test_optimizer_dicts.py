@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.training.twins import (
+    WIDTH,
     Trial,
     assert_equal_lists,
     assert_equal_models,
     assert_equal_states,
+    assert_same,
     blocks,
     config_of,
     step,
@@ -179,3 +182,63 @@ def test_a_state_dict_that_somebody_keeps_does_not_keep_former_state(kind: str, 
         assert_equal_lists(
             [each for each in expected if each.dim()], [each for each in tensors_in(kept) if each.dim()]
         )
+
+
+class Renaming(torch.optim.Adam):
+    """Reads state that it wrote under another name and at half its size."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take in state, also of the former format."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for entries in self.state.values():
+            if "half_avg" in entries:
+                entries["exp_avg"] = entries.pop("half_avg") * 2
+
+
+def _with_numbers(state_dict: StateDict) -> None:
+    for entries in state_dict["state"].values():
+        if isinstance(entries.get("step"), Tensor):
+            entries["step"] = entries["step"].item()  # as PyTorch before 1.12 wrote them
+
+
+def _with_halves(state_dict: StateDict) -> None:
+    for entries in state_dict["state"].values():
+        entries["half_avg"] = entries.pop("exp_avg") / 2
+
+
+FORMER_FORMATS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[[StateDict], None]]] = {
+    **{
+        kind.__name__: (kind, _with_numbers)
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and "__setstate__" in vars(kind)
+        and kind is not torch.optim.Optimizer
+    },
+    "renaming": (Renaming, _with_halves),
+}
+
+
+@pytest.mark.parametrize("layout", ["disk", "three"])
+@pytest.mark.parametrize("kind", FORMER_FORMATS)
+def test_state_of_a_former_format_is_converted_when_it_is_loaded(
+    kind: str, layout: str, tmp_path: Path
+) -> None:
+    make, make_former = FORMER_FORMATS[kind]
+
+    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)), nn.Linear(WIDTH, 5))
+        return model, [make([each for each in model.parameters() if each.dim() == 2])]
+
+    def loop(trial: Trial) -> None:
+        step(trial)
+        state_dict = copy.deepcopy(trial.optimizer.state_dict())
+        make_former(state_dict)
+        trial.optimizer.load_state_dict(state_dict)
+        kinds = [
+            sorted((n, isinstance(v, Tensor)) for n, v in e.items()) for e in trial.optimizer.state.values()
+        ]
+        trial.log(torch.tensor(zlib.crc32(repr(kinds).encode())))
+        step(trial)
+
+    assert_same(build, loop, layout, tmp_path)

@@ -363,7 +363,9 @@ def test_clipping_by_the_run_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what it writes
 
 
-def bytes_written(path: Path, *, is_in_backward: bool, layers: int = 12) -> tuple[int, int, int]:
+def bytes_written(
+    path: Path, *, is_in_backward: bool, layers: int = 12, more: dict[str, object] | None = None
+) -> tuple[int, int, int]:
     """Return the bytes to disk of one step, those of parameters and state, and the quota of host memory."""
     quota = 288 * 1024
     torch.manual_seed(0)
@@ -375,6 +377,7 @@ def bytes_written(path: Path, *, is_in_backward: bool, layers: int = 12) -> tupl
         "offload_disk_size": "64MB",
         "offload_path": str(path / str(is_in_backward)),
         "optimizer_in_backward": is_in_backward,
+        **(more or {}),
     }
     steps = 6
     with offload(model, optimizer, config) as run:
@@ -400,6 +403,17 @@ def test_only_what_does_not_fit_of_parameters_and_state_is_written(tmp_path: Pat
     working = 3.5 * own / 12  # what comes and goes while a layer is trained
     assert own - quota <= least <= own - quota + working
     assert least < 0.8 * kept
+
+
+def test_a_module_is_written_once_for_all_its_parameters(tmp_path: Path) -> None:
+    """Also where nothing stays in host memory that is not in use."""
+    more: dict[str, object] = {
+        "auto_offload": False,
+        "offload_param": "disk",
+        "offload_optimizer": "disk",
+    }
+    written, own, _ = bytes_written(tmp_path, is_in_backward=True, more=more)
+    assert 0.9 * own <= written <= 1.1 * own  # what is used again on its way down is not written
 
 
 def test_no_gradient_comes_into_the_store(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.training.twins import config_of, every_layout
+from tests.training.twins import config_of
 from tierstore.errors import CapacityError, UsageError
 from tierstore.training import offload
 
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch 
 PROCESSES = 2
 
 
-@every_layout
+@pytest.mark.parametrize(
+    "layout", ["disk", "three", *(pytest.param(each, marks=pytest.mark.long) for each in ("host", "device"))]
+)
 def test_replicas_train_as_without_offloading(layout: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.training.replica_worker", layout]
     workers = [
@@ -88,6 +90,22 @@ def test_wrappers_that_move_parameters_themselves_are_refused_by_name(tmp_path: 
     model = _model()
     with offload(model, None, config_of("host", tmp_path)), pytest.raises(UsageError, match="mixed_prec"):
         DistributedDataParallel(model, mixed_precision=precision)
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("is_before", [False, True])
+def test_steps_in_backward_are_refused_as_they_come_before_the_average(
+    tmp_path: Path, is_before: bool
+) -> None:
+    model = _model()
+    wrapped = DistributedDataParallel(model) if is_before else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = config_of("host", tmp_path, {"optimizer_in_backward": True})
+    with (
+        pytest.raises(UsageError, match="optimizer_in_backward steps each parameter with the gradient of"),
+        offload(wrapped, optimizer, config),
+    ):
+        DistributedDataParallel(model)
 
 
 @pytest.mark.usefixtures("_group")

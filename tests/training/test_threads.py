@@ -263,6 +263,62 @@ def test_training_beside_threads_that_evaluate(layout: str, tmp_path: Path) -> N
     assert_equal_lists(expected, loop(ours, at_once))
 
 
+PARTS = 3
+
+Optimizers = list[torch.optim.Optimizer]
+
+
+def _after_backward(part: nn.Module) -> tuple[Optimizers, Callable[[], None]]:
+    optimizer = torch.optim.Adam(part.parameters(), lr=1e-2)
+
+    def end_turn() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return [optimizer], end_turn
+
+
+def _in_hooks(part: nn.Module) -> tuple[Optimizers, Callable[[], None]]:
+    optimizers = {each: torch.optim.Adam([each], lr=1e-2) for each in part.parameters()}
+
+    def step_and_clear(parameter: Tensor) -> None:
+        optimizers[cast("nn.Parameter", parameter)].step()
+        parameter.grad = None
+
+    for each in optimizers:
+        each.register_post_accumulate_grad_hook(step_and_clear)
+    return list(optimizers.values()), lambda: None
+
+
+def _train(part: nn.Module, number: int, end_turn: Callable[[], None]) -> None:
+    for turn in range(3):
+        part(inputs_of(turn * PARTS + number)).square().sum().backward()
+        end_turn()
+
+
+@every_layout
+@pytest.mark.parametrize("way", [_after_backward, _in_hooks])
+def test_threads_that_train_a_part_each_make_state_at_once(
+    layout: str, way: Callable[[nn.Module], tuple[Optimizers, Callable[[], None]]], tmp_path: Path
+) -> None:
+    def loop(model: nn.ModuleList, together: Callable[..., list[Any]]) -> None:
+        optimizers, ends = zip(*map(way, model), strict=True)
+        acts = [functools.partial(_train, model[number], number, end) for number, end in enumerate(ends)]
+        if model is plain:
+            together(*acts)
+        else:
+            with offload(
+                model, [each for some in optimizers for each in some], roomy(layout, tmp_path)
+            ) as run:
+                together(*acts)
+                run.store.check()
+
+    plain, ours = (nn.ModuleList(build()[:4] for _ in range(PARTS)) for _ in range(2))
+    loop(plain, lambda *acts: [act() for act in acts])
+    loop(ours, at_once)
+    assert_equal_lists(list(plain.parameters()), list(ours.parameters()))
+
+
 def backward(model: nn.Module, inputs: Tensor) -> Tensor:
     loss: Tensor = model(inputs).sum()
     loss.backward()

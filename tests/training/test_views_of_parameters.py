@@ -67,7 +67,7 @@ def _build() -> tuple[nn.Module, Sequence[Optimizer]]:
     return model, adam(model)
 
 
-@pytest.mark.parametrize("layout", ["disk", "three"])
+@pytest.mark.parametrize("layout", ["disk", pytest.param("three", marks=pytest.mark.long)])
 @pytest.mark.parametrize("meanwhile", MEANWHILE)
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_that_is_kept_gives_the_gradient_of_plain_pytorch(

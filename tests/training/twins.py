@@ -186,6 +186,14 @@ def assert_equal_states(expected: Optimizer, found: Optimizer) -> None:
                 if not isinstance(one, Mapping):  # optimizers may keep anything
                     one, other_one = {"state": one}, {"state": other_one}
                 assert_equal_entries(one, other_one)
+    assert _places(expected) == _places(found), "the state came in another order"
+
+
+def _places(optimizer: Optimizer) -> list[int | None]:
+    """Return the numbers of the parameters that have state, in its order."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    numbers: dict[object, int] = {each: number for number, each in enumerate(parameters)}
+    return [numbers.get(each) for each in optimizer.state]
 
 
 def assert_equal_entries(expected: Mapping[str, object], found: Mapping[str, object]) -> None:

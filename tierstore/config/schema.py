@@ -210,7 +210,7 @@ class OffloadConfig:
         eviction: ``"lru"``, ``"size-class"`` or ``"next-use"``.
         checksum: whether bytes read from disk are compared with those written.
         optimizer_target: where the optimizer computes: ``"device"`` or ``"cpu"``.
-        optimizer_in_backward: whether backward itself steps each bundle as soon as it has its gradients,
+        optimizer_in_backward: whether backward itself steps each parameter as soon as it has its gradient,
             which are not kept.  Every backward pass is then a step: ``optimizer.step()`` has nothing to do.
         codec: how bytes on disk are compressed where that pays: ``"lz4"``; ``None`` or ``"none"``: not.
         durable: whether the files survive the process: `Offload.checkpoint` makes the state of training

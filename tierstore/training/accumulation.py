@@ -49,16 +49,21 @@ class PassEnd(enum.Enum):
 class Keeper(Protocol):
     """Who gives autograd gradients, and takes them."""
 
-    def find(self, parameter: torch.Tensor) -> Gradient | None:
-        """Return the gradient of a parameter; ``None``: it is not one of the model's."""
+    @property
+    def counts_passes(self) -> bool:
+        """Whether it matters how a pass ends that nothing was lent to."""
         ...
 
     def begin_pass(self) -> None:
-        """A backward pass begins."""
+        """A backward pass begins to use the model."""
         ...
 
-    def lend(self, gradient: Gradient) -> bool:
-        """Autograd is about to add to a gradient; return whether `take` is due when it is done."""
+    def go_on(self) -> None:
+        """Autograd goes on to something else than the next accumulation."""
+        ...
+
+    def lend(self, parameter: torch.Tensor) -> Gradient | None:
+        """Autograd is about to add to a gradient; return the one that `take` is due for when it is done."""
         ...
 
     def take(self, gradient: Gradient) -> None:
@@ -131,29 +136,33 @@ class Accumulation:
 
     def lend(self, parameter: torch.Tensor) -> None:
         """A parameter's gradient is about to be accumulated.  Called by autograd, in its thread."""
-        self.settle()
+        self._settle()
         self._begin()
-        number = _current_pass()
-        if number not in self._passes:
-            self._keeper.begin_pass()
-        gradient = self._keeper.find(parameter)
-        if gradient is None or not self._keeper.lend(gradient):
-            return
-        found = self._passes.get(number) or self._open(number)
-        found.flights[threading.get_ident()] = _Flight(gradient, _current_node())
+        gradient = self._keeper.lend(parameter)
+        if gradient is not None:
+            number = _current_pass()
+            found = self._passes.get(number) or self._open(number)
+            found.flights[threading.get_ident()] = _Flight(gradient, _current_node())
 
     def _open(self, number: int) -> _Pass:
+        self._keeper.begin_pass()
         ending = _Ending(lambda: self._end(number, PassEnd.COMPLETE))
         ending.ask_for()
         # Another thread of the pass may have been faster: either ending is as good.
         return self._passes.setdefault(number, _Pass({}, weakref.ref(ending)))
 
     def settle(self) -> None:
-        """Take every gradient that autograd is known to be done with.
+        """Take every gradient that autograd is known to be done with, as it does something else now.
 
         Raises:
             CapacityError: there is no room for one in the store; it stays autograd's.
         """
+        self._keeper.go_on()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._keeper.counts_passes and is_in_backward() and _current_pass() not in self._passes:
+            self._open(_current_pass())
         if not self._passes:
             return
         current, thread = _current_pass(), threading.get_ident()
@@ -165,6 +174,11 @@ class Accumulation:
                 if flight is not None and flight.node is not _current_node():
                     del each.flights[thread]
                     self._take(flight)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a pass runs that has begun to use the model."""
+        return any(each.ending() is not None for each in self._passes.values())
 
     def _end(self, number: int, how: PassEnd) -> None:
         found = self._passes.pop(number, None)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 
 import torch
@@ -75,7 +75,7 @@ class Adopter:
         self._store = store
         self._bindings = bindings
         self._warden = warden
-        self._scratch = host_memory(0)
+        self._scratch: list[torch.Tensor] = []  # that nobody uses now
         self._poisons = Poisons(store.device)
         self.nbytes: dict[str, int] = {}
         self._origins: dict[Binding, list[torch.device]] = {}
@@ -103,7 +103,8 @@ class Adopter:
             places, nbytes = lay_out(named)
             tensors = [tensor for _, tensor in named]
             origins = origins or [tensor.device for tensor in tensors]
-            self._store.put(key, self._gather(places, nbytes, values or tensors), tier=placement.start)
+            with self._gathered(places, nbytes, values or tensors) as flat:
+                self._store.put(key, flat, tier=placement.start)
         return self.bind(key, places, tensors, placement, origins)
 
     def adopt_held(
@@ -169,16 +170,25 @@ class Adopter:
             tensor.__class__ = kind
         return binding
 
-    def _gather(self, places: Sequence[Place], nbytes: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the bytes of a bundle; they are valid until the next call."""
+    @contextmanager
+    def _gathered(
+        self, places: Sequence[Place], nbytes: int, tensors: Sequence[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """Give the bytes of a bundle; they are valid inside the context.  Safe from any thread."""
         if len(tensors) == 1:
-            return flat_bytes(tensors[0], places[0], nbytes)
-        if self._scratch.numel() < nbytes:
-            self._scratch = host_memory(nbytes)
-        flat = self._scratch[:nbytes]
+            yield flat_bytes(tensors[0], places[0], nbytes)
+            return
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = host_memory(0)
+        if scratch.numel() < nbytes:
+            scratch = host_memory(nbytes)
+        flat = scratch[:nbytes]
         with torch.no_grad():
             pack(flat, places, tensors)
-        return flat
+        yield flat
+        self._scratch.append(scratch)
 
     def copies(self, binding: Binding) -> list[torch.Tensor]:
         """Return independent copies of a bundle's tensors, in host memory."""
@@ -207,7 +217,7 @@ class Adopter:
 
     def end_adoption(self) -> None:
         """Give the scratch memory back."""
-        self._scratch = host_memory(0)
+        self._scratch.clear()
 
     # --- back ---------------------------------------------------------------------------------
 
@@ -290,7 +300,7 @@ class Adopter:
         self._origins.pop(binding, None)
 
     def _drop(self, binding: Binding) -> None:
-        with suppress(KeyNotFound):
+        with self._bindings.apart(), suppress(KeyNotFound):
             self._store.drop(binding.key)
         self.nbytes.pop(binding.key, None)
 

@@ -29,6 +29,7 @@ from tierstore.training.encoding import (
 )
 from tierstore.training.groups import first_names
 from tierstore.training.layout import fill
+from tierstore.training.optimizer_state import order_entries
 from tierstore.training.tensorfile import Entry, TensorFile, check_names, write_file
 
 MODEL = "model.safetensors"
@@ -85,13 +86,16 @@ def buffer_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a state dict holds, by name."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set  # noqa: SLF001 - there is no other way to ask
-    }
+    """Return the buffers that a state dict holds, each once a module, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        known: set[torch.Tensor] = set()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            is_kept = name not in module._non_persistent_buffers_set  # noqa: SLF001 - there is no other way to ask
+            if is_kept and buffer not in known:
+                known.add(buffer)
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
 
 
 class Checkpoint:
@@ -239,6 +243,8 @@ class Checkpoint:
                 else:
                     optimizer.state.pop(parameter, None)
             self._access.settle(index, part)
+        # The file's parts are in another order.
+        order_entries(optimizer, [each for group in optimizer.param_groups for each in group["params"]])
 
 
 def _read_document(path: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from tierstore.training.document import (
 from tierstore.training.encoding import decode, parameters_by_group
 from tierstore.training.groups import Content, Group, first_names
 from tierstore.training.layout import lay_out
-from tierstore.training.optimizer_state import OptimizerState, Taken, state_key
+from tierstore.training.optimizer_state import OptimizerState, Taken, order_entries, state_key
 from tierstore.training.poisons import poison_for
 from tierstore.training.tensorfile import unpack
 
@@ -258,7 +258,7 @@ class Former:
     def load_buffers(self, travelling: Container[torch.Tensor]) -> None:
         """Give the persistent buffers their values, but those that travel."""
         for path, module in self._model.named_modules():
-            for name, buffer in list(module.named_buffers(recurse=False)):
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 full = f"{path}.{name}" if path else name
                 is_known = full in self._document["buffers"] or full in self._travelling
                 if buffer in travelling or not is_known:
@@ -298,6 +298,8 @@ class Former:
                     entry: self._own_value(kept.index, parameter, name, entry, value)
                     for entry, value in saved["state"][name].items()
                 }
+        parameter_of = {name: parameter for parameter, name in first_names(self._model).items()}
+        order_entries(optimizer, [parameter_of[name] for name in saved["state"]])  # that it had
         self._last = None
 
     def _give_state(

@@ -40,6 +40,7 @@ from tierstore.training.gradient import (
 )
 from tierstore.training.homes import values_of
 from tierstore.training.layout import flat_bytes, lay_out
+from tierstore.training.own_work import ordinary_mode
 from tierstore.training.poisons import poison_for
 from tierstore.training.tiers import Placement
 
@@ -154,20 +155,29 @@ class Gradients:
 
     # --- autograd's turn ----------------------------------------------------------------------
 
+    counts_passes = False
+
     def begin_pass(self) -> None:
         """A backward pass begins: nothing needs to be known for it."""
 
-    def lend(self, gradient: Gradient) -> bool:
+    def go_on(self) -> None:
+        """Autograd goes on to something else than the next accumulation: nothing was kept for that."""
+
+    def lend(self, parameter: torch.Tensor) -> Gradient | None:
         """Autograd is about to add to a gradient: let it see what there is.  Blocks for hardware.
 
         Returns:
-            Whether `take` is due when its node and the hooks behind it are done.
+            The gradient that `take` is due for when its node and the hooks behind it are done; ``None``: for
+            none.
 
         Raises:
             UsageError: another thread's optimizer steps with it.
             CapacityError: there is no room for it beside what is in use.
             BackendError: its bytes could not be brought.
         """
+        gradient = self._of.get(parameter)
+        if gradient is None:  # it is not one of the model's
+            return None
         with gradient.lock:
             if gradient.stepper not in (None, threading.get_ident()):
                 raise UsageError(
@@ -175,11 +185,11 @@ class Gradients:
                     "optimizer steps with it: let one wait for the other."
                 )
             if gradient.state is State.ORDINARY and not self._may_go(gradient):
-                return False
+                return None
             if gradient.state is State.STASHED:
                 self._show(gradient)
             gradient.flights += 1
-        return True
+        return gradient
 
     def _may_go(self, gradient: Gradient) -> bool:
         """Whether what autograd makes of an ordinary gradient, or of none, may become a stash."""
@@ -290,8 +300,9 @@ class Gradients:
         gradient.move(State.ORDINARY)
         has_keeper = is_kept(binding)
         if has_keeper:
-            with natively():
-                (kept,) = values_of(binding, self._copy(binding))
+            flat = self._copy(binding)  # which is the program's from now on
+            with ordinary_mode():
+                (kept,) = values_of(binding, flat)
         if is_lent:
             self._bindings.close(binding)
         guard.dismiss(binding)

@@ -16,6 +16,7 @@ The classes themselves stand in `tierstore.training.guarded`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -124,7 +125,7 @@ def fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obje
     if func in RESIZES:
         func = in_memory_of_its_own(func)
     if len({tenant.binding for tenant in tenants}) > 1 and func.__name__.startswith(LISTWISE):
-        parts = _parts_by_bundle(args, kwargs)
+        parts = _runs_by_bundle(args, kwargs)
         if len(parts) > 1:
             return _part_by_part(func, args, kwargs, parts)
     return with_windows(needed_by(tenants), func, args, kwargs)
@@ -308,15 +309,18 @@ def _exported(func: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _parts_by_bundle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]:
-    """Return which places of the lists need the same bundles."""
+def _runs_by_bundle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]:
+    """Return the places of the lists, in their order, cut where other bundles are needed.
+
+    A place may read what one before it wrote, and where one raises those before it have been changed.
+    """
     length = len(args[0])
     lists = [value for value in (*args, *kwargs.values()) if _is_list(value, length)]
-    parts: dict[frozenset[Binding], list[int]] = {}
-    for index in range(length):
-        involved = frozenset(tenant.binding for tenant in tenants_in(each[index] for each in lists))
-        parts.setdefault(involved, []).append(index)
-    return list(parts.values())
+
+    def involved(index: int) -> set[Binding]:
+        return {tenant.binding for tenant in tenants_in(each[index] for each in lists)}
+
+    return [list(run) for _, run in itertools.groupby(range(length), involved)]
 
 
 def _part_by_part(

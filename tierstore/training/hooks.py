@@ -111,6 +111,8 @@ class ModuleWindows:
 
     def enter(self, owner: ModuleHooks, bindings: Sequence[Binding]) -> None:
         """Open windows on ``bindings`` for a module that begins to run."""
+        if is_in_backward():  # a checkpoint computes it again
+            self._saved.before_unpacking()
         self._bindings.sweep()
         if not self._running.entries:
             self._bindings.note_thread()

@@ -321,11 +321,12 @@ def _make_way_for_wrappers(session: Session, sets: Sequence[WorkingSet], capacit
         capacity_bytes,
         None if session.budget is None else capacity_bytes - largest_bytes,
     )
+    keep = session.gradients.keep if session.stepping is Stepping.WHEN_ASKED else replicas.refuse_to_average
     for wrapper in replicas.wrappers_in(session.model, session.store.device):
         reduced = list(wrapper.parameters())
         room.refuse_gradients(reduced, are_views=wrapper.gradient_as_bucket_view)
-        session.gradients.keep(reduced)
-    wrapping = replicas.Wrapping(session.model, session.gradients.keep, session.buffers.release, room)
+        keep(reduced)
+    wrapping = replicas.Wrapping(session.model, keep, session.buffers.release, room)
     session.hold(wrapping.watch())
 
 

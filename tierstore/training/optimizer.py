@@ -17,6 +17,7 @@ to do: its groups name only the parameters that are not offloaded, until a post-
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from tierstore.training import guard
 from tierstore.training.ahead import Expectations, StepsAhead
 from tierstore.training.binding import Binding
 from tierstore.training.function_modes import in_sight
-from tierstore.training.optimizer_state import OptimizerState
+from tierstore.training.optimizer_state import OptimizerState, order_entries
 from tierstore.training.own_work import is_dispatch_mode_on
 from tierstore.training.refused import refuses
 from tierstore.training.turns import (
@@ -72,7 +73,11 @@ class StepsByBundle:
         self._trainer = trainer
         self._gradients = trainer.gradients
         self._members: dict[Binding, Members] = {}
+        self._others: dict[
+            torch.Tensor, Members
+        ] = {}  # of parameters that are stepped in backward as they are
         self._withheld: list[tuple[Group, Parameters]] = []
+        self._known_entries = 0  # of parameters that had state before the step that is under way
         self._whole: WholeSteps | None = None  # makes the step that is under way
         self._progress = Progress.WHOLE
         self._own_seconds = 0.0
@@ -101,6 +106,7 @@ class StepsByBundle:
         if refuses(self.optimizer, self._gradients, self._trainer.bindings.store.device):
             self._begin_whole()
         else:
+            self._known_entries = len(self.optimizer.state)
             self._step_all(others)
             self._leave_the_rest()
             self._own_seconds += time.perf_counter() - begin
@@ -125,12 +131,23 @@ class StepsByBundle:
 
     def after(self) -> bool:
         """Give the groups their parameters back; return whether a step has ended."""
-        has_ended = bool(self._withheld) or self._whole is not None
+        is_by_bundle = bool(self._withheld)
+        has_ended = is_by_bundle or self._whole is not None
         if self._whole is not None:
             self._whole.after()
             self._progress = Progress.WHOLE
         self.abandon()
+        if is_by_bundle and len(self.optimizer.state) > self._known_entries + 1:
+            self._order_new_entries()
         return has_ended
+
+    def _order_new_entries(self) -> None:
+        """Let the state of parameters that had none come in the order in which a whole step makes it."""
+        state = self.optimizer.state
+        parameters = (each for group in self.optimizer.param_groups for each in group["params"])
+        places = {each: place for place, each in enumerate(parameters)}
+        fresh = list(itertools.islice(state, self._known_entries, None))
+        order_entries(self.optimizer, sorted(fresh, key=lambda each: places.get(each, len(places))))
 
     def abandon(self) -> None:
         """Give the groups their parameters back."""
@@ -185,24 +202,44 @@ class StepsByBundle:
 
     # --- in backward --------------------------------------------------------------------------
 
-    def learn_members(self) -> dict[Binding, list[torch.Tensor]]:
-        """Take in which parameters there are now; return them by bundle."""
+    def learn_members(self) -> list[torch.Tensor]:
+        """Take in which parameters there are now, and return them."""
         self._members = by_bundle(self.optimizer)
-        return {
-            bundle: [parameter for _, parameters in members for parameter in parameters]
-            for bundle, members in self._members.items()
-        }
+        self._others = {}
+        parameters = []
+        for group in self.optimizer.param_groups:
+            parameters += group["params"]
+            for parameter in group["params"]:
+                if self.bundle_of(parameter) is None:
+                    self._others.setdefault(parameter, []).append((group, [parameter]))
+        return parameters
 
-    def step_alone(self, bundle: Binding, is_meant: Callable[[torch.Tensor], bool]) -> None:
-        """Step some parameters of one bundle where it is, with the gradients that autograd itself sees."""
+    def bundle_of(self, parameter: torch.Tensor) -> Binding | None:
+        """Return the bundle of a parameter; ``None``: it is not offloaded, or another run has it."""
+        tenant = guard.tenant_of(parameter)
+        return tenant.binding if tenant is not None and tenant.binding in self._trainer.order else None
+
+    def step_alone(self, parameter: torch.Tensor, held: Sequence[Binding]) -> None:
+        """Step one parameter where it is, with the gradient that autograd itself sees.
+
+        Args:
+            parameter: which.
+            held: what has a window already.
+        """
         begin = time.perf_counter()
-        turn = turn_of(bundle, self._members[bundle], is_meant)
-        if turn is not None:
-            self._step(turn, {})
+        bundle = self.bundle_of(parameter)
+        if bundle is not None:
+            turn = turn_of(bundle, self._members.get(bundle, []), lambda each: each is parameter)
+            if turn is not None:
+                self._step(turn, {}, held)
+        else:
+            self._progress = Progress.PARTIAL
+            with only(self.optimizer, self._others.get(parameter, [])), in_sight():
+                own_step(self.optimizer)(self.optimizer)
         self._own_seconds += time.perf_counter() - begin
 
     def end_pass(self) -> None:
-        """A whole backward pass has stepped all that it was to step."""
+        """A whole backward pass has stepped all that it had to."""
         self._progress = Progress.WHOLE
 
     def _take_ahead(self, turn: Turn) -> bool:
@@ -221,11 +258,12 @@ class StepsByBundle:
         state = self.state.bindings.get(turn.bundle)
         return keys if state is None else [*keys, state.key]
 
-    def _step(self, turn: Turn, kwargs: dict[str, Any]) -> None:
+    def _step(self, turn: Turn, kwargs: dict[str, Any], held: Sequence[Binding] = ()) -> None:
         bindings = self._trainer.bindings
         stashed = self._gradients.bindings_of(turn.parameters)
         state = self.state.bindings.get(turn.bundle)
         needed = [turn.bundle, *(binding for _, binding in stashed), *([state] if state else [])]
+        needed = [binding for binding in needed if binding not in held]
         is_pinned = turn.bundle in bindings.pinned  # then it is stepped where it is
         tier = bindings.store.tier_names[0] if is_pinned else self._trainer.optimizer_tier
         with placed(bindings, needed, tier), bindings.window(needed):
@@ -239,7 +277,7 @@ class StepsByBundle:
             self._gradients.show(stashed)
             self._progress = Progress.PARTIAL
             try:
-                with only(self.optimizer, turn), in_sight():
+                with only(self.optimizer, turn.groups), in_sight():
                     own_step(self.optimizer)(self.optimizer, **kwargs)
             finally:
                 changed = self._gradients.hide(stashed)

@@ -115,7 +115,7 @@ def check_steps_in_backward(
         if not known.is_per_parameter(optimizer):
             kind = type(optimizer).__name__
             raise UsageError(
-                f"optimizer_in_backward steps each bundle by itself, and {kind} is not known to treat each "
+                f"optimizer_in_backward steps each parameter alone, and {kind} is not known to treat each "
                 f"parameter by itself. If it does, say so: tierstore.training.register_optimizer({kind}). "
                 "Else leave optimizer_in_backward out."
             )

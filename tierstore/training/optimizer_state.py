@@ -242,6 +242,14 @@ def state_key(index: int, bundle_key: str) -> str:
     return f"state/{index}/{bundle_key.removeprefix('param/')}"
 
 
+def order_entries(optimizer: torch.optim.Optimizer, keys: Iterable[torch.Tensor]) -> None:
+    """Let entries of an optimizer's state come in the order of their keys, after all others."""
+    state = optimizer.state
+    for key in keys:
+        if key in state:
+            state[key] = state.pop(key)
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 

@@ -100,6 +100,20 @@ def refuse(module: nn.Module, what: str, *, casts: bool = False) -> None:
         )
 
 
+def refuse_to_average(reduced: Iterable[torch.Tensor]) -> None:
+    """Raise where parameters are stepped before their gradients are averaged.
+
+    Raises:
+        UsageError: always.
+    """
+    del reduced
+    raise UsageError(
+        "optimizer_in_backward steps each parameter with the gradient of this process alone, before "
+        "DistributedDataParallel has averaged it: the processes would drift apart. Leave "
+        "optimizer_in_backward out."
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """What there is where the model computes.

@@ -147,19 +147,43 @@ class _Away:
 class StandIn(torch.Tensor):
     """What ``torch.utils.checkpoint`` keeps of a bundle's alias: its looks, and no bytes.
 
+    It may give one to backward itself, where hooks of ours packed what is computed again and not what was
+    there before (a checkpoint that a hook of the module begins): an operator on it brings the bytes.
+
     Attributes:
         packed: what it stands for.
+        bring: returns it.
     """
 
     packed: Reference
+    bring: Callable[[Reference], torch.Tensor]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # declared without its class there
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Run an operator on what it stands for."""
+        del types
+        args, kwargs = tree_map_only(cls, lambda each: each.bring(each.packed), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
-def _stand_in(packed: Reference) -> StandIn:
+
+def _stand_in(packed: Reference, bring: Callable[[Reference], torch.Tensor]) -> StandIn:
     with natively(), ordinary_mode():
-        single = torch.empty((), dtype=packed.dtype, device=packed.owners[0].device)
-        made = single.expand(packed.shape).as_subclass(StandIn)
-    made.packed = packed
+        made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
+            StandIn,
+            packed.shape,
+            packed.stride,
+            dtype=packed.dtype,
+            device=packed.owners[0].device,
+        )
+    assert isinstance(made, StandIn)
+    made.packed, made.bring = packed, bring
     return made
 
 
@@ -205,7 +229,7 @@ class SavedTensors:
 
     def __init__(self, bindings: Bindings, before_unpacking: Callable[[], None]) -> None:
         self._bindings = bindings
-        self._before_unpacking = before_unpacking
+        self.before_unpacking = before_unpacking
         self._pack: Hook = self.pack
         self._unpack: Hook = self.unpack
 
@@ -297,7 +321,7 @@ class SavedTensors:
         if are_function_modes_on():
             with out_of_sight():
                 return cast("torch.Tensor", self.unpack(packed))
-        self._before_unpacking()
+        self.before_unpacking()
         if isinstance(packed, Displayed):
             brought = tree_map_only(_Away, self._bring_as_it_is, packed.packed)
             with in_sight():
@@ -311,6 +335,12 @@ class SavedTensors:
             return self._bring_for_backward(packed)
         assert isinstance(packed, Kept | Delegated)
         return restore(packed)
+
+    def bring(self, packed: Reference) -> torch.Tensor:
+        """Return what a stand-in stands for, to an operator of backward that was given one."""
+        with out_of_sight():
+            self.before_unpacking()
+            return self._bring_for_backward(packed)
 
     def _bring_for_backward(self, packed: Reference) -> torch.Tensor:
         brought = self._bring(packed)
@@ -402,8 +432,9 @@ class Repeated(Before):
         reference = self.saved.refer(tensor)
         if reference is None:
             return Delegated(self.pack_before(tensor), self._unpack_before)
-        shown = _stand_in(reference) if isinstance(reference, Reference) else reference.tensor
-        return Displayed(self.pack_before(shown), self._unpack_before)
+        if isinstance(reference, Kept):
+            return Displayed(self.pack_before(reference.tensor), self._unpack_before)
+        return Displayed(self.pack_before(_stand_in(reference, self.saved.bring)), self._unpack_before)
 
 
 def _kind_of(hook: Hook, *, are_on_host: bool) -> Callable[[SavedTensors, Hook, Hook], Hook]:

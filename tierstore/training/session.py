@@ -100,7 +100,7 @@ class Session:
         self.gradients = Gradients(store, self.bindings, self, placements.gradients)
         self._in_backward: StepsInBackward | None = None
         if stepping is Stepping.IN_BACKWARD:
-            self._in_backward = StepsInBackward(self.gradients, self._stepped)
+            self._in_backward = StepsInBackward(self)
         keeper = self._in_backward or self.gradients
         self.accumulation = Accumulation(keeper, self._begin_accumulation, self._landed, self._end_pass)
         self.saved = SavedTensors(self.bindings, self.accumulation.settle)
@@ -440,6 +440,8 @@ class Session:
         if self.budget is not None:
             phase = Phase.MODEL if torch.is_grad_enabled() else Phase.EVALUATION
             self.budget.begin_forward(inputs, phase)
+        if self._in_backward is not None:
+            self._in_backward.watch()
         self.state_dicts.reset()
         self.buffers.forget_replaced()
         self.clock.begin_forward()
@@ -457,18 +459,22 @@ class Session:
         if self.budget is not None:
             self.budget.end_evaluation()
 
-    def _stepped(self, steps: StepsByBundle, seconds: float) -> None:
-        """A bundle was stepped in backward."""
+    def note_step_in_backward(self, steps: StepsByBundle, seconds: float) -> None:
+        """See `in_backward.Trainer.note_step_in_backward`."""
+        self.clock.note_backward()
+        self._settle_budget()
+        self._look()
         self.clock.leave_out(seconds)
         self._stepped_in_backward[steps] = None
 
     def _end_pass(self, how: PassEnd) -> None:
         if self._in_backward is None:
             return
-        self._in_backward.end_pass()
-        for steps in self._stepped_in_backward:
+        self._in_backward.go_on()
+        is_whole = how is PassEnd.COMPLETE and not self.accumulation.is_under_way
+        for steps in list(self._stepped_in_backward):
             self.follower.note_step(steps.state.index)
-            if how is PassEnd.COMPLETE and isinstance(steps, StepsByBundle):
+            if is_whole and isinstance(steps, StepsByBundle):
                 steps.end_pass()
 
     def _begin_accumulation(self) -> None:
@@ -511,8 +517,6 @@ class Session:
         """Tensors of ``bindings`` are about to be used."""
         if under_way := self._under_way.here:
             under_way[-1].begin_use(bindings)
-        if self._in_backward is not None and self._in_backward.has_pending and not is_in_backward():
-            self.accumulation.settle()  # of a pass that was interrupted
 
     def note_write(self) -> None:
         """Tensors may have been written in a way that version counters do not tell."""

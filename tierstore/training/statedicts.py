@@ -27,7 +27,7 @@ from tierstore.training.entries import entry_for, whole_of
 from tierstore.training.footprint import tensors_in
 from tierstore.training.function_modes import out_of_sight
 from tierstore.training.hooks import Hook
-from tierstore.training.optimizer_state import OptimizerState, Taken, is_unshared
+from tierstore.training.optimizer_state import OptimizerState, Taken, is_unshared, order_entries
 from tierstore.training.own_work import ordinary_mode
 
 StateDict = dict[str, Any]
@@ -165,6 +165,8 @@ class StateDicts:
         numbers = [number for group in loaded.get("param_groups", ()) for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         number_of = dict(zip(parameters, numbers, strict=True))
+        parameter_of = dict(zip(numbers, parameters, strict=True))
+        places = [parameter_of.get(number, number) for number in loaded.get("state", {})]
         state = dict(loaded.get("state", {}))
         cast = _Cast(loaded, kept)
         for bundle in kept.bundles():
@@ -175,6 +177,20 @@ class StateDicts:
             self._load_one(optimizer, parameter, number, state, cast)
         kept.forget_others()
         optimizer.state.update(state)  # what belongs to no parameter
+        order_entries(optimizer, places)  # in which they were loaded
+        self._let_convert(kept)
+
+    def _let_convert(self, kept: OptimizerState) -> None:
+        """Let an optimizer's ``__setstate__`` see what was loaded; in PyTorch's own call there was nothing.
+
+        Those of ``torch.optim`` make tensors of steps that PyTorch before 1.12 wrote as numbers.
+        """
+        optimizer = kept.optimizer
+        if type(optimizer).__setstate__ is torch.optim.Optimizer.__setstate__:
+            return
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+        for bundle in kept.bundles():
+            kept.take_in_loaded(bundle)
 
     def _load_one(
         self,

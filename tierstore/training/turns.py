@@ -149,10 +149,7 @@ class Turn(NamedTuple):
     @property
     def merged(self) -> list[tuple[Group, Parameters]]:
         """Each group once, with all its parameters."""
-        found: dict[int, tuple[Group, Parameters]] = {}
-        for group, members in self.groups:
-            found.setdefault(id(group), (group, []))[1].extend(members)
-        return list(found.values())
+        return _merged(self.groups)
 
     def is_same(self, other: Turn) -> bool:
         """Whether it is about the same parameters in the same groups."""
@@ -228,12 +225,19 @@ def not_whole(optimizer: torch.optim.Optimizer) -> UsageError:
     )
 
 
+def _merged(groups: Members) -> Members:
+    found: dict[int, tuple[Group, Parameters]] = {}
+    for group, members in groups:
+        found.setdefault(id(group), (group, []))[1].extend(members)
+    return list(found.values())
+
+
 @contextmanager
-def only(optimizer: torch.optim.Optimizer, turn: Turn) -> Iterator[None]:
-    """Let the optimizer's groups name only the turn's parameters, inside the context."""
+def only(optimizer: torch.optim.Optimizer, groups: Members) -> Iterator[None]:
+    """Let the optimizer's groups name only some of their parameters, inside the context."""
     former_groups = optimizer.param_groups
-    former = [(group, group["params"]) for group, _ in turn.groups]
-    merged = turn.merged
+    former = [(group, group["params"]) for group, _ in groups]
+    merged = _merged(groups)
     optimizer.param_groups = [group for group, _ in merged]
     for group, members in merged:
         group["params"] = members

@@ -201,6 +201,10 @@ with torch.no_grad():
 ps = [p for p in m.parameters() if p.grad is not None]
 with torch.no_grad(): torch._foreach_add_(ps, [p.grad for p in ps], alpha=-0.1)
 """,
+    "descend foreach rotated": """
+ps = [p for p in m.parameters() if p.shape == (W, W)]
+with torch.no_grad(): torch._foreach_add_(ps + ps<a:[::-1]|>, ps[1:] + ps[:1] + ps, alpha=0.1)
+""",
     "reset": "t.reset(<a>)",
     "vector": """
 v = nn.utils.parameters_to_vector(m.parameters())

@@ -295,6 +295,13 @@ class Checkpointed(nn.Module):
         return cast("Tensor", checkpoint(self.inner, x, use_reentrant=self.use_reentrant))
 
 
+def checkpointed_by_hooks(module: nn.Module) -> nn.Module:
+    """Let hooks of a module begin and end its checkpoint: inside hooks that are there before."""
+    from torch.distributed._composable.checkpoint_activation import checkpoint
+
+    return checkpoint(module)
+
+
 class Called(nn.Module):
     """Calls its child with other parameters than its own."""
 
@@ -341,6 +348,7 @@ PARTS: dict[str, str] = {
     "keeping": "Keeping()",
     "custom function": "Custom(torch.randn(W, W))",
     "checkpointed": "Checkpointed(nn.Linear(W, W), use_reentrant=<a:False|True>)",
+    "checkpointed by hooks": "checkpointed_by_hooks(<a:nn.Linear(W, W)|Block()>)",
     "functional": "Called()",
     **{f"writing {how}": f"Writing({how!r})" for how in WRITES},
     "weight norm": "torch.nn.utils.parametrizations.weight_norm(nn.Linear(W, W))",

@@ -128,6 +128,8 @@ def _note_optimizer(optimizer: torch.optim.Optimizer) -> Note:
     kept = [state.get(p, None) for p in parameters]
     everything: Mapping[Any, Any] = state
     others = {k: v for k, v in everything.items() if not isinstance(k, Tensor)}
+    numbers = {id(p): number for number, p in enumerate(parameters)}
+    order = [numbers.get(id(each), -1) for each in everything]
     attributes = {
         name: value
         for name, value in vars(optimizer).items()
@@ -137,6 +139,7 @@ def _note_optimizer(optimizer: torch.optim.Optimizer) -> Note:
         note(groups),
         note([len(g["params"]) for g in optimizer.param_groups]),
         note(kept),
+        note(order),
         note(others),
         note(attributes),
     )

@@ -229,6 +229,14 @@ def test_what_modules_themselves_keep_of_graphs_is_no_lease_that_is_left(piece: 
     check(replace(program, parts=(*program.parts, Piece("part", "linear")), actions=actions))
 
 
+def test_a_mode_does_not_see_that_a_replaced_buffer_goes() -> None:
+    """The emulated device overwrites what is freed."""
+    train = Piece("action", "train")
+    actions = (train, train, Piece("action", "replace buffer"), Piece("action", "dispatch mode"))
+    program = replace(_with(Piece("part", "tables outside")), actions=actions, layout=Layout("device", 3))
+    check(program)
+
+
 def test_the_search_reports_the_smallest_program_of_each_difference() -> None:
     tally = Search({}, open_run=_leaves_a_hook).round(1)
     ((reason, (program, _)),) = tally.found.items()
