@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from tests.training.twins import (
     batch,
     blocks,
     build_blocks,
+    config_of,
     every_layout,
     is_on_accelerator,
     is_simulated,
@@ -33,6 +36,7 @@ from tests.training.twins import (
     steps,
     with_device,
 )
+from tierstore.training import offload
 
 pytestmark = every_layout
 
@@ -257,6 +261,17 @@ def test_channels_last_convolutions_and_parametrizations(layout: str, tmp_path: 
             step(trial)
 
     assert_same(build, loop, layout, tmp_path)
+
+
+def test_nothing_keeps_a_model_whose_run_has_ended(layout: str, tmp_path: Path) -> None:
+    model = Convolving()  # a parametrized module has a class of its own, which refers to it
+    optimizer = torch.optim.SGD(model.parameters())
+    with offload(model, optimizer, config_of(layout, tmp_path)):
+        step(Trial(model, [optimizer]))
+    modules = [weakref.ref(each) for each in model.modules()]
+    del model, optimizer
+    gc.collect()
+    assert not any(each() for each in modules)
 
 
 def test_values_changed_and_read_by_hand(layout: str, tmp_path: Path) -> None:

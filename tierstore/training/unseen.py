@@ -15,7 +15,6 @@ known to be unchanged, they are not clean:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,8 +47,7 @@ def written_unseen(module: nn.Module, bindings: Iterable[Binding]) -> list[Bindi
     return [each for each in bindings if not isinstance(each.tensors[0], nn.Parameter)]
 
 
-@functools.cache
-def _is_a_class_of_pytorch(kind: type) -> bool:
+def _is_a_class_of_pytorch(kind: type) -> bool:  # without a cache: a parametrized module's class holds it
     return kind.__module__.startswith("torch.nn.modules.")
 
 
