@@ -34,7 +34,7 @@ from tests.training.twins import (
     loss_of,
     step,
     steps,
-    with_device,
+    with_copies,
 )
 from tierstore.training import offload
 
@@ -291,7 +291,7 @@ def test_values_changed_and_read_by_hand(layout: str, tmp_path: Path) -> None:
             trial.log(old)
         trial.log(sum(p.square().sum() for p in trial.model.parameters()))  # type: ignore[arg-type]
 
-    assert_same(build_blocks, loop, layout, tmp_path)
+    assert_same(build_blocks, loop, layout, tmp_path, with_copies(layout))
 
 
 def test_a_penalty_on_the_weights(layout: str, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_penalty_on_the_weights(layout: str, tmp_path: Path) -> None:
             trial.optimizer.zero_grad()
 
     # Backward keeps the penalty's gradients until the model's are there, too.
-    assert_same(build_blocks, loop, layout, tmp_path, with_device(layout, "192KB"))
+    assert_same(build_blocks, loop, layout, tmp_path, with_copies(layout, "192KB"))
 
 
 class Clamping(nn.Module):
@@ -351,7 +351,7 @@ def test_state_dicts_and_copies_are_ordinary(layout: str, tmp_path: Path) -> Non
         trial.log(trial.model(inputs))
         step(trial)
 
-    assert_same(build_blocks, loop, layout, tmp_path)
+    assert_same(build_blocks, loop, layout, tmp_path, with_copies(layout))
 
 
 def test_loading_state_dicts(layout: str, tmp_path: Path) -> None:

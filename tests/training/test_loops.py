@@ -24,6 +24,7 @@ from tests.training.twins import (
     loss_of,
     step,
     steps,
+    with_copies,
     with_device,
 )
 
@@ -389,7 +390,7 @@ def test_a_step_between_forward_and_backward_raises_what_pytorch_raises(layout: 
         trial.optimizer.zero_grad()
         step(trial)
 
-    assert_same(build_blocks, loop, layout, tmp_path)
+    assert_same(build_blocks, loop, layout, tmp_path, with_copies(layout))
 
 
 def test_a_step_over_lists_is_counted_while_the_first_steps_are_learned_from(

@@ -29,6 +29,7 @@ from tests.training.twins import (
     loss_of,
     step,
     steps,
+    with_copies,
     with_device,
 )
 from tierstore.errors import CapacityError, UsageError
@@ -84,7 +85,7 @@ def test_a_loss_made_of_gradients_keeps_their_values(layout: str, tmp_path: Path
             trial.log(factor.grad)
 
     # Its graph keeps copies of all gradients, on the device.
-    assert_same(build_blocks, loop, layout, tmp_path, with_device(layout, "224KB"))
+    assert_same(build_blocks, loop, layout, tmp_path, with_copies(layout, "224KB"))
 
 
 def test_a_gradient_that_is_kept_while_its_bytes_are_in_use_outlives_zero_grad(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_an_optimizer_that_forgets_the_gradients_in_its_step(layout: str, tmp_pa
             for gradient in kept:
                 trial.log(gradient)
 
-    assert_same(build, loop, layout, tmp_path)
+    assert_same(build, loop, layout, tmp_path, with_copies(layout))
 
 
 # --- parameters ---------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ def test_state_that_is_not_all_tensors(layout: str, tmp_path: Path) -> None:
         trial.optimizer.load_state_dict(copy.deepcopy(trial.optimizer.state_dict()))
         steps(2)(trial)
 
-    assert_same(build, loop, layout, tmp_path)
+    assert_same(build, loop, layout, tmp_path, with_copies(layout))
 
 
 def test_without_a_configuration_what_the_machine_has_is_used(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +116,7 @@ def _with_rest(config: dict[str, object], model: nn.Module) -> dict[str, object]
     """Let the limit of an accelerator's memory be what the run may have beside the other run's tensors."""
     if not is_on_accelerator:
         return config
+    gc.collect()  # what former tests left is no rest that stays
     own_bytes = sum(align_up(each.nbytes, 512) for each in model.parameters())
     rest_bytes = torch.accelerator.memory_allocated() - own_bytes
     return {**config, "max_device_memory": parse_bytes(str(config["max_device_memory"])) + rest_bytes}
@@ -123,6 +125,20 @@ def _with_rest(config: dict[str, object], model: nn.Module) -> dict[str, object]
 def with_device(layout: str, capacity: str) -> dict[str, object]:
     """Return what gives a layout's device, if it has one, room for what a loop keeps there itself."""
     return {"max_device_memory": capacity} if "max_device_memory" in LAYOUTS[layout] else {}
+
+
+def with_copies(layout: str, capacity: str | None = None) -> dict[str, object]:
+    """Return what gives an accelerator room for what a loop makes of all parameters.
+
+    Copies, gradients that it keeps, or state that its own optimizer makes before the run has taken it in.
+
+    Args:
+        layout: which.
+        capacity: for an emulated device, which does not count them; ``None``: what it always has.
+    """
+    if is_on_accelerator:
+        return with_device(layout, "416KB")
+    return {} if capacity is None else with_device(layout, capacity)
 
 
 def assert_same(
