@@ -1,9 +1,10 @@
 """Whether an optimizer refuses a step in its midst: known before the first bundle is stepped.
 
 Optimizers that treat each parameter by itself may refuse some: those with sparse gradients or with dense
-ones, complex and empty ones, those whose gradient or state is of another type than they are since they were
-pointed elsewhere.  They raise when they come to one, or to its group.  A bundle at a time that
-would be after other parameters than in plain PyTorch, so such a step is left to the optimizer as a whole.
+ones, complex and empty ones, expanded ones (no operator writes to those in place), those whose gradient
+or state is of another type than they are since they were pointed elsewhere.  They raise when they come to
+one, or to its group.  A bundle at a time that would be after other parameters than in plain PyTorch, so
+such a step is left to the optimizer as a whole.
 
 1. The optimizer is asked itself: a double of it steps a stand-in of one element, or of none, for each kind of
    parameter that is unusual, with the options of its group and state of the same kind.
@@ -31,6 +32,7 @@ from tierstore.training.gradient import show_gradient
 from tierstore.training.grads import Gradients
 from tierstore.training.known import has_come_to_depend, is_of_torch
 from tierstore.training.own_work import ordinary_mode
+from tierstore.training.tenants import tenant_of
 from tierstore.training.turns import Group, options_of
 
 _USUAL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
@@ -56,11 +58,13 @@ class Look(NamedTuple):
         dtype: of its elements.
         layout: as PyTorch calls it.
         sparse_dim: how many dimensions are sparse; 0 where that says nothing.
+        is_expanded: whether several elements are one in memory, so that no operator writes to it in place.
     """
 
     dtype: torch.dtype
     layout: torch.layout
     sparse_dim: int
+    is_expanded: bool
 
 
 class Kind(NamedTuple):
@@ -68,17 +72,22 @@ class Kind(NamedTuple):
 
     Attributes:
         shape: the parameter's, with 1 for all that is more.
-        dtype: the parameter's.
+        look: the parameter's.
         gradient: its look.
         state: the names of what the optimizer computes with, and their looks.
         is_fitting: whether gradient and state have the parameter's shape.
     """
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    look: Look
     gradient: Look
     state: tuple[tuple[str, Look], ...]
     is_fitting: bool
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether any of them is."""
+        return any(look.is_expanded for look in (self.look, self.gradient, *dict(self.state).values()))
 
 
 def refuses(optimizer: torch.optim.Optimizer, gradients: Gradients, device: torch.device) -> bool:
@@ -143,10 +152,15 @@ def _is_usual(parameter: torch.Tensor, gradient: torch.Tensor, entries: Entries,
         or gradient.layout is not torch.strided
         or gradient.shape != shape
         or 0 in shape
+        or _is_expanded(parameter)
+        or _is_expanded(gradient)
     ):
         return False
     return all(
-        value.dtype is dtype and value.layout is torch.strided and is_alike(value.shape, shape)
+        value.dtype is dtype
+        and value.layout is torch.strided
+        and is_alike(value.shape, shape)
+        and not _is_expanded(value)
         for name, value in entries.items()
         if name in _STATE and isinstance(value, torch.Tensor)
     )
@@ -156,7 +170,7 @@ def _kind_of(parameter: torch.Tensor, gradient: torch.Tensor, entries: Entries, 
     state = {name: entries[name] for name in sorted(entries) if _is_computed_with(name, entries[name])}
     return Kind(
         tuple(min(size, 1) for size in parameter.shape),
-        parameter.dtype,
+        _look_of(parameter),
         _look_of(gradient),
         tuple((name, _look_of(value)) for name, value in state.items()),
         gradient.shape == parameter.shape
@@ -177,10 +191,21 @@ def _is_mean_of(shape: torch.Size, whole: torch.Size) -> bool:
 
 def _look_of(tensor: torch.Tensor) -> Look:
     if tensor.layout is torch.strided:
-        return Look(tensor.dtype, torch.strided, 0)
+        return Look(tensor.dtype, torch.strided, 0, _is_expanded(tensor))
     with ordinary_mode():  # a dispatch mode would see that somebody asks
         sparse_dim = tensor.sparse_dim() if tensor.layout is torch.sparse_coo else 0
-        return Look(tensor.dtype, tensor.layout, sparse_dim)
+        return Look(tensor.dtype, tensor.layout, sparse_dim, is_expanded=False)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one in memory: of the tensor itself, not of what stands for its bytes."""
+    stride = tensor.stride()
+    if 0 not in stride or not tensor.numel():
+        return False
+    tenant = tenant_of(tensor)
+    if tenant is not None and not tenant.is_abroad:
+        stride = tenant.place.stride
+    return any(size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True))
 
 
 def _is_refused(
@@ -188,10 +213,12 @@ def _is_refused(
 ) -> bool:
     if not kind.is_fitting:
         return True
+    if group.get("fused") and kind.is_expanded:
+        return False  # fused kernels do not look at strides: they go on beyond the end
     try:
         with ordinary_mode():
-            values = torch.ones(kind.shape, dtype=kind.dtype, device=device)
-            stand_in = torch.nn.Parameter(torch.zeros_like(values))
+            values = torch.ones(kind.shape, dtype=kind.look.dtype, device=device)
+            stand_in = torch.nn.Parameter(_looking(torch.zeros_like(values), kind.look))
             show_gradient(stand_in, _looking(values, kind.gradient))
             state: dict[torch.Tensor, Entries] = {
                 stand_in: {**_small(entries), **{n: _looking(values, look) for n, look in kind.state}}
@@ -216,5 +243,5 @@ def _looking(values: torch.Tensor, look: Look) -> torch.Tensor:
     """Return a copy of a dense tensor with another look."""
     values = values.to(look.dtype, copy=True)
     if look.layout is torch.strided:
-        return values
+        return values.expand([2] * values.dim()) if look.is_expanded else values
     return values.to_sparse(look.sparse_dim) if look.sparse_dim else values.to_sparse(layout=look.layout)

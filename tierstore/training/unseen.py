@@ -32,7 +32,7 @@ _OWN_OPERATORS = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional",
 
 def is_pytorchs_own(module: nn.Module) -> bool:
     """Whether nobody's code but PyTorch's runs between a module's first hook and its last."""
-    if not _is_a_class_of_pytorch(type(module)) or "forward" in module.__dict__:  # type: ignore[arg-type]
+    if not _is_a_class_of_pytorch(type(module)) or "forward" in module.__dict__:
         return False
     if _modules._global_forward_hooks or _modules._global_forward_pre_hooks:  # noqa: SLF001 - hooks of all modules
         return False

@@ -33,8 +33,8 @@ Closure = Callable[..., object]
 
 _IS_UNKNOWN = "is not known to treat each parameter by itself"
 _REFUSES = (
-    "refuses a parameter of this step for its kind or its gradient's (sparse, complex, empty), or as its "
-    "gradient or state has another type or shape"
+    "refuses a parameter of this step for its kind or its gradient's (sparse, complex, empty, expanded), or "
+    "as its gradient or state has another type or shape"
 )
 _REGISTER = (
     "If its step gives the same bits a few parameters at a time, say so before offload(...): "

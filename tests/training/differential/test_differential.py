@@ -229,6 +229,13 @@ def test_what_modules_themselves_keep_of_graphs_is_no_lease_that_is_left(piece: 
     check(replace(program, parts=(*program.parts, Piece("part", "linear")), actions=actions))
 
 
+def test_a_checkpoint_that_an_interrupt_keeps_from_its_end_is_ended() -> None:
+    """PyTorch pops its hooks when the collector comes by, which may be in the midst of another program."""
+    program = _with(Piece("part", "checkpointed by hooks", 1))
+    for module in range(6):  # some are inside
+        check(replace(program, actions=(Piece("action", "forward fails", module, 1),)))
+
+
 def test_a_mode_does_not_see_that_a_replaced_buffer_goes() -> None:
     """The emulated device overwrites what is freed."""
     train = Piece("action", "train")
