@@ -12,7 +12,7 @@ import queue
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.training.differential.features import OFF, only, without
@@ -62,7 +62,8 @@ def main(arguments: list[str]) -> int:
     report(total, time.time() - began, _say)
     if options.pieces:
         report_pieces(total, _say)
-    return 1 if total.found else 0
+    is_any_lost = report_lost(workers, _say)
+    return 1 if total.found or is_any_lost else 0
 
 
 Say = Callable[[str], None]
@@ -111,6 +112,17 @@ def report(total: Tally, seconds: float, say: Say) -> None:
     say(f"{total.enlarged} had to be given more room in their midst")
     say(f"{count} programs in {seconds:.0f} s, {count / seconds:.1f} a second: {dict(total.ends)}")
     say(f"{len(total.found)} distinct differences")
+
+
+def report_lost(workers: Sequence[Any], say: Say) -> bool:
+    """Say which workers have ended in the midst of a round, which is counted nowhere."""
+    codes = []
+    for worker in workers:
+        worker.join()
+        codes += [worker.exitcode] if worker.exitcode else []
+    for code in codes:
+        say(f"a worker has ended in its midst, with exit code {code}")
+    return bool(codes)
 
 
 def report_pieces(total: Tally, say: Say) -> None:

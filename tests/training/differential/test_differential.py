@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
 from torch import nn
 
+from tests.training.differential.__main__ import report_lost
 from tests.training.differential.features import OFF
 from tests.training.differential.programs import TABLES, Layout, Piece, Program, filled
 from tests.training.differential.running import End, outcome_of
@@ -250,3 +252,13 @@ def test_the_search_reports_the_smallest_program_of_each_difference() -> None:
     assert reason.startswith("closed: objects")
     assert len(program.parts) == 1
     assert len(program.actions) == 1
+
+
+def test_a_worker_that_has_ended_in_its_midst_is_told() -> None:
+    workers = [multiprocessing.get_context("spawn").Process(target=os._exit, args=(code,)) for code in (0, 3)]
+    for worker in workers:
+        worker.start()
+    said: list[str] = []
+    assert not report_lost(workers[:1], said.append)
+    assert report_lost(workers, said.append)
+    assert said == ["a worker has ended in its midst, with exit code 3"]
