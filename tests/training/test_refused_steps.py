@@ -19,7 +19,7 @@ from tests.training.twins import (
     every_layout,
     with_device,
 )
-from tierstore.errors import CapacityError
+from tierstore.errors import CapacityError, UsageError
 from tierstore.training import offload
 from tierstore.training.gradient import nbytes_of
 
@@ -425,3 +425,28 @@ def test_a_step_is_refused_for_state_of_another_type_or_shape_or_expanded(
     for layout in ("disk", "three"):
         room = "8MB" if "fused" in kind else "320KB"
         assert_same(build, loop, layout, tmp_path, {"offload_cpu_size": room, **with_device(layout, room)})
+
+
+@pytest.mark.parametrize("kind", ["adam fused", "adagrad fused", "sgd fused", "sgd fused momentum"])
+@pytest.mark.parametrize("change", [_one_gradient_expanded, _one_state_expanded, None])
+def test_a_fused_step_of_something_expanded_is_refused_by_name(
+    kind: str, change: Callable[[Trial], None] | None, tmp_path: Path
+) -> None:
+    """Plain PyTorch reads and writes beyond the end, where other tensors are."""
+    if kind == "sgd fused" and change is _one_state_expanded:
+        pytest.skip("it has no state")
+    parts = [Weight(torch.randn(1, 8).expand(8, 8))] if change is None else []
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), *parts)
+    optimizer = (OPTIMIZERS | RETYPED)[kind](list(model.parameters()))
+    trial = Trial(model, [optimizer])
+    with offload(model, optimizer, config_of("host", tmp_path)):
+        if change is not None:
+            model(torch.randn(2, WIDTH)).sum().backward()
+            optimizer.step()
+            change(trial)
+        else:
+            model(torch.randn(2, WIDTH)).sum().backward()
+        values = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(UsageError, match="expanded"):
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 
+from tierstore.errors import UsageError
 from tierstore.training.ahead import Entries, step_alone
 from tierstore.training.binding import natively
 from tierstore.training.gradient import show_gradient
@@ -97,6 +98,9 @@ def refuses(optimizer: torch.optim.Optimizer, gradients: Gradients, device: torc
         optimizer: as its groups are now.
         gradients: of the model.
         device: where it would compute.
+
+    Raises:
+        UsageError: the step is fused, and something that it computes with is expanded.
     """
     if not is_of_torch(optimizer):
         return has_come_to_depend(optimizer)
@@ -214,7 +218,11 @@ def _is_refused(
     if not kind.is_fitting:
         return True
     if group.get("fused") and kind.is_expanded:
-        return False  # fused kernels do not look at strides: they go on beyond the end
+        raise UsageError(
+            f"fused {type(optimizer).__name__} would go beyond the end of an expanded tensor, and change "
+            "others: its kernel does not look at strides. The tensor is a parameter, its gradient or its state. "
+            "Make it one with memory of its own, as clone() does, or take fused=False."
+        )
     try:
         with ordinary_mode():
             values = torch.ones(kind.shape, dtype=kind.look.dtype, device=device)

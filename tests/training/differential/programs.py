@@ -27,6 +27,9 @@ TABLES = {
     "action": ACTIONS,
 }
 
+WORDS = ("fused=True",)
+"""What some alternatives of a piece have in their text, and others do not."""
+
 
 @dataclass(frozen=True, order=True)
 class Piece:
@@ -95,8 +98,9 @@ class Program:
             yield from each
 
     def features(self) -> Iterator[str]:
-        """What `features.OFF` knows its pieces by."""
-        return (piece.feature for piece in self.pieces())
+        """What `features.OFF` knows its pieces by, and the words that it knows."""
+        yield from (piece.feature for piece in self.pieces())
+        yield from (word for word in WORDS if word in self.text)
 
     @property
     def text(self) -> str:

@@ -172,6 +172,7 @@ def work(first: int, step: int, end: float, results: Any, shrink: bool, off: Map
         shrink: whether differences are made smaller.
         off: features that are switched off.
     """
+    faulthandler.enable()
     torch.set_num_threads(1)
     search = Search(off, shrink=shrink)
     number = first

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.training.differential.__main__ import report_lost
 from tests.training.differential.features import OFF
-from tests.training.differential.programs import TABLES, Layout, Piece, Program, filled
+from tests.training.differential.programs import TABLES, WORDS, Layout, Piece, Program, filled
 from tests.training.differential.running import End, outcome_of
 from tests.training.differential.searching import Search, little_to_look_through
 from tests.training.differential.strategies import programs
@@ -60,8 +60,14 @@ def test_a_loop_that_nobody_wrote_is_the_same_offloaded(program: Program) -> Non
 
 def test_what_is_switched_off_exists_and_has_a_reason() -> None:
     pieces = {f"{table} {name}" for table, names in TABLES.items() for name in names}
-    assert {name for joined in OFF for name in joined.split(" + ")} <= pieces
+    assert {name for joined in OFF for name in joined.split(" + ")} <= pieces | set(WORDS)
     assert all(OFF.values())
+
+
+def test_words_of_the_text_are_features() -> None:
+    ways = [_with(Piece("optimizer", "adam", number)) for number in range(20)]
+    assert {"fused=True" in program.features() for program in ways} == {True, False}
+    assert all(("fused=True" in each.text) == ("fused=True" in each.features()) for each in ways)
 
 
 def test_numbers_choose_among_alternatives() -> None:
