@@ -220,8 +220,8 @@ def _is_refused(
     if group.get("fused") and kind.is_expanded:
         raise UsageError(
             f"fused {type(optimizer).__name__} would go beyond the end of an expanded tensor, and change "
-            "others: its kernel does not look at strides. The tensor is a parameter, its gradient or its state. "
-            "Make it one with memory of its own, as clone() does, or take fused=False."
+            "others: its kernel does not look at strides. The tensor is a parameter, its gradient or its "
+            "state. Make it one with memory of its own, as clone() does, or take fused=False."
         )
     try:
         with ordinary_mode():
