@@ -148,6 +148,35 @@ def test_a_view_outlives_the_run(layout: str, tmp_path: Path) -> None:
     assert_equal_lists(gradients[:2], gradients[2:])
 
 
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "detached": Tensor.detach,
+    "data": lambda w: w.data,
+    "flat": lambda w: w.detach().view(-1),
+    "bytes": lambda w: w.detach().view(-1).view(torch.uint8),
+    "part of the bytes": lambda w: w.detach().view(-1).view(torch.uint8)[4:],
+    "storage": lambda w: torch.empty(0, dtype=torch.uint8, device=w.device).set_(w.untyped_storage()),
+}
+
+
+@every_layout
+@pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_shows_the_bytes_shows_them_after_the_run(
+    name: str, layout: str, tmp_path: Path, *, bias: bool
+) -> None:
+    """One parameter's bytes are all of a lease, or a part of it; looked at as bytes, too."""
+    model = nn.Sequential(nn.Linear(48, 48, bias=bias))
+    model.register_buffer("table", torch.arange(200, dtype=torch.uint8))
+    with offload(model, None, config_of(layout, tmp_path, {"buffer_min_size": 1})):
+        kept = {key: ALIASES[name](each) for key, each in model.state_dict(keep_vars=True).items()}
+        before = {key: each.clone() for key, each in kept.items()}
+    for key, each in model.state_dict(keep_vars=True).items():
+        assert torch.equal(kept[key], before[key]), key
+        with torch.no_grad():
+            each.view(-1)[1:].zero_()
+        assert not kept[key].view(-1)[each.element_size() :].any(), key
+
+
 def test_a_node_of_before_the_parameter_was_set_keeps_no_bytes(tmp_path: Path) -> None:
     model = blocks()
     weight = next(p for p in model.parameters() if p.dim() == 2)

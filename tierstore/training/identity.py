@@ -328,12 +328,5 @@ def aliases_of(binding: Binding) -> list[torch.Tensor]:
         for tensor in live_tensors()
         if id(tensor) not in own
         and has_bytes(tensor)
-        and storage_key(tensor) in shown.keys
-        and not _is_all_bytes_of(tensor, shown.all[0])
+        and storage_key(tensor) in shown.keys[1:]  # in the first one are the store's own
     ]
-
-
-def _is_all_bytes_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor is a storage as a whole, as bytes: that is how stores look at them."""
-    with natively():
-        return tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.nbytes == storage.nbytes()

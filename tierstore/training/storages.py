@@ -70,7 +70,7 @@ class Storages:
         offsets: of each tensor in its storage, in elements.
 
     Attributes:
-        all: the leased one, and its slices.
+        all: the leased one, in which only the store's own tensors are, and its slices.
         keys: what each is known by.
         views: each tensor.
     """
@@ -83,12 +83,9 @@ class Storages:
         whole = flat.untyped_storage()
         self._device = flat.device
         self._pieces = pieces
-        if pieces.bounds == ((0, whole.nbytes()),):
-            self._slices = [whole]
-            self.all: tuple[torch.UntypedStorage, ...] = (whole,)
-        else:
-            self._slices = [whole[begin:end] for begin, end in pieces.bounds]
-            self.all = (whole, *self._slices)
+        # Also where one slice is all of it: its tensors are told from the store's own by their storage.
+        self._slices = [whole[begin:end] for begin, end in pieces.bounds]
+        self.all: tuple[torch.UntypedStorage, ...] = (whole, *self._slices)
         self.keys = tuple(storage._cdata for storage in self.all)  # noqa: SLF001
         self.views = tuple(map(self._view, places, pieces.owners, offsets))
 
