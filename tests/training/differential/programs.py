@@ -27,7 +27,7 @@ TABLES = {
     "action": ACTIONS,
 }
 
-WORDS = ("fused=True",)
+WORDS = ("fused=True", "prepend=True")
 """What some alternatives of a piece have in their text, and others do not."""
 
 
