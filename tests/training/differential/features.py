@@ -16,7 +16,7 @@ _FAST_PATH = "hooks of ours keep transformer layers from their fast path in eval
 _RACE = "several threads write to one buffer: a race in plain PyTorch, too"
 _SHARED = "several threads share what hooks of a checkpoint keep in the module: a race in plain PyTorch, too"
 _BEYOND = "plain PyTorch writes beyond the end of the expanded one, and may crash much later"
-_OUTSIDE = "the compiler compiles the hook by itself, which meets parameters before their module has them: it raises"
+_OUTSIDE = "the compiler compiles the hook by itself, which meets a closed parameter: it raises"
 _CRASH = "plain PyTorch crashes now and then: memory of a tensor that a transform has wrapped"
 
 OFF: dict[str, str] = {
