@@ -474,7 +474,7 @@ class Dispatched(TorchDispatchMode):
         self.trial.log("dispatched", sorted(self.seen.items()))
 
 
-_ONCE_A_STEP = {"__get__", "_set_grad_enabled", "tensor", "is_complex"}
+_ONCE_A_STEP = {"__get__", "_set_grad_enabled", "tensor", "is_complex", "dim"}
 
 
 class Functions(TorchFunctionMode):
