@@ -424,3 +424,34 @@ def test_a_parameter_of_another_type_keeps_the_gradient_that_it_has(layout: str,
         return model, [torch.optim.SGD(model.parameters(), lr=0.05)]
 
     assert_same(build, loop, layout, tmp_path, with_device(layout, "640KB"))
+
+
+class _Scaled(nn.Module):
+    """Multiplies by everything of a parameter of some shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full(shape, 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale."""
+        return x * (1 + self.scale.sum()).to(x.dtype)
+
+
+@every_layout
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3), (3, 0)])
+def test_a_gradient_of_any_shape_stays_with_a_parameter_of_another_type(
+    shape: tuple[int, ...], layout: str, tmp_path: Path
+) -> None:
+    def loop(trial: Trial) -> None:
+        trial.model(torch.randn(3, WIDTH)).square().mean().backward()
+        for parameter in trial.model.parameters():
+            parameter.data = parameter.data.double()
+        _log_all(trial)
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(_Scaled(shape), nn.Linear(WIDTH, WIDTH))
+        return model, [torch.optim.SGD(model.parameters(), lr=0.05)]
+
+    assert_same(build, loop, layout, tmp_path, with_device(layout, "640KB"))

@@ -48,7 +48,7 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         with natively():
             now = parameter.detach()
             set_data(
-                parameter, torch.empty(1, dtype=gradient.dtype, device=now.device).expand(gradient.shape)
+                parameter, torch.empty((), dtype=gradient.dtype, device=now.device).expand(gradient.shape)
             )
             try:
                 _set_grad(parameter, gradient)
