@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from tests.training.swap_models import config, whole_layers
 from tests.training.twins import (
+    Optimizer,
     Trial,
     assert_same,
     batch,
@@ -64,6 +66,37 @@ def test_hooks_beside_a_forward_that_was_interrupted(is_around: bool, layout: st
         assert top_hooks() is None
 
     assert_same(build_blocks, loop, layout, tmp_path)
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["0", ""])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_a_checkpoint_by_hooks_that_was_interrupted_keeps_nothing_for_the_next_call(
+    kind: type[BaseException], name: str, layout: str, tmp_path: Path
+) -> None:
+    """What such a checkpoint has put in force stays until PyTorch begins the next one in its place."""
+
+    def interrupt(*_: object) -> None:
+        raise kind
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model, optimizers = build_blocks()
+        checkpoint(model.get_submodule(name))
+        return model, optimizers
+
+    def loop(trial: Trial) -> None:
+        for _ in range(2):
+            handle = trial.model.get_submodule("0.up").register_forward_pre_hook(interrupt)
+            with contextlib.suppress(kind):
+                trial.model(torch.randn_like(batch()[0]))
+            handle.remove()
+            loss_of(trial.model, *batch()).backward()
+            trial.log_gradients()
+            trial.optimizer.step()
+            trial.optimizer.zero_grad()
+        assert top_hooks() is None
+
+    assert_same(build, loop, layout, tmp_path)
 
 
 ACTIVATIONS: dict[str, dict[str, object]] = {

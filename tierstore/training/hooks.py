@@ -26,6 +26,7 @@ from tierstore.training.accumulation import is_in_backward
 from tierstore.training.binding import Binding, Bindings
 from tierstore.training.function_modes import out_of_sight
 from tierstore.training.homes import natively_in_sight
+from tierstore.training.left_checkpoints import end_left_checkpoints
 from tierstore.training.own_work import has_hands_on_tensors
 from tierstore.training.saved import InForce, SavedTensors, take_out_of_force
 from tierstore.training.unseen import is_pytorchs_own, written_unseen
@@ -116,6 +117,7 @@ class ModuleWindows:
         self._bindings.sweep()
         if not self._running.entries:
             self._bindings.note_thread()
+        end_left_checkpoints(owner.module)
         entry = _Entry(owner)
         self._running.entries.append(entry)
         self._bindings.open_all(bindings, self._open_classes)

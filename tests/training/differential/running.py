@@ -13,7 +13,6 @@ import gc
 import random
 import sys
 import tempfile
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from tests.training.differential import buffers, models, optimizers, trial
 from tests.training.differential.models import WIDTH
 from tests.training.differential.observing import Difference, first_difference
 from tests.training.differential.programs import Layout, Program
-from tests.training.differential.trial import Trial
+from tests.training.differential.trial import Trial, are_hooks_left, end_checkpoints
 from tierstore.errors import CapacityError, TierStoreError
 from tierstore.training import offload
 from tierstore.training.tenants import tenant_of
@@ -351,25 +350,7 @@ def _nothing_left(t: Trial) -> Iterator[None]:
         yield
     finally:
         t.end()
-        _end_checkpoints()
+        end_checkpoints()
         torch.set_grad_enabled(True)
-    if _are_hooks_pushed(_EVEN_IN_TRACING):
+    if are_hooks_left():
         raise _UnnamedError("hooks for saved tensors are left")
-
-
-_EVEN_IN_TRACING = True
-_are_hooks_pushed: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-def _end_checkpoints() -> None:
-    """End the checkpoints that hooks of a module have begun and an interrupt has kept from their end.
-
-    Each is a generator in which PyTorch has pushed hooks: the collector would pop them, in another program.
-    """
-    if _are_hooks_pushed(_EVEN_IN_TRACING):
-        for each in gc.get_objects():
-            if isinstance(each, types.GeneratorType) and each.gi_code is _a_checkpoint:
-                each.close()
-
-
-_a_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__

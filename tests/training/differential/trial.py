@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import threading
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +32,28 @@ from tierstore.errors import CapacityError, TierStoreError
 
 BATCH = 3
 ON_PURPOSE = "on purpose"
+
+
+_EVEN_IN_TRACING = True
+_top_hooks: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
+_a_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
+
+
+def are_hooks_left() -> bool:
+    """Say whether hooks for saved tensors are in force."""
+    return _top_hooks(_EVEN_IN_TRACING) is not None
+
+
+def end_checkpoints() -> None:
+    """End the checkpoints that hooks of a module have begun and an interrupt has kept from their end.
+
+    Each is a generator in which PyTorch has pushed hooks.  What is saved meanwhile is theirs, so that
+    backward raises; the collector would pop them, perhaps in another program.
+    """
+    if are_hooks_left():
+        for each in gc.get_objects():
+            if isinstance(each, types.GeneratorType) and each.gi_code is _a_checkpoint:
+                each.close()
 
 
 class Trial:
@@ -83,6 +107,7 @@ class Trial:
                 raise
             self.has_raised = True
             self.record.add("interrupted", None)
+            end_checkpoints()
 
     def log_gradients(self) -> None:
         """Note all gradients."""
