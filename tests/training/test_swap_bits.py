@@ -41,7 +41,7 @@ MARKS: dict[str, Callable[[int], dict[str, object]]] = {
 
 
 @every_store
-@pytest.mark.parametrize("prefetch", [1, 3, 50])
+@pytest.mark.parametrize("prefetch", [1, pytest.param(3, marks=pytest.mark.long), 50])
 @pytest.mark.parametrize("marks", MARKS)
 def test_the_bits_are_the_same_for_every_mark(tmp_path: Path, store: str, marks: str, prefetch: int) -> None:
     assert_same_bits(Llama, train, config(tmp_path, MARKS[marks](prefetch), store), least=4)
@@ -198,7 +198,7 @@ USES = [
 
 @every_store
 @pytest.mark.parametrize("steps", USES, ids=lambda steps: steps.__name__.strip("_"))
-@pytest.mark.parametrize("prefetch", [1, 50])
+@pytest.mark.parametrize("prefetch", [1, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # which PyTorch's own formulas use
 def test_the_bits_are_the_same_for_every_use(
     tmp_path: Path, store: str, steps: Callable[[nn.Module], list[Tensor]], prefetch: int
