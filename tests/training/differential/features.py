@@ -29,7 +29,8 @@ OFF: dict[str, str] = {
     },
     "part checkpointed by hooks + action threads": _SHARED,
     "part expanded + fused=True": _BEYOND,
-    "part compiled + prepend=True": _OUTSIDE,
+    "part compiled + hook forward": _OUTSIDE,
+    "part compiled + hook forward pre + prepend=True": _OUTSIDE,
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
 }
 
