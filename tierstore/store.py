@@ -303,18 +303,21 @@ class Store:
     def flush(self, *keys: str) -> None:
         """Return when every key would survive a power loss.  Blocks.
 
-        Opening the durable tier again finds exactly what the last flush left: its keys with the bytes that
-        they had then, whatever was put, written or dropped since, and nothing else.  Until the next
-        flush, bytes that only the last one counts on stay in the durable tier, and are charged to it.
+        A flush is one moment between its call and its return: opening the durable tier again finds exactly
+        the keys that were there then, with the bytes that they had, whatever was put, written, renamed or
+        dropped since.  Whoever leases one of them for writing meanwhile waits until its bytes are there.
+        Until the next flush, bytes that only the last one counts on stay in the durable tier, and are
+        charged to it.
 
         Args:
-            keys: only these get the bytes they have now; other keys survive with those of their last
-                flush, if they had one and are still there.  None: every key.
+            keys: only these are found as they are now; others as the last flush of them left them, names
+                and bytes, unless they were dropped.  What a key was renamed from, or gave its name to, is
+                flushed with it.  None: every key.
 
         Raises:
-            UsageError: no tier is durable, or keys are put faster than they can be written.
+            UsageError: no tier is durable.
             KeyNotFound: nothing was put under a key, or it was dropped.
-            LeaseError: a key that has to be copied is leased for writing.
+            LeaseError: a key that has changed since the last flush is leased for writing.
             CapacityError, BackendError: a key could not be brought there, or the medium failed.  What
                 the flush before made durable still is, and no bytes are lost.
         """

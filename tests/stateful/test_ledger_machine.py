@@ -70,6 +70,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.survivors: list[dict[str, tuple[m.Place, int]]] = [{}]  # the last, or any of the doubtful ones
         self.flushes: dict[int, int] = {}  # each began at this moment of the history
         self.history: list[dict[str, int]] = [{}]
+        self.acknowledged: dict[str, int] = {}  # of each key, when the last flush began that has ended
 
     @initialize(
         capacities=st.tuples(st.integers(2, 8), st.integers(2, 10), st.integers(4, 30)),
@@ -174,13 +175,24 @@ class LedgerMachine(RuleBasedStateMachine):
             self.was_flushed(event)
 
     def was_flushed(self, event: m.FlushRequested) -> None:
-        """What survives are bytes that each key has had since the flush began."""
+        """What survives is the store as it was at one moment since the flush began: keys and bytes."""
         (image,) = self.survivors
-        since = [*self.history[self.flushes.pop(event.request) :], self.oracle.values]
-        always = set.intersection(*(set(moment) for moment in since))
-        for key in always if event.keys is None else always & set(event.keys):
-            assert key in image, f"{key} was flushed and does not survive"
-            assert image[key][1] in {moment[key] for moment in since}
+        start = self.flushes.pop(event.request)
+        since = [*self.history[start:], self.oracle.values]
+        keys = KEYS if event.keys is None else event.keys
+        found = {key: image[key][1] for key in keys if key in image}
+        assert any(found == {key: moment[key] for key in keys if key in moment} for moment in since), (
+            f"{keys} were never {found} together since they were flushed"
+        )
+        self.acknowledged.update(dict.fromkeys(keys, start))
+
+    def look_at_survivors(self) -> None:
+        """No key is found as it never was, or as it was before a flush of it that has ended."""
+        (image,) = self.survivors
+        for key in KEYS:
+            value = image[key][1] if key in image else None
+            since = [*self.history[self.acknowledged.get(key, 0) :], self.oracle.values]
+            assert any(moment.get(key) == value for moment in since), f"{key} is found as {value}"
 
     def grant(self, command: m.Grant) -> None:
         event = self.waiting.pop(command.request)
@@ -431,6 +443,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.survivors.append(image)  # type: ignore[arg-type]  # none of the slots is empty
         else:
             self.survivors = [image]  # type: ignore[list-item]
+            self.look_at_survivors()
         self.tell(m.CommitDone(number, error))
 
     @precondition(lambda self: self.frees)

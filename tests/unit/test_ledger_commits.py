@@ -111,7 +111,7 @@ def test_commits_that_fail_again_and_again_name_no_more_than_there_is() -> None:
     desk = flushed_desk()
     (replica,) = desk.ledger.commits.committed.values()
     for _ in range(100):
-        flush(desk)
+        flush_keys(desk, "k")
         desk.end_commit(BackendError("perhaps it was written"))
         desk.ledger.check()
     assert list(desk.ledger.commits.doubtful.values()) == [replica]
@@ -235,42 +235,6 @@ def test_a_flush_of_some_keys_leaves_the_others_as_they_survived_before() -> Non
     assert now["a"] != former["a"]
 
 
-def test_a_key_that_was_renamed_survives_under_its_new_name() -> None:
-    desk = flushed_desk()
-    desk.store("other", 10, HOST)
-    desk.tell(m.RenameRequested({"k": "l"}, replace=False))
-    flush_keys(desk, "other")
-    desk.finish()
-    assert set(named(desk)) == {"l", "other"}
-
-
-def test_a_key_that_was_dropped_during_a_flush_does_not_fail_it() -> None:
-    desk = durable_desk()
-    desk.store("a", 10, HOST)
-    desk.store("b", 10, HOST)
-    number = flush(desk)
-    desk.tell(m.DropRequested(["a"]))
-    desk.run()
-    assert desk.answers[number] is None
-    assert set(desk.ledger.commits.committed) == {"b"}
-
-
-def test_keys_that_took_others_places_during_a_flush_survive_together() -> None:
-    desk = durable_desk()
-    desk.store("p", 10, DISK)
-    desk.store("m", 10, HOST)
-    flush(desk)
-    desk.put("p~next", 10, HOST)
-    desk.finish(1)
-    desk.put("m~next", 10, DISK)
-    desk.finish(1)
-    desk.tell(m.RenameRequested({"p~next": "p", "m~next": "m"}, replace=True))
-    desk.run()
-    committed = desk.ledger.commits.committed
-    assert set(committed) == {"p", "m"}
-    assert all(committed[key] is desk.ledger.books.index[key].replicas[DISK] for key in committed)
-
-
 def test_flushes_that_end_while_a_commit_is_under_way_share_the_next() -> None:
     desk = durable_desk()
     desk.store("k", 10, HOST)
@@ -371,24 +335,6 @@ def test_what_was_recovered_has_to_fit_into_the_quota() -> None:
     assert not len(desk.ledger)
 
 
-def test_keys_that_come_faster_than_they_can_be_written_fail_the_flush_in_the_end() -> None:
-    desk = durable_desk()
-    desk.store("k0", 1, HOST)
-    number = flush(desk)
-    for index in range(1, 100):
-        desk.put(f"k{index}", 1, HOST)
-        while not (desk.copies[-1].source is None and len(desk.copies) == 1):
-            desk.finish(next(i for i, copy in enumerate(desk.copies) if copy.source is None))
-            desk.finish()
-            break
-        if number in desk.answers:
-            break
-    error = desk.answers.get(number)
-    assert isinstance(error, UsageError)
-    assert "put faster" in str(error)
-    desk.run()
-
-
 def test_a_device_replica_is_untouched_by_a_flush() -> None:
     desk = durable_desk()
     desk.store("k", 10, DEVICE)
@@ -397,36 +343,22 @@ def test_a_device_replica_is_untouched_by_a_flush() -> None:
     assert desk.ledger.where("k")[0] == DEVICE
 
 
-def test_bytes_that_have_another_key_now_do_not_survive_under_both() -> None:
+def test_what_a_failed_commit_was_about_is_settled_by_the_next_whatever_that_is_about() -> None:
     desk = flushed_desk()
-    desk.store("c", 10, HOST)
-    desk.tell(m.RenameRequested({"k": "l"}, replace=False))
-    desk.store("k", 10, HOST)
-    flush_keys(desk, "c")
+    former = desk.ledger.commits.committed["k"]
+    desk.store("other", 10, HOST)
+    write(desk, "k")
+    flush_keys(desk, "k")
     desk.finish()
-    assert set(named(desk)) == {"c", "l"}
-
-
-def test_a_flush_of_a_key_that_is_replaced_meanwhile_is_about_its_new_bytes() -> None:
-    desk = durable_desk()
-    desk.store("k", 10, HOST)
-    number = flush_keys(desk, "k")
-    desk.put("k", 10, HOST, replace=True)
-    desk.finish(1)
+    desk.end_commit(BackendError("perhaps it was written"))
+    flush_keys(desk, "other")
+    desk.finish()
+    assert named(desk)["k"] == former.place.replica
     desk.run()
-    assert desk.answers[number] is None
-    assert desk.ledger.commits.committed["k"] is desk.ledger.books.index["k"].replicas[DISK]
-
-
-def test_a_commit_is_not_made_in_the_middle_of_a_rename() -> None:
-    desk = durable_desk()
-    desk.store("x", 10, HOST)
-    for key in ("y", "x~next", "y~next"):
-        desk.store(key, 10, DISK)
-    flush(desk)
-    desk.tell(m.RenameRequested({"x~next": "x", "y~next": "y"}, replace=True))
+    assert desk.ledger.commits.doubtful == {}
+    flush_keys(desk, "k")
     desk.run()
-    assert set(desk.ledger.commits.committed) == {"x", "y"}
+    assert desk.ledger.commits.committed["k"] is not former
 
 
 def test_a_flush_that_ends_its_search_while_the_store_closes_is_told_so() -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tierstore.core.entry import Entry, Life, Phase
 from tierstore.core.quota import Shelf
-from tierstore.core.requests import Flush
 from tierstore.core.residency import Replica, State
 from tierstore.errors import InvariantError
 
@@ -40,6 +39,8 @@ def audit(moving: Moving, commits: Commits) -> None:
         _audit_copies(moving, entry)
     _audit_lanes(moving)
     _audit_promises(moving, commits)
+    if commits.tier is not None:
+        _audit_changes(commits)
 
 
 def _audit_sums(shelf: Shelf, replicas: list[Replica]) -> None:
@@ -96,15 +97,22 @@ def _audit_queues(shelf: Shelf) -> None:
                 _fail(f"{shelf.tier.name}: a want waits that its entry does not know", want.entry)
 
 
-def _audit_entry(entry: Entry) -> None:
-    """Rules 1 and 7."""
+def _audit_life(entry: Entry) -> None:
+    """Rules 1 and 10."""
     ready = entry.ready()
     if entry.life is Life.LIVE and not ready:
         _fail(f"the live key {entry.key!r} has no READY replica", entry)
     if entry.life is Life.COMING and not any(want.put is not None for want in entry.wants.values()):
         _fail(f"{entry.key!r} waits for a put that nobody makes", entry)
+    if entry.life is Life.PARTING and not (ready and entry.is_kept):
+        _fail(f"{entry.key!r} parts, and no flush needs it", entry)
     if entry.life is Life.GONE and not entry.replicas:
         _fail(f"{entry.key!r} is gone, but not forgotten", entry)
+
+
+def _audit_entry(entry: Entry) -> None:
+    """Rules 1 and 7."""
+    _audit_life(entry)
     if entry.writer is not None and set(entry.holders) != {entry.writer}:
         _fail(f"{entry.key!r} is leased for writing and by others", entry)
     if sum(replica.leases for replica in entry.replicas.values()) < len(entry.holders):
@@ -114,6 +122,21 @@ def _audit_entry(entry: Entry) -> None:
         is_filling = replica is not None and replica.state is State.FILLING
         if is_filling != (want.phase is not Phase.QUEUED):
             _fail(f"a want of {entry.key!r} in tier {tier} is {want.phase.name}", entry)
+
+
+def _audit_changes(commits: Commits) -> None:
+    """Rule 10: who is as he was committed is not dirty, and nobody else is."""
+    books = commits.books
+    dirty = set(commits.changes.dirty())
+    for key in {*books.index, *commits.committed} - dirty:
+        entry = books.index.get(key)
+        replica = None if entry is None else entry.replicas.get(commits.durable_tier)
+        if entry is None or entry.life is not Life.LIVE or replica is not commits.committed.get(key):
+            _fail(f"{key!r} is not as it was committed, and no flush would know", entry)
+    for key in commits.changes.unknown():
+        _fail(f"nobody knows whose bytes were committed as {key!r}")
+    if len({replica.place for replica in commits.committed.values()}) < len(commits.committed):
+        _fail("bytes were committed under two keys")
 
 
 def _audit_copies(moving: Moving, entry: Entry) -> None:
@@ -148,14 +171,10 @@ def _audit_lanes(moving: Moving) -> None:
 
 def _audit_promises(moving: Moving, commits: Commits) -> None:
     """Rule 9: what commits name and flushes have found is there, and nothing else is kept for them."""
-    promised = [*commits.committed.values(), *commits.doubtful.values(), *(commits.underway or {}).values()]
-    flushes = {
-        number: request
-        for entry in moving.books.entries.values()
-        for number, request in entry.watchers.items()
-        if isinstance(request, Flush)
-    } | {flush.number: flush for flush in commits.flushes}
-    promised += [replica for flush in flushes.values() for replica in flush.found.values()]
+    promised = [*commits.committed.values(), *commits.doubtful.values()]
+    if commits.underway is not None:
+        promised += commits.underway.replicas()
+    promised += [replica for flush in commits.flushes for replica in flush.found.values()]
     counts = Counter(replica.place.replica for replica in promised)
     for replica in promised:
         if moving.books.replicas.get(replica.place.replica) is not replica:

@@ -3,27 +3,58 @@
 1. *Promised.*  A replica that the last good commit named is promised, as is one that a commit under way
    names, or a failed one since (it may have reached the medium), or that a flush has found.  Its bytes
    are not freed while it is; if they are of no other use, the replica is RETAINED.
-2. *One image.*  A commit names one replica for each key: all that survives, in one step.
-3. *One at a time.*  Flushes that have found everything while a commit is under way share the next one.
-4. *No key is torn from its like.*  A flush of every key commits when it has a version of every key that is
-   there at that moment, so that keys which were renamed together survive together.
+2. *One moment.*  A flush is about the store as it was at one moment after its call: the keys that were there
+   and their bytes.  Whoever writes to a key waits until these are on the durable tier; who drops or replaces
+   it does not, and the bytes stay until then.
+3. *In their order.*  No commit names what an older flush has found in place of what a newer one committed.
+   A flush of every key takes older ones along, for its moment is one of theirs, too.  One of some keys may be
+   committed before an older one that is still copying, which then begins again with a moment of now.
+4. *Some keys.*  A flush of some keys leaves the others as they were committed, names and bytes.  What a key
+   was renamed from, or gave its name to, goes with it (`changes`), and so do keys that are gone.
+5. *One at a time.*  Flushes that become ready while a commit is under way share the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
+from tierstore.core.changes import Changes, Image
 from tierstore.core.entry import Entry, Life
-from tierstore.core.messages import Commit, CommitDone, Grant, Granted, Recovered, Settle
+from tierstore.core.messages import Commit, CommitDone, FlushRequested, Grant, Granted, Recovered, Settle
 from tierstore.core.moving import Moving
-from tierstore.core.requests import Flush, granted
+from tierstore.core.requests import Desk, Flush, Stage, granted, refuse_if_written
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, StoreClosed, TierStoreError, UsageError
 from tierstore.units import format_bytes
 
-Image = dict[str, Replica]
-"""What survives: one replica for each key."""
+
+@dataclass(slots=True)
+class Difference:
+    """What a commit changes.
+
+    Attributes:
+        names: the keys, with what is to be found under each; ``None``: nothing.
+        uids: by key, of the entries whose bytes these are.
+    """
+
+    names: dict[str, Replica | None] = field(default_factory=dict)
+    uids: dict[str, int] = field(default_factory=dict)
+
+    def add(self, flush: Flush) -> None:
+        """Let what a flush has found be found."""
+        for key, entry in flush.names.items():
+            if entry is None:
+                self.names[key] = None
+                self.uids.pop(key, None)
+            else:
+                self.names[key] = flush.found[entry.uid]
+                self.uids[key] = entry.uid
+
+    def replicas(self) -> list[Replica]:
+        """Return what it names."""
+        return [replica for replica in self.names.values() if replica is not None]
 
 
 class Commits:
@@ -31,8 +62,8 @@ class Commits:
 
     Attributes:
         tier: its index; ``None``: no tier is durable.
-        committed: what the last good commit named.
-        underway: what the commit under way names.
+        changes: what the last good commit named, and which keys differ from it.
+        underway: what the commit under way changes.
         doubtful: the replicas, by number, that commits named which failed since the last good one: any of
             those may be what is found.  Each is there once, however many named it, so they are at most as
             many as the tier holds.
@@ -42,12 +73,18 @@ class Commits:
         self.moving = moving
         self.books = moving.books
         self.tier = next((shelf.index for shelf in self.books.shelves if shelf.tier.is_durable), None)
-        self.committed: Image = {}
-        self.underway: Image | None = None
+        self.changes = Changes(self.books, self.tier)
+        self.underway: Difference | None = None
         self.doubtful: dict[int, Replica] = {}
-        self._flushes: list[Flush] = []  # that wait for the next commit
+        self._unsure: dict[str, None] = {}  # keys that failed commits were about
+        self._flushes: list[Flush] = []  # in the order of their moments, after those that await theirs
         self._served: list[Flush] = []  # by the commit under way
         self._numbers = count(1)
+
+    @property
+    def committed(self) -> Image:
+        """What the last good commit named."""
+        return self.changes.committed
 
     @property
     def durable_tier(self) -> int:
@@ -62,7 +99,7 @@ class Commits:
 
     @property
     def flushes(self) -> Sequence[Flush]:
-        """Those that have found everything, and wait for a commit."""
+        """All that have not ended."""
         return self._flushes + self._served
 
     def recover(self, event: Recovered) -> None:
@@ -85,96 +122,146 @@ class Commits:
         self.committed.update((replica.entry.key, replica) for replica in replicas)
         self.books.out.append(Grant(event.request, list(map(granted, replicas))))
 
-    def begin(self, flush: Flush) -> None:
-        """A flush has found all that it was asked for: it waits for `start`."""
-        self._flushes.append(flush)
+    # --- moments ------------------------------------------------------------------------------
 
-    def _look_again(self, flush: Flush, missing: Sequence[Entry]) -> None:
-        """Let a flush bring keys that have come since it began."""
-        if not flush.rounds:
-            flush.undo()
-            flush.fail(
-                UsageError("keys are put faster than a flush can bring them to the durable tier: pause.")
-            )
-            return
-        flush.rounds -= 1
-        flush.pending = {entry.uid: entry for entry in missing}
-        try:
-            self.moving.begin(flush)
-        except TierStoreError as error:
-            self.moving.abandon(flush, error)
+    def begin(self, event: FlushRequested, entries: Sequence[Entry] | None, desk: Desk) -> None:
+        """Begin a flush; `start` takes its moment once puts that it is about have ended.
 
-    def _missing(self, flush: Flush) -> list[Entry]:
-        """Return the keys that are there by now and of which the flush has no version."""
+        Args:
+            event: what was asked for.
+            entries: those that were named; ``None``: every one.
+            desk: for the flush.
+
+        Raises:
+            UsageError: no tier is durable.
+            LeaseError: somebody writes to one of the keys.
+        """
+        tier = self.durable_tier
         index = self.books.index
-        entries = index.values() if flush.keys is None else [index[key] for key in flush.keys if key in index]
-        return [
-            entry
-            for entry in entries
-            if entry.life is Life.LIVE and entry.uid not in flush.found and not entry.is_settled(flush.tier)
-        ]
+        if entries is None:
+            entries = [index[key] for key in self.changes.dirty() if key in index]
+        for entry in entries:
+            refuse_if_written(entry, "flush")
+        coming = [entry for entry in entries if entry.life is Life.COMING]
+        flush = Flush(desk, event.request, coming, tier, event.keys)
+        self._flushes.append(flush)
+        self.moving.begin(flush)
 
     def start(self) -> bool:
-        """Begin the next commit, if somebody waits for it and none is under way.
+        """Take moments, and begin the next commit if a flush is ready for it and none is under way.
 
         Between events only: in the middle of one, keys may be half renamed.
 
         Returns:
-            Whether a flush looks for more, which is to be settled.
+            Whether something was begun that is to be settled.
         """
-        if self.underway is not None or not self._flushes:
+        if not self._flushes:
             return False
         if self.moving.is_closed:
             self.cancel(StoreClosed("the store was closed while this waited."))
             return False
-        flushes, self._flushes = self._flushes, []
-        ready: list[Flush] = []
-        for flush in flushes:
-            if missing := self._missing(flush):
-                self._look_again(flush, missing)
+        has_taken = False
+        for flush in [each for each in self._flushes if each.stage is Stage.AWAITING and not each.pending]:
+            self._take_moment(flush)
+            has_taken = True
+        self._flushes = [each for each in self._flushes if each.stage is not Stage.ENDED]
+        if self.underway is None and not has_taken:
+            has_taken = self._commit_next()
+        return has_taken
+
+    def _take_moment(self, flush: Flush) -> None:
+        """Let a flush be about the store as it is now, and bring what it is about to the durable tier."""
+        index = self.books.index
+        keys = self._keys_of(flush)
+        entries = {key: index.get(key) for key in keys}
+        names = {
+            key: None if entry is None or entry.life is not Life.LIVE else entry
+            for key, entry in entries.items()
+        }
+        self._flushes.remove(flush)
+        self._flushes.append(flush)
+        try:
+            flush.take(names)
+            self.moving.begin(flush)
+        except TierStoreError as error:
+            if flush.pending:
+                self.moving.abandon(flush, error)
             else:
-                ready.append(flush)
-        if ready:
-            self._commit(ready)
-        return len(ready) < len(flushes)
+                flush.undo()
+                flush.fail(error)
+
+    def _keys_of(self, flush: Flush) -> list[str]:
+        if flush.keys is None:
+            return self.changes.dirty()
+        return self.changes.joined(flush.keys, [each.names for each in self.flushes])
+
+    # --- commits ------------------------------------------------------------------------------
+
+    def _commit_next(self) -> bool:
+        """Begin a commit of what is ready; return whether an older flush began again."""
+        last = max((n for n, each in enumerate(self._flushes) if _is_ready_for_all(each)), default=-1)
+        if last >= 0:
+            # Its moment is one of all the older ones', too.
+            older = [each for each in self._flushes[: last + 1] if each.stage is not Stage.AWAITING]
+            self._commit(older)
+            return True
+        chosen, overtaken = self._choose()
+        if chosen:
+            self._commit(chosen)
+        for flush in overtaken:  # at once: nobody writes now
+            flush.rounds -= 1
+            self.moving.forget(flush)
+            flush.undo()
+            self._take_moment(flush)
+        return bool(chosen)
+
+    def _choose(self) -> tuple[list[Flush], list[Flush]]:
+        """Return the flushes of some keys that may be committed now, and older ones that begin again then."""
+        chosen: list[Flush] = []
+        overtaken: list[Flush] = []
+        waiting: list[Flush] = []  # older than the one that is looked at
+        for flush in self._flushes:
+            if flush.stage is Stage.AWAITING:
+                continue
+            before = [each for each in waiting if _shares_keys(each, flush)]
+            if flush.stage is Stage.READY and all(map(self._may_begin_again, before)):
+                chosen.append(flush)
+                overtaken += before
+                waiting = [each for each in waiting if each not in before]
+            else:
+                waiting.append(flush)
+        return chosen, overtaken
+
+    def _may_begin_again(self, flush: Flush) -> bool:
+        """Whether a flush may have another moment: now, as nobody writes to what it is about."""
+        index = self.books.index
+        entries = [index[key] for key in self._keys_of(flush) if key in index]
+        return flush.rounds > 0 and all(entry.writer is None for entry in entries)
 
     def _commit(self, flushes: list[Flush]) -> None:
-        self._served = flushes
-        self.underway = image = self._image(self._served)
-        for replica in image.values():
+        """Begin a commit of what some flushes are about; of those that still copy, a later one of them is."""
+        difference = Difference(
+            {key: self.committed.get(key) for key in self._unsure}, self.changes.uids(self._unsure)
+        )
+        for flush in flushes:
+            if flush.stage is Stage.READY:
+                difference.add(flush)
+            else:
+                self.moving.forget(flush)
+            flush.stage = Stage.ENDED
+        self._flushes = [each for each in self._flushes if each.stage is not Stage.ENDED]
+        self._served, self.underway = flushes, difference
+        for replica in difference.replicas():
             self.books.promise(replica)
         shelf = self.books.shelves[self.durable_tier]
         shelf.is_committing = True
-        replicas = [Granted(key, replica.place, replica.entry.spec) for key, replica in image.items()]
+        image = {**self.committed, **difference.names}
+        replicas = [
+            Granted(key, replica.place, replica.entry.spec)
+            for key, replica in image.items()
+            if replica is not None
+        ]
         self.books.out.append(Commit(next(self._numbers), shelf.index, replicas))
-
-    def _image(self, flushes: Sequence[Flush]) -> Image:
-        """Decide what survives: a key's present bytes, those that were found, or what survived before."""
-        is_whole = None in [flush.keys for flush in flushes]
-        names = {key for flush in flushes for key in flush.keys or ()}
-        found = {uid: replica for flush in flushes for uid, replica in flush.found.items()}
-        former = {id(replica) for replica in self.committed.values()}
-        image: Image = {}
-        for key, entry in self.books.index.items():
-            if entry.life is not Life.LIVE:
-                continue
-            replica = entry.replicas[self.durable_tier] if entry.is_settled(self.durable_tier) else None
-            if is_whole or key in names or entry.uid in found:
-                replica = replica or found.get(entry.uid)
-            elif id(replica) not in former:
-                replica = None
-            if replica is not None:
-                image[key] = replica
-        self._keep_former(image)
-        return image
-
-    def _keep_former(self, image: Image) -> None:
-        """Let keys without bytes of their own survive as before, unless those bytes have another key now."""
-        used = {id(replica) for replica in image.values()}
-        for key, replica in self.committed.items():
-            entry = self.books.index.get(key)
-            if key not in image and id(replica) not in used and entry is not None and entry.life is Life.LIVE:
-                image[key] = replica
 
     def done(self, event: CommitDone) -> None:
         """The commit under way has ended."""
@@ -182,30 +269,45 @@ class Commits:
         shelf = self.books.shelves[self.durable_tier]
         shelf.is_committing = False
         self.books.restless.add(shelf.index)
-        image, self.underway = self.underway, None
+        difference, self.underway = self.underway, None
         served, self._served = self._served, []
         if event.error is None:
-            former = [*self.committed.values(), *self.doubtful.values()]
-            self.committed, self.doubtful = image, {}
+            former = [self.committed[key] for key in difference.names if key in self.committed]
+            former += self.doubtful.values()
+            self.doubtful, self._unsure = {}, {}
+            self.changes.commit(difference.names, difference.uids, [each.names for each in self._flushes])
             for replica in former:
                 self.books.unpromise(replica)
         else:
-            self._doubt(image)
+            self._doubt(difference)
         for flush in served:
             flush.undo()
             self.books.out.append(Settle(flush.number, event.error))
 
-    def _doubt(self, image: Image) -> None:
+    def _doubt(self, difference: Difference) -> None:
         """What a commit named that failed may have reached the medium: one promise of each is enough."""
-        for replica in image.values():
+        self._unsure.update(dict.fromkeys(difference.names))
+        for key in difference.names:
+            self.changes.note(key)  # as it may be found otherwise
+        for replica in difference.replicas():
             if replica.place.replica in self.doubtful:
                 self.books.unpromise(replica)
             else:
                 self.doubtful[replica.place.replica] = replica
 
     def cancel(self, error: BaseException) -> None:
-        """Fail the flushes that wait for a commit which is not under way."""
+        """Fail the flushes that no commit under way is about."""
         flushes, self._flushes = self._flushes, []
         for flush in flushes:
-            flush.undo()
-            flush.fail(error)
+            if flush.stage is not Stage.ENDED:
+                self.moving.forget(flush)
+                flush.undo()
+                flush.fail(error)
+
+
+def _is_ready_for_all(flush: Flush) -> bool:
+    return flush.keys is None and flush.stage is Stage.READY
+
+
+def _shares_keys(one: Flush, other: Flush) -> bool:
+    return one.keys is None or not one.names.keys().isdisjoint(other.names)

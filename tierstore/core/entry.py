@@ -28,6 +28,7 @@ class Life(enum.Enum):
 
     COMING = enum.auto()  # its put is under way: an older generation may still be the visible one
     LIVE = enum.auto()  # found under its key
+    PARTING = enum.auto()  # dropped or replaced, but a flush of before has not brought its bytes down yet
     GONE = enum.auto()  # dropped or replaced: what was begun is finished, then it vanishes
 
 
@@ -142,11 +143,18 @@ class Entry:
         """Whether there is a READY replica in ``tier`` whose bytes have all arrived."""
         return self.is_ready(tier) and self.replicas[tier].copy is None
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether a flush is about these very bytes, and has not got them yet."""
+        return any(request.keeps_bytes for request in self.watchers.values())
+
     def may_be_written(self, tier: int) -> bool:
-        """Whether no copy reads the replica in ``tier``, or makes another that would be stale.
+        """Whether no flush needs the bytes, and no copy reads the replica in ``tier`` or makes a stale one.
 
         A copy that still reads *another* replica, to bring this one in stream order, does not matter.
         """
+        if self.is_kept:
+            return False
         others = (replica for other, replica in self.replicas.items() if other != tier)
         is_copied = any(r.state is State.FILLING and r.copy is not None for r in others)
         return not self.replicas[tier].readers and not is_copied

@@ -17,6 +17,7 @@ event and returns commands; nothing else changes it.  The rules it keeps, all ve
    replicas drop.
 8. *A clean replica is dropped, not copied.*
 9. *What a commit named stays* until another, which does not name it, has ended well (`commits`).
+10. *A flush is about one moment*: what it is about stays as it is until it has reached the durable tier.
 
 Room is taken from the fastest tier down: a want holds its room above while it waits for room below,
 and evictions only go down, so that waits cannot form a circle.
@@ -137,7 +138,7 @@ class Ledger:
                 raise StoreClosed("the store is closed.")
             books.tick += 1
             self._handlers[type(event)](event)
-        if books.changed or books.restless or self.moving.striding:
+        if books.changed or books.restless or self.moving.striding or self.moving.parting:
             self.moving.settle()
         while self.commits.start():
             self.moving.settle()
@@ -173,6 +174,7 @@ class Ledger:
         if not possible:
             raise self._too_large(event, tiers)
         entry = self.books.new_entry(event.key, event.nbytes, event.spec)
+        self.note_change(event.key)
         if existing is None:
             self.books.index[event.key] = entry
         self.moving.begin(Put(self, event.request, entry, possible))
@@ -279,8 +281,8 @@ class Ledger:
         self.moving.begin(Evict(self, event.request, targets))
 
     def _flush(self, event: m.FlushRequested) -> None:
-        entries = list(self.books.index.values()) if event.keys is None else self._entries(event.keys)
-        self.moving.begin(Flush(self, event.request, entries, self.commits.durable_tier, event.keys))
+        entries = None if event.keys is None else self._entries(event.keys)
+        self.commits.begin(event, entries, self)
 
     def _drop(self, event: m.DropRequested) -> None:
         entries = self._entries(event.keys)
@@ -301,6 +303,7 @@ class Ledger:
             self.books.out.append(m.Settle(event.request))
             return
         for replica in replicas:
+            self.note_change(names[replica.key])
             self.books.split(replica, names[replica.key])
         self.books.out.append(m.Grant(event.request, [granted(replica) for replica in replicas]))
 
@@ -315,22 +318,24 @@ class Ledger:
                 entry, KeyNotFound(f"{entry.key!r} was replaced while it was waited for.", key=entry.key)
             )
         for entry, name in entries:
+            self.note_change(entry.key)
+            self.note_change(name)
             self.books.rename(entry, name)
 
     def _bury(self, entry: Entry, error: BaseException) -> None:
-        """An entry is GONE: fail who waits for it, and let its replicas drain."""
-        entry.life = Life.GONE
+        """An entry is nobody's: fail who waits for it; its replicas drain once no flush needs them."""
+        self.note_change(entry.key)
+        entry.life = Life.PARTING
         if self.books.index.get(entry.key) is entry:
             del self.books.index[entry.key]
+        self.commits.changes.note_end(entry)
         for request in list(entry.watchers.values()):
-            if isinstance(request, Flush):
-                self.moving.meet(request, entry)
-            else:
+            if not isinstance(request, Flush):
                 self.moving.abandon(request, error)
-        for replica in entry.ready():
-            self.books.drop(replica)
-        self.moving.cancel_wants(entry, error)
-        self.books.forget_if_empty(entry)
+            elif not request.keeps_bytes:
+                self.moving.meet(request, entry)
+        if not entry.is_kept:
+            self.moving.part_with(entry, error)
 
     def _follow(self, event: m.PlanFollowed) -> None:
         self.moving.rooms.plan = event.plan
@@ -371,8 +376,11 @@ class Ledger:
 
     def publish(self, entry: Entry) -> None:
         """Let ``entry`` be found under its key; the entry it replaces goes."""
+        self.note_change(entry.key)
         former = self.books.index.get(entry.key)
         entry.life = Life.LIVE
+        if entry.watchers:  # a flush may wait for this, and have been asked before
+            self.books.changed[entry.uid] = entry
         self.books.index[entry.key] = entry
         if former is not None and former is not entry:
             replaced = KeyNotFound(f"{entry.key!r} was replaced while it was waited for.", key=entry.key)
@@ -392,9 +400,9 @@ class Ledger:
         """Count on it no more."""
         self.books.unpromise(replica)
 
-    def commit(self, flush: Flush) -> None:
-        """Make durable what a flush has found."""
-        self.commits.begin(flush)
+    def note_change(self, key: str) -> None:
+        """Note that a key is about to change, for the next commit."""
+        self.commits.changes.note(key)
 
     def emit(self, command: m.Grant | m.Settle) -> None:
         """Answer with a command."""
@@ -420,11 +428,11 @@ class Ledger:
         self.moving.is_closed = True
         closed = StoreClosed("the store was closed while this waited.")
         self.moving.resizes.cancel(closed)
-        self.commits.cancel(closed)
         for entry in list(self.books.entries.values()):
             for request in list(entry.watchers.values()):
                 self.moving.abandon(request, closed)
             self.moving.cancel_wants(entry, closed)
+        self.commits.cancel(closed)
 
     def _finish_closing(self) -> None:
         is_draining = any(shelf.draining_bytes for shelf in self.books.shelves)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from tierstore.core.books import Books
-from tierstore.core.entry import Entry, Phase, Want
+from tierstore.core.entry import Entry, Life, Phase, Want
 from tierstore.core.eviction import Policy
 from tierstore.core.messages import CopyDone, CopyOrdered, CopyRefused, StartCopy, Urgency
 from tierstore.core.model import Tier
@@ -21,7 +21,7 @@ from tierstore.core.residency import Replica, State, Step
 from tierstore.core.resizing import Resizes
 from tierstore.core.rooms import Room, Rooms
 from tierstore.core.traffic import Copy, Traffic
-from tierstore.errors import CapacityError, TierStoreError
+from tierstore.errors import CapacityError, KeyNotFound, TierStoreError
 
 PUT = -1
 """The source of a copy that the caller of ``put`` makes."""
@@ -38,6 +38,7 @@ class Moving:
 
     Attributes:
         striding: requests whose next entries may be examined, by number.
+        parting: entries that no flush needs any more, by uid: they are to go.
     """
 
     def __init__(self, tiers: Sequence[Tier], policy: Policy, window_bytes: int, stride: int) -> None:
@@ -50,6 +51,7 @@ class Moving:
         self.is_closed = False  # nothing new is begun
         self._copy_numbers = count(1)
         self.striding: dict[int, Request] = {}
+        self.parting: dict[int, Entry] = {}
 
     # --- wants --------------------------------------------------------------------------------
 
@@ -356,7 +358,7 @@ class Moving:
         """One entry satisfies the request; the last one finishes it."""
         if request.pending.pop(entry.uid, None) is None:
             return
-        entry.watchers.pop(request.number, None)
+        self._unwatch(entry, request)
         if not request.pending:
             request.finish()
         elif request.unseen:
@@ -366,17 +368,40 @@ class Moving:
         """Fail a request and give back what it took."""
         if not request.pending:
             return
-        self._forget(request)
+        self.forget(request)
         request.undo()
         request.fail(error)
 
-    def _forget(self, request: Request) -> None:
+    def forget(self, request: Request) -> None:
+        """Let no entry tell a request anything any more."""
         for entry in request.pending.values():
-            entry.watchers.pop(request.number, None)
             for want in entry.wants.values():
                 want.requests.pop(request.number, None)
+            self._unwatch(entry, request)
         request.pending = {}
         request.unseen = None
+
+    def _unwatch(self, entry: Entry, request: Request) -> None:
+        """An entry need not tell a request what happens to it any more."""
+        entry.watchers.pop(request.number, None)
+        if request.keeps_bytes:
+            self._ask_again(entry)
+            if entry.life is Life.PARTING and not entry.is_kept:
+                self.parting[entry.uid] = entry
+
+    def part_with(self, entry: Entry, error: BaseException) -> None:
+        """Let an entry go that is nobody's and that no flush needs."""
+        entry.life = Life.GONE
+        for replica in entry.ready():
+            self.books.drop(replica)
+        self.cancel_wants(entry, error)
+        self.books.forget_if_empty(entry)
+
+    def _part_with_all(self) -> None:
+        while self.parting:
+            _, entry = self.parting.popitem()
+            if entry.life is Life.PARTING and not entry.is_kept:
+                self.part_with(entry, KeyNotFound(f"{entry.key!r} is not there any more.", key=entry.key))
 
     def _ask_again(self, entry: Entry) -> None:
         if entry.watchers:
@@ -396,10 +421,12 @@ class Moving:
     def settle(self) -> None:
         """Follow everything that an event set in motion to its end."""
         if self.is_closed:
+            self._part_with_all()
             self.books.changed.clear()
             self.books.restless.clear()
             self.striding.clear()
-        while self.books.changed or self.books.restless or self.striding:
+        while self.books.changed or self.books.restless or self.striding or self.parting:
             self.ask_watchers()
             self._go_on_with_all()
+            self._part_with_all()
             self.pump()

@@ -8,6 +8,7 @@ ledger for what is missing, and raises to fail the whole request.
 from __future__ import annotations
 
 import abc
+import enum
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -18,7 +19,7 @@ from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, LeaseError
 
 FLUSH_ROUNDS = 64
-"""How often a flush looks for keys that came meanwhile, before it says that they come too fast."""
+"""How many flushes of some keys may be committed before an older one of more, which is still copying."""
 
 
 class Desk(Protocol):
@@ -72,12 +73,12 @@ class Desk(Protocol):
         """Count on it no more."""
         ...
 
-    def commit(self, flush: Flush) -> None:
-        """Make durable what a flush has found, or let it look for what has come meanwhile."""
-        ...
-
     def emit(self, command: Grant | Settle) -> None:
         """Answer with a command."""
+        ...
+
+    def note_change(self, key: str) -> None:
+        """Note that a key is about to change."""
         ...
 
 
@@ -130,6 +131,11 @@ class Request(abc.ABC):
 
     def check(self, entry: Entry) -> None:  # noqa: B027 - most requests are never wrong
         """Raise if ``entry`` as it is makes the request wrong."""
+
+    @property
+    def keeps_bytes(self) -> bool:
+        """Whether its entries are to stay as they are until they satisfy it, even when they are dropped."""
+        return False
 
     @abc.abstractmethod
     def examine(self, entry: Entry) -> bool:
@@ -212,6 +218,7 @@ class Lease(Request):
         if self.access is Access.WRITE:
             if not entry.may_be_written(self.tier):
                 return False
+            self.desk.note_change(entry.key)
             entry.writer = self.number
         self._take(entry.replicas[self.tier])
         return True
@@ -300,13 +307,25 @@ class Evict(Request):
         return False
 
 
+class Stage(enum.Enum):
+    """How far a flush has come."""
+
+    AWAITING = enum.auto()  # puts of new keys that had begun before it
+    COPYING = enum.auto()  # its moment was taken: what it is about is on its way to the durable tier
+    READY = enum.auto()  # for a commit
+    ENDED = enum.auto()  # a commit has it, or it failed
+
+
 class Flush(Request):
-    """Keys are to be found again if the power fails.
+    """Keys are to be found, as they were at one moment, if the power fails.
 
     Attributes:
+        tier: the durable one.
         keys: which; None: every key.
-        found: by the entries' uids, the replicas that a commit is to name unless there are newer ones.
-        rounds: how often it looks for keys that came while it brought others.
+        stage: how far it has come.
+        names: the keys at its moment, with the entry that each was; None: the key was not there.
+        found: by the entries' uids, the replicas that a commit is to name.
+        rounds: how many flushes of some of its keys may still be committed before it.
     """
 
     def __init__(
@@ -315,8 +334,28 @@ class Flush(Request):
         super().__init__(desk, number, entries)
         self.tier = tier
         self.keys = keys
+        self.stage = Stage.AWAITING
+        self.names: dict[str, Entry | None] = {}
         self.found: dict[int, Replica] = {}
         self.rounds = FLUSH_ROUNDS
+
+    @property
+    def keeps_bytes(self) -> bool:
+        """See `Request.keeps_bytes`."""
+        return self.stage is Stage.COPYING
+
+    def take(self, names: dict[str, Entry | None]) -> None:
+        """Let this be its moment.
+
+        Raises:
+            LeaseError: somebody writes to one of the keys.
+        """
+        entries = [entry for entry in names.values() if entry is not None]
+        for entry in entries:
+            self.check(entry)
+        self.stage = Stage.COPYING
+        self.names = names
+        self.pending = {entry.uid: entry for entry in entries}
 
     def check(self, entry: Entry) -> None:
         """See `Request.check`."""
@@ -324,7 +363,8 @@ class Flush(Request):
 
     def examine(self, entry: Entry) -> bool:
         """See `Request.examine`."""
-        self.check(entry)
+        if self.stage is Stage.AWAITING:
+            return entry.life is not Life.COMING
         if entry.is_settled(self.tier):
             replica = entry.replicas[self.tier]
             self.found[entry.uid] = replica
@@ -334,13 +374,15 @@ class Flush(Request):
             self.desk.want(entry, self.tier, Urgency.DEMAND, self)
         return False
 
-    def decline(self, entry: Entry) -> bool:
-        """A key that is gone need not survive."""
-        return entry.life is Life.GONE
-
     def finish(self) -> None:
-        """See `Request.finish`: what was found is still to be committed."""
-        self.desk.commit(self)
+        """See `Request.finish`: its moment is still to be taken, or committed."""
+        if self.stage is Stage.COPYING:
+            self.stage = Stage.READY
+
+    def fail(self, error: BaseException) -> None:
+        """See `Request.fail`."""
+        self.stage = Stage.ENDED
+        super().fail(error)
 
     def undo(self) -> None:
         """See `Request.undo`."""
