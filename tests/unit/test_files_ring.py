@@ -63,10 +63,18 @@ class TwistedRing(ScriptedRing):
         super().__init__(ScriptedKernel(), ring)
         self._result = result
         self._before_submit = submit
+        self._has_put = False
+
+    def put(self, token: int, call: Call) -> None:
+        """See `Ring`."""
+        self._has_put = True
+        super().put(token, call)
 
     def submit(self) -> None:
-        """See `Ring`."""
-        self._before_submit()
+        """See `Ring`: its thread submits nothing, too, at moments of its own."""
+        if self._has_put:
+            self._has_put = False
+            self._before_submit()
         super().submit()
 
     def reap(self) -> list[tuple[int, int]]:
