@@ -311,8 +311,8 @@ class Store:
 
         Args:
             keys: only these are found as they are now; others as the last flush of them left them, names
-                and bytes, unless they were dropped.  What a key was renamed from, or gave its name to, is
-                flushed with it.  None: every key.
+                and bytes, unless neither they nor their bytes are there any more.  What a key was renamed
+                from, or gave its name to, is flushed with it.  None: every key.
 
         Raises:
             UsageError: no tier is durable.

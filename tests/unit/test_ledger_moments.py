@@ -212,6 +212,12 @@ def _one_key_for_each(desk: Desk) -> set[str]:
     return set(committed)
 
 
+def _assert_as_now(desk: Desk, *keys: str) -> None:
+    """Assert that keys were committed as they are now."""
+    committed = desk.ledger.commits.committed
+    assert all(committed[key] is desk.ledger.books.index[key].replicas[DISK] for key in keys)
+
+
 def test_a_key_that_is_renamed_while_a_flush_of_it_waits_is_found_once() -> None:
     for keys in ((), ("l",)):
         desk = durable_desk()
@@ -266,8 +272,7 @@ def test_a_flush_that_was_overtaken_is_about_what_was_written_before() -> None:
     desk.finish([copy.key for copy in desk.copies].index("a"))
     desk.run()
     assert desk.answers[whole] is None
-    committed = desk.ledger.commits.committed
-    assert all(committed[key] is desk.ledger.books.index[key].replicas[DISK] for key in ("a", "b", "slow"))
+    _assert_as_now(desk, "a", "b", "slow")
 
 
 def test_a_flush_takes_older_ones_of_the_same_keys_along() -> None:
@@ -366,8 +371,7 @@ def test_who_waits_for_an_older_flush_is_not_overtaken_either() -> None:
     desk.tell(m.LeaseReleased(lease, written=False))
     desk.run()
     assert [desk.answers[number] for number in (first, second, third)] == [None] * 3
-    committed = desk.ledger.commits.committed
-    assert all(committed[key] is desk.ledger.books.index[key].replicas[DISK] for key in ("x", "a"))
+    _assert_as_now(desk, "x", "a")
 
 
 def test_a_key_that_is_gone_goes_with_any_flush_even_if_an_older_one_is_still_about_it() -> None:
