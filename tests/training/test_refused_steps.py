@@ -296,15 +296,29 @@ def test_bytes_of_gradients_of_any_layout() -> None:
     assert nbytes_of(dense.to_sparse_csr()) >= 8 * 4
 
 
-class _Seen(TorchDispatchMode):
-    """Notes which operators ask for a tensor's looks."""
+def test_a_dispatch_mode_does_not_see_that_bytes_of_gradients_are_asked_for() -> None:
+    dense = torch.eye(8)
+    kinds = [dense, dense.to_sparse(), dense.to_sparse_csr()]
+    with _Seen("") as seen:
+        for each in kinds:
+            nbytes_of(each)
+    assert seen.looks == []
 
-    def __init__(self) -> None:
+
+class _Seen(TorchDispatchMode):
+    """Notes which operators ask for a tensor's looks.
+
+    Args:
+        ending: of their names.
+    """
+
+    def __init__(self, ending: str = "_dim.default") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.ending = ending
         self.looks: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        if str(func).endswith("_dim.default"):
+        if str(func).endswith(self.ending):
             self.looks.append(str(func))
         return func(*args, **(kwargs or {}))
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from tests.training.twins import config_of, every_layout, same, with_device
-from tierstore.training import offload
+from tierstore.training import Offload, offload
+from tierstore.training.activations import forward
 
 WIDTH = 64
 Hook = Callable[[Any], Any]
@@ -85,6 +86,53 @@ def test_users_hooks_see_every_tensor_in_order_and_decide_what_is_used(
         assert sum(tier.leased_bytes for tier in active.store.stats().tiers.values()) == 0
 
 
+SWAPPED = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": True}]}}
+
+
+@pytest.fixture
+def least_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "SMALLEST_BYTES", 1)
+
+
+def _kept(run: Offload) -> int:
+    activations = run.stats().activations
+    assert activations is not None
+    return activations.kept
+
+
+@every_layout
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.usefixtures("least_swapped")
+def test_users_hooks_around_swapped_activations_see_every_tensor_and_decide_what_is_used(
+    name: str, layout: str, tmp_path: Path
+) -> None:
+    plain, ours = build(), build()
+    expected = run(plain, *HOOKS[name])
+    more = SWAPPED | with_device(layout, "512KB")
+    with offload(ours, None, config_of(layout, tmp_path, more), layers="") as active:
+        for _ in range(3):
+            found = run(ours, *HOOKS[name])
+            assert found[0] == expected[0]
+            assert all(map(same, expected[1], found[1]))
+        assert _kept(active) > 0
+        with torch.no_grad():
+            ours(torch.ones(3, WIDTH))  # sweeps
+        assert sum(tier.leased_bytes for tier in active.store.stats().tiers.values()) == 0
+
+
+@pytest.mark.usefixtures("least_swapped")
+def test_what_a_users_hook_leaves_as_it_is_is_swapped(tmp_path: Path) -> None:
+    model = build()
+    counts = []
+    with offload(model, None, config_of("disk", tmp_path, SWAPPED), layers="") as active:
+        model(torch.ones(3, WIDTH)).sum().backward()
+        counts.append(_kept(active))
+        with saved_tensors_hooks(lambda t: (t, t.detach()), lambda packed: packed[1]):
+            model(torch.ones(3, WIDTH)).sum().backward()
+        counts.append(_kept(active))
+    assert counts[1] >= 2 * counts[0] > 0
+
+
 def test_an_alias_that_a_users_hook_keeps_does_not_keep_its_bundle(tmp_path: Path) -> None:
     model = build()
     config = config_of("disk", tmp_path)
@@ -110,8 +158,9 @@ class Writing(nn.Linear):
 
 @every_layout
 @pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize("activations", [{}, SWAPPED], ids=["kept", "swapped"])
 def test_save_on_cpu_goes_on_where_a_weight_is_written_to_after_the_forward(
-    is_pinned: bool, layout: str, tmp_path: Path
+    activations: dict[str, object], is_pinned: bool, layout: str, tmp_path: Path
 ) -> None:
     def gradients(model: nn.Module) -> list[Tensor]:
         inputs = torch.ones(3, WIDTH)
@@ -127,6 +176,7 @@ def test_save_on_cpu_goes_on_where_a_weight_is_written_to_after_the_forward(
         torch.manual_seed(0)
         models.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), Writing(WIDTH, WIDTH)))
     plain, ours = models
-    with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "512KB"))):
+    more = activations | with_device(layout, "512KB")
+    with offload(ours, None, config_of(layout, tmp_path, more), layers="" if activations else None):
         for _ in range(2):
             assert all(map(same, gradients(plain), gradients(ours)))

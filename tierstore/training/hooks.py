@@ -26,9 +26,10 @@ from tierstore.training.accumulation import is_in_backward
 from tierstore.training.binding import Binding, Bindings
 from tierstore.training.function_modes import out_of_sight
 from tierstore.training.homes import natively_in_sight
+from tierstore.training.hooks_in_force import InForce, take_out_of_force
 from tierstore.training.left_checkpoints import end_left_checkpoints
 from tierstore.training.own_work import has_hands_on_tensors
-from tierstore.training.saved import InForce, SavedTensors, take_out_of_force
+from tierstore.training.saved import SavedTensors
 from tierstore.training.unseen import is_pytorchs_own, written_unseen
 
 

@@ -17,7 +17,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._composable.contract import STATE_KEY
 from torch.utils.checkpoint import _CheckpointFrame
 
-from tierstore.training.saved import Hook, top_hooks
+from tierstore.training.hooks_in_force import Hook, top_hooks
 
 
 def end_left_checkpoints(beginning: nn.Module) -> None:

@@ -8,7 +8,8 @@ Without this a saved weight would keep its memory until backward, and evicting i
 3. Everything else goes to whoever's hooks were there before, or is kept as it is.  ``save_on_cpu`` need not
    see bundles of an accelerator; what is in host memory it keeps as it is, so it is shown that.  A user's
    hooks see all that plain PyTorch shows them, and what their unpack hook returns is used; of what they
-   packed only aliases of bundles are replaced by references, until they are unpacked.
+   packed only aliases of bundles are replaced by references, until they are unpacked.  So it is where hooks
+   of ours came between (`Inside`).
    ``torch.utils.checkpoint`` is shown everything, too: what it computes again may be another weight, or the
    same one with other values.  What it keeps of that is a stand-in, which refers to the bundle.
 4. Where hooks are forbidden (``disable_saved_tensors_hooks``, and so ``torch.func.grad`` and its like), what
@@ -35,65 +36,21 @@ from tierstore.training import guard
 from tierstore.training.accumulation import is_in_backward
 from tierstore.training.binding import Binding, Bindings, natively, set_data
 from tierstore.training.function_modes import are_function_modes_on, in_sight, out_of_sight
+from tierstore.training.hooks_in_force import (
+    Hook,
+    InForce,
+    Inside,
+    are_hooks_allowed,
+    bring_into_force,
+    pop_hooks,
+    top_hooks,
+)
 from tierstore.training.layout import Place
 from tierstore.training.own_work import ordinary_mode
 
-Hook = Callable[[Any], Any]
-
 _autograd: Any = torch._C._autograd  # noqa: SLF001
-push_hooks: Callable[[Hook, Hook], None] = _autograd._push_saved_tensors_default_hooks  # noqa: SLF001
-pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
-
 _set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
 _set_versions = _autograd._unsafe_set_version_counter  # noqa: SLF001
-
-# Without it hooks would be pushed where PyTorch has forbidden them, and raise.
-_are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # noqa: SLF001
-
-
-def top_hooks() -> tuple[Hook, Hook] | None:
-    """Return the hooks that are in force in this thread."""
-    found: tuple[Hook, Hook] | None = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001, FBT003
-    return found
-
-
-class InForce(NamedTuple):
-    """Hooks of ours that are in force in this thread.
-
-    Attributes:
-        own: what packs.
-        before: the hooks that were in force until then.
-    """
-
-    own: Hook
-    before: tuple[Hook, Hook] | None
-
-
-def bring_into_force(pack: Hook, unpack: Hook) -> InForce:
-    """Let hooks see what is saved in this thread from now on."""
-    hooks = InForce(pack, top_hooks())
-    push_hooks(pack, unpack)
-    return hooks
-
-
-def take_out_of_force(hooks: InForce) -> None:
-    """Undo `bring_into_force`; what others have brought into force since stays.
-
-    Where an interrupt has left ours in force, somebody may have ended theirs and taken ours away in their
-    place: then it is theirs that go.
-    """
-    above: list[tuple[Hook, Hook]] = []
-    while (top := top_hooks()) is not None and top[0] is not hooks.own:
-        above.append(top)
-        pop_hooks()
-    if top is not None:
-        pop_hooks()
-    elif hooks.before is not None:
-        left = [number for number, each in enumerate(above) if each[0] is hooks.before[0]]
-        if left:
-            del above[left[0]]
-    for each in reversed(above):
-        push_hooks(*each)
 
 
 class Reference(NamedTuple):
@@ -126,7 +83,7 @@ class Delegated(NamedTuple):
 
 
 class Displayed:
-    """What a user's hook made of a tensor, with references in the place of aliases of bundles."""
+    """What a user's hook made of a tensor, with others in the place of what we keep: see `in_packed`."""
 
     __slots__ = ("packed", "unpack")
 
@@ -135,13 +92,24 @@ class Displayed:
         self.unpack = unpack
 
 
+def in_packed(kind: type, change: Hook, packed: object) -> Any:  # noqa: ANN401 - of any kind
+    """Change every object of a kind in what a hook has packed, also in what other hooks are to unpack."""
+
+    def changed(each: object) -> object:
+        if isinstance(each, Displayed):
+            return Displayed(in_packed(kind, change, each.packed), each.unpack)
+        return change(each)
+
+    return tree_map_only((kind, Displayed), changed, packed)
+
+
 class _Away:
     """A bundle's alias among what a user's hook has packed."""
 
-    __slots__ = ("packed",)
+    __slots__ = ("bring",)
 
-    def __init__(self, packed: Reference | Kept) -> None:
-        self.packed = packed
+    def __init__(self, bring: Callable[[], torch.Tensor]) -> None:
+        self.bring = bring
 
 
 class StandIn(torch.Tensor):
@@ -237,7 +205,7 @@ class SavedTensors:
 
     def push(self) -> InForce | None:
         """Come into force in this thread, unless nobody was since; return what is to be undone."""
-        if not _are_hooks_allowed():
+        if not are_hooks_allowed():
             return None
         top = top_hooks()
         if top is None:
@@ -323,7 +291,7 @@ class SavedTensors:
                 return cast("torch.Tensor", self.unpack(packed))
         self.before_unpacking()
         if isinstance(packed, Displayed):
-            brought = tree_map_only(_Away, self._bring_as_it_is, packed.packed)
+            brought = in_packed(_Away, lambda away: away.bring(), packed.packed)
             with in_sight():
                 unpacked = cast("torch.Tensor", packed.unpack(brought))
             return self._bring_for_backward(unpacked.packed) if isinstance(unpacked, StandIn) else unpacked
@@ -360,9 +328,14 @@ class SavedTensors:
             set_data(counted, brought)
             return counted
 
-    def _bring_as_it_is(self, away: _Away) -> torch.Tensor:
-        packed = away.packed
-        return self._bring(packed) if isinstance(packed, Reference) else packed.tensor
+    def away(self, tensor: torch.Tensor) -> torch.Tensor | _Away:
+        """Return what a user's hook keeps in the place of a tensor that it packed."""
+        packed = self.refer(tensor)
+        if packed is None:
+            return tensor
+        if isinstance(packed, Kept):
+            return _Away(lambda: packed.tensor)
+        return _Away(lambda: self._bring(packed))
 
     def _bring(self, packed: Reference) -> torch.Tensor:
         flat = self._bindings.reach(packed.binding)
@@ -415,12 +388,8 @@ class Shown(Before):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
-        packed = tree_map_only(torch.Tensor, self._refer, self.pack_before(tensor))
+        packed = in_packed(torch.Tensor, self.saved.away, self.pack_before(tensor))
         return Displayed(packed, self._unpack_before)
-
-    def _refer(self, tensor: torch.Tensor) -> object:
-        reference = self.saved.refer(tensor)
-        return tensor if reference is None else _Away(reference)
 
 
 class Repeated(Before):
@@ -446,7 +415,27 @@ def _kind_of(hook: Hook, *, are_on_host: bool) -> Callable[[SavedTensors, Hook, 
     """
     if getattr(hook, "__module__", None) == checkpoint.__name__:
         return Repeated
-    return Shown if _is_a_users(hook) or (are_on_host and _keeps_on_host(hook)) else Chained
+    return Shown if sees_all(hook, are_on_host=are_on_host) else Chained
+
+
+def sees_all(hook: Hook, *, are_on_host: bool) -> bool:
+    """Say whether a hook, or the one that it leaves the rest to, is to see every tensor that is saved.
+
+    Args:
+        hook: that is in force.
+        are_on_host: whether the model's tensors are.
+    """
+    while (before := _before(hook)) is not None:
+        hook = before
+    return _is_a_users(hook) or (are_on_host and _keeps_on_host(hook))
+
+
+def _before(hook: object) -> Hook | None:
+    """Return the hook that one of ours leaves the rest to; ``None``: there is none, or it is not ours."""
+    if isinstance(hook, Before):
+        return hook.pack_before
+    owner = getattr(hook, "__self__", None)
+    return owner.outer[0] if isinstance(owner, Inside) and owner.outer is not None else None
 
 
 def _keeps_on_host(hook: Hook) -> bool:

@@ -206,13 +206,16 @@ class WholeSteps:
     # --- in the midst of it -------------------------------------------------------------------
 
     def begin_use(self, bindings: Sequence[Binding]) -> None:
-        """Take in the state of the bundle that the step leaves for another one."""
+        """Take in the state of the bundle that the step leaves for another one.
+
+        Not what is about to be used: state that has grown is bound anew, and the use knows its old binding.
+        """
         if self._moment is not Moment.STEPPING or threading.get_ident() != self._thread:
             return
         for bundle in bindings:
             if bundle is not self._last and bundle in self._trainer.order:
                 last, self._last = self._last, bundle
-                if last is not None:
+                if last is not None and self.state.bindings.get(last) not in bindings:
                     self.state.take_in(last)
                 return
 

@@ -31,6 +31,12 @@ OFF: dict[str, str] = {
     "part expanded + fused=True": _BEYOND,
     "part compiled + hook forward": _OUTSIDE,
     "part compiled + hook forward pre + prepend=True": _OUTSIDE,
+    **{
+        f"part {part} + action {change} + action {mode}": _FAST_PATH  # whose condition looks at each weight
+        for part in ("encoder", "transformer")
+        for change in ("parametrize", "weight norm")
+        for mode in ("dispatch mode", "function mode")
+    },
     **dict.fromkeys(("hook all modules", "hook all modules pre"), _FAST_PATH),
 }
 

@@ -508,12 +508,14 @@ class Functions(TorchFunctionMode):
     Args:
         trial: that notes what it sees.
         is_around_step: whether a step is in it, which is a bundle at a time: what it asks once for all
-            parameters is asked once for each bundle.
+            parameters is asked once for each bundle, and PyTorch takes those lists apart that have a sparse
+            gradient, and no others.
     """
 
     def __init__(self, trial: Trial, *, is_around_step: bool = False) -> None:
         super().__init__()
         self.trial = trial
+        self.is_around_step = is_around_step
         self.uncounted = _ONCE_A_STEP if is_around_step else ()
         self.seen: Counter[str] = Counter()
 
@@ -522,6 +524,8 @@ class Functions(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name not in self.uncounted:
             is_of_lists = name.startswith(("_foreach_", "_fused_"))
+            if self.is_around_step:
+                name = name.replace("_foreach_", "", 1)
             self.seen[name] += len(args[0]) if is_of_lists else 1
         return func(*args, **(kwargs or {}))
 

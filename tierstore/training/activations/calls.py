@@ -24,7 +24,8 @@ from torch._ops import OpOverload
 
 from tierstore.training.binding import natively
 from tierstore.training.homes import natively_in_sight
-from tierstore.training.saved import Delegated, Kept, restore, top_hooks
+from tierstore.training.hooks_in_force import top_hooks
+from tierstore.training.saved import Delegated, Kept, restore
 
 _DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
 _Excluded = torch._C._SetExcludeDispatchKeyGuard  # noqa: SLF001

@@ -4,6 +4,8 @@ What autograd saves of a marked storage becomes a `Swapped`: the store's from th
 device memory is given up ``3 * backward_prefetch`` operators later, or when the pass ends, or sooner when the
 device's quota demands it; what is wanted again before backward could tell stays.
 
+Hooks of a user's around the pass see every tensor; of what they pack, what is marked is swapped.
+
 What ``torch.utils.checkpoint`` recomputes is not swapped, nor is what that needs: a storage that it keeps
 as an input is marked no more.
 """
@@ -20,7 +22,7 @@ from types import FrameType
 
 import torch
 from torch.autograd import function
-from torch.utils import checkpoint
+from torch.utils import _pytree, checkpoint
 
 from tierstore.training import saved
 from tierstore.training.activations.calls import has_no_bytes
@@ -29,17 +31,8 @@ from tierstore.training.activations.operators import Scope, Scopes, Watch, is_ba
 from tierstore.training.activations.regions import is_for_recompute
 from tierstore.training.activations.vault import Parked, Vault, WeakParked
 from tierstore.training.function_modes import in_sight, out_of_sight
-from tierstore.training.saved import (
-    Delegated,
-    Hook,
-    InForce,
-    Kept,
-    bring_into_force,
-    keep,
-    packs_the_rest,
-    restore,
-    take_out_of_force,
-)
+from tierstore.training.hooks_in_force import Hook, InForce, Inside, bring_into_force, take_out_of_force
+from tierstore.training.saved import Delegated, Kept, in_packed, keep, packs_the_rest, restore, sees_all
 
 RELEASE_FACTOR = 3
 """Device memory is given up after so many times ``backward_prefetch`` operators."""
@@ -48,7 +41,7 @@ SMALLEST_BYTES = 4096
 """Smaller storages stay on the device: a key would cost more than they do."""
 
 
-_HOOKS = (__file__, saved.__file__, function.__file__)
+_HOOKS = (__file__, saved.__file__, function.__file__, _pytree.__file__)
 _CHECKPOINT = checkpoint.__file__
 
 
@@ -82,6 +75,10 @@ class Unpacker:
         if isinstance(packed, Swapped):
             self._sweep_at_the_end()
             return packed.parked.take()
+        if isinstance(packed, Delegated):
+            self._sweep_at_the_end()
+            brought = in_packed(Swapped, lambda each: each.parked.take(), packed.packed)
+            packed = Delegated(brought, packed.unpack)
         assert isinstance(packed, Kept | Delegated)
         return restore(packed)
 
@@ -93,7 +90,7 @@ class Unpacker:
             torch.autograd.Variable._execution_engine.queue_callback(self._vault.sweep)  # noqa: SLF001
 
 
-class ForwardPass:
+class ForwardPass(Inside):
     """The hooks of one forward pass, in the thread that makes it.
 
     Args:
@@ -115,7 +112,7 @@ class ForwardPass:
         self._unpacker = unpacker
         self._is_paused = is_paused
         self._hooks: InForce | None = None
-        self._outer: tuple[Hook, Hook] | None = None
+        self._is_all_shown = False
         self._pack: Hook = self.pack
         self._names: Counter[int] = Counter()
         self._due: list[tuple[int, int, WeakParked]] = []  # a heap: at which operator, which one, what
@@ -127,7 +124,9 @@ class ForwardPass:
     def begin(self) -> None:
         """Come into force in this thread, inside whatever hooks there are."""
         self._hooks = bring_into_force(self._pack, self._unpacker.unpack)
-        self._outer = self._hooks.before
+        self.outer = before = self._hooks.before
+        are_on_host = self._vault.store.device.type == "cpu"
+        self._is_all_shown = before is not None and sees_all(before[0], are_on_host=are_on_host)
         self.watch.begin()
 
     def end(self) -> bool:
@@ -155,14 +154,22 @@ class ForwardPass:
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         with self.apart(), out_of_sight():
-            scope = None if self._is_paused() or is_backward() else self._scope_of(tensor)
-            if scope is not None:
-                return self._swap(tensor, scope)
-            if self._outer is None:
+            kept = tensor if self._is_all_shown else self._swapped(tensor)
+            if kept is not tensor:
+                return kept
+            if self.outer is None:
                 return keep(tensor)
-            pack, unpack = self._outer
+            pack, unpack = self.outer
             with in_sight():
-                return Delegated(pack(tensor), unpack)
+                packed = pack(tensor)
+            if self._is_all_shown:
+                packed = in_packed(torch.Tensor, self._swapped, packed)
+            return Delegated(packed, unpack)
+
+    def _swapped(self, tensor: torch.Tensor) -> torch.Tensor | Swapped:
+        """Return what is kept of a tensor that is marked, or the tensor."""
+        scope = None if self._is_paused() or is_backward() else self._scope_of(tensor)
+        return tensor if scope is None else self._swap(tensor, scope)
 
     def _scope_of(self, tensor: torch.Tensor) -> Scope | None:
         """Return what marks a saved tensor; ``None``: it stays."""

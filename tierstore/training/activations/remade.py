@@ -55,8 +55,9 @@ from tierstore.training.activations.calls import (
 )
 from tierstore.training.activations.scopes import Selection
 from tierstore.training.hooks import Hook, Opened
-from tierstore.training.saved import Delegated, bring_into_force, keep, refers, take_out_of_force, top_hooks
-from tierstore.training.saved import Hook as Pack
+from tierstore.training.hooks_in_force import Hook as Pack
+from tierstore.training.hooks_in_force import bring_into_force, take_out_of_force, top_hooks
+from tierstore.training.saved import Delegated, keep, refers
 
 
 class _Live(weakref.ref[torch.UntypedStorage]):

@@ -1,0 +1,72 @@
+"""Hooks on saved tensors that are in force in a thread: PyTorch's stack of them, and ours in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+Hook = Callable[[Any], Any]
+
+_autograd: Any = torch._C._autograd  # noqa: SLF001
+push_hooks: Callable[[Hook, Hook], None] = _autograd._push_saved_tensors_default_hooks  # noqa: SLF001
+pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
+
+# Without it hooks would be pushed where PyTorch has forbidden them, and raise.
+are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # noqa: SLF001
+
+
+def top_hooks() -> tuple[Hook, Hook] | None:
+    """Return the hooks that are in force in this thread."""
+    found: tuple[Hook, Hook] | None = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001, FBT003
+    return found
+
+
+class InForce(NamedTuple):
+    """Hooks of ours that are in force in this thread.
+
+    Attributes:
+        own: what packs.
+        before: the hooks that were in force until then.
+    """
+
+    own: Hook
+    before: tuple[Hook, Hook] | None
+
+
+def bring_into_force(pack: Hook, unpack: Hook) -> InForce:
+    """Let hooks see what is saved in this thread from now on."""
+    hooks = InForce(pack, top_hooks())
+    push_hooks(pack, unpack)
+    return hooks
+
+
+def take_out_of_force(hooks: InForce) -> None:
+    """Undo `bring_into_force`; what others have brought into force since stays.
+
+    Where an interrupt has left ours in force, somebody may have ended theirs and taken ours away in their
+    place: then it is theirs that go.
+    """
+    above: list[tuple[Hook, Hook]] = []
+    while (top := top_hooks()) is not None and top[0] is not hooks.own:
+        above.append(top)
+        pop_hooks()
+    if top is not None:
+        pop_hooks()
+    elif hooks.before is not None:
+        left = [number for number, each in enumerate(above) if each[0] is hooks.before[0]]
+        if left:
+            del above[left[0]]
+    for each in reversed(above):
+        push_hooks(*each)
+
+
+class Inside:
+    """Whoever packs some tensors, and leaves the rest to the hooks that were in force before.
+
+    Attributes:
+        outer: those; ``None``: there were none.
+    """
+
+    outer: tuple[Hook, Hook] | None = None
