@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,12 +92,14 @@ class Lasting:
     def recovered(self) -> Sequence[Record]:
         return [Record(name, note, stored(self._memory, data)) for name, note, data in self._shelf.records]
 
-    def commit(self, records: Sequence[Record]) -> Completion:
+    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
         if self.fails:
             return Completion.done(BackendError("the disk is gone"))
         names = [record.name for record in records]
-        assert len(set(names)) == len(names), "rule: names are different"
-        self._shelf.records = [
+        spoken = {*names, *(gone or ())}
+        assert len(spoken) == len(names) + len(gone or ()), "rule: names are different"
+        stay = [] if gone is None else [each for each in self._shelf.records if each[0] not in spoken]
+        self._shelf.records = stay + [
             (record.name, record.note, contents(self._memory, record.slot)) for record in records
         ]
         return Completion.done()

@@ -34,15 +34,17 @@ capabilities).  For it the engine guarantees besides:
 
 11. A slot that the last commit named, or one after it that failed, is neither written nor freed
     until a later commit that does not name it has completed without error.
-12. There is one commit at a time, and each slot that it names was written, whole, before.
+12. There is one commit at a time, and each slot that it names was written, whole, before.  After one that
+    failed, the next one says again what is to be under every name that it spoke of.
 13. What was recovered is charged ``held_bytes(slot)``, as if it had been reserved and written here.
 
 and the backend owes:
 
-14. After a commit completed without error, a power loss leaves exactly what it named.  If it fails,
+14. After a commit completed without error, a power loss leaves exactly what it was to leave.  If it fails,
     or the process dies in it, what is found later is exactly that, or exactly what the one before
-    named: nothing between, and nothing else.
-15. ``close`` keeps what the last commit named, as it would be found after a power loss.
+    left: nothing between, and nothing else.
+15. ``close`` keeps what the last commit left, as it would be found after a power loss.
+16. A commit that says what is gone costs what it speaks of, and not what there is.
 
 A slot may take less of the medium than was asked for, once it is written: see `held_bytes`.
 
@@ -57,7 +59,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -396,10 +398,15 @@ class DurableBackend(Backend, Protocol):
         """
         ...
 
-    def commit(self, records: Sequence[Record]) -> Completion:
-        """Make ``records`` what survives from now on: all of them, and nothing else.
+    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
+        """Let ``records`` survive from now on, each in the place of what was under its name.
 
         Completes when a power loss would leave them, with ``BackendError`` where the medium fails.
+
+        Args:
+            records: of different names.
+            gone: other names, under which nothing survives, whether anything was there or not; what else
+                the last commit left stays.  ``None``: nothing survives but ``records``.
         """
         ...
 

@@ -12,7 +12,7 @@ import itertools
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -136,8 +136,8 @@ class Elsewhere:
     def recovered(self) -> Sequence[Record]:
         return self.backend.recovered()
 
-    def commit(self, records: Sequence[Record]) -> Completion:
-        return self._later(lambda: self.backend.commit(records))
+    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
+        return self._later(lambda: self.backend.commit(records, gone))
 
     def resize(self, capacity_bytes: int) -> None:
         self.backend.resize(capacity_bytes)
@@ -176,8 +176,8 @@ class Snappish(Elsewhere):
     def free(self, slot: Slot) -> Completion:
         return self._snap("free", lambda: super(Snappish, self).free(slot))
 
-    def commit(self, records: Sequence[Record]) -> Completion:
-        return self._snap("commit", lambda: super(Snappish, self).commit(records))
+    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
+        return self._snap("commit", lambda: super(Snappish, self).commit(records, gone))
 
     def resize(self, capacity_bytes: int) -> None:
         self._snap("resize", lambda: super(Snappish, self).resize(capacity_bytes))

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.files_disk import PAGE, PowerKernel, blank, buffer, failing, finish, open_durable, outcome
 from tierstore.errors import BackendError, CapacityError
-from tierstore.spi import Record
+from tierstore.spi import Completion, Record
 from tierstore_backends.files import DurableFiles
 from tierstore_backends.files.transfer import FileSlot
 
@@ -38,6 +38,8 @@ class DurableMachine(RuleBasedStateMachine):
         self.files = self.open()
         assert list(self.files.recovered()) == []
         self.records: dict[str, Record] = {}
+        self.left: dict[str, Record] = {}  # by the last commit that ended well
+        self.doubtful: set[str] = set()  # names that those spoke of which failed since
         self.here: Kept = {}
         self.kept: list[Kept] = [{}]  # what may be found: one, and after a commit that failed two
         self.retired: list[FileSlot] = []  # freed once a commit without them has succeeded
@@ -83,23 +85,41 @@ class DurableMachine(RuleBasedStateMachine):
             slot, self.here[new] = self.records.pop(old).slot, self.here.pop(old)
             self.records[new] = Record(new, str(self.here[new][0]), slot)
 
-    @rule()
-    def commit(self) -> None:
-        finish(self.files.commit(list(self.records.values())))
+    def begin_commit(self, is_whole: bool) -> Completion:
+        """Name everything, or what differs from the last good commit or was named by a failed one since."""
+        if is_whole:
+            return self.files.commit(list(self.records.values()))
+        names = self.left.keys() | self.doubtful
+        changed = [
+            record
+            for name, record in self.records.items()
+            if name in self.doubtful or self.left.get(name) != record
+        ]
+        return self.files.commit(changed, names - self.records.keys())
+
+    @rule(is_whole=st.booleans())
+    def commit(self, is_whole: bool) -> None:
+        finish(self.begin_commit(is_whole))
+        self.left, self.doubtful = dict(self.records), set()
         self.kept = [dict(self.here)]
         for slot in self.retired:
             finish(self.files.free(slot))
         self.retired = []
 
     @precondition(lambda self: self.checksum)
-    @rule()
-    def fail_to_commit(self) -> None:
+    @rule(is_whole=st.booleans())
+    def fail_to_commit(self, is_whole: bool) -> None:
         fail = failing(errno.EIO)
         self.kernel.twist = lambda kind, offset, nbytes: fail(0) if kind.startswith("sync") else None
-        error = outcome(self.files.commit(list(self.records.values())))
+        error = outcome(self.begin_commit(is_whole))
         self.kernel.twist = None
         assert error is None or isinstance(error, BackendError)
-        self.kept = [*self.kept, dict(self.here)] if error is not None else [dict(self.here)]
+        if error is None:
+            self.left, self.doubtful = dict(self.records), set()
+            self.kept = [dict(self.here)]
+        else:
+            self.doubtful |= self.left.keys() | self.records.keys()
+            self.kept = [*self.kept, dict(self.here)]
 
     @rule()
     def lose_power(self) -> None:
@@ -119,6 +139,7 @@ class DurableMachine(RuleBasedStateMachine):
     def go_on(self) -> None:
         self.files = self.open()
         self.records = {record.name: record for record in self.files.recovered()}
+        self.left, self.doubtful = dict(self.records), set()
         self.retired = []
         found = {name: (int(record.note), record.slot.nbytes) for name, record in self.records.items()}
         assert found in self.kept

@@ -6,6 +6,7 @@ The oracle knows only bytes: which value every slot holds.  It never asks the le
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -438,11 +439,17 @@ class LedgerMachine(RuleBasedStateMachine):
     def end_commit(self, error: BaseException | None) -> None:
         ((number, command),) = self.commits.items()
         self.commits.clear()
-        image = {g.key: (g.place, self.oracle.slots[g.place]) for g in command.replicas}
+        named: dict[str, Any] = {g.key: (g.place, self.oracle.slots[g.place]) for g in command.replicas}
+        assert named.keys().isdisjoint(command.gone)
+        images = [
+            {key: found for key, found in (image | named).items() if key not in command.gone}
+            for image in self.survivors
+        ]
         if error is not None:
-            self.survivors.append(image)  # type: ignore[arg-type]  # none of the slots is empty
+            self.survivors += [image for image in images if image not in self.survivors]
         else:
-            self.survivors = [image]  # type: ignore[list-item]
+            self.survivors = images[:1]
+            assert all(image == images[0] for image in images), "what failed ones have left shows through"
             self.look_at_survivors()
         self.tell(m.CommitDone(number, error))
 

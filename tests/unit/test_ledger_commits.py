@@ -16,9 +16,11 @@ ARCHIVE = 3
 
 
 def named(desk: Desk) -> dict[str, int]:
-    """Return what the commit under way names: the keys and the numbers of their replicas."""
+    """Return what the commit under way leaves: the keys and the numbers of their replicas."""
     (command,) = desk.commits
-    return {granted.key: granted.place.replica for granted in command.replicas}
+    former = {key: replica.place.replica for key, replica in desk.ledger.commits.committed.items()}
+    named = former | {granted.key: granted.place.replica for granted in command.replicas}
+    return {key: number for key, number in named.items() if key not in command.gone}
 
 
 def flush_keys(desk: Desk, *keys: str) -> int:
@@ -46,6 +48,26 @@ def flushed_desk() -> Desk:
 def disk_bytes(desk: Desk) -> tuple[int, int]:
     shelf = desk.ledger.books.shelves[DISK]
     return shelf.charged_bytes, shelf.retained_bytes
+
+
+def test_a_commit_speaks_of_what_changed_and_of_what_failed_ones_spoke_of() -> None:
+    desk = durable_desk()
+    for number in range(5):
+        desk.store(f"k{number}", 1, HOST)
+    flush(desk)
+    desk.run()
+    desk.store("new", 1, HOST)
+    desk.tell(m.DropRequested(["k0"]))
+    flush(desk)
+    desk.finish()
+    assert ([each.key for each in desk.commits[0].replicas], desk.commits[0].gone) == (["new"], ["k0"])
+    desk.end_commit(BackendError("the disk is gone"))
+    desk.store("other", 1, HOST)
+    flush_keys(desk, "other")
+    desk.finish()
+    spoken = {each.key for each in desk.commits[0].replicas} | set(desk.commits[0].gone)
+    assert spoken >= {"new", "k0", "other"}
+    assert spoken.isdisjoint({"k1", "k2", "k3", "k4"})
 
 
 def test_a_flush_ends_when_its_commit_does() -> None:

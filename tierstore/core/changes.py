@@ -1,8 +1,8 @@
 """What has changed since the last good commit: the keys that a flush has to look at, and no others.
 
 A key is *dirty* from the moment before something happens to it (a put, a write lease, a drop, a new name)
-until a commit has ended well after which it is as it was committed.  So a flush looks at what has changed;
-its commit names every key all the same.
+until a commit has ended well after which it is as it was committed.  So a flush looks at what has changed,
+and its commit speaks of that.
 
 A key that gets another name is still the bytes that were committed under the old one.  Whoever flushes it
 by name flushes the names that it had and that others took from it as well, or a crash would find its bytes

@@ -11,7 +11,9 @@
    committed before an older one that is still copying, which then begins again with a moment of now.
 4. *Some keys.*  A flush of some keys leaves the others as they were committed, names and bytes.  What a key
    was renamed from, or gave its name to, goes with it (`changes`), and so do keys that are gone.
-5. *One at a time.*  Flushes that become ready while a commit is under way share the next one.
+5. *What changes.*  A commit speaks of the keys that it changes, and of those that failed ones since the last
+   good one spoke of: the medium may have either of what these left.
+6. *One at a time.*  Flushes that become ready while a commit is under way share the next one.
 """
 
 from __future__ import annotations
@@ -255,13 +257,13 @@ class Commits:
             self.books.promise(replica)
         shelf = self.books.shelves[self.durable_tier]
         shelf.is_committing = True
-        image = {**self.committed, **difference.names}
         replicas = [
             Granted(key, replica.place, replica.entry.spec)
-            for key, replica in image.items()
+            for key, replica in difference.names.items()
             if replica is not None
         ]
-        self.books.out.append(Commit(next(self._numbers), shelf.index, replicas))
+        gone = [key for key, replica in difference.names.items() if replica is None]
+        self.books.out.append(Commit(next(self._numbers), shelf.index, replicas, gone))
 
     def done(self, event: CommitDone) -> None:
         """The commit under way has ended."""

@@ -227,7 +227,7 @@ class CopyDone:
 
 @dataclass(slots=True)
 class CommitDone:
-    """The commit ended: without an error, exactly what it named survives."""
+    """The commit ended: without an error, exactly what it was to leave survives."""
 
     commit: int
     error: BaseException | None = None
@@ -322,11 +322,19 @@ class SetCapacity:
 
 @dataclass(slots=True)
 class Commit:
-    """Tell the medium of ``tier`` what survives from now on: exactly these replicas."""
+    """Tell the medium of ``tier`` what survives from now on otherwise than before.
+
+    Attributes:
+        commit: its number.
+        tier: which one.
+        replicas: what is to be found under some keys.
+        gone: keys under which nothing is; under all others is what was there.
+    """
 
     commit: int
     tier: int
     replicas: Sequence[Granted]
+    gone: Sequence[str] = ()
 
 
 Command = StartCopy | FreeSlot | Grant | Settle | SetCapacity | Commit

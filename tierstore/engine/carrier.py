@@ -269,14 +269,15 @@ class Carrier:
         name = self._names[command.tier]
 
         def outcome(error: BaseException | None) -> m.Event:
-            return m.CommitDone(command.commit, _explain_commit(error, len(command.replicas), name))
+            changed = len(command.replicas) + len(command.gone)
+            return m.CommitDone(command.commit, _explain_commit(error, changed, name))
 
         try:
             records = [
                 Record(key, note_of(spec), self._slots[place]) for key, place, spec in command.replicas
             ]
             progress.has_begun = True
-            completion = cast("DurableBackend", self._backends[command.tier]).commit(records)
+            completion = cast("DurableBackend", self._backends[command.tier]).commit(records, command.gone)
         except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
             outcomes = [outcome(error)]
             progress.has_ended = True

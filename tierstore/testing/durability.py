@@ -251,6 +251,33 @@ class DurableBackendSuite:
             ("d", "was c", 300),
         }
 
+    def test_a_commit_that_says_what_is_gone_leaves_the_others(
+        self, opened: Callable[[], DurableBackend], end: Callable[[DurableBackend], None]
+    ) -> None:
+        """Names move, bytes are replaced by fewer and by more, and what was never there may be gone."""
+        backend = opened()
+        sizes = {"kept": 5_000, "fewer": MIB, "more": 10, "moved": MIB, "dropped": 9_000}
+        records = named(backend, sizes)
+        commit(backend, records)
+        changed = named(backend, {"fewer": 7, "more": MIB + 1, "new": 1}, seed=1)
+        moved = Record("elsewhere", records["moved"].note, records["moved"].slot)
+        gone = ["moved", "dropped", "never there"]
+        succeed(backend.commit([*changed.values(), moved], gone))
+        for name in ("fewer", "more", "dropped"):
+            succeed(backend.free(records[name].slot))
+        succeed(backend.commit([], []))
+        end(backend)
+        backend = opened()
+        recovered = found(backend)
+        expected = {name: (nbytes, 1) for name, nbytes in {"fewer": 7, "more": MIB + 1, "new": 1}.items()}
+        expected |= {"kept": (5_000, 0), "elsewhere": (MIB, 0)}
+        assert recovered.keys() == expected.keys()
+        for name, (nbytes, seed) in expected.items():
+            assert torch.equal(contents(backend, recovered[name].slot), pattern(nbytes, seed))
+        succeed(backend.commit([], list(recovered)))
+        end(backend)
+        assert found(opened()) == {}
+
     def test_a_commit_of_nothing_leaves_nothing(
         self, opened: Callable[[], DurableBackend], end: Callable[[DurableBackend], None]
     ) -> None:
@@ -382,6 +409,24 @@ class DurableBackendSuite:
         }
         assert torch.equal(contents(backend, recovered["a"].slot), pattern(3_000, 1))
 
+    def test_after_one_that_failed_the_next_says_again_what_is_to_be_there(
+        self, opened: Callable[[], DurableBackend], end: Callable[[DurableBackend], None]
+    ) -> None:
+        """Rule 12: whichever of the two is on the medium, nothing of the failed one is left."""
+        backend = opened()
+        first = named(backend, {"a": 1_000, "b": MIB, "untouched": 3})
+        commit(backend, first)
+        second = named(backend, {"a": MIB, "c": MIB}, seed=1)
+        with self.failing_commits():
+            assert isinstance(finish(backend.commit(list(second.values()), ["b"])), BackendError)
+        succeed(backend.commit([first["a"], first["b"]], ["c"]))
+        end(backend)
+        backend = opened()
+        recovered = found(backend)
+        assert recovered.keys() == first.keys()
+        for name, record in first.items():
+            assert torch.equal(contents(backend, recovered[name].slot), pattern(record.slot.nbytes, 0))
+
     # ------------------------------------------------------------------------------------ in all
 
     def test_a_long_random_life_keeps_what_was_committed(self, opened: Callable[[], DurableBackend]) -> None:
@@ -394,7 +439,7 @@ class DurableBackendSuite:
             if chance.random() < 0.3:
                 life.drop(chance.choice("abcdefghij"))
             if chance.random() < 0.3:
-                life.commit()
+                life.commit(is_whole=chance.random() < 0.3)
             if chance.random() < 0.1:
                 chance.choice((self.lose_power, lambda each: each.close()))(life.backend)
                 life.go_on(opened())
@@ -407,6 +452,7 @@ class _Life:
     def __init__(self, backend: DurableBackend) -> None:
         self.backend = backend
         self._records: dict[str, Record] = {}
+        self._left: dict[str, Record] = {}  # by the last commit
         self._seeds: dict[str, int] = {}
         self._committed: dict[str, int] = {}  # seeds, by name
         self._unused: list[Slot] = []  # neither here nor in the last commit any more, once there is a next
@@ -424,8 +470,13 @@ class _Life:
             self._unused.append(record.slot)
             del self._seeds[name]
 
-    def commit(self) -> None:
-        commit(self.backend, self._records)
+    def commit(self, *, is_whole: bool = True) -> None:
+        if is_whole:
+            commit(self.backend, self._records)
+        else:
+            changed = [each for name, each in self._records.items() if self._left.get(name) != each]
+            succeed(self.backend.commit(changed, self._left.keys() - self._records.keys()))
+        self._left = dict(self._records)
         for slot in self._unused:
             succeed(self.backend.free(slot))
         self._unused = []
@@ -435,6 +486,7 @@ class _Life:
         """Look at what another process would find, and go on with it."""
         self.backend = backend
         self._records = found(backend)
+        self._left = dict(self._records)
         self._seeds = dict(self._committed)
         self._unused = []
         self.check()

@@ -99,12 +99,12 @@ class Faulty:
         """Return what the wrapped backend found."""
         return cast("DurableBackend", self._backend).recovered()
 
-    def commit(self, records: Sequence[Record]) -> Completion:
+    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
         """Commit, or fail."""
         error = self._draw("commit")
         if error is not None:
             return Completion.done(error)
-        return cast("DurableBackend", self._backend).commit(records)
+        return cast("DurableBackend", self._backend).commit(records, gone)
 
     def fail_next(self, after: int = 1) -> None:
         """Let the operation fail that comes ``after`` (1: next) those counted so far, and no other."""
@@ -207,9 +207,9 @@ class Gate:
         """Return what the wrapped backend found; never held."""
         return cast("DurableBackend", self._backend).recovered()
 
-    def commit(self, records: Sequence[Record]) -> Completion:
+    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
         """Commit, when let through if commits are held."""
-        return self._pass("commit", lambda: cast("DurableBackend", self._backend).commit(records))
+        return self._pass("commit", lambda: cast("DurableBackend", self._backend).commit(records, gone))
 
     def open(self) -> None:
         """Let everything through, in the order it came, and hold nothing from now on."""
@@ -321,9 +321,9 @@ class Slow:
         """Return what the wrapped backend found; never late."""
         return cast("DurableBackend", self._backend).recovered()
 
-    def commit(self, records: Sequence[Record]) -> Completion:
+    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
         """Commit; complete late."""
-        return self._delay("commit", cast("DurableBackend", self._backend).commit(records))
+        return self._delay("commit", cast("DurableBackend", self._backend).commit(records, gone))
 
     def advance(self, ticks: int = 1) -> None:
         """Let ``ticks`` pass and deliver what is due."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from tierstore.errors import ConfigError, IntegrityError
 from tierstore.spi import Completion, DurableBackend, Record, held_bytes
@@ -39,10 +39,39 @@ class DurableCompressed(Compressed):
         super().__init__(backend, codec, chunk_bytes=chunk_bytes)
         self._durable = backend
         self._alignment_bytes = backend.capabilities.alignment_bytes
+        # By key, the names that the backend within may have for it, where that is not its own alone.
+        self._names: dict[str, frozenset[str]] = {}
 
-    def commit(self, records: Sequence[Record]) -> Completion:
-        """Make ``records`` what survives; see `tierstore.spi.DurableBackend`."""
-        return self._durable.commit([each for record in records for each in self._inner(record)])
+    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
+        """Change what survives; see `tierstore.spi.DurableBackend`."""
+        inner = [(record.name, self._inner(record)) for record in records]
+        named = {key: frozenset(each.name for each in parts) for key, parts in inner}
+        former = {key: self._names_of(key) for key in (*named, *(gone or ()))}
+        for key, names in former.items():  # until it has ended well, it may have either
+            self._note_names(key, names | named.get(key, frozenset()))
+        within = [each for _, parts in inner for each in parts]
+        kept = {each.name for each in within}
+        gone_within = None if gone is None else set().union(*former.values()) - kept
+        completion = self._durable.commit(within, gone_within)
+
+        def note(error: BaseException | None) -> None:
+            if error is None:
+                if gone is None:
+                    self._names.clear()
+                for key in former:
+                    self._note_names(key, named.get(key, frozenset()))
+
+        completion.add_done_callback(note)  # before whoever commits next knows of it
+        return completion
+
+    def _names_of(self, key: str) -> frozenset[str]:
+        return self._names.get(key) or frozenset((first_name(key),))
+
+    def _note_names(self, key: str, names: frozenset[str]) -> None:
+        if not names or names == {first_name(key)}:
+            self._names.pop(key, None)
+        else:
+            self._names[key] = names
 
     def recovered(self) -> Sequence[Record]:
         """Return what the last commit named; what cannot be unpacked is there too, and says so when read."""
@@ -60,6 +89,8 @@ class DurableCompressed(Compressed):
         for record in found:
             if record.name in groups and not is_ours(record.note):
                 groups[record.name][0] = record  # other parts say that it is one: its note is damaged
+        for key, group in groups.items():
+            self._note_names(key, frozenset(record.name for record in group.values()))
         return list(self._in_order(found, groups))
 
     def _in_order(self, found: Sequence[Record], groups: Mapping[str, dict[int, Record]]) -> Iterator[Record]:

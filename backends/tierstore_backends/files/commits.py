@@ -3,7 +3,7 @@
 Rule 1: data before names.  Files in which a newly named slot lies are synced, then the directory, and
 only then the manifest names the slot, in one transaction.
 Rule 2: a commit writes what differs from the one before: by slot, for a slot that a commit named is
-never written again (rule 11 of `tierstore.spi`).
+never written again (rule 11 of `tierstore.spi`).  It looks at nothing that it does not speak of.
 Rule 3: after an error the next commit begins with what the manifest really holds, read again.
 Rule 4: what a failed sync covered is in doubt: the kernel drops what it could not write, and says so only
 once.  So it is read back, compared with its checksums and written again before it is named; without
@@ -19,7 +19,7 @@ import errno
 import itertools
 import logging
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,11 +71,11 @@ class Commits:
         self._found: tuple[Sequence[Row], Sequence[FileSlot] | None] = (recovered.rows, recovered.slots)
         self._thread: threading.Thread | None = None
 
-    def begin(self, records: Sequence[Record]) -> Completion:
-        """Make ``records`` what the directory keeps.  See `tierstore.spi.DurableBackend`."""
+    def begin(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
+        """Change what the directory keeps.  See `tierstore.spi.DurableBackend`."""
         completion = Completion()
         thread = threading.Thread(
-            target=self._run, args=(records, completion), name="tierstore-files-commit", daemon=True
+            target=self._run, args=(records, gone, completion), name="tierstore-files-commit", daemon=True
         )
         # Known before it runs: its callback may begin the next commit, or ask who commits.
         former, self._thread = self._thread, thread
@@ -104,11 +104,11 @@ class Commits:
         self._is_closed = True
         self._manifest.disown()
 
-    def _run(self, records: Sequence[Record], completion: Completion) -> None:
+    def _run(self, records: Sequence[Record], gone: Collection[str] | None, completion: Completion) -> None:
         error: TierStoreError | None = None
         try:
             with self._committing:
-                self._commit(records)
+                self._commit(records, gone)
         except TierStoreError as known:
             error = known
         except Exception as unforeseen:  # noqa: BLE001 - handed to whoever waits, and logged
@@ -116,7 +116,7 @@ class Commits:
             error = InvariantError(f"a commit failed in an unforeseen way: {unforeseen!r}")
         completion.complete(error)
 
-    def _commit(self, records: Sequence[Record]) -> None:
+    def _commit(self, records: Sequence[Record], gone: Collection[str] | None) -> None:
         if self._is_closed:
             raise StoreClosed("the files were closed")
         is_read_only = isinstance(self._owner, Reader)
@@ -128,9 +128,11 @@ class Commits:
         change = _Change(self._entries, self._manifest.meta, self._files, self._lost)
         for record in records:
             change.keep(record)
-        change.drop_others()
+        for name in change.others() if gone is None else gone:
+            change.drop(name)
         self._check_names()  # also where nothing changes: what is promised must still be there
         if change.is_nothing:
+            change.enter()  # slots whose rows were there
             self._owner.note_commit(self._manifest.meta.commit)
             return
         if is_read_only:
@@ -141,7 +143,7 @@ class Commits:
         self._remove_doubts(change.slots)
         self._sync(change.slots)
         self._manifest.commit(change.meta(), change.dropped, change.rows)
-        self._entries = change.entries
+        change.enter()
         self._check_names()
         self._owner.note_commit(self._manifest.meta.commit)
 
@@ -194,32 +196,38 @@ class Commits:
 class _Change:
     """What a commit writes: the difference between what is to be and what is.
 
+    Args:
+        entries: what the manifest has, by name.
+        meta: what it says of itself.
+        home: what slots belong to.
+        lost: slots whose bytes are not there any more.
+
     Attributes:
-        entries: what the manifest has afterwards.
         dropped: the ids of rows that go.
         rows: those that come, in place of others with their ids or beside them.
         slots: those of the rows that come, by name.
     """
 
     def __init__(
-        self, old: Mapping[str, _Entry], meta: Meta, home: FilesBackend, lost: Container[FileSlot]
+        self, entries: dict[str, _Entry], meta: Meta, home: FilesBackend, lost: Container[FileSlot]
     ) -> None:
-        self._old = old
+        self._entries = entries
         self._home = home
         self._lost = lost
         self._meta = meta
         self._version = meta.commit + 1
         self._next_id = meta.next_id
         self._digest = meta.digest
-        self._kept = 0  # names that were there before
-        self.entries: dict[str, _Entry] = {}
+        self._records = len(entries)
+        self._named: dict[str, _Entry] = {}
+        self._gone: dict[str, None] = {}
         self.dropped: list[int] = []
         self.rows: list[Row] = []
         self.slots: dict[str, FileSlot] = {}
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the manifest has all of it, and nothing else."""
+        """Whether the manifest has all of it already."""
         return not self.rows and not self.dropped
 
     def keep(self, record: Record) -> None:
@@ -229,47 +237,61 @@ class _Change:
             UsageError: another record has its name, or its slot holds no bytes.
         """
         name, note, slot = record.name, record.note, record.slot
-        old = self._old.get(name)
+        if name in self._named:
+            raise UsageError(f"two records of a commit are named {name!r}")
+        old = self._entries.get(name)
         if old is not None and old[0] is slot and old[1] == note:
-            if name in self.entries:
-                raise UsageError(f"two records of a commit are named {name!r}")
-            self.entries[name] = old
-            self._kept += 1
+            self._named[name] = old
         else:
             self._write(name, note, slot, old)
 
-    def drop_others(self) -> None:
-        """Let nothing be there afterwards but what was kept."""
-        if self._kept == len(self._old):
-            return
-        for name, (_, _, id_, _, check) in self._old.items():
-            if name not in self.entries:
-                self.dropped.append(id_)
-                self._digest -= check
+    def others(self) -> list[str]:
+        """Return the names that no record has."""
+        return [name for name in self._entries if name not in self._named]
+
+    def drop(self, name: str) -> None:
+        """Let nothing be there afterwards under a name.
+
+        Raises:
+            UsageError: a record has it.
+        """
+        if name in self._named:
+            raise UsageError(f"a commit both keeps {name!r} and says that it is gone")
+        old = self._entries.get(name)
+        if old is not None and name not in self._gone:
+            _, _, id_, _, check = old
+            self._gone[name] = None
+            self._records -= 1
+            self.dropped.append(id_)
+            self._digest -= check
 
     def meta(self) -> Meta:
         """Return what the manifest says of itself afterwards."""
         return replace(
             self._meta,
             commit=self._version,
-            records=len(self.entries),
+            records=self._records,
             digest=self._digest % 2**64,
             next_id=self._next_id,
         )
 
+    def enter(self) -> None:
+        """Take it in: the manifest has it now."""
+        self._entries.update(self._named)
+        for name in self._gone:
+            del self._entries[name]
+
     def _write(self, name: str, note: str, slot: Slot, old: _Entry | None) -> None:
-        if name in self.entries:
-            raise UsageError(f"two records of a commit are named {name!r}")
         place = self._place(name, slot)
         assert isinstance(slot, FileSlot)  # or it has no place
         texts = encode_text(name), encode_text(note)
         if old is None:
             id_, self._next_id = self._next_id, self._next_id + 1
+            self._records += 1
         else:
-            self._kept += 1
             _, _, id_, version, check = old
             if row_check(encode(id_, version, *texts, slot.nbytes, place)[5]) == check:
-                self.entries[name] = (slot, note, id_, version, check)
+                self._named[name] = (slot, note, id_, version, check)
                 return
             self._digest -= check
         row = encode(id_, self._version, *texts, slot.nbytes, place)
@@ -278,7 +300,7 @@ class _Change:
         self.rows.append(row)
         if place.kind is not Sums.LOST:
             self.slots[name] = slot
-        self.entries[name] = (slot, note, id_, self._version, check)
+        self._named[name] = (slot, note, id_, self._version, check)
 
     def _place(self, name: str, slot: Slot) -> Place:
         if not isinstance(slot, FileSlot) or slot.home is not self._home:

@@ -7,7 +7,7 @@ change it.  What is written and not committed is gone when the directory is open
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -115,17 +115,18 @@ class DurableFiles:
             for (_, _, name, note, _, _), slot in zip(recovered.rows, recovered.slots, strict=True)
         ]
 
-    def commit(self, records: Sequence[Record]) -> Completion:
-        """Keep ``records`` and nothing else.
+    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
+        """Keep ``records``, and of what was kept before what has neither their names nor those in ``gone``.
 
-        Completes when a power loss would leave them: with ``BackendError`` where a file or the manifest
-        fails, ``UsageError`` where two have one name, or a slot holds no bytes or is not of these files.
+        With ``gone=None`` nothing else is kept.  Completes when a power loss would leave them: with
+        ``BackendError`` where a file or the manifest fails, ``UsageError`` where a name comes twice, or a
+        slot holds no bytes or is not of these files.
 
         Raises:
             StoreClosed: after ``close``.
         """
         self._check_open()
-        return self._commits.begin(records)
+        return self._commits.begin(records, gone)
 
     def reserve(self, nbytes: int) -> FileSlot:
         """Take addresses for ``nbytes``; touches no disk.  See `FilesBackend.reserve`.

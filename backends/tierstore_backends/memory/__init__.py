@@ -11,7 +11,7 @@ Options:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,16 +83,21 @@ class MemoryBackend:
             records.append(Record(name, note, slot))
         return records
 
-    def commit(self, records: Sequence[Record]) -> Completion:
-        """Keep copies of the records' bytes as the image, before returning."""
+    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
+        """Keep copies of the records' bytes in the image, before returning."""
         if self._is_closed:
             return Completion.done(BackendError(_CLOSED))
         with host.plain_tensors():
-            image = {
+            named = {
                 name: (note, host.own(_inside(slot)).memory.clone())
                 for name, note, slot in ((r.name, r.note, r.slot) for r in records)
             }
-        self.image = image
+        if gone is None:
+            self.image = named
+        else:
+            self.image.update(named)
+            for name in gone:
+                self.image.pop(name, None)
         return Completion.done()
 
     def reserve(self, nbytes: int) -> Slot:
