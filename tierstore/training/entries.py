@@ -8,8 +8,10 @@ In plain PyTorch the entries of ``model.state_dict()`` are aliases of the parame
 2. What is written to an entry, or to a view of it, is written to the parameter.
 3. Whoever uses an entry finds what the parameter is now.
 4. An array made of an entry cannot be written to: nobody would see that.
-5. When the parameter is pointed at other memory, they are tensors of their own: they keep what it was.
-6. After the run they are aliases of the parameter, where both are in one memory, and else of their own.
+5. Copying one of them to itself, entry or parameter, copies nothing: where elements share memory, PyTorch
+   would refuse it between two memories.
+6. When the parameter is pointed at other memory, they are tensors of their own: they keep what it was.
+7. After the run they are aliases of the parameter, where both are in one memory, and else of their own.
 """
 
 from __future__ import annotations
@@ -199,6 +201,8 @@ def _torch_function(
         return _of_its_own(args[0])
     for original in originals.values():
         original.refresh()
+    if func is torch.Tensor.copy_ and _is_one(*args[:2]):
+        args = (args[0], args[0], *args[2:])
     result = _run_plainly(entries, torch.Tensor.detach if func == get_data else func, args, kwargs)
     is_sure = func not in ESCAPES and may_write_unseen(func, kwargs) and func != get_data
     for original in originals.values():
@@ -220,6 +224,21 @@ def _run_plainly(
     finally:
         for entry in entries:
             entry.__class__ = Entry
+
+
+def _is_one(destination: torch.Tensor, source: object = None) -> bool:
+    """Whether two tensors are one, by themselves or as entries of the same parameter."""
+    if not isinstance(source, torch.Tensor):
+        return False
+    one, other = _whole_or_itself(destination), _whole_or_itself(source)
+    with natively():
+        are_alike = one.layout is other.layout is torch.strided and one.dtype is other.dtype
+        return one is other or (are_alike and one.is_set_to(other))
+
+
+def _whole_or_itself(tensor: torch.Tensor) -> torch.Tensor:
+    whole = whole_of(tensor)
+    return tensor if whole is None else whole
 
 
 def _is_written(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
