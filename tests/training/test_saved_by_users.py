@@ -133,6 +133,36 @@ def test_what_a_users_hook_leaves_as_it_is_is_swapped(tmp_path: Path) -> None:
     assert counts[1] >= 2 * counts[0] > 0
 
 
+def _gradients_with_other_weights(model: nn.Module) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+    """Return which weights hooks were shown that double weights and nothing else, and the gradients."""
+    shown: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> tuple[bool, Tensor]:
+        is_weight = tensor.is_leaf and tensor.requires_grad
+        if is_weight:
+            shown.append(tuple(tensor.shape))
+        return is_weight, tensor
+
+    with saved_tensors_hooks(pack, lambda packed: packed[1] * 2 if packed[0] else packed[1]):
+        model(torch.ones(3, WIDTH)).sum().backward()
+    return shown, [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+@every_layout
+def test_users_hooks_around_operators_that_are_recomputed_see_weights(layout: str, tmp_path: Path) -> None:
+    plain, ours = build(), build()
+    expected = _gradients_with_other_weights(plain)
+    assert expected[0]
+    more = {"recompute_config": {"select_recompute": ["tanh"]}} | with_device(layout, "512KB")
+    with offload(ours, None, config_of(layout, tmp_path, more), layers="") as active:
+        found = _gradients_with_other_weights(ours)
+        made = active.stats().recompute
+    assert made is not None
+    assert made.replaced > 0
+    assert found[0] == expected[0]
+    assert all(map(same, expected[1], found[1]))
+
+
 def test_an_alias_that_a_users_hook_keeps_does_not_keep_its_bundle(tmp_path: Path) -> None:
     model = build()
     config = config_of("disk", tmp_path)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -70,3 +71,27 @@ class Inside:
     """
 
     outer: tuple[Hook, Hook] | None = None
+
+
+def whose(hook: Hook) -> object:
+    """Return the object that a hook is, or is a method of."""
+    return getattr(hook, "__self__", hook)
+
+
+def onwards(hook: Hook) -> Iterator[Hook]:
+    """Yield a hook, then the one that it leaves the rest to, and so on."""
+    yield hook
+    while isinstance(owner := whose(hook), Inside) and owner.outer is not None:
+        hook = owner.outer[0]
+        yield hook
+
+
+def chain() -> Iterator[Hook]:
+    """Yield the hook that packs in this thread, then the one that it leaves the rest to, and so on."""
+    top = top_hooks()
+    return iter(()) if top is None else onwards(top[0])
+
+
+def packs_the_rest() -> Hook | None:
+    """Return the hook in this thread that packs what no other one does; ``None``: nobody does."""
+    return next(iter(deque(chain(), maxlen=1)), None)

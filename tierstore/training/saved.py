@@ -42,8 +42,11 @@ from tierstore.training.hooks_in_force import (
     Inside,
     are_hooks_allowed,
     bring_into_force,
+    chain,
+    onwards,
     pop_hooks,
     top_hooks,
+    whose,
 )
 from tierstore.training.layout import Place
 from tierstore.training.own_work import ordinary_mode
@@ -213,7 +216,7 @@ class SavedTensors:
         if getattr(top[0], "saved", getattr(top[0], "__self__", None)) is self:
             return None
         kind = _kind_of(top[0], are_on_host=self._bindings.store.device.type == "cpu")
-        return bring_into_force(kind(self, *top), self._unpack)
+        return bring_into_force(kind(self, top), self._unpack)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -355,19 +358,18 @@ class SavedTensors:
             return view
 
 
-class Before:
+class Before(Inside):
     """What packs before hooks that were in force already.
 
     Args:
         saved: whose bundles become references.
-        pack: the hook that was there.
-        unpack: likewise.
+        outer: the hooks that were there.
     """
 
-    def __init__(self, saved: SavedTensors, pack: Hook, unpack: Hook) -> None:
+    def __init__(self, saved: SavedTensors, outer: tuple[Hook, Hook]) -> None:
         self.saved = saved
-        self.pack_before = pack
-        self._unpack_before = unpack
+        self.outer = outer
+        self._pack_before, self._unpack_before = outer
 
 
 class Chained(Before):
@@ -379,7 +381,7 @@ class Chained(Before):
         reference = self.saved.refer(tensor)
         if reference is not None:
             return reference
-        return Delegated(self.pack_before(tensor), self._unpack_before)
+        return Delegated(self._pack_before(tensor), self._unpack_before)
 
 
 class Shown(Before):
@@ -388,7 +390,7 @@ class Shown(Before):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
-        packed = in_packed(torch.Tensor, self.saved.away, self.pack_before(tensor))
+        packed = in_packed(torch.Tensor, self.saved.away, self._pack_before(tensor))
         return Displayed(packed, self._unpack_before)
 
 
@@ -400,13 +402,13 @@ class Repeated(Before):
         """Return what is kept instead of ``tensor``."""
         reference = self.saved.refer(tensor)
         if reference is None:
-            return Delegated(self.pack_before(tensor), self._unpack_before)
+            return Delegated(self._pack_before(tensor), self._unpack_before)
         if isinstance(reference, Kept):
-            return Displayed(self.pack_before(reference.tensor), self._unpack_before)
-        return Displayed(self.pack_before(_stand_in(reference, self.saved.bring)), self._unpack_before)
+            return Displayed(self._pack_before(reference.tensor), self._unpack_before)
+        return Displayed(self._pack_before(_stand_in(reference, self.saved.bring)), self._unpack_before)
 
 
-def _kind_of(hook: Hook, *, are_on_host: bool) -> Callable[[SavedTensors, Hook, Hook], Hook]:
+def _kind_of(hook: Hook, *, are_on_host: bool) -> Callable[[SavedTensors, tuple[Hook, Hook]], Hook]:
     """Return what comes before a hook.
 
     Args:
@@ -425,17 +427,8 @@ def sees_all(hook: Hook, *, are_on_host: bool) -> bool:
         hook: that is in force.
         are_on_host: whether the model's tensors are.
     """
-    while (before := _before(hook)) is not None:
-        hook = before
-    return _is_a_users(hook) or (are_on_host and _keeps_on_host(hook))
-
-
-def _before(hook: object) -> Hook | None:
-    """Return the hook that one of ours leaves the rest to; ``None``: there is none, or it is not ours."""
-    if isinstance(hook, Before):
-        return hook.pack_before
-    owner = getattr(hook, "__self__", None)
-    return owner.outer[0] if isinstance(owner, Inside) and owner.outer is not None else None
+    *_, last = onwards(hook)
+    return _is_a_users(last) or (are_on_host and _keeps_on_host(last))
 
 
 def _keeps_on_host(hook: Hook) -> bool:
@@ -452,26 +445,11 @@ def _is_a_users(hook: Hook) -> bool:
 
 def refers() -> SavedTensors | None:
     """Return whoever turns aliases of bundles into references in this thread; ``None``: nobody does."""
-    top = top_hooks()
-    hook: Any = None if top is None else top[0]
-    while hook is not None:
-        owner = hook.saved if isinstance(hook, Before) else getattr(hook, "__self__", None)
-        if isinstance(owner, SavedTensors):
-            return owner
-        hook = getattr(hook, "pack_before", None)
+    for owner in map(whose, chain()):
+        found = owner.saved if isinstance(owner, Before) else owner
+        if isinstance(found, SavedTensors):
+            return found
     return None
-
-
-def packs_the_rest() -> Hook | None:
-    """Return the hook in this thread that packs what aliases no bundle; ``None``: nobody does.
-
-    A hook that packs some tensors and leaves the rest to others says to whom: by its ``pack_before``.
-    """
-    top = top_hooks()
-    hook = None if top is None else top[0]
-    while hook is not None and (before := getattr(hook, "pack_before", None)) is not None:
-        hook = before
-    return hook
 
 
 def _offset_now(packed: Reference) -> int:

@@ -31,8 +31,17 @@ from tierstore.training.activations.operators import Scope, Scopes, Watch, is_ba
 from tierstore.training.activations.regions import is_for_recompute
 from tierstore.training.activations.vault import Parked, Vault, WeakParked
 from tierstore.training.function_modes import in_sight, out_of_sight
-from tierstore.training.hooks_in_force import Hook, InForce, Inside, bring_into_force, take_out_of_force
-from tierstore.training.saved import Delegated, Kept, in_packed, keep, packs_the_rest, restore, sees_all
+from tierstore.training.hooks_in_force import (
+    Hook,
+    InForce,
+    Inside,
+    bring_into_force,
+    chain,
+    packs_the_rest,
+    take_out_of_force,
+    whose,
+)
+from tierstore.training.saved import Delegated, Kept, in_packed, keep, restore, sees_all
 
 RELEASE_FACTOR = 3
 """Device memory is given up after so many times ``backward_prefetch`` operators."""
@@ -138,7 +147,7 @@ class ForwardPass(Inside):
 
     def _is_asked(self) -> bool:
         """Say whether what is saved now comes to `pack`."""
-        return packs_the_rest() is self._pack
+        return next((each for each in map(whose, chain()) if isinstance(each, ForwardPass)), None) is self
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

@@ -33,8 +33,13 @@ from tierstore.errors import UsageError
 from tierstore.training.activations import slices
 from tierstore.training.activations.before import Before, has_lazy
 from tierstore.training.hooks import Hook, Opened
-from tierstore.training.hooks_in_force import InForce, push_hooks, take_out_of_force, top_hooks
-from tierstore.training.saved import packs_the_rest
+from tierstore.training.hooks_in_force import (
+    InForce,
+    packs_the_rest,
+    push_hooks,
+    take_out_of_force,
+    top_hooks,
+)
 
 log = logging.getLogger("tierstore")
 

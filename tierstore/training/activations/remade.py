@@ -55,8 +55,7 @@ from tierstore.training.activations.calls import (
 )
 from tierstore.training.activations.scopes import Selection
 from tierstore.training.hooks import Hook, Opened
-from tierstore.training.hooks_in_force import Hook as Pack
-from tierstore.training.hooks_in_force import bring_into_force, take_out_of_force, top_hooks
+from tierstore.training.hooks_in_force import Inside, bring_into_force, take_out_of_force, top_hooks
 from tierstore.training.saved import Delegated, keep, refers
 
 
@@ -71,28 +70,23 @@ class _Live(weakref.ref[torch.UntypedStorage]):
     version: int
 
 
-class _Pack:
-    """Packs what autograd saves while a layer runs.
-
-    Attributes:
-        pack_before: what packs the tensors that are not made again; ``None``: they are kept.
-    """
+class _Pack(Inside):
+    """Packs what autograd saves while a layer runs."""
 
     def __init__(self, run: _Run) -> None:
         self._run = run
-        top = top_hooks()
-        self.pack_before: Pack | None = None if top is None else top[0]
-        self._unpack_before: Pack | None = None if top is None else top[1]
+        self.outer = top_hooks()
 
     def __call__(self, tensor: torch.Tensor) -> object:
         made = self._run.find(tensor)
         if made is not None:
             self._run.counts.saved += 1
             return made
-        if self.pack_before is None or self._unpack_before is None:
+        if self.outer is None:
             return keep(tensor)
+        pack, unpack = self.outer
         with self._run.apart(), _as_it_is_wanted():
-            return Delegated(self.pack_before(tensor), self._unpack_before)
+            return Delegated(pack(tensor), unpack)
 
 
 def _as_it_is_wanted() -> contextlib.AbstractContextManager[None]:
