@@ -49,13 +49,12 @@ def describe(tensor: torch.Tensor) -> TensorSpec:
     reason = _why_not_storable(tensor)
     if reason is not None:
         raise UsageError(f"a {reason} cannot be stored: it has no plain storage of bytes to copy.")
-    return TensorSpec(
-        tensor.shape,
-        tensor.dtype,
-        tensor.numel() * tensor.element_size(),
-        dense_stride(tensor),
-        tensor.device,
-    )
+    nbytes = tensor.numel() * tensor.element_size()
+    return _shared(tensor.shape, tensor.dtype, nbytes, dense_stride(tensor), tensor.device)
+
+
+# The keys of a model have few specs, of 260 B each.
+_shared = functools.lru_cache(maxsize=1024)(TensorSpec)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.test_ledger import DEVICE, DISK, HOST, Desk
 from tierstore.core import messages as m
-from tierstore.core.entry import Entry, Life, Phase
+from tierstore.core.entry import NOTHING, Entry, Life, Phase
 from tierstore.core.quota import Shelf
 from tierstore.core.residency import State
 from tierstore.errors import InvariantError
@@ -97,7 +97,7 @@ def test_a_want_waits_in_the_queue_of_its_urgency() -> None:
 
 def test_a_want_that_waits_is_known_to_its_entry() -> None:
     desk, _, entry = queued()
-    entry.wants.clear()
+    entry.wants = NOTHING
     expect(desk, "entry does not know")
 
 
@@ -138,7 +138,7 @@ def test_a_writer_is_the_only_holder() -> None:
 
 def test_a_holder_has_a_lease() -> None:
     desk, _, entry = resident()
-    entry.holders[1] = "somebody"
+    entry.holders = {1: "somebody"}
     expect(desk, "holders without leases")
 
 
@@ -150,7 +150,7 @@ def test_a_want_whose_replica_fills_has_its_room() -> None:
 
 def test_a_replica_is_only_filled_for_somebody() -> None:
     desk, entry = rising()
-    entry.wants.clear()
+    entry.wants = NOTHING
     expect(desk, "nobody wants the FILLING replica")
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
-from tierstore.core.entry import STORY_EVENTS, Entry, Life
+from tierstore.core.entry import NOTHING, STORY_EVENTS, Entry, Life
 from tierstore.core.messages import Command, Found, FreeSlot, Place
 from tierstore.core.model import Tier
 from tierstore.core.quota import Shelf
@@ -41,9 +40,7 @@ class Books:
 
     def note(self, entry: Entry, what: str, tier: int) -> None:
         """Write a line of the entry's story."""
-        if entry.story is None:
-            entry.story = deque(maxlen=3 * STORY_EVENTS)
-        entry.story.extend((self.tick, what, tier))
+        entry.story = (*entry.story[3 - 3 * STORY_EVENTS :], self.tick, what, tier)
 
     def new_entry(self, key: str, nbytes: int, spec: object) -> Entry:
         """Open an entry that nobody sees yet."""
@@ -296,7 +293,7 @@ class Books:
         entry.life = Life.LIVE
         self.index[key] = entry
         entry.writer, former.writer = former.writer, None
-        entry.holders, former.holders = former.holders, {}
+        entry.holders, former.holders = former.holders, NOTHING
         entry.replicas[replica.tier] = former.replicas.pop(replica.tier)
         replica.entry = entry
         self.note(entry, f"split off from {former.key!r}", replica.tier)

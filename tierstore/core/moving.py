@@ -6,12 +6,13 @@ room in the host tier only then: room is taken from the fastest tier down.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
 from tierstore.core.books import Books
-from tierstore.core.entry import Entry, Life, Phase, Want
+from tierstore.core.entry import Entry, Life, Phase, Want, entered, without
 from tierstore.core.eviction import Policy
 from tierstore.core.messages import CopyDone, CopyOrdered, CopyRefused, StartCopy, Urgency
 from tierstore.core.model import Tier
@@ -60,7 +61,7 @@ class Moving:
         want = entry.wants.get(tier)
         if want is None:
             want = Want(entry, tier, urgency)
-            entry.wants[tier] = want
+            entry.wants = entered(entry.wants, tier, want)
             shelf = self.books.shelves[tier]
             self.rooms.reconsider(shelf)
             shelf.enqueue(want)
@@ -170,7 +171,7 @@ class Moving:
     def _issue(self, copies: Sequence[Copy]) -> None:
         for copy in copies:
             entry = copy.want.entry
-            self.books.note(entry, f"copy {copy.source} -> {copy.target}", copy.target)
+            self.books.note(entry, sys.intern(f"copy {copy.source} -> {copy.target}"), copy.target)
             source = None if copy.source == PUT else entry.replicas[copy.source].place
             target = entry.replicas[copy.target].place
             self.books.out.append(
@@ -240,7 +241,7 @@ class Moving:
     def _met(self, want: Want, replica: Replica) -> None:
         """A want's replica has its bytes."""
         entry = want.entry
-        del entry.wants[want.tier]
+        entry.wants = without(entry.wants, want.tier)
         self.books.filled(replica)
         for shelf in self.books.shelves[: replica.tier]:
             if (faster := shelf.leaving.get(entry.uid)) is not None:
@@ -262,7 +263,7 @@ class Moving:
         entry = want.entry
         shelf = self.books.shelves[want.tier]
         if entry.wants.get(want.tier) is want:
-            del entry.wants[want.tier]
+            entry.wants = without(entry.wants, want.tier)
         shelf.dequeue(want)
         replica = entry.replicas.get(want.tier)
         if want.phase is Phase.RESERVED and replica is not None and replica.state is State.FILLING:
@@ -330,7 +331,7 @@ class Moving:
         if not entries:
             request.finish()
         for entry in entries:
-            entry.watchers[request.number] = request
+            entry.watchers = entered(entry.watchers, request.number, request)
         if len(entries) > self.stride:
             request.unseen = deque(entries)
             self._go_on(request)
@@ -383,7 +384,7 @@ class Moving:
 
     def _unwatch(self, entry: Entry, request: Request) -> None:
         """An entry need not tell a request what happens to it any more."""
-        entry.watchers.pop(request.number, None)
+        entry.watchers = without(entry.watchers, request.number)
         if request.keeps_bytes:
             self._ask_again(entry)
             if entry.life is Life.PARTING and not entry.is_kept:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from tierstore.core.entry import Entry, Life, Want
+from tierstore.core.entry import Entry, Life, Want, entered, without
 from tierstore.core.messages import Access, Grant, Granted, Settle, Urgency
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, LeaseError
@@ -224,7 +224,8 @@ class Lease(Request):
         return True
 
     def _take(self, replica: Replica) -> None:
-        replica.entry.holders[self.number] = f"lease {self.number} of {self.holder!r}"
+        entry = replica.entry
+        entry.holders = entered(entry.holders, self.number, f"lease {self.number} of {self.holder!r}")
         self.desk.hold(replica)
         self.held.append(replica)
 
@@ -239,7 +240,7 @@ class Lease(Request):
         """See `Request.undo`."""
         for replica in self.held:
             entry = replica.entry
-            del entry.holders[self.number]
+            entry.holders = without(entry.holders, self.number)
             if entry.writer == self.number:
                 entry.writer = None
             self.desk.unhold(replica)
@@ -424,7 +425,7 @@ class Put(Request):
         """Try the next lower tier if this one has no room; else the entry vanishes."""
         if isinstance(error, CapacityError) and self.tiers and self.entry.life is Life.COMING:
             self.pending = {self.entry.uid: self.entry}
-            self.entry.watchers[self.number] = self
+            self.entry.watchers = entered(self.entry.watchers, self.number, self)
             self._try_next()
             return
         self.desk.withdraw(self.entry, error)
