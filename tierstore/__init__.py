@@ -30,6 +30,8 @@ from tierstore.leases import Lease
 from tierstore.store import Store
 from tierstore.tensors import TensorSpec
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BackendError",
     "CapacityError",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from tierstore.core.quota import Shelf
 from tierstore.engine.engine import Engine
@@ -38,7 +37,7 @@ def collect(
         name: _with_medium(tier, backend)
         for name, tier, backend in zip(tier_names, tiers, engine.backends, strict=True)
     }
-    return StoreStats(MappingProxyType(by_name), MappingProxyType(traffic), stall_seconds)
+    return StoreStats(by_name, traffic, stall_seconds)
 
 
 def _tier_stats(shelf: Shelf) -> TierStats:

@@ -1,10 +1,13 @@
-"""What `Store.stats` returns: one frozen object, in bytes, counts and seconds."""
+"""What `Store.stats` returns: one frozen object, in bytes, counts and seconds.
+
+It can be copied and pickled, and is that moment's: nothing in it changes any more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
+from typing import Any
 
 from tierstore.wrappers import CodecStats
 
@@ -46,7 +49,7 @@ class TierStats:
     evictions: int
     refusals: int
     codec: CodecStats | None = None
-    io: Mapping[str, Counted] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    io: Mapping[str, Counted] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,13 @@ class StoreStats:
         """Over all directions."""
         return sum(traffic.nbytes for traffic in self.traffic.values())
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``dataclasses.asdict`` does, with ``"from->to"`` for directions: JSON can say that."""
+        traffic = {f"{source}->{target}": asdict(moved) for (source, target), moved in self.traffic.items()}
+        return asdict(self) | {"traffic": traffic}
+
 
 def io_of(backend: object) -> Mapping[str, Counted]:
     """Return what a backend counts: its ``io_stats``, a frozen dataclass, where it has that."""
     counted = getattr(backend, "io_stats", None)
-    return MappingProxyType({} if counted is None else asdict(counted))
+    return {} if counted is None else asdict(counted)

@@ -19,6 +19,14 @@ def test_every_block_of_a_page_does_what_the_page_says(
     assert left == []
 
 
+def test_each_block_of_the_readme_runs_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, block in enumerate(blocks.blocks(blocks.ROOT / "README.md")):
+        page = tmp_path / f"{number}.md"
+        page.write_text(f"```python\n{block.text}```\n", encoding="utf-8")
+        blocks.run(page)
+
+
 def test_the_pages_that_show_code_are_found() -> None:
     found = {str(page.relative_to(blocks.ROOT)) for page in blocks.pages()}
     assert {"README.md", "docs/tutorial/index.md", "docs/how-to/write-a-backend.md"} <= found

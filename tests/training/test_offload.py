@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
+import pickle
 import weakref
 from pathlib import Path
 
@@ -215,6 +217,10 @@ def test_step_times_are_told(tmp_path: Path) -> None:
     assert stats.tiers["host"] is stats.store.tiers["host"]
     assert stats.traffic is stats.store.traffic
     assert stats.stall_s == stats.store.stall_seconds
+    assert copy.deepcopy(stats) == pickle.loads(pickle.dumps(stats)) == stats
+    told = json.loads(json.dumps(stats.as_dict()))
+    assert told["optimizer_s"] == stats.optimizer_s
+    assert told["store"] == json.loads(json.dumps(stats.store.as_dict()))
 
 
 def test_a_model_of_odd_parameters_is_refused_by_name(tmp_path: Path) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
+import importlib.metadata
+import json
+import pickle
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -430,6 +435,21 @@ def test_stats_tell_bytes_hits_faults_and_directions(store: ts.Store) -> None:
     assert stats.traffic["device", "caller"].nbytes == 100
     with pytest.raises(AttributeError):
         stats.stall_seconds = 1.0  # type: ignore[misc]
+
+
+def test_stats_are_copied_pickled_and_given_to_json(store: ts.Store) -> None:
+    store.put("k", numbered(1), tier="disk")
+    store.get("k")
+    stats = store.stats()
+    assert copy.deepcopy(stats) == pickle.loads(pickle.dumps(stats)) == stats
+    assert dataclasses.asdict(stats)["traffic"]["caller", "disk"] == {"copies": 1, "nbytes": 100}
+    told = json.loads(json.dumps(stats.as_dict()))
+    assert told["traffic"]["caller->disk"] == {"copies": 1, "nbytes": 100}
+    assert told["tiers"]["disk"]["capacity_bytes"] == stats.tiers["disk"].capacity_bytes
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert ts.__version__ == importlib.metadata.version("tierstore")
 
 
 def test_a_story_tells_the_last_events_of_a_key(store: ts.Store) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -78,6 +78,10 @@ class RunStats:
     def traffic(self) -> Mapping[tuple[str, str], Traffic]:
         """The store's copies by (from, to); none if nothing is offloaded."""
         return {} if self.store is None else self.store.traffic
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``dataclasses.asdict`` does, in words that JSON has: see `StoreStats.as_dict`."""
+        return asdict(self) | {"store": None if self.store is None else self.store.as_dict()}
 
 
 class Offload:
