@@ -72,9 +72,13 @@ def print_peak(peak_bytes: int, budget_bytes: int) -> bool:
 
 
 def tier_rows(store: ts.Store) -> list[list[str]]:
-    """Lay out what the store counted since it was opened, a row a tier."""
+    """Lay out what the store counted since it was opened, a row a tier.
+
+    A device's quota is what the rest of the program leaves of its memory, so its peak may be from a time
+    when there was more.
+    """
     stats = store.stats()
-    rows = [["tier", "capacity", "peak", "bytes in", "bytes out", "hits", "faults"]]
+    rows = [["tier", "last quota", "peak", "bytes in", "bytes out", "hits", "faults"]]
     for name, tier in stats.tiers.items():
         bytes_in = sum(traffic.nbytes for (_, to), traffic in stats.traffic.items() if to == name)
         bytes_out = sum(traffic.nbytes for (source, _), traffic in stats.traffic.items() if source == name)

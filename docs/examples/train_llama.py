@@ -49,7 +49,7 @@ def train(
     An ordinary PyTorch loop: nothing in it knows whether the model is offloaded.
     """
     losses, step_s = [], []
-    with tqdm(job.batches, desc=f"  {title}", unit="step") as progress:
+    with tqdm(job.batches, desc=f"  {title}", unit="step", disable=None) as progress:
         for tokens, targets in progress:
             begun = time.perf_counter()
             logits = model(tokens.to(job.device))
