@@ -31,6 +31,7 @@ from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.checkpoint import Checkpoint, ordinary_access
 from tierstore.training.ending import Ending
 from tierstore.training.former import Resumed
+from tierstore.training.given import check_is_model, optimizers_of
 from tierstore.training.in_backward import Stepping
 from tierstore.training.opening import check_model, find_former, open_session
 from tierstore.training.selection import Selection, patterns, select
@@ -346,7 +347,8 @@ def offload(
             what is pinned.
     """
     settings, sections = _read(config)
-    optimizers = _as_tuple(optimizer)
+    check_is_model(model)
+    optimizers = optimizers_of(optimizer, model)
     selection = select(
         model,
         [*settings.ignored, *patterns("ignored", ignored)],
@@ -417,9 +419,3 @@ def _read(config: Config) -> tuple[OffloadConfig, Sections]:
     if any(section in config for section in SECTIONS):
         return OffloadConfig.from_document(config), sections_of(config)
     return OffloadConfig.from_mapping(config), Sections()
-
-
-def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    if optimizer is None:
-        return ()
-    return tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)

@@ -74,12 +74,6 @@ def check_model(
             raise UsageError(f"the buffer {name!r} is on the meta device and has no values.", key=name)
     require_sole_reference(model, ignored)
     for optimizer in optimizers:
-        given: object = optimizer
-        if not isinstance(given, torch.optim.Optimizer):
-            raise UsageError(
-                f"{type(given).__name__} is no torch.optim.Optimizer. Pass the optimizer that it works with: "
-                "what it does beside with parameters, gradients and state is served as it uses them."
-            )
         _refuse_other_runs(optimizer)
 
 
