@@ -10,11 +10,13 @@ from dataclasses import replace
 
 from tierstore.core.quota import Shelf
 from tierstore.engine.engine import Engine
+from tierstore.engine.signals import uninterrupted
 from tierstore.spi import Backend
 from tierstore.stats import StoreStats, TierStats, Traffic, io_of
 from tierstore.wrappers import Compressed
 
 
+@uninterrupted
 def collect(
     engine: Engine, tier_names: Sequence[str], got: Mapping[int, Traffic], stall_seconds: float
 ) -> StoreStats:

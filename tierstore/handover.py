@@ -14,6 +14,7 @@ import torch
 from tierstore.core.messages import Granted
 from tierstore.engine.engine import Engine
 from tierstore.engine.hands import Opening
+from tierstore.engine.signals import uninterrupted
 from tierstore.outputs import OutputPool
 from tierstore.spi import AddressableSlot, Completion
 from tierstore.stats import Traffic
@@ -22,6 +23,8 @@ from tierstore.tensors import TensorSpec, bytes_of, check_known, view_bytes
 
 class Handover:
     """Moves bytes between tensors and the slots of one engine.  From any thread; blocks while they move.
+
+    No signal's handler comes in the midst of it: it would find locks of media taken if it used the store.
 
     Args:
         engine: whose slots.
@@ -62,6 +65,7 @@ class Handover:
             tensor = copy.copy_(tensor)
         _wait(self._engine.backends[room.tier].write(room.slot, bytes_of(tensor)))
 
+    @uninterrupted
     def copy_out(self, granted: Granted, device: torch.device | str | None) -> torch.Tensor:
         """Return an independent copy of a replica on ``device``; None: where it was when it was put.
 
@@ -102,6 +106,7 @@ class Handover:
             former = self._got.get(tier, Traffic(0, 0))
             self._got[tier] = Traffic(former.copies + 1, former.nbytes + nbytes)
 
+    @uninterrupted
     def lend(self, granted: Sequence[Granted]) -> tuple[dict[str, torch.Tensor], Loan]:
         """Return the replicas as tensors by key, for the current stream, and the loan: end it.
 
@@ -157,7 +162,7 @@ class Loan:
         """Let the current stream use the slots as well: there are none."""
 
     def end(self) -> None:
-        """Let go of the slots.  If this is interrupted, the next call goes on with it."""
+        """Let go of the slots."""
         while self._held:
             self._held[-1].release()
             self._held.pop()
@@ -199,7 +204,7 @@ class StreamLoan(Loan):
                 slot.acquire()
 
     def end(self) -> None:
-        """Let go of the slots.  If this is interrupted, the next call goes on with it."""
+        """Let go of the slots."""
         stream = current_stream(self._device)
         assert stream is not None  # the device has streams
         with self._lock:

@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from tierstore.core.messages import Place
+from tierstore.engine.signals import let_wait, uninterrupted
 from tierstore.errors import KeyNotFound, UsageError
 
 
@@ -24,7 +25,7 @@ class Lease:
         tensors: by key.
         places: by key, where they are.
         use: lets the calling thread's current device stream use the bytes.
-        end: ends the lease, given whether bytes were written; does nothing if it had come to its end.
+        end: ends the lease, given whether bytes were written; called once.
         split: makes replicas keys of their own; returns whether it did.
     """
 
@@ -59,6 +60,7 @@ class Lease:
             raise UsageError(f"lease.tensor needs a lease on one key, not on {len(self._tensors)}.")
         return self[next(iter(self._tensors), "")]
 
+    @uninterrupted
     def use(self) -> None:
         """Let the calling thread's current device stream use the bytes as well.  Never blocks the host.
 
@@ -73,22 +75,18 @@ class Lease:
             raise UsageError("the lease was released; no stream can use its bytes any more.")
         self._use()
 
+    @uninterrupted
     def release(self, *, written: bool = True) -> None:
-        """End the lease.  A second call does nothing, but for one that was interrupted: then it ends it.
+        """End the lease.  A second call does nothing.
 
         Args:
             written: for a write lease, whether the bytes were changed; if not, the other replicas
                 stay valid.
         """
-        if not self._is_held:
-            return
-        self._tensors = {}
-        try:
-            self._end(written)
-        except Exception:
+        if self._is_held:
             self._is_held = False
-            raise
-        self._is_held = False
+            self._tensors = {}
+            self._end(written)
 
     def split(self, names: Mapping[str, str]) -> bool:
         """Make the leased replicas keys of their own, with the same bytes.  For write leases; moves no bytes.
@@ -112,18 +110,17 @@ class Lease:
             self[key]
         return self._split({self._places[key]: name for key, name in check_names(names).items()})
 
+    @let_wait
     def __enter__(self) -> Self:
         """Return the lease itself."""
         return self
 
+    @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release it, even if that is interrupted."""
-        try:
-            self.release()
-        finally:
-            self.release()
+        """Release it."""
+        self.release()
 
 
 def check_key(key: object) -> str:

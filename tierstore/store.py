@@ -27,7 +27,9 @@ from tierstore.core.model import Plan, Tier
 from tierstore.engine.collecting import no_collections
 from tierstore.engine.engine import Engine, close_all
 from tierstore.engine.hands import Opening
+from tierstore.engine.holds import Hold
 from tierstore.engine.registry import open_backend
+from tierstore.engine.signals import uninterrupted
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.handover import Handover
@@ -174,13 +176,15 @@ class Store:
             BackendError: reading failed; ``IntegrityError`` if the bytes came back different.
         """
         number = self._engine.number()
-        done = m.ReadDone(number)
-        (granted,) = self._engine.obtain(m.ReadRequested(number, check_key(key)), number, (key,), done)
+        hold = Hold(self._engine, m.ReadDone(number))
         try:
-            return self._handover.copy_out(granted, device)
-        finally:
-            self._engine.told.append(done)
-            self._engine.take_in()
+            (granted,) = hold.obtain(m.ReadRequested(number, check_key(key)), number, (key,))
+            copy = self._handover.copy_out(granted, device)
+            hold.end()
+        except BaseException:
+            hold.end()
+            raise
+        return copy
 
     def lease(self, *keys: str, tier: str = FASTEST, write: bool = False) -> Lease:
         """Bring ``keys`` to ``tier`` and keep them there while the lease is held.
@@ -217,30 +221,22 @@ class Store:
             number, tuple(map(check_key, keys)), index, access, threading.current_thread().name
         )
         released = m.LeaseReleased(number, written=False)
-        granted = self._engine.obtain(event, number, keys, released, self._count_stall)
+        hold = Hold(self._engine, released)
         try:
-            return self._lend(granted, released)
+            return self._lend(hold.obtain(event, number, keys, self._count_stall), released, hold)
         except BaseException:
-            self._engine.told.append(released)
-            self._engine.take_in()
+            hold.end()
             raise
 
-    def _lend(self, granted: Sequence[m.Granted], released: m.LeaseReleased) -> Lease:
+    def _lend(self, granted: Sequence[m.Granted], released: m.LeaseReleased, hold: Hold) -> Lease:
         tensors, loan = self._handover.lend(granted)
-        is_told = False
 
         def end(written: bool) -> None:
-            nonlocal is_told
-            if is_told:
-                return
             released.written = written
-            tell = self._engine.told.append
             try:
                 loan.end()
             finally:
-                is_told = True
-                tell(released)
-                self._engine.take_in()
+                hold.end_whole()
 
         places = {each.key: each.place for each in granted}
         return Lease(tensors, places, loan.use, end, functools.partial(self._split, released.request))
@@ -250,6 +246,7 @@ class Store:
         event = m.SplitRequested(number, lease, names)
         return not names or bool(self._engine.request(event, number, tuple(names.values())).result())
 
+    @uninterrupted
     def _count_stall(self, seconds: float) -> None:
         with self._lock:
             self._stall_seconds += seconds

@@ -16,8 +16,7 @@ import torch
 
 from tierstore.core import messages as m
 from tierstore.engine.batches import SMALL_BYTES
-from tierstore.engine.progress import Progress
-from tierstore.errors import BackendError, CapacityError, IntegrityError, StoreClosed
+from tierstore.errors import BackendError, CapacityError, IntegrityError
 from tierstore.spi import (
     AddressableSlot,
     AdoptingBackend,
@@ -43,8 +42,7 @@ class Carrier:
     Args:
         backends: one for each tier, fastest first.
         names: the tiers' names, for messages.
-        tell: queues events for whoever takes them in next: the caller of `start` and the like does.  A
-            function of C, which no interrupt can part from what is done right before it.
+        tell: queues events for whoever takes them in next: the caller of `start` and the like does.
         report: takes events in, from a backend's thread.
     """
 
@@ -62,8 +60,6 @@ class Carrier:
         # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
         # its FreeSlot, which the ledger never has under way at the same time.
         self._slots: dict[m.Place, Slot] = {}
-        # What an operation may still touch of which nobody knows whether it began: never used again.
-        self._doubtful: set[m.Place] = set()
 
     def slot(self, place: m.Place) -> Slot:
         """Return the slot of a replica that is kept READY."""
@@ -83,19 +79,15 @@ class Carrier:
         """Forget every slot: nothing moves any more."""
         self._slots.clear()
 
-    def reserve(
-        self, command: m.StartCopy, progress: Progress, given: torch.Tensor | None = None
-    ) -> Slot | None:
+    def reserve(self, command: m.StartCopy, given: torch.Tensor | None = None) -> Slot | None:
         """Take room for a copy; if there is none, tell why and return ``None``.
 
         Args:
             command: the copy.
-            progress: of carrying it out.
             given: memory that is to be the room, with the bytes in it.
         """
         place = command.target
         backend = self._backends[place.tier]
-        progress.has_begun = True
         try:
             if given is None:
                 slot = backend.reserve(command.nbytes)
@@ -105,7 +97,7 @@ class Carrier:
             # Kept by the books: its traceback would keep every frame that led here, and what they refer to.
             self.tell([m.CopyRefused(command.copy, error.with_traceback(None))])
             return None
-        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+        except BaseException as error:  # noqa: BLE001 - a foreign backend may raise anything
             self.tell([m.CopyDone(command.copy, self._explain(error, command))])
             return None
         self._slots[place] = slot
@@ -113,39 +105,36 @@ class Carrier:
             self._shrinking[place.tier] = hasattr(slot, "held_bytes")
         return slot
 
-    def start(self, command: m.StartCopy, progress: Progress) -> None:
+    def start(self, command: m.StartCopy) -> None:
         """Begin a copy between two tiers."""
         assert command.source is not None  # those of callers are the engine's
-        slot = self.reserve(command, progress)
+        slot = self.reserve(command)
         if slot is None:
             return
         try:
             completion = self._move(
                 command.source.tier, self._slots[command.source], command.target.tier, slot
             )
-        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+        except BaseException as error:  # noqa: BLE001 - a foreign backend may raise anything
             self.tell([m.CopyDone(command.copy, self._explain(error, command))])
             return
-        self._follow(command, completion, progress)
+        self._follow(command, completion)
 
-    def _follow(self, command: m.StartCopy, completion: Completion, progress: Progress) -> None:
+    def _follow(self, command: m.StartCopy, completion: Completion) -> None:
         if completion.is_done:
-            outcomes = [self._outcome(command, completion.error)]
-            progress.has_ended = True
-            self.tell(outcomes)
+            self.tell([self._outcome(command, completion.error)])
             return
         if completion.is_stream_ordered:
             # Told first: the end of the copy, in another thread, must not overtake it.
             self.tell([m.CopyOrdered(command.copy)])
         completion.add_done_callback(lambda error: self._report([self._outcome(command, error)]))
-        progress.has_ended = True
 
     def _outcome(self, command: m.StartCopy, error: BaseException | None) -> m.CopyDone:
         """Return the event that a copy between two tiers ended with."""
         if error is None:
             try:
                 return m.CopyDone(command.copy, charge_bytes=self.charge_bytes(command.target))
-            except Exception as failure:  # noqa: BLE001 - a foreign slot may raise anything
+            except BaseException as failure:  # noqa: BLE001 - a foreign slot may raise anything
                 error = failure
         return m.CopyDone(command.copy, self._explain(error, command))
 
@@ -158,23 +147,20 @@ class Carrier:
             return target in self._batching
         return self._media[target] is Medium.HOST and source in self._batching
 
-    def start_batch(self, batch: Sequence[m.StartCopy], progress: Progress) -> None:
+    def start_batch(self, batch: Sequence[m.StartCopy]) -> None:
         """Begin small copies of one direction, all in one call."""
-        begun = [command for command in batch if self.reserve(command, progress) is not None]
+        begun = [command for command in batch if self.reserve(command) is not None]
         if not begun:
             return
         try:
             completion = self._move_many(begun)
-        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+        except BaseException as error:  # noqa: BLE001 - a foreign backend may raise anything
             self.tell(self._outcomes(begun, error))
             return
         if completion.is_done:
-            outcomes = self._outcomes(begun, completion.error)
-            progress.has_ended = True
-            self.tell(outcomes)
+            self.tell(self._outcomes(begun, completion.error))
             return
         completion.add_done_callback(lambda error: self._report(self._outcomes(begun, error)))
-        progress.has_ended = True
 
     def _move_many(self, copies: Sequence[m.StartCopy]) -> Completion:
         """Begin copies of one direction, between host memory and a medium that takes many at a time."""
@@ -227,7 +213,7 @@ class Carrier:
                 return
             try:
                 second = self._backends[target].write(target_slot, buffer)
-            except Exception as failure:  # noqa: BLE001 - a foreign backend may raise anything
+            except BaseException as failure:  # noqa: BLE001 - a foreign backend may raise anything
                 both.complete(failure)
                 return
             second.add_done_callback(both.complete)
@@ -235,36 +221,24 @@ class Carrier:
         self._backends[source].read(source_slot, buffer).add_done_callback(begin_second)
         return both
 
-    def free(self, place: m.Place, progress: Progress) -> None:
+    def free(self, place: m.Place) -> None:
         """Give a replica's bytes back."""
-        if place in self._doubtful:
-            name = self._names[place.tier]
-            outcomes = [m.Freed(place, BackendError(f"an interrupted copy may still use it in {name!r}."))]
-            progress.has_ended = True
-            self.tell(outcomes)
-            return
         slot = self._slots.get(place)
         if slot is None:  # the medium had refused it: there is nothing to give back
-            outcomes = [m.Freed(place)]
-            progress.has_ended = True
-            self.tell(outcomes)
+            self.tell([m.Freed(place)])
             return
-        progress.has_begun = True
         del self._slots[place]
         try:
             completion = self._backends[place.tier].free(slot)
-        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
+        except BaseException as error:  # noqa: BLE001 - a foreign backend may raise anything
             self.tell([m.Freed(place, error)])
             return
         if completion.is_done:
-            outcomes = [m.Freed(place, completion.error)]
-            progress.has_ended = True
-            self.tell(outcomes)
+            self.tell([m.Freed(place, completion.error)])
             return
         completion.add_done_callback(lambda error: self._report([m.Freed(place, error)]))
-        progress.has_ended = True
 
-    def commit(self, command: m.Commit, note_of: Callable[[object], str], progress: Progress) -> None:
+    def commit(self, command: m.Commit, note_of: Callable[[object], str]) -> None:
         """Make replicas what survives a power loss."""
         name = self._names[command.tier]
 
@@ -276,20 +250,14 @@ class Carrier:
             records = [
                 Record(key, note_of(spec), self._slots[place]) for key, place, spec in command.replicas
             ]
-            progress.has_begun = True
             completion = cast("DurableBackend", self._backends[command.tier]).commit(records, command.gone)
-        except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-            outcomes = [outcome(error)]
-            progress.has_ended = True
-            self.tell(outcomes)
+        except BaseException as error:  # noqa: BLE001 - a foreign backend may raise anything
+            self.tell([outcome(error)])
             return
         if completion.is_done:
-            outcomes = [outcome(completion.error)]
-            progress.has_ended = True
-            self.tell(outcomes)
+            self.tell([outcome(completion.error)])
             return
         completion.add_done_callback(lambda error: self._report([outcome(error)]))
-        progress.has_ended = True
 
     def resize(self, tier: int, capacity_bytes: int) -> None:
         """Tell a medium how much it is to hold at most.
@@ -299,7 +267,7 @@ class Carrier:
         """
         try:
             self._backends[tier].resize(capacity_bytes)
-        except Exception as error:
+        except BaseException as error:
             name = self._names[tier]
             raise BackendError(
                 f"the medium of {name!r} did not take a capacity of {capacity_bytes} B: {error}. Its quota "
@@ -308,25 +276,6 @@ class Carrier:
                 tier=name,
                 needed_bytes=capacity_bytes,
             ) from error
-
-    def give_up(self, work: m.Command | list[m.StartCopy], interrupt: BaseException) -> list[m.Event]:
-        """Say what work comes to that was interrupted after it had begun.
-
-        Raises:
-            StoreClosed: it is a commit.
-        """
-        kind = type(interrupt).__name__
-        error = BackendError(f"{kind} came in the middle of it, and it may go on.", transient=True)
-        if isinstance(work, m.FreeSlot):
-            return [m.Freed(work.place, error)]
-        if isinstance(work, m.Commit):
-            raise StoreClosed(f"{kind} came while a commit was being begun.")
-        copies = work if isinstance(work, list) else [cast("m.StartCopy", work)]
-        for copy in copies:
-            self._doubtful.add(copy.target)
-            if copy.source is not None and copy.target in self._slots:  # else it has not come to the move
-                self._doubtful.add(copy.source)
-        return [m.CopyDone(copy.copy, self._explain(error, copy)) for copy in copies]
 
     def _explain(self, error: BaseException | None, command: m.StartCopy) -> BaseException | None:
         """Name the key and the tiers in a backend's error, which knows neither."""

@@ -1,15 +1,13 @@
 """The engine as the store sees it: requests, waits for what they come to, and the end.
 
 Requests and outcomes go through `Turns`, which has the books and the one lock; what the books command is
-carried out by `CommandHands`.  Here is who waits for what, and who gives back what was granted to a call that
-was interrupted, so that nothing is held for nobody.
+carried out by `CommandHands`.  Here is who waits for what, and how a put fills its room.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from operator import attrgetter
@@ -21,6 +19,8 @@ from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
 from tierstore.engine.carrier import Carrier
 from tierstore.engine.hands import CommandHands, Opening, orphaned
+from tierstore.engine.holds import when_granted
+from tierstore.engine.signals import uninterrupted
 from tierstore.engine.transfer import Transfer
 from tierstore.engine.turns import Turns
 from tierstore.errors import StoreClosed, TierStoreError
@@ -31,19 +31,6 @@ T = TypeVar("T")
 _RECORD_FIELDS = attrgetter("name", "note", "slot")
 
 log = logging.getLogger("tierstore")
-
-
-def _when_granted(transfer: Transfer[T], act: Callable[[T], None]) -> None:
-    """Call ``act`` with what a transfer comes to, now or later, if it comes to anything."""
-
-    def see() -> None:
-        try:
-            granted = transfer.result()
-        except Exception:  # noqa: BLE001 - nothing was granted, and whoever resolves it cares for nobody's wait
-            return
-        act(granted)
-
-    transfer.add_done_callback(see)
 
 
 class Engine:
@@ -121,64 +108,25 @@ class Engine:
             UsageError: the call is wrong; nothing was changed.
             StoreClosed: too late.
         """
-        return self._ask(event, number, Transfer(keys, tier))
+        transfer: Transfer[Sequence[m.Granted]] = Transfer(keys, tier)
+        self.ask(event, number, transfer)
+        return transfer
 
-    def _ask(
-        self, event: m.Event, number: int, transfer: Transfer[Sequence[m.Granted]]
-    ) -> Transfer[Sequence[m.Granted]]:
+    def ask(self, event: m.Event, number: int, transfer: Transfer[Sequence[m.Granted]]) -> None:
+        """Put a request to the ledger; what it comes to will be in ``transfer``.
+
+        Raises:
+            UsageError: the call is wrong; nothing was changed.
+            StoreClosed: too late.
+        """
         self._hands.waiting[number] = transfer
         try:
             self.turn(event)
         except TierStoreError:
             self._hands.waiting.pop(number, None)
             raise
-        return transfer
 
-    def obtain(
-        self,
-        event: m.Event,
-        number: int,
-        keys: tuple[str, ...],
-        end: m.ReadDone | m.LeaseReleased,
-        waited: Callable[[float], None] | None = None,
-    ) -> Sequence[m.Granted]:
-        """Put a request to the ledger that grants replicas; return them.  Blocks.
-
-        A wait is interrupted by ``KeyboardInterrupt`` and the like: nobody is left then to whom anything
-        could be granted, and what is, now or later, is given back.
-
-        Args:
-            event: the request.
-            number: its number.
-            keys: those that it is about.
-            end: what gives back what it grants.
-            waited: told for how many seconds the call had to wait, if it had to.
-
-        Raises:
-            UsageError: the call is wrong; nothing was changed.
-            TierStoreError: the request failed.
-        """
-        transfer: Transfer[Sequence[m.Granted]] = Transfer(keys)
-        waiting = self._hands.waiting
-        try:
-            waiting[number] = transfer
-            self.turn(event)
-            if waited is None or transfer.done():
-                return transfer.result()
-            begin = time.perf_counter()
-            try:
-                return transfer.result()
-            finally:
-                waited(time.perf_counter() - begin)
-        except TierStoreError:
-            waiting.pop(number, None)  # it was refused, or has failed
-            raise
-        except BaseException:
-            _when_granted(transfer, lambda _: self.tell(end))
-            raise
-        finally:
-            del transfer  # a failed one keeps its error, whose traceback refers to this frame
-
+    @uninterrupted
     def put(
         self,
         event: m.PutRequested,
@@ -186,6 +134,8 @@ class Engine:
         given: torch.Tensor | None = None,
     ) -> None:
         """Make room for a key and let ``fill`` bring its bytes, in this thread.  Blocks.
+
+        No signal's handler comes before its end: a flush in one would wait for this.
 
         Args:
             event: what is put, and where.
@@ -199,16 +149,15 @@ class Engine:
         if given is not None:
             self._hands.given[number] = given
         try:
-            self._ask(event, number, settled)
+            self.ask(event, number, settled)
             room = opening.result()
         except BaseException:
             if not opening.resolve(error=orphaned(key)):  # it may have been granted, and nobody will fill it
-                _when_granted(opening, lambda room: self.tell(room.end))
+                when_granted(opening, lambda room: self.tell(room.end))
             raise
         finally:
             del self._hands.openings[number]
-            if given is not None:  # without a call, as the line above: no interrupt comes between them
-                del self._hands.given[number]
+            self._hands.given.pop(number, None)
         try:
             fill(room)
             room.end.charge_bytes = self._carrier.charge_bytes(room.place)
@@ -217,8 +166,7 @@ class Engine:
             room.end.error = failure
             raise
         finally:
-            self.told.append(room.end)
-            self.take_in()
+            self.tell(room.end)
         settled.result()
 
     def slot(self, granted: m.Granted) -> Slot:

@@ -14,7 +14,7 @@ import torch
 from tierstore.core import messages as m
 from tierstore.engine.batches import batches
 from tierstore.engine.carrier import Carrier
-from tierstore.engine.progress import Progress
+from tierstore.engine.signals import uninterrupted
 from tierstore.engine.transfer import Transfer
 from tierstore.engine.turns import Work
 from tierstore.errors import BackendError
@@ -77,37 +77,27 @@ class CommandHands:
                 small.append(command)
             else:
                 work.append(command)
-        if small:
-            work.extend(batches(small))
-        return work[::-1]
+        return [*work, *batches(small)] if small else work
 
-    def carry_out(self, work: Work, progress: Progress) -> None:
+    def carry_out(self, work: Work) -> None:
         """See `Hands.carry_out`."""
         if isinstance(work, m.Grant):
             self._answer(work.request, work.replicas, None)
         elif isinstance(work, m.Settle):
             self._settle(work)
         elif isinstance(work, list):
-            self.carrier.start_batch(work, progress)
+            self.carrier.start_batch(work)
         elif isinstance(work, m.StartCopy):
             if work.source is None:
-                self._open_room(work, progress)
+                self._open_room(work)
             else:
-                self.carrier.start(work, progress)
+                self.carrier.start(work)
         elif isinstance(work, m.FreeSlot):
-            self.carrier.free(work.place, progress)
+            self.carrier.free(work.place)
         elif isinstance(work, m.Commit):
-            self.carrier.commit(work, self._note_of, progress)
+            self.carrier.commit(work, self._note_of)
         else:
             self._shrink(work)
-
-    def give_up(self, work: Work, interrupt: BaseException) -> list[m.Event]:
-        """See `Hands.give_up`."""
-        if isinstance(work, m.StartCopy) and work.source is None:
-            opening = self.openings.get(work.request)
-            if opening is not None and opening.done():
-                return []  # the room is the putter's, who will tell
-        return self.carrier.give_up(work, interrupt)
 
     def fail_all(self, error: BaseException) -> None:
         """See `Hands.fail_all`."""
@@ -116,6 +106,7 @@ class CommandHands:
         for opening in list(self.openings.values()):
             opening.resolve(error=error)
 
+    @uninterrupted
     def tell_quota(self, tier: int, capacity_bytes: int) -> None:
         """Tell a medium how much it is to hold at most, unless it knows.
 
@@ -148,9 +139,9 @@ class CommandHands:
         if opening is not None and command.error is not None:
             opening.resolve(error=command.error)
 
-    def _open_room(self, command: m.StartCopy, progress: Progress) -> None:
+    def _open_room(self, command: m.StartCopy) -> None:
         """Let the caller of ``put`` fill the room that it waits for."""
-        slot = self.carrier.reserve(command, progress, self.given.get(command.request))
+        slot = self.carrier.reserve(command, self.given.get(command.request))
         if slot is None:
             return
         opening = self.openings.get(command.request)

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
+from tierstore.engine.signals import uninterrupted
+
 T = TypeVar("T")
 _log = logging.getLogger("tierstore")
 
@@ -22,16 +24,15 @@ class Transfer(Generic[T]):
         tier: where they move to; None: nowhere in particular.
     """
 
-    __slots__ = ("_callbacks", "_error", "_is_calling", "_is_done", "_value", "keys", "tier")
+    __slots__ = ("_callbacks", "_error", "_is_done", "_value", "keys", "tier")
 
     def __init__(self, keys: tuple[str, ...] = (), tier: str | None = None) -> None:
         self.keys = keys
         self.tier = tier
-        self._is_done = False  # guarded by _lock, as are the next four
+        self._is_done = False  # guarded by _lock, as are the next three
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] | None = None
-        self._is_calling = False
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
@@ -56,6 +57,7 @@ class Transfer(Generic[T]):
                 del self  # the error's traceback refers to this frame: no cycle
         return self._value  # type: ignore[return-value]
 
+    @uninterrupted
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` when it has ended: in the resolving thread, or now."""
         with _lock:
@@ -67,39 +69,23 @@ class Transfer(Generic[T]):
         callback()
 
     def resolve(self, value: T | None = None, error: BaseException | None = None) -> bool:
-        """End it, and return True; or return False if it has ended.  For the engine.
+        """End it, and return True; or return False if it has ended.  For the engine, in a turn.
 
-        A callback that raises is logged: it must cost neither those after it nor the engine's turn.  If one
-        is interrupted, the next call, from any thread, goes on with it: it may so be called twice.
+        A callback that raises is logged: it must cost neither those after it nor the engine's turn.
         """
         with _lock:
-            is_first = not self._is_done
-            if is_first:
-                self._value = value
-                self._error = error
-                self._is_done = True
-            callbacks = self._callbacks
-        if callbacks:
-            self._call_back()
-        return is_first
-
-    def _call_back(self) -> None:
-        """Call what nobody has called, unless somebody is about it."""
-        is_caller = False
-        try:
-            with _lock:
-                if not self._is_calling:
-                    self._is_calling = is_caller = True
-            callbacks = self._callbacks
-            while is_caller and callbacks:
-                try:
-                    callbacks[0]()
-                except Exception:  # noqa: BLE001 - logged
-                    _log.exception("a transfer's callback failed")
-                del callbacks[0]  # only now: it stays until it has run
-        finally:
-            if is_caller:
-                self._is_calling = False
+            if self._is_done:
+                return False
+            self._value = value
+            self._error = error
+            self._is_done = True
+            callbacks, self._callbacks = self._callbacks, None
+        for callback in callbacks or ():
+            try:
+                callback()
+            except BaseException:  # noqa: BLE001 - logged
+                _log.exception("a transfer's callback failed")
+        return True
 
     def __await__(self) -> Generator[object, None, T]:
         """Wait without blocking the event loop."""

@@ -174,6 +174,9 @@ def _run(program: Program, open_run: Open | None) -> Trial:
     names = {**_VOCABULARY}
     # New code each time: what PyTorch compiles of a function looks for names where it was first called.
     exec(compile(program.text, "<program>", "exec"), names)
+    if "torch.compile(" in program.text:
+        # What it has compiled for a module without hooks it takes for another one that has some.
+        torch._dynamo.reset()
     t = Trial()
     _seed(0)
     with _quietly(), _nothing_left(t):
