@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tierstore.core.quota import Shelf
 from tierstore.engine.engine import Engine
-from tierstore.engine.signals import uninterrupted
+from tierstore.signals import uninterrupted
 from tierstore.spi import Backend
 from tierstore.stats import StoreStats, TierStats, Traffic, io_of
 from tierstore.wrappers import Compressed

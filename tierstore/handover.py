@@ -14,8 +14,8 @@ import torch
 from tierstore.core.messages import Granted
 from tierstore.engine.engine import Engine
 from tierstore.engine.hands import Opening
-from tierstore.engine.signals import uninterrupted
 from tierstore.outputs import OutputPool
+from tierstore.signals import uninterrupted
 from tierstore.spi import AddressableSlot, Completion
 from tierstore.stats import Traffic
 from tierstore.tensors import TensorSpec, bytes_of, check_known, view_bytes

@@ -12,8 +12,8 @@ from typing import Self
 import torch
 
 from tierstore.core.messages import Place
-from tierstore.engine.signals import let_wait, uninterrupted
 from tierstore.errors import KeyNotFound, UsageError
+from tierstore.signals import let_wait, uninterrupted
 
 
 class Lease:

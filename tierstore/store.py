@@ -29,11 +29,11 @@ from tierstore.engine.engine import Engine, close_all
 from tierstore.engine.hands import Opening
 from tierstore.engine.holds import Hold
 from tierstore.engine.registry import open_backend
-from tierstore.engine.signals import uninterrupted
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.handover import Handover
 from tierstore.leases import Lease, check_key, check_names
+from tierstore.signals import uninterrupted
 from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium, device_storage_listeners
 from tierstore.stats import StoreStats
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text

@@ -35,7 +35,7 @@ from tests.fault.test_interrupts import (
     put,
 )
 from tests.stores import numbered
-from tierstore.engine import signals
+from tierstore import signals
 
 Handler = Callable[[int, FrameType | None], object]
 NUMBER = signal.SIGUSR1

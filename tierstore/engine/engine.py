@@ -20,10 +20,10 @@ from tierstore.core.ledger import Ledger
 from tierstore.engine.carrier import Carrier
 from tierstore.engine.hands import CommandHands, Opening, orphaned
 from tierstore.engine.holds import when_granted
-from tierstore.engine.signals import uninterrupted
 from tierstore.engine.transfer import Transfer
 from tierstore.engine.turns import Turns
 from tierstore.errors import StoreClosed, TierStoreError
+from tierstore.signals import uninterrupted
 from tierstore.spi import AddressableSlot, Backend, Medium, Record, Slot, held_bytes
 
 T = TypeVar("T")

@@ -14,10 +14,10 @@ import torch
 from tierstore.core import messages as m
 from tierstore.engine.batches import batches
 from tierstore.engine.carrier import Carrier
-from tierstore.engine.signals import uninterrupted
 from tierstore.engine.transfer import Transfer
 from tierstore.engine.turns import Work
 from tierstore.errors import BackendError
+from tierstore.signals import uninterrupted
 from tierstore.spi import Slot
 
 log = logging.getLogger("tierstore")

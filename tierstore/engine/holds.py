@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from tierstore.core import messages as m
-from tierstore.engine.signals import uninterrupted
 from tierstore.engine.transfer import Transfer
+from tierstore.signals import uninterrupted
 
 T = TypeVar("T")
 

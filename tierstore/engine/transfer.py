@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
-from tierstore.engine.signals import uninterrupted
+from tierstore.signals import uninterrupted
 
 T = TypeVar("T")
 _log = logging.getLogger("tierstore")

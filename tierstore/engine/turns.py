@@ -4,7 +4,7 @@ A request comes with its turn.  An *outcome* is told into a queue first, and tak
 other.  The one lock is held while the books change and never else: no I/O, no device call, no callback.
 
 1. Nothing comes in the midst of a turn: signals' handlers, and functions of Python that trace or profile,
-   wait until it has ended (`tierstore.engine.signals`).  So ``KeyboardInterrupt`` leaves nothing behind.
+   wait until it has ended (`tierstore.signals`).  So ``KeyboardInterrupt`` leaves nothing behind.
 2. An exception that nobody foresaw, from the books or while a command is carried out, is a bug and stops the
    store: everybody who waits, and every later request, is told so by `StoreClosed`.  What the last flush
    made durable is found when it is opened again.  What ``PyThreadState_SetAsyncExc`` puts into a turn counts
@@ -20,8 +20,8 @@ from typing import Protocol, TypeVar
 
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
-from tierstore.engine.signals import uninterrupted
 from tierstore.errors import InvariantError, StoreClosed, TierStoreError
+from tierstore.signals import uninterrupted
 
 T = TypeVar("T")
 Work = m.Command | list[m.StartCopy]
