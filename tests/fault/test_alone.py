@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from multiprocessing import spawn
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import tierstore as ts
 from tests.files_disk import open_files
 from tierstore import alone
 from tierstore.alone import fault_alone
-from tierstore.cli import main, measure
+from tierstore.cli import doctor, main, measure
 from tierstore.errors import BackendError
 from tierstore_backends.files.gpu import gpu_fault
 
@@ -225,3 +226,15 @@ def test_doctor_lives_says_why_and_leaves_nothing(
     assert "killed by SIGILL" in capsys.readouterr().out
     assert list(place.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_backend_of_others_that_kills_is_missing_and_doctor_lives(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_FILE_BYTES", 12 << 20)
+    package("of_others", _KILL.format("SIGBUS"))
+    theirs = EntryPoint("of-others", "of_others:open_backend", "tierstore.backends")
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [theirs])
+    report = doctor.examine(tmp_path)
+    assert "killed by SIGBUS" in str(report.backends["of-others"])
+    assert any("backend 'of-others' cannot be loaded" in line for line in report.missing)
