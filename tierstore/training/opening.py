@@ -61,6 +61,8 @@ def check_model(
     Raises:
         UsageError: it names what, and says why.
     """
+    for name, module in model.named_modules():
+        replicas.refuse(module, f"the module {name!r}" if name else "the model")
     for name, parameter in model.named_parameters():
         if parameter in ignored:
             reason = _NO_VALUES if parameter.is_meta and not has_weights else None
@@ -90,6 +92,10 @@ def _refuse_other_runs(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+_IN_PARTS = (
+    "it is a DTensor, whose parts are on several processes (fully_shard, parallelize_module). Offload the "
+    "model without that; to train in several processes wrap it in DistributedDataParallel"
+)
 _NO_VALUES = "it is on the meta device and has no values; pass weights=..."
 
 
@@ -110,6 +116,7 @@ def _why_not(parameter: nn.Parameter, *, has_weights: bool) -> str | None:
     reasons = {
         "it is offloaded already; close that run first": guard.tenant_of(parameter) is not None,
         "it has no shape yet; run the model once before": is_lazy,
+        _IN_PARTS: type(parameter).__name__ == "DTensor",  # by name: importing it takes a second
         f"it is a {type(parameter).__name__}, a wrapper without plain bytes": is_wrapper,
         _NO_VALUES: parameter.is_meta and not has_weights,
         f"it is sparse ({parameter.layout})": parameter.layout is not torch.strided,
