@@ -45,6 +45,7 @@ class TierConfig:
         options: for the backend's factory, which checks them.
         codec: ``"lz4"``: bytes that repeat are compressed, and take less of the capacity; only for
             backends behind I/O, such as ``"files"``.  ``None`` or ``"none"``: they are not.
+        setting: for a program whose users know of no tiers and keys: what messages tell them to raise.
 
     Raises:
         ConfigError: lists every fault.
@@ -57,6 +58,7 @@ class TierConfig:
     low: float | None = None
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
     codec: str | None = None
+    setting: str | None = None
 
     def __post_init__(self) -> None:
         faults = Faults(f"TierConfig {self.name!r}")
@@ -68,6 +70,7 @@ class TierConfig:
             "low": checks.optional(checks.ratio),
             "options": checks.options,
             "codec": checks.codec,
+            "setting": checks.optional(checks.name),
         }
         kept = faults.checked(vars(self), table)
         high, low = kept.get("high"), kept.get("low")

@@ -37,7 +37,7 @@ from tierstore.training.opening import check_model, find_former, open_session
 from tierstore.training.selection import Selection, patterns, select
 from tierstore.training.session import Session
 from tierstore.training.suspension import Suspension
-from tierstore.training.tiers import HOST
+from tierstore.training.tiers import HOST, named_by_settings
 from tierstore.training.weights import Weights
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -391,7 +391,7 @@ def _open(
         has_weights=source is not None or settings.durable,
         ignored=selection.ignored,
     )
-    store = Store(settings.store_config())
+    store = Store(named_by_settings(settings.store_config()))
     try:
         former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
         has_weights = source is not None or former is not None
