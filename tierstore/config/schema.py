@@ -195,7 +195,8 @@ class OffloadConfig:
         auto_offload: whether those four only say where bytes start out, and the quotas and the
             plan decide from then on; with ``False`` they are obeyed after every use.
         offload_cpu_size: quota of host memory; ``None``: what is available.
-        offload_disk_size: quota of disk; 0: no disk; ``None``: what is free.
+        offload_disk_size: quota of disk; 0: no disk; ``None``: what is free.  More than that is logged as a
+            warning.
         offload_path: the directory for files; or a list of directories, each on a drive of its own, over
             which files are spread by bandwidth.
         host_mem_block_size: the host pool grows by blocks of this size.
@@ -376,6 +377,10 @@ class OffloadConfig:
             # What a durable directory keeps is charged to the tier as soon as it is opened.
             kept_bytes = machine.held_disk_bytes(*paths) if self.durable else 0
             capacity = machine.free_disk_bytes(*paths) + kept_bytes
+            if not capacity:
+                machine.say_if_full(*paths)
+        else:
+            machine.say_if_disks_are_smaller(parse_bytes(capacity), *paths)
         if capacity == 0:
             return []
         options: dict[str, object] = {
