@@ -35,6 +35,7 @@ from tierstore.training.optimizer_needs import (
 from tierstore.training.selection import Selection, require_one_place
 from tierstore.training.session import Session
 from tierstore.training.tiers import HOST, Placements
+from tierstore.training.totals import require_together
 from tierstore.training.weights import Weights
 from tierstore.training.working_sets import WorkingSet
 from tierstore.units import MIB, format_bytes, parse_bytes
@@ -183,6 +184,7 @@ def open_session(
     fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
     check_lbfgs(optimizers, sets, fastest, fastest_bytes)
     require_room(groups, sets, optimizers, fastest, fastest_bytes, forward_sets(model, groups))
+    require_together(groups, optimizers, store, has_state=former is not None)
     if fastest != HOST and config.optimizer_target == "cpu":
         require_one_place(selection, optimizers)
         require_room(

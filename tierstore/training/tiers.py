@@ -19,6 +19,11 @@ _SETTING_OF = {"device": "max_device_memory", HOST: "offload_cpu_size", DISK: "o
 """The key that bounds each tier: who trains knows it by that, and has no keys to drop and no leases."""
 
 
+def setting_of(tier: str) -> str:
+    """Return the key of the configuration that bounds a tier, or what bounds one that has none."""
+    return _SETTING_OF.get(tier, f"the capacity of {tier!r}")
+
+
 def named_by_settings(config: StoreConfig) -> StoreConfig:
     """Return tiers whose messages speak of the keys of `OffloadConfig`."""
     tiers = [replace(tier, setting=_SETTING_OF.get(tier.name)) for tier in config.tiers]
