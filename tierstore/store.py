@@ -520,6 +520,7 @@ def _tier(config: TierConfig, backend: Backend) -> Tier:
         is_durable=capabilities.is_durable,
         is_host=capabilities.medium is Medium.HOST,
         is_storage=capabilities.medium is Medium.STORAGE,
+        setting=config.setting,
     )
 
 

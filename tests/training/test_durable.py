@@ -314,7 +314,9 @@ def test_a_disk_that_cannot_hold_two_checkpoints_is_told_at_once_and_again_when_
     assert "a checkpoint keeps" in caplog.text
     some_steps(trial, 1)
     run.checkpoint({"step": 1})
-    with pytest.raises(CapacityError, match=r"are kept in 'disk' only for the last flush\. Flush.*or 'disk'"):
+    with pytest.raises(
+        CapacityError, match=r"are kept in 'disk' only for the last flush\. Raise .* or offload_disk_size"
+    ):
         some_steps(trial, 40)
     run.close()
     _, run = begin("disk", tmp_path, more={"offload_disk_size": "300KB"})

@@ -86,10 +86,32 @@ def test_wrappers_that_move_parameters_themselves_are_refused_by_name(tmp_path: 
     model = _model()
     with offload(model, None, config_of("host", tmp_path)), pytest.raises(UsageError, match="FullySharded"):
         sharded(model, device_id=torch.device("cpu"))
+    for model in (sharded(_model(), device_id=torch.device("cpu")), nn.Sequential(nn.Linear(2, 2))):
+        if type(model) is nn.Sequential:
+            model.append(sharded(_model(), device_id=torch.device("cpu"), use_orig_params=True))
+        with pytest.raises(UsageError, match=r"the mod.* is a FullyShardedDataParallel, which moves param"):
+            offload(model, None, config_of("host", tmp_path))
     precision = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16)
     model = _model()
     with offload(model, None, config_of("host", tmp_path)), pytest.raises(UsageError, match="mixed_prec"):
         DistributedDataParallel(model, mixed_precision=precision)
+
+
+@pytest.mark.usefixtures("_group")
+def test_models_and_optimizers_in_parts_are_refused_by_name(tmp_path: Path) -> None:
+    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    with pytest.raises(UsageError, match=r"'0\.weight' cannot be offloaded: it is a DTensor.*fully_shard"):
+        offload(fully_shard(_model(), mesh=mesh), None, config_of("host", tmp_path))
+    model = _model()
+    kinds = pytest.importorskip("torch.distributed.optim")
+    redundant = kinds.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    with pytest.raises(UsageError, match="ZeroRedundancyOptimizer steps or averages parameters of several"):
+        offload(model, redundant, config_of("host", tmp_path))
+    adam = torch.optim.Adam(model.parameters())
+    local = kinds.PostLocalSGDOptimizer(optim=adam, averager=None)
+    with pytest.raises(UsageError, match="PostLocalSGDOptimizer steps or averages parameters of several"):
+        offload(model, local, config_of("host", tmp_path))
 
 
 @pytest.mark.usefixtures("_group")

@@ -216,7 +216,7 @@ def test_a_double_backward_that_needs_more_than_the_device_has_says_so(tmp_path:
     model = Llama()  # the graph of the gradient refers to what came back for it: that stays
     with (
         swapping(model, config(tmp_path, whole_layers(), "short of device memory")),
-        pytest.raises(CapacityError, match="raise the capacity of 'device'"),
+        pytest.raises(CapacityError, match=r"Raise max_device_memory \(.* for the store\)"),
     ):
         _double(model)
 

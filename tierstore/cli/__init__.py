@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from tierstore.cli import doctor, du, exchange, ls, verify
+from tierstore.cli.ending import ended_by_signals
 from tierstore.errors import TierStoreError, UsageError
 
 _FAILED = 1
@@ -35,13 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after ``tierstore``; ``None``: those of this process.
     """
     try:
-        options = _parser().parse_args(arguments)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else _FAILED
-    try:
-        code: int = options.run(options)
+        with ended_by_signals():
+            options = _parser().parse_args(arguments)
+            return _run(options)
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except SystemExit as end:  # by the parser, or by a signal
+        return end.code if isinstance(end.code, int) else _FAILED
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        code: int = options.run(options)
     except Exception as error:
         if options.debug:
             raise

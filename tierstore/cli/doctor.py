@@ -17,7 +17,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from tierstore.alone import fault_alone
 from tierstore.cli import measure
+from tierstore.cli.room import remove_ours, room
 from tierstore.engine.registry import GROUP
 from tierstore.errors import UsageError
 from tierstore.spi import Examiner
@@ -27,6 +29,7 @@ _EMULATED = "emulated"
 _FEW_FREE_BYTES = GIB
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ASK_FOR_THEM = "THP_MEM_ALLOC_ENABLE"  # read by PyTorch's CPU allocator, once
+_HAVE_NATIVE_PARTS = ("zarr",)  # of our backends, those named for a package that the rest of us does not load
 _IN_MEMORY = ("tmpfs", "ramfs")
 _PINNING_WORKS = "works"
 _PINNING_NOT_NEEDED = "not needed"
@@ -123,6 +126,14 @@ def examine(path: Path, *more: Path) -> Report:
     for each in (path, *more):
         if not each.is_dir():
             raise UsageError(f"{each} is not a directory; give one that exists, on the disk to be measured")
+    try:
+        return _examine(path, *more)
+    finally:
+        for each in (path, *more):
+            remove_ours(each)
+
+
+def _examine(path: Path, *more: Path) -> Report:
     place, *more_places = (_place(each) for each in (path, *more))
     host = _host()
     devices = [*_accelerators(), Device(_EMULATED, "CPU tensors behind a quota and a link of their own")]
@@ -166,11 +177,21 @@ def _accelerators() -> Iterator[Device]:
 
 
 def _fault_of(entry_point: EntryPoint) -> str | None:
+    fault = _death_of(entry_point)
+    if fault is not None:
+        return fault
     try:
         entry_point.load()
     except (ImportError, AttributeError) as fault:
         return str(fault)
     return None
+
+
+def _death_of(entry_point: EntryPoint) -> str | None:
+    """Say how a process ends that loads a backend; ``None``: it lives, or loads nothing that is not here."""
+    if entry_point.dist is None or entry_point.dist.name != "tierstore":
+        return fault_alone(entry_point.module)
+    return fault_alone(entry_point.name) if entry_point.name in _HAVE_NATIVE_PARTS else None
 
 
 def _findings(backends: dict[str, str | None], path: Path) -> dict[str, dict[str, str | None]]:
@@ -181,7 +202,8 @@ def _findings(backends: dict[str, str | None], path: Path) -> dict[str, dict[str
             continue
         examine: Examiner | None = getattr(import_module(entry_point.module), "examine", None)
         if examine is not None:
-            findings[entry_point.name] = {each.name: each.fault for each in examine(path)}
+            with room(path) as place:
+                findings[entry_point.name] = {each.name: each.fault for each in examine(place)}
     return findings
 
 

@@ -10,7 +10,6 @@ import errno
 import itertools
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from tierstore.cli.room import own_name
 from tierstore.errors import BackendError
 from tierstore.units import MIB
 
@@ -126,11 +126,15 @@ def _unnamed_file(directory: Path) -> Iterator[tuple[int, int | None]]:
 
     Without direct I/O the alignment is ``None`` and the file goes through the page cache.
     """
-    with tempfile.NamedTemporaryFile(dir=directory, prefix="tierstore-doctor-") as named:
-        descriptor = _open_direct(named.name)
+    path = directory / own_name()
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        descriptor = _open_direct(str(path))
         alignment_bytes = None if descriptor is None else _alignment_bytes(descriptor)
         if descriptor is None or alignment_bytes is None:
-            descriptor = os.open(named.name, os.O_RDWR)
+            descriptor = os.open(path, os.O_RDWR)
+    finally:
+        path.unlink(missing_ok=True)  # `tierstore.cli.room.remove_ours` does, if that is interrupted
     try:
         yield descriptor, alignment_bytes
     finally:
@@ -151,16 +155,17 @@ def _alignment_bytes(descriptor: int) -> int | None:
 
     Closes the descriptor if there is none.
     """
-    with mmap.mmap(-1, 2 * _ALIGNMENTS[-1]) as memory, memoryview(memory) as view:
-        for alignment_bytes in _ALIGNMENTS:
-            with view[alignment_bytes : 2 * alignment_bytes] as source:
-                try:
-                    os.pwritev(descriptor, [source], alignment_bytes)
-                except OSError as refusal:
-                    if refusal.errno != errno.EINVAL:
-                        raise
-                else:
-                    return alignment_bytes
+    view = memoryview(
+        mmap.mmap(-1, 2 * _ALIGNMENTS[-1])
+    )  # never closed by name: an interrupt may hold a part
+    for alignment_bytes in _ALIGNMENTS:
+        try:
+            os.pwritev(descriptor, [view[alignment_bytes : 2 * alignment_bytes]], alignment_bytes)
+        except OSError as refusal:
+            if refusal.errno != errno.EINVAL:
+                raise
+        else:
+            return alignment_bytes
     os.close(descriptor)
     return None
 

@@ -5,12 +5,19 @@ Asked only for what a configuration leaves open.
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from tierstore.errors import ConfigError
+from tierstore.units import format_bytes
+
+_log = logging.getLogger("tierstore")
 
 EMULATED = "emulated"
 CPU = "cpu"
@@ -65,10 +72,54 @@ def available_host_bytes() -> int:
 
 def free_disk_bytes(*paths: str) -> int:
     """Return the free bytes of the file systems that ``paths`` are, or would be, on."""
+    return sum(usage.free for usage in _usages(paths).values())
+
+
+class Usage(NamedTuple):
+    """What a file system has."""
+
+    total: int
+    free: int
+
+
+def _usages(paths: Sequence[str]) -> dict[Path, Usage]:
+    """Return what each file system that ``paths`` are on, or would be, has; by one place on it."""
     places = [Path(path).absolute() for path in paths]
-    there = [next(place for place in (path, *path.parents) if place.exists()) for path in places]
+    there = [next(place for place in (path, *path.parents) if os.path.exists(place)) for path in places]  # noqa: PTH110 - names may be too long
     by_device = {place.stat().st_dev: place for place in there}
-    return sum(shutil.disk_usage(place).free for place in by_device.values())
+    found = {place: shutil.disk_usage(place) for place in by_device.values()}
+    return {place: Usage(usage.total, usage.free) for place, usage in found.items()}
+
+
+def say_if_disks_are_smaller(quota_bytes: int, *paths: str) -> None:
+    """Log that a quota is more than the file systems of ``paths`` have, if it is.
+
+    What they say may change: others make room, volumes grow, some are thin or compress.  So it is no error.
+    """
+    usages = _usages(paths)
+    if quota_bytes <= sum(usage.free for usage in usages.values()) or not all(
+        u.total for u in usages.values()
+    ):
+        return
+    room_bytes = sum(usage.free for usage in usages.values()) + held_disk_bytes(*paths)
+    if quota_bytes <= room_bytes:
+        return
+    have = ", ".join(
+        f"that of {place} has {format_bytes(usage.free)} free of {format_bytes(usage.total)}"
+        for place, usage in usages.items()
+    )
+    _log.warning(
+        "offload_disk_size is %s, more than the file system of offload_path can take now: %s. It will be "
+        "full before the quota is, and what does not fit then fails: lower offload_disk_size, leave it out "
+        "to take what is free, or give an offload_path with room.",
+        format_bytes(quota_bytes),
+        have,
+    )
+
+
+def say_if_full(*paths: str) -> None:
+    """Log that there will be no tier on disk, for the file systems of ``paths`` have no room."""
+    _log.warning("there is no tier on disk: the file system of %s has no room", ", ".join(map(repr, paths)))
 
 
 def held_disk_bytes(*paths: str) -> int:

@@ -45,6 +45,7 @@ class TierConfig:
         options: for the backend's factory, which checks them.
         codec: ``"lz4"``: bytes that repeat are compressed, and take less of the capacity; only for
             backends behind I/O, such as ``"files"``.  ``None`` or ``"none"``: they are not.
+        setting: for a program whose users know of no tiers and keys: what messages tell them to raise.
 
     Raises:
         ConfigError: lists every fault.
@@ -57,6 +58,7 @@ class TierConfig:
     low: float | None = None
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
     codec: str | None = None
+    setting: str | None = None
 
     def __post_init__(self) -> None:
         faults = Faults(f"TierConfig {self.name!r}")
@@ -68,6 +70,7 @@ class TierConfig:
             "low": checks.optional(checks.ratio),
             "options": checks.options,
             "codec": checks.codec,
+            "setting": checks.optional(checks.name),
         }
         kept = faults.checked(vars(self), table)
         high, low = kept.get("high"), kept.get("low")
@@ -192,7 +195,8 @@ class OffloadConfig:
         auto_offload: whether those four only say where bytes start out, and the quotas and the
             plan decide from then on; with ``False`` they are obeyed after every use.
         offload_cpu_size: quota of host memory; ``None``: what is available.
-        offload_disk_size: quota of disk; 0: no disk; ``None``: what is free.
+        offload_disk_size: quota of disk; 0: no disk; ``None``: what is free.  More than that is logged as a
+            warning.
         offload_path: the directory for files; or a list of directories, each on a drive of its own, over
             which files are spread by bandwidth.
         host_mem_block_size: the host pool grows by blocks of this size.
@@ -373,6 +377,10 @@ class OffloadConfig:
             # What a durable directory keeps is charged to the tier as soon as it is opened.
             kept_bytes = machine.held_disk_bytes(*paths) if self.durable else 0
             capacity = machine.free_disk_bytes(*paths) + kept_bytes
+            if not capacity:
+                machine.say_if_full(*paths)
+        else:
+            machine.say_if_disks_are_smaller(parse_bytes(capacity), *paths)
         if capacity == 0:
             return []
         options: dict[str, object] = {

@@ -26,6 +26,7 @@ from tierstore.core.changes import Changes, Image
 from tierstore.core.entry import Entry, Life
 from tierstore.core.messages import Commit, CommitDone, FlushRequested, Grant, Granted, Recovered, Settle
 from tierstore.core.moving import Moving
+from tierstore.core.quota import advice
 from tierstore.core.requests import Desk, Flush, Stage, granted, refuse_if_written
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, StoreClosed, TierStoreError, UsageError
@@ -115,7 +116,7 @@ class Commits:
         if needed > shelf.limit_bytes:
             raise CapacityError(
                 f"{len(event.found)} keys of {format_bytes(needed)} were found in {shelf.tier.name!r}, whose "
-                f"capacity is {format_bytes(shelf.limit_bytes)}. Raise it.",
+                f"capacity is {format_bytes(shelf.limit_bytes)}. {advice([shelf], 'Raise')}",
                 tier=shelf.tier.name,
                 needed_bytes=needed,
                 free_bytes=shelf.limit_bytes,

@@ -36,6 +36,7 @@ from tierstore.core.eviction import Policy
 from tierstore.core.model import Tier
 from tierstore.core.moving import Moving
 from tierstore.core.naming import can_split, check_names
+from tierstore.core.quota import advice
 from tierstore.core.requests import (
     Evict,
     Fetch,
@@ -190,7 +191,7 @@ class Ledger:
             shelf.counters.refusals += 1
         return CapacityError(
             f"{event.key!r} needs {format_bytes(event.nbytes)}, more than the whole capacity of any tier "
-            f"that may hold it ({capacities}). Raise a capacity.",
+            f"that may hold it ({capacities}). {advice(shelves, 'Raise')}",
             key=event.key,
             tier=shelves[-1].tier.name,
             needed_bytes=event.nbytes,

@@ -20,6 +20,7 @@ class Tier:
         is_durable: whether bytes there survive a power loss.
         is_host: whether other tiers' bytes pass through it.
         is_storage: whether its bytes are reached by I/O only, so that they cannot be leased.
+        setting: what a user raises who knows of no tiers, keys and leases; ``None``: the capacity.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Tier:
     is_durable: bool = False
     is_host: bool = False
     is_storage: bool = False
+    setting: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

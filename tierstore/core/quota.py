@@ -7,12 +7,14 @@ decision walks over all keys.  `Ledger.check` recomputes every sum.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.core.entry import Want
 from tierstore.core.messages import Urgency
 from tierstore.core.model import Tier
 from tierstore.core.residency import Replica
+from tierstore.units import format_bytes
 
 
 @dataclass(slots=True)
@@ -23,6 +25,20 @@ class Counters:
     faults: int = 0
     evictions: int = 0
     refusals: int = 0
+
+
+def advice(shelves: Sequence[Shelf], otherwise: str) -> str:
+    """Say what makes room in tiers: their settings, if they have some; else ``otherwise`` with capacities."""
+    if any(shelf.tier.setting is None for shelf in shelves):
+        names = " or ".join(repr(shelf.tier.name) for shelf in shelves)
+        return f"{otherwise} the capacity of {names}."
+    return f"Raise {' or '.join(map(_setting, shelves))}."
+
+
+def _setting(shelf: Shelf) -> str:
+    is_shared = not (shelf.tier.is_host or shelf.tier.is_storage)  # a device's, with what a program has there
+    there = f"{format_bytes(shelf.limit_bytes)}{' for the store' if is_shared else ''}"
+    return f"{shelf.tier.setting} ({there})"
 
 
 class Shelf:

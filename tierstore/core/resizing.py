@@ -91,7 +91,7 @@ class Resizes:
         error = CapacityError(
             f"{shelf.tier.name!r} cannot shrink to {format_bytes(capacity_bytes)}: "
             f"{format_bytes(held)} of {format_bytes(shelf.charged_bytes)} cannot leave ({reason}). "
-            "Release leases, drop keys or choose a larger capacity.",
+            f"{'' if shelf.tier.setting else 'Release leases, drop keys or choose a larger capacity.'}",
             tier=shelf.tier.name,
             needed_bytes=shelf.charged_bytes - capacity_bytes,
             free_bytes=shelf.free_bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 
+from tierstore.core import quota
 from tierstore.core.books import Books
 from tierstore.core.entry import Want
 from tierstore.core.eviction import Policy, by_next_use
@@ -150,27 +151,24 @@ class Rooms:
             message += f"; the free bytes are not in one piece: {want.refusal}"
         if leased:
             message += f"; {len(leased)} replicas ({format_bytes(shelf.leased_bytes)}) are leased there"
-        names = [shelf.tier.name]
         full = [shelf]
         if shelf.stuck:
             below = self.books.shelves[shelf.index + 1 :]
             free = ", ".join(f"{format_bytes(each.free_bytes)} free in {each.tier.name!r}" for each in below)
-            message += f"; {len(shelf.stuck)} replicas could not be moved to a lower tier ({free})"
+            there = f" ({free})" if below else ", for there is none"
+            message += f"; {len(shelf.stuck)} replicas could not be moved to a lower tier{there}"
             if shelf.trouble is not None:  # else one would look for room in quotas where the medium has none
                 message += f", because of: {shelf.trouble}"
-            names += [each.tier.name for each in below]
             full += below
         retained = [each for each in full if each.retained_bytes]
         for each in retained:
             where = "there" if each is shelf else f"in {each.tier.name!r}"
             message += f"; {format_bytes(each.retained_bytes)} are kept {where} only for the last flush"
-        advice = "Release a lease, or raise" if leased else "Drop keys, or raise"
-        if retained and any(isinstance(request, Flush) for request in want.requests.values()):
-            advice = f"A flush needs room beside them: flush some keys at a time. {advice}"
-        elif retained:
-            advice = f"Flush, so that newer bytes take their place. {advice}"
+        advice = quota.advice(full, "Release a lease, or raise" if leased else "Drop keys, or raise")
+        if retained and shelf.tier.setting is None:  # else its user knows of no flushes
+            advice = f"{_about_flushes(want)}. {advice}"
         error = CapacityError(
-            f"{message}. {advice} the capacity of {' or '.join(map(repr, names))}.",
+            f"{message}. {advice}",
             key=want.entry.key,
             tier=shelf.tier.name,
             needed_bytes=own,
@@ -179,3 +177,9 @@ class Rooms:
         )
         error.__cause__ = want.refusal or shelf.trouble
         return error
+
+
+def _about_flushes(want: Want) -> str:
+    if any(isinstance(request, Flush) for request in want.requests.values()):
+        return "A flush needs room beside them: flush some keys at a time"
+    return "Flush, so that newer bytes take their place"

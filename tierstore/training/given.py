@@ -14,6 +14,9 @@ from tierstore.errors import UsageError
 
 log = logging.getLogger("tierstore")
 
+_OF_MANY_PROCESSES = "torch.distributed."
+_HOOKS = "_optimizer_step_pre_hooks"  # which every optimizer of PyTorch has from its __init__ on
+
 
 def check_is_model(given: object) -> None:
     """Refuse what is no module.
@@ -30,12 +33,13 @@ def check_is_model(given: object) -> None:
 def optimizers_of(given: object, model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that the second argument is: one, several or none.
 
-    One that has no parameter of the model is named in a warning: it steps as without the library.
+    One that has no parameter of the model is named in a warning: it steps as without the library.  One that
+    only shows another's groups and state, as ``accelerate`` puts around them, is that other one.
 
     Raises:
         UsageError: something is no optimizer; the message says what to pass.
     """
-    found = tuple(_each(given))
+    found = tuple(dict.fromkeys(_each(given)))  # who passes a wrapper and what it shows means one
     own = set(model.parameters())
     for optimizer in found:
         if own and own.isdisjoint(each for group in optimizer.param_groups for each in group["params"]):
@@ -56,17 +60,55 @@ def _each(given: object) -> Iterator[torch.optim.Optimizer]:
             "offload(model, optimizer, config), or offload(model, None, config) without one."
         )
     for each in given if isinstance(given, Sequence) else (given,):
-        if not isinstance(each, torch.optim.Optimizer):
-            raise UsageError(_why_not(each))
-        yield each
+        yield _checked(each)
+
+
+def _checked(given: object) -> torch.optim.Optimizer:
+    """Return the optimizer that is given, or the one that it only shows.
+
+    Raises:
+        UsageError: it is none, or not all of one.
+    """
+    if not isinstance(given, torch.optim.Optimizer):
+        raise UsageError(_why_not(given))
+    if any(kind.__module__.startswith(_OF_MANY_PROCESSES) for kind in type(given).__mro__):
+        raise UsageError(
+            f"{_what(given)} steps or averages parameters of several processes by itself, which the store "
+            "does not see. Pass an optimizer of torch.optim, whose state is offloaded; to train in several "
+            "processes wrap the model in DistributedDataParallel."
+        )
+    if _HOOKS in vars(given):  # whoever was made as an optimizer steps by itself
+        return given
+    name, inner = _held_by(given)
+    if inner is None:
+        raise UsageError(
+            f"{_what(given)} has not called the __init__ of torch.optim.Optimizer: nobody can tell when it "
+            "steps."
+        )
+    if given.param_groups is inner.param_groups and given.state is inner.state:
+        return _checked(inner)
+    raise UsageError(
+        f"{_what(given)} has state or groups beside those of the {_what(inner)} in its `.{name}`, and has "
+        f"not called the __init__ of torch.optim.Optimizer. Pass that {_what(inner)}: what the wrapper does "
+        "beside with parameters is served as it uses them, and its own state stays where it is."
+    )
+
+
+def _held_by(given: object) -> tuple[str, torch.optim.Optimizer | None]:
+    """Return the optimizer that an object holds, and under which name."""
+    held = vars(given).items() if hasattr(given, "__dict__") else ()
+    for name, value in held:
+        if isinstance(value, torch.optim.Optimizer):
+            return name, value
+    return "", None
 
 
 def _why_not(given: object) -> str:
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
         return f"{given.__name__} is a class. Pass an optimizer: {given.__name__}(model.parameters(), ...)."
-    inner = getattr(given, "optimizer", None)
-    if isinstance(inner, torch.optim.Optimizer):
-        return f"{_what(given)} is no torch.optim.Optimizer. Pass the {_what(inner)} in its `.optimizer`."
+    name, inner = ("", None) if isinstance(given, type) else _held_by(given)
+    if inner is not None:
+        return f"{_what(given)} is no torch.optim.Optimizer. Pass the {_what(inner)} in its `.{name}`."
     return (
         f"{_what(given)} is no torch.optim.Optimizer. Pass the optimizer that it works with: "
         "what it does beside with parameters, gradients and state is served as it uses them."

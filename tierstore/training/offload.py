@@ -37,7 +37,8 @@ from tierstore.training.opening import check_model, find_former, open_session
 from tierstore.training.selection import Selection, patterns, select
 from tierstore.training.session import Session
 from tierstore.training.suspension import Suspension
-from tierstore.training.tiers import HOST
+from tierstore.training.telling import say_ended, say_opened
+from tierstore.training.tiers import HOST, named_by_settings
 from tierstore.training.weights import Weights
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -282,6 +283,7 @@ class Offload:
         if session is not None and not self._is_closed:
             if self._suspension is not None:
                 ending.attempt(self._suspension.give_buffers_back)
+            ending.attempt(lambda: say_ended(session, self.stats()))
             session.end(ending)
             ending.attempt(functools.partial(session.store.close, flush=False))
         self._is_closed = True
@@ -391,7 +393,7 @@ def _open(
         has_weights=source is not None or settings.durable,
         ignored=selection.ignored,
     )
-    store = Store(settings.store_config())
+    store = Store(named_by_settings(settings.store_config()))
     try:
         former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
         has_weights = source is not None or former is not None
@@ -399,6 +401,7 @@ def _open(
         session = open_session(model, optimizers, settings, store, former or source, selection)
         try:
             session.apply_to_activations(sections, layers)
+            say_opened(session)
             return Offload(model, optimizers, session, None if former is None else former.resumed)
         except BaseException:
             session.undo()

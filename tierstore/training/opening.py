@@ -35,6 +35,7 @@ from tierstore.training.optimizer_needs import (
 from tierstore.training.selection import Selection, require_one_place
 from tierstore.training.session import Session
 from tierstore.training.tiers import HOST, Placements
+from tierstore.training.totals import require_together
 from tierstore.training.weights import Weights
 from tierstore.training.working_sets import WorkingSet
 from tierstore.units import MIB, format_bytes, parse_bytes
@@ -61,6 +62,8 @@ def check_model(
     Raises:
         UsageError: it names what, and says why.
     """
+    for name, module in model.named_modules():
+        replicas.refuse(module, f"the module {name!r}" if name else "the model")
     for name, parameter in model.named_parameters():
         if parameter in ignored:
             reason = _NO_VALUES if parameter.is_meta and not has_weights else None
@@ -90,6 +93,10 @@ def _refuse_other_runs(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+_IN_PARTS = (
+    "it is a DTensor, whose parts are on several processes (fully_shard, parallelize_module). Offload the "
+    "model without that; to train in several processes wrap it in DistributedDataParallel"
+)
 _NO_VALUES = "it is on the meta device and has no values; pass weights=..."
 
 
@@ -110,6 +117,7 @@ def _why_not(parameter: nn.Parameter, *, has_weights: bool) -> str | None:
     reasons = {
         "it is offloaded already; close that run first": guard.tenant_of(parameter) is not None,
         "it has no shape yet; run the model once before": is_lazy,
+        _IN_PARTS: type(parameter).__name__ == "DTensor",  # by name: importing it takes a second
         f"it is a {type(parameter).__name__}, a wrapper without plain bytes": is_wrapper,
         _NO_VALUES: parameter.is_meta and not has_weights,
         f"it is sparse ({parameter.layout})": parameter.layout is not torch.strided,
@@ -176,6 +184,7 @@ def open_session(
     fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
     check_lbfgs(optimizers, sets, fastest, fastest_bytes)
     require_room(groups, sets, optimizers, fastest, fastest_bytes, forward_sets(model, groups))
+    require_together(groups, optimizers, store, has_state=former is not None)
     if fastest != HOST and config.optimizer_target == "cpu":
         require_one_place(selection, optimizers)
         require_room(

@@ -101,6 +101,21 @@ def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, opti
     return copies(options) * align_up(parameter.numel() * parameter.element_size(), layout.ALIGNMENT_BYTES)
 
 
+def certain_state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, options: Options) -> int:
+    """Return the least bytes of a parameter's state: what there is, or what its first step makes for certain.
+
+    Of optimizers that are not PyTorch's own, and of those whose state may be smaller, nothing is certain.
+    """
+    entries = optimizer.state.get(parameter)
+    if isinstance(entries, dict) and entries:
+        tensors = [value for value in entries.values() if isinstance(value, torch.Tensor) and value.dim()]
+        return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
+    if type(optimizer) not in _CERTAIN or not known.is_of_torch(optimizer) or 0 in parameter.stride():
+        return 0
+    copies = next((count for kind, count in _STATE_COPIES.items() if isinstance(optimizer, kind)), _two)
+    return copies(options) * parameter.nbytes
+
+
 def check_steps_in_backward(
     optimizers: Sequence[torch.optim.Optimizer], config: OffloadConfig, fastest: str
 ) -> None:
@@ -275,3 +290,11 @@ _STATE_COPIES: dict[type[torch.optim.Optimizer], Callable[[Options], int]] = {
     torch.optim.Muon: lambda _: 1,
 }
 """How many tensors of the parameter's size an optimizer keeps; others are taken to keep two."""
+
+_CERTAIN = frozenset(
+    {
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad),
+        *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop),
+    }
+)
+"""Those that keep as many tensors of the parameter's size and type, whatever its shape."""

@@ -43,11 +43,10 @@ def wrappers_in(model: nn.Module, device: torch.device) -> list[nn.parallel.Dist
         device: where it will compute.
 
     Raises:
-        UsageError: a wrapper cannot work on an offloaded model.
+        UsageError: a wrapper is for another device.
     """
     found: list[nn.parallel.DistributedDataParallel] = []
-    for name, module in model.named_modules():
-        refuse(module, f"the module {name!r}" if name else "the model")
+    for module in model.modules():
         if isinstance(module, _Replicated):
             found.append(module)
             if module.device.type != device.type:

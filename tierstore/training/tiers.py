@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tierstore.config import OffloadConfig
+from tierstore.config import OffloadConfig, StoreConfig
 from tierstore.errors import ConfigError, KeyNotFound, LeaseError
 from tierstore.store import Store
 from tierstore.training.binding import Access, Binding
@@ -13,6 +13,21 @@ from tierstore.training.binding import Access, Binding
 HOST = "host"
 DISK = "disk"
 _TIER_OF = {"cpu": HOST, "disk": DISK}
+
+
+_SETTING_OF = {"device": "max_device_memory", HOST: "offload_cpu_size", DISK: "offload_disk_size"}
+"""The key that bounds each tier: who trains knows it by that, and has no keys to drop and no leases."""
+
+
+def setting_of(tier: str) -> str:
+    """Return the key of the configuration that bounds a tier, or what bounds one that has none."""
+    return _SETTING_OF.get(tier, f"the capacity of {tier!r}")
+
+
+def named_by_settings(config: StoreConfig) -> StoreConfig:
+    """Return tiers whose messages speak of the keys of `OffloadConfig`."""
+    tiers = [replace(tier, setting=_SETTING_OF.get(tier.name)) for tier in config.tiers]
+    return replace(config, tiers=tiers)
 
 
 @dataclass(frozen=True, slots=True)

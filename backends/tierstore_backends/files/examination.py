@@ -41,21 +41,26 @@ def _is_direct(folder: Path) -> bool:
 
 
 def _engine_fault(path: Path, name: EngineName, direct: object) -> str | None:
+    files: FilesBackend | None = None
     try:
         options = parse_options({"path": path, "engine": name.value, "direct": direct})
         files = FilesBackend(2 * MIB, options)
+        return _round_trip_fault(files)
     except BackendError as refusal:
         return str(refusal)
-    try:
-        source = torch.randint(0, 256, (_SLOT_BYTES,), dtype=torch.uint8)
-        into = torch.empty_like(source)
-        slot = files.reserve(_SLOT_BYTES)
-        fault = _outcome(files.write(slot, source)) or _outcome(files.read(slot, into))
-        if fault is not None:
-            return str(fault)
-        return None if into.equal(source) else "other bytes came back than were written"
     finally:
-        files.close()
+        if files is not None:
+            files.close()
+
+
+def _round_trip_fault(files: FilesBackend) -> str | None:
+    source = torch.randint(0, 256, (_SLOT_BYTES,), dtype=torch.uint8)
+    into = torch.empty_like(source)
+    slot = files.reserve(_SLOT_BYTES)
+    fault = _outcome(files.write(slot, source)) or _outcome(files.read(slot, into))
+    if fault is not None:
+        return str(fault)
+    return None if into.equal(source) else "other bytes came back than were written"
 
 
 def _outcome(completion: Completion) -> BaseException | None:

@@ -13,16 +13,18 @@ import os
 import threading
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import torch
 
+from tierstore.alone import fault_alone
 from tierstore.errors import BackendError
 from tierstore_backends.files.owner import PROBE_NAME
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.transfer import Direction, Piece
 
 _PAGE_BYTES = 4096
+_TRIAL: Final = str(Path(__file__).with_name("gpu_trial.py"))
 
 
 class Future(Protocol):
@@ -115,6 +117,9 @@ def gpu_fault(folder: Path) -> str | None:
 
     Writes a page from a GPU and reads it back, into one file that is gone afterwards.
     """
+    fault = fault_alone("kvikio", "kvikio.cufile_driver", script=_TRIAL)
+    if fault is not None:
+        return f"kvikio cannot be used here: {fault}"
     try:
         kvikio = importlib.import_module("kvikio")
         driver = importlib.import_module("kvikio.cufile_driver")

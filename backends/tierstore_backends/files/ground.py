@@ -25,7 +25,6 @@ from tierstore_backends.files.owner import (
     MANIFEST_NAME,
     DirectoryOwner,
     Keeping,
-    explain,
     segment_index,
 )
 from tierstore_backends.files.probe import IoMode, probe
@@ -45,6 +44,7 @@ from tierstore_backends.files.several import (
 from tierstore_backends.files.space import Space
 from tierstore_backends.files.stripes import Stripes
 from tierstore_backends.files.syscalls import Syscalls
+from tierstore_backends.paths import explain
 
 _log = logging.getLogger("tierstore.files")
 

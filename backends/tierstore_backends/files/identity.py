@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
-from tierstore_backends.files.owner import DRIVE_NAME, explain
+from tierstore_backends.files.owner import DRIVE_NAME
+from tierstore_backends.paths import explain
 
 _MOST_BYTES = 4096
 

@@ -31,8 +31,9 @@ import numpy
 import xxhash
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
-from tierstore_backends.files.owner import MANIFEST_NAME, explain
+from tierstore_backends.files.owner import MANIFEST_NAME
 from tierstore_backends.files.rows import Damage, RawRow, Row, flips, is_whole, mend
+from tierstore_backends.paths import explain
 
 _log = logging.getLogger("tierstore.files")
 

@@ -25,6 +25,7 @@ import stat
 from pathlib import Path
 
 from tierstore.errors import BackendError, UsageError
+from tierstore_backends.paths import explain, matter_with, takes_nothing
 
 LOCK_NAME = "tierstore.lock"  # one for both, so that they keep each other out
 _CLAIM_ATTEMPTS = 100
@@ -87,6 +88,9 @@ class DirectoryOwner:
         except OSError as error:
             _unmake(folder, made)
             raise BackendError(f"files cannot be kept in {folder}: {explain(error)}") from error
+        never = matter_with(folder) or takes_nothing(folder)
+        if never is not None:
+            raise BackendError(f"files cannot be kept in {folder}: {never}")
         raise BackendError(f"{folder} is taken and given up again and again by others", transient=True)
 
     @classmethod
@@ -228,6 +232,7 @@ def _lock(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
+        _require_plain(path, lock_fd)
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # An owner that leaves removes the file while it holds the lock: then this one is nobody's.
         if path.stat().st_ino == os.fstat(lock_fd).st_ino:
@@ -243,6 +248,11 @@ def _lock(folder: Path) -> int | None:
         raise
     os.close(lock_fd)
     return None
+
+
+def _require_plain(path: Path, lock_fd: int) -> None:
+    if not stat.S_ISREG(os.fstat(lock_fd).st_mode):
+        raise OSError(errno.EINVAL, "a lock has to be a plain file, and this is none: remove it", str(path))
 
 
 def lock_shared(folder: Path) -> int | None:
@@ -298,22 +308,6 @@ def _is_alive(pid: int) -> bool:
     except (OSError, OverflowError):
         return False
     return True
-
-
-def explain(error: OSError) -> str:
-    """Say what an error of the system means, where permissions stand in the way: whose, and who asks."""
-    if error.errno not in (errno.EACCES, errno.EPERM) or not isinstance(error.filename, str):
-        return str(error)
-    path = Path(error.filename)
-    for place in (path, *path.parents):
-        with contextlib.suppress(OSError):
-            found = place.stat()
-            return (
-                f"{error} ({place} belongs to user {found.st_uid} and has mode "
-                f"{stat.S_IMODE(found.st_mode):04o}, and this process is user {os.geteuid()}: "
-                f"run it as that user, or change the mode)"
-            )
-    return str(error)
 
 
 def read_note(lock_fd: int) -> tuple[int, int, int]:

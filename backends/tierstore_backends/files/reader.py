@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore.errors import BackendError
-from tierstore_backends.files.owner import MANIFEST_NAME, explain, lock_shared, read_note
+from tierstore_backends.files.owner import MANIFEST_NAME, lock_shared, read_note
+from tierstore_backends.paths import explain
 
 _Signs = tuple[object, ...]
 

@@ -21,13 +21,14 @@ from tierstore_backends.files.ground import Ground, check_drives, check_nothing_
 from tierstore_backends.files.identity import store_of
 from tierstore_backends.files.manifest import Manifest
 from tierstore_backends.files.options import FilesOptions
-from tierstore_backends.files.owner import MANIFEST_NAME, Keeping, explain, segment_name
+from tierstore_backends.files.owner import MANIFEST_NAME, Keeping, segment_name
 from tierstore_backends.files.probe import IoMode, probe_reading
 from tierstore_backends.files.reader import Reader
 from tierstore_backends.files.recovery import Recovered, find_missing, recover
 from tierstore_backends.files.rows import Row
 from tierstore_backends.files.segments import Segments
 from tierstore_backends.files.syscalls import Ring, Streams, Syscalls
+from tierstore_backends.paths import explain
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 

@@ -9,6 +9,8 @@ Three things about the package shape this (as of 2026.3.30; it is an extra, and 
   (``io_uring_setup(2)``); a probe reads one back through the package before any is used.
 - Results are attributes that raise, an exception object each.
 
+And its wheels may be built for a CPU that this is not: a process of its own tries them first.
+
 Knows nothing of pieces and checksums.
 """
 
@@ -21,8 +23,11 @@ import mmap
 import os
 import select
 import struct
+from pathlib import Path
 from types import ModuleType
+from typing import Final
 
+from tierstore.alone import fault_alone
 from tierstore.errors import BackendError, InvariantError
 from tierstore_backends.files.syscalls import Call
 from tierstore_backends.files.transfer import Direction
@@ -38,6 +43,7 @@ _NEEDED = (
     "io_uring_prep_nop", "io_uring_queue_exit", "io_uring_queue_init", "io_uring_register_eventfd",
     "io_uring_sqe_set_data64", "io_uring_submit",
 )  # fmt: skip
+_TRIAL: Final = str(Path(__file__).with_name("ring_trial.py"))
 _AGAIN = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _PATIENCE_S = 5.0  # for an operation that does nothing
 _RETRY_S = 0.01  # the kernel is out of memory for requests and nothing of ours is under way
@@ -178,8 +184,14 @@ def _package() -> ModuleType:
     """Import liburing.
 
     Raises:
-        BackendError: it is not there, or has not the functions that are used here.
+        BackendError: it is not there, or has not the functions that are used here, or would kill the process.
     """
+    fault = fault_alone("liburing", script=_TRIAL)
+    if fault is not None:
+        raise BackendError(
+            f"the liburing package cannot be used here: {fault}. "
+            f"'pip install --force-reinstall --no-binary liburing liburing' builds it for this machine"
+        )
     try:
         uring = importlib.import_module("liburing")
     except ImportError as error:

@@ -15,7 +15,8 @@ from pathlib import Path
 from zarr.abc.store import Store
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, WrapperStore
 
-from tierstore.errors import ConfigError
+from tierstore.errors import BackendError, ConfigError
+from tierstore_backends.paths import matter_with, takes_nothing
 from tierstore_backends.zarr.failures import brief, explain
 
 # fsspec keeps instances by thread number, and a number comes again when its thread is gone: the new loop
@@ -98,10 +99,13 @@ def _is_remote(given: str) -> bool:
 
 def _open_folder(folder: Path) -> Place:
     root = folder.expanduser().absolute()  # now: the program may change its working directory later
-    made = tuple(each for each in (root, *root.parents) if not each.exists())
     try:
+        made = tuple(each for each in (root, *root.parents) if not each.exists())
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        why = matter_with(root) or takes_nothing(root)
+        if why is not None:
+            raise BackendError(f"a zarr store cannot be kept in {root}: {why}") from error
         raise explain(error, f"making {root}") from error
     return Place(LocalStore(root), str(root), has_folders=True, keeps_buffers=False, made=made)
 

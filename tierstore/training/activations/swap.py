@@ -39,6 +39,7 @@ from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.footprint import tensors_in
 from tierstore.training.function_modes import out_of_sight
 from tierstore.training.hooks import Call, Hook, calls_on_the_stack
+from tierstore.training.tiers import named_by_settings
 
 log = logging.getLogger("tierstore")
 
@@ -174,7 +175,7 @@ def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store
     warn_of_idle(marks)
     if not plan.swap.swap:
         return Swap(model, marks, None, owns_store=False)
-    kept = Store(offloading.store_config()) if store is None else store
+    kept = Store(named_by_settings(offloading.store_config())) if store is None else store
     try:
         check_tiers(kept)
         return Swap(model, marks, new_vault(kept), owns_store=store is None)

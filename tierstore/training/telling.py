@@ -1,0 +1,74 @@
+"""What a run says of itself at INFO on the logger ``tierstore``: a line when it opens, and one when it ends.
+
+Names of types, tiers and keys of the configuration, and numbers: nothing of what is trained, and no paths.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from tierstore.stats import StoreStats, TierStats
+from tierstore.training.tiers import setting_of
+from tierstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from tierstore.training.offload import RunStats
+    from tierstore.training.session import Session
+
+log = logging.getLogger("tierstore")
+
+_LONGEST_NAME = 60
+_MOST_DIRECTIONS = 6
+
+
+def say_opened(session: Session) -> None:
+    """Log how large everything is, which quotas there are, and where it lies."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    tiers = session.store.stats().tiers
+    kinds = ", ".join(type(steps.optimizer).__name__[:_LONGEST_NAME] for steps in session.steps[:4])
+    log.info(
+        "%s is offloaded with %s: %d bundles of parameters, %d of buffers; %s",
+        _name(session),
+        kinds or "no optimizer",
+        len(session.bundles),
+        len(list(session.buffers)),
+        "; ".join(_opened(name, tier) for name, tier in tiers.items()),
+    )
+
+
+def say_ended(session: Session, stats: RunStats) -> None:
+    """Log what the tiers held at most, what was copied, and what the time went into."""
+    if not log.isEnabledFor(logging.INFO) or stats.store is None:
+        return
+    log.info(
+        "%s is no longer offloaded: %s; copied %s; seconds: forward %.1f, backward %.1f, optimizer %.1f, of "
+        "which waiting for bytes %.1f",
+        _name(session),
+        "; ".join(_ended(name, tier) for name, tier in stats.store.tiers.items()),
+        _copied(stats.store),
+        stats.forward_s,
+        stats.backward_s,
+        stats.optimizer_s,
+        stats.stall_s,
+    )
+
+
+def _name(session: Session) -> str:
+    return type(session.model).__name__[:_LONGEST_NAME]
+
+
+def _opened(name: str, tier: TierStats) -> str:
+    quota = format_bytes(tier.capacity_bytes)
+    return f"{name} has {format_bytes(tier.charged_bytes)} of {setting_of(name)} {quota}"
+
+
+def _ended(name: str, tier: TierStats) -> str:
+    return f"{name} had at most {format_bytes(tier.peak_charged_bytes)}"
+
+
+def _copied(store: StoreStats) -> str:
+    moved = [(traffic.nbytes, *way) for way, traffic in store.traffic.items() if traffic.nbytes]
+    largest = sorted(moved, reverse=True)[:_MOST_DIRECTIONS]
+    return ", ".join(f"{format_bytes(n)} {source} to {target}" for n, source, target in largest) or "nothing"
