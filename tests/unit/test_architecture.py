@@ -42,7 +42,7 @@ _PUBLIC = {
 }
 
 _CLIENTS_MAY_IMPORT = _PUBLIC | {"planning", "testing", "training"}
-_BACKENDS_MAY_IMPORT = ("tierstore.spi", "tierstore.errors", "tierstore.units")
+_BACKENDS_MAY_IMPORT = ("tierstore.spi", "tierstore.errors", "tierstore.quoting", "tierstore.units")
 
 
 def _modules(*rooms: str) -> list[Path]:
