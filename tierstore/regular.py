@@ -22,11 +22,16 @@ _KINDS = {
 }
 
 
+class NotRegularError(OSError):
+    """What is called so is there, and no regular file."""
+
+
 def open_regular(path: Path) -> tuple[int, int]:
     """Open a file for reading, and return its descriptor and its bytes.  Never waits for another program.
 
     Raises:
-        OSError: it is no regular file, is not there, or must not be read; ``strerror`` says which.
+        NotRegularError: it is no regular file.
+        OSError: it is not there, or must not be read; ``strerror`` says which.
     """
     try:
         _require_regular(path.stat(), path)
@@ -71,4 +76,4 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 def _require_regular(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}; accepted: a regular file", str(path))
+        raise NotRegularError(errno.EINVAL, f"it is {kind}; accepted: a regular file", str(path))
