@@ -10,6 +10,7 @@ import math
 import re
 
 from tierstore.errors import ConfigError
+from tierstore.quoting import quoted
 
 KIB = 1024
 MIB = 1024**2
@@ -33,17 +34,17 @@ def parse_bytes(size: int | str) -> int:
         ConfigError: a negative number, a bool, another type, or text that is not a size.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise ConfigError(f"not a size: {size!r}. Accepted: {_ACCEPTED}")
+        raise ConfigError(f"not a size: {quoted(size)}. Accepted: {_ACCEPTED}")
     if isinstance(size, int):
         if size < 0:
-            raise ConfigError(f"a size cannot be negative: {size!r}. Accepted: {_ACCEPTED}")
+            raise ConfigError(f"a size cannot be negative: {quoted(size)}. Accepted: {_ACCEPTED}")
         return size
     match = _SIZE.fullmatch(size)
     if match is None:
-        raise ConfigError(f"not a size: {size!r}. Accepted: {_ACCEPTED}")
+        raise ConfigError(f"not a size: {quoted(size)}. Accepted: {_ACCEPTED}")
     value = float(match["number"]) * _UNIT_BYTES[match["unit"][0]]
     if not math.isfinite(value):
-        raise ConfigError(f"too large for a size: {size!r}. Accepted: {_ACCEPTED}")
+        raise ConfigError(f"too large for a size: {quoted(size)}. Accepted: {_ACCEPTED}")
     return int(value)
 
 

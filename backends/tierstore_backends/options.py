@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeGuard
 
 from tierstore.errors import ConfigError
+from tierstore.quoting import listed, named, quoted
 from tierstore.units import parse_bytes
 
 Reader = Callable[[object], object]
@@ -48,9 +49,7 @@ class Options:
         unknown = sorted(set(given) - set(accepted))
         if unknown:
             known = ", ".join(sorted(accepted)) or "none"
-            raise ConfigError(
-                f"the {backend!r} backend has no option {', '.join(map(repr, unknown))}. Accepted: {known}"
-            )
+            raise ConfigError(f"the {backend!r} backend has no option {listed(unknown)}. Accepted: {known}")
         self._backend = backend
         self._given = given
 
@@ -99,7 +98,7 @@ class Options:
 
     def _fault(self, name: str, value: object, accepted: str) -> ConfigError:
         return ConfigError(
-            f"option {name!r} of the {self._backend!r} backend is {value!r}. Accepted: {accepted}"
+            f"option {name!r} of the {self._backend!r} backend is {quoted(value)}. Accepted: {accepted}"
         )
 
 
@@ -140,19 +139,19 @@ def read_all(
         try:
             values[name] = read(value)
         except ConfigError as error:
-            shown = "..." if name in secret else repr(value)
-            faults.append(f"{name}={shown}: {error}")
+            shown = "..." if name in secret else quoted(value)
+            faults.append(f"{named(name)}={shown}: {error}")
     faults += [f"{name} is missing: {what}" for name, what in needed.items() if name not in given]
     faults += contradictions(values)
     if faults:
-        raise ConfigError(f"options of the {backend!r} backend: " + "; ".join(faults))
+        raise ConfigError(f"options of the {backend!r} backend: " + listed(faults, show=str, separator="; "))
     return values
 
 
 def _unknown(name: object, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(str(name), known, n=1)
+    near = difflib.get_close_matches(named(name), known, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"unknown option {name!r}{hint}; accepted: {', '.join(known)}"
+    return f"unknown option {quoted(name)}{hint}; accepted: {', '.join(known)}"
 
 
 def switch(given: object) -> bool:

@@ -42,7 +42,13 @@ _PUBLIC = {
 }
 
 _CLIENTS_MAY_IMPORT = _PUBLIC | {"planning", "testing", "training"}
-_BACKENDS_MAY_IMPORT = ("tierstore.spi", "tierstore.errors", "tierstore.units", "tierstore.alone")
+_BACKENDS_MAY_IMPORT = (
+    "tierstore.spi",
+    "tierstore.errors",
+    "tierstore.units",
+    "tierstore.alone",
+    "tierstore.quoting",
+)
 
 
 def _modules(*rooms: str) -> list[Path]:

@@ -48,7 +48,7 @@ def test_decimal_and_binary_units_mean_the_same(unit: str) -> None:
 def test_anything_else_is_refused_quoting_it_and_saying_what_is_accepted(wrong: object) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_bytes(wrong)  # type: ignore[arg-type]
-    assert repr(wrong) in str(refused.value)
+    assert repr(wrong)[:120] in str(refused.value)
     assert "'1.5GiB'" in str(refused.value)
     assert isinstance(refused.value, ValueError)
 

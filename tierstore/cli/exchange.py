@@ -15,17 +15,21 @@ import contextlib
 import itertools
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import quote
 
 import numpy as np
 import torch
 
 from tierstore.arrays import from_array_view, to_array_view
 from tierstore.cli import directory
-from tierstore.errors import BackendError, IntegrityError, KeyExists, UsageError
+from tierstore.cli.array_names import array_names, require_tells_case
+from tierstore.config import machine
+from tierstore.errors import BackendError, CapacityError, IntegrityError, KeyExists, UsageError
+from tierstore.quoting import quoted
+from tierstore.regular import NotRegularError, open_regular
 from tierstore.store import Store
 from tierstore.training.tensorfile import Entry, TensorFile, write_file
 from tierstore.units import format_bytes
@@ -35,7 +39,6 @@ if TYPE_CHECKING:
 
 _FORMATS = ("safetensors", "zarr")
 _KEY = "key"
-_METADATA = "__metadata__"
 _CODECS: dict[str, Literal["auto"] | None] = {"none": None, "zstd": "auto"}  # zarr's own default is zstd
 
 
@@ -112,11 +115,6 @@ def _read(store: Store, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[t
 
 
 def _to_safetensors(store: Store, keys: Sequence[str], sizes: Sequence[int], target: Path) -> None:
-    if _METADATA in keys:
-        raise UsageError(
-            f"{_METADATA!r} is a name that the safetensors format keeps for itself: export that key to zarr.",
-            key=_METADATA,
-        )
     entries = [Entry(key, store.spec(key).dtype, tuple(store.spec(key).shape)) for key in keys]
     with _in_the_end(target) as fresh:
         write_file(fresh, entries, (tensor for _, tensor in _read(store, keys, sizes)), {})
@@ -133,44 +131,71 @@ def _to_zarr_place(store: Store, keys: Sequence[str], sizes: Sequence[int], targ
 
 @contextlib.contextmanager
 def _in_the_end(target: Path) -> Iterator[Path]:
-    """Yield a path beside ``target``; what is there in the end becomes it, unless an error is raised.
+    """Yield a path in a new directory beside ``target``; what is there in the end becomes it.
+
+    Nothing does if an error is raised, or if something else came to be called so meanwhile.
 
     Raises:
         BackendError: the file system failed.  Named is ``target``, which is what its user knows.
+        UsageError: something else is called so now.
     """
-    fresh = target.with_name(f".tierstore-export.{os.getpid()}")
+    try:
+        room = Path(tempfile.mkdtemp(prefix=".tierstore-export.", dir=target.parent))
+    except OSError as error:
+        raise BackendError(f"{str(target)!r} could not be written: {error.strerror}") from error
+    fresh = room / "export"
     try:
         yield fresh
-        fresh.rename(target)
+        _give_name(fresh, target)
     except OSError as error:
-        why = str(error).replace(str(fresh), str(target))
+        why = str(error).replace(str(fresh), str(target)).replace(str(room), str(target))
         raise BackendError(f"{str(target)!r} could not be written: {why}") from error
     finally:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(room, ignore_errors=True)
+
+
+def _give_name(fresh: Path, target: Path) -> None:
+    """Call what was written ``target``; whatever is called so by now stays."""
+    try:
+        if fresh.is_dir():
+            target.mkdir()
+            try:
+                fresh.rename(target)  # an empty directory gives way to another
+            except OSError:
+                target.rmdir()
+                raise
+        else:
+            _link(fresh, target)
+    except FileExistsError as error:
+        raise UsageError(f"'{target}' is there already: it came while the export was written.") from error
+
+
+def _link(fresh: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(fresh)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        _require_place(target)
+        fresh.rename(target)
 
 
 def _to_zarr(store: Store, keys: Sequence[str], sizes: Sequence[int], target: str, codec: str) -> None:
     import zarr
 
+    names = array_names(keys)
+    if "://" not in target:
+        require_tells_case(Path(target).parent, names)
     group = zarr.open_group(target, mode="w-")
     for key, tensor in _read(store, keys, sizes):
         array, attributes = to_array_view(tensor)
         group.create_array(
-            _array_name(key),
+            names[key],
             data=array,
             compressors=_CODECS[codec],
             config={"write_empty_chunks": True},  # a chunk that is missing is then a lost one
             attributes={_KEY: key, **attributes},
         )
-
-
-def _array_name(key: str) -> str:
-    """Return the name of a key's array: one that no file system and no zarr takes for something else."""
-    name = quote(key, safe="")
-    is_taken = name.startswith((".", "_")) or name == "zarr.json"
-    return f"%{ord(name[0]):02X}{name[1:]}" if is_taken else name or "%"
 
 
 # --- import -----------------------------------------------------------------------------------
@@ -211,16 +236,18 @@ def _require_readable(source: str) -> None:
         if Path(source).is_dir():
             next(Path(source).iterdir(), None)
         else:
-            with Path(source).open("rb"):
-                pass
+            os.close(open_regular(Path(source))[0])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"{source!r} is not there.") from error
+    except NotRegularError as error:
+        raise UsageError(f"{source!r} cannot be read: {error.strerror}") from error
     except OSError as error:
         raise BackendError(f"{source!r} cannot be read: {error}") from error
 
 
 def _from_safetensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with TensorFile(source) as file:
+        file.require_dtypes()
         sizes = [1] * len(file.names)
         for name in directory.progress(file.names, sizes, "import"):
             yield name, file.read(name)
@@ -231,23 +258,84 @@ def _from_zarr(source: str) -> Iterator[tuple[str, torch.Tensor]]:
 
     if "://" not in source and (Path(source) / "tierstore.db").exists():
         raise UsageError(f"{source!r} is itself a durable store: export it, and import what that makes.")
+    if "://" not in source:
+        _require_regular_files(Path(source))
     try:
         group = zarr.open_group(source, mode="r")
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{source!r} is not a zarr group: {error}") from error
     members = [(name, each) for name, each in group.members() if isinstance(each, zarr.Array)]
+    keys = _keys_of(members, source)
     sizes = [array.nbytes for _, array in members]
     for name, array in directory.progress(members, sizes, "import"):
-        yield _read_array(name, array, source)
+        yield keys[name], _read_array(name, array, source)
 
 
-def _read_array(name: str, array: zarr.Array[Any], source: str) -> tuple[str, torch.Tensor]:
-    key = array.attrs.get(_KEY)
-    if key is not None and array.nchunks_initialized < array.nchunks:
+def _require_regular_files(source: Path) -> None:
+    """See to it that zarr, which opens what it finds, finds nothing that it would wait for.
+
+    Raises:
+        UsageError: a pipe, a device, or a link to nothing; the first is named.
+    """
+    folders, seen = [source], {source.resolve()}
+    while folders:
+        with os.scandir(folders.pop()) as found:
+            entries = list(found)
+        for entry in entries:
+            if entry.is_dir():
+                place = Path(entry.path).resolve()  # links may lead back
+                folders += [place] * (place not in seen)
+                seen.add(place)
+            elif not entry.is_file():
+                raise UsageError(
+                    f"{entry.path!r} is no regular file, and a zarr group on disk has only those."
+                )
+
+
+def _keys_of(members: Sequence[tuple[str, zarr.Array[Any]]], source: str) -> dict[str, str]:
+    """Return the key of each array: its attribute, or its name.
+
+    Raises:
+        UsageError: one is no text, or two arrays have the same.
+    """
+    names: dict[str, str] = {}
+    for name, array in members:
+        key = array.attrs.get(_KEY, name)
+        if not isinstance(key, str):
+            raise UsageError(
+                f"array {quoted(name)} of {source!r} has {quoted(key)} as its attribute {_KEY!r}; "
+                "accepted: a text"
+            )
+        if key in names:
+            raise UsageError(
+                f"arrays {quoted(names[key])} and {quoted(name)} of {source!r} are both {quoted(key)}: "
+                "accepted is one array a key",
+                key=key,
+            )
+        names[key] = name
+    return {name: key for key, name in names.items()}
+
+
+def _read_array(name: str, array: zarr.Array[Any], source: str) -> torch.Tensor:
+    _require_memory(name, array.nbytes, source)
+    if _KEY in array.attrs and array.nchunks_initialized < array.nchunks:
         lost = array.nchunks - array.nchunks_initialized
         raise IntegrityError(f"{lost} of {array.nchunks} chunks of array {name!r} of {source!r} are lost")
     try:
         values = np.asarray(array[...])
     except (OSError, ValueError, RuntimeError) as error:
         raise BackendError(f"array {name!r} of {source!r} cannot be read: {error}") from error
-    return str(name if key is None else key), from_array_view(values, dict(array.attrs))
+    return from_array_view(values, dict(array.attrs))
+
+
+def _require_memory(name: str, nbytes: int, source: str) -> None:
+    """See to it that an array is not larger than memory: its file may hold next to nothing."""
+    available_bytes = machine.available_host_bytes()
+    if nbytes > available_bytes:
+        raise CapacityError(
+            f"array {quoted(name)} of {source!r} is said to have {format_bytes(nbytes)}; "
+            f"{format_bytes(available_bytes)} of host memory are available",
+            key=name,
+            needed_bytes=nbytes,
+            free_bytes=available_bytes,
+        )

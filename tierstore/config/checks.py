@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import numbers
 import os
 import re
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from tierstore.errors import ConfigError
+from tierstore.quoting import named, quoted, shortened
 from tierstore.units import parse_bytes
 
 Check = Callable[[object], object]
@@ -24,9 +26,14 @@ CODECS = ("none", "lz4")
 ENGINE_WITHOUT_AIO = "plain"
 ENGINES = ("threads", "io_uring", "aiofiles", ENGINE_WITHOUT_AIO)
 
-_LARGEST_SIZE = 2**63 - 1  # what the system calls below can express
-_SHOWN_CHARS = 120
-_DEVICE = re.compile(r"[a-z_]+(:[0-9]+)?", re.ASCII)
+LARGEST_INT = 2**63 - 1
+"""The largest number that a configuration may give: what the system calls below can express."""
+
+_MOST_FAULTS = 32  # the most that one error tells; whoever has more reads no further
+_REASON_CHARS = 2000
+_MOST_PATHS = 256
+_NEAR_CHARS = 64  # no key is as long
+_DEVICE = re.compile(r"[a-z_]{1,64}(:[0-9]{1,9})?", re.ASCII)
 _BACKEND_MEMBERS = ("capabilities", "reserve", "read", "write", "free", "resize", "close")
 
 
@@ -36,19 +43,24 @@ class Faults:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._lines: list[str] = []
+        self._count = 0
 
     def add(self, key: object, value: object, accepted: str) -> None:
         """Note that ``key`` cannot be ``value``, and what it could be."""
-        shown = repr(value)
-        if len(shown) > _SHOWN_CHARS:
-            shown = f"{shown[:_SHOWN_CHARS]}..."
-        self._lines.append(f"{key}={shown}: {accepted}")
+        self._count += 1
+        if not self.is_full:
+            self._lines.append(f"{named(key)}={quoted(value)}: {shortened(accepted, _REASON_CHARS)}")
 
     def add_unknown(self, key: object, value: object, known: Sequence[str]) -> None:
         """Note that there is no such key, and which of the ``known`` ones may have been meant."""
-        near = difflib.get_close_matches(str(key), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"accepted: {', '.join(known)}"
+        meant = () if self.is_full else near(key, known)
+        hint = f"did you mean {meant[0]!r}?" if meant else f"accepted: {', '.join(known)}"
         self.add(key, value, f"unknown key; {hint}")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further faults are only counted."""
+        return len(self._lines) >= _MOST_FAULTS
 
     def checked(self, values: Mapping[str, object], checks: Mapping[str, Check]) -> dict[str, object]:
         """Return those ``values`` that pass their check, as they are kept; note the others."""
@@ -63,9 +75,16 @@ class Faults:
     def raise_if_any(self) -> None:
         """Raise one `ConfigError` that lists every fault noted."""
         if self._lines:
-            count = len(self._lines)
-            head = f"{self._owner}: {count} fault{'s' if count > 1 else ''}"
-            raise ConfigError("\n  ".join([head, *self._lines]))
+            head = f"{self._owner}: {self._count} fault{'s' if self._count > 1 else ''}"
+            more = self._count - len(self._lines)
+            raise ConfigError("\n  ".join([head, *self._lines, *[f"and {more} more"] * bool(more)]))
+
+
+def near(key: object, known: Sequence[str], *, cutoff: float = 0.6) -> list[str]:
+    """Return which of the ``known`` names may have been meant: one, or none."""
+    if not isinstance(key, str) or len(key) > _NEAR_CHARS:
+        return []
+    return difflib.get_close_matches(key, known, n=1, cutoff=cutoff)
 
 
 def flag(value: object) -> bool:
@@ -75,18 +94,37 @@ def flag(value: object) -> bool:
     return value
 
 
+def whole(value: object) -> int | None:
+    """Return an int, or an integral number of another kind, as an int; ``None``: it is none, or too large.
+
+    A bool is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    number = int(value)
+    return number if abs(number) <= LARGEST_INT else None
+
+
 def positive_int(value: object) -> int:
     """Accept an int greater than 0; a bool is none."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value <= 0:
+    number = whole(value)
+    if number is None or number <= 0:
         raise ConfigError("accepted: an int greater than 0")
-    return int(value)
+    return number
 
 
 def ratio(value: object) -> float:
     """Accept a share: 0 < x <= 1.  The int 1 is one; a bool is none."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) <= 1:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < _as_float(value) <= 1:
         raise ConfigError("accepted: a number greater than 0 and at most 1")
     return float(value)
+
+
+def _as_float(value: numbers.Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def size(value: object) -> int:
@@ -94,8 +132,8 @@ def size(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError("accepted: a size, as an int of bytes or as text such as '1.5GiB'")
     nbytes = parse_bytes(value)
-    if nbytes > _LARGEST_SIZE:
-        raise ConfigError(f"accepted: a size of at most {_LARGEST_SIZE} bytes")
+    if nbytes > LARGEST_INT:
+        raise ConfigError(f"accepted: a size of at most {LARGEST_INT} bytes")
     return nbytes
 
 
@@ -147,8 +185,8 @@ def aio_engine(value: object) -> str:
 
 def _hint(value: object, known: Sequence[str]) -> str:
     """Ask whether a near one of the ``known`` was meant, if there is one."""
-    near = difflib.get_close_matches(str(value).lower(), known, n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
+    meant = near(value.lower() if isinstance(value, str) else value, known)
+    return f"did you mean {meant[0]!r}? " if meant else ""
 
 
 def target(value: object) -> str:
@@ -160,23 +198,33 @@ def target(value: object) -> str:
 
 def directory(value: object) -> str:
     """Accept the path of a directory, there or not, and return it as text."""
-    if not isinstance(value, str | PurePath) or not str(value) or "\0" in str(value):
+    if not isinstance(value, str | PurePath) or not str(value) or not _is_path(str(value)):
         raise ConfigError("accepted: the path of a directory, which need not exist")
     return str(value)
+
+
+def _is_path(text: str) -> bool:
+    """Say whether a file could be called so."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def directories(value: object) -> str | tuple[str, ...]:
     """Accept the path of a directory, or a list of different ones, none inside another."""
     if not isinstance(value, list | tuple):
         return directory(value)
+    if not 0 < len(value) <= _MOST_PATHS:
+        raise ConfigError(f"accepted: the path of a directory, or a list of 1 to {_MOST_PATHS}")
     paths = tuple(directory(each) for each in value)
-    if not paths:
-        raise ConfigError("accepted: the path of a directory, or a list of at least one")
-    for one, other in itertools.permutations(paths, 2):
-        where, there = (PurePath(os.path.normpath(Path(path).absolute())) for path in (one, other))
+    places = [(path, PurePath(os.path.normpath(Path(path).absolute()))) for path in paths]
+    for (one, where), (other, there) in itertools.permutations(places, 2):
         if there.is_relative_to(where):
             what = "the same directory as" if there == where else "inside"
-            raise ConfigError(f"accepted: directories on different drives; {other!r} is {what} {one!r}")
+            raise ConfigError(
+                f"accepted: directories on different drives; {quoted(other)} is {what} {quoted(one)}"
+            )
     return paths
 
 

@@ -7,14 +7,14 @@ They may stand at the top level or under ``offload_config:``; ``context:`` is re
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import yaml
-
-from tierstore.config.checks import Faults
+from tierstore.config import yaml_text
+from tierstore.config.checks import Faults, near
 from tierstore.errors import ConfigError
+from tierstore.quoting import quoted
+from tierstore.regular import read_regular
 
 _SECTION = "offload_config"
 _CONTEXT = "context"
@@ -48,43 +48,44 @@ def keys_of(given: object, known: Sequence[str], faults: Faults, what: str) -> d
     for part in parts:
         for key, value in part.items():
             if key in keys:
-                faults.add(key, value, f"given in two places; the other says {keys[key]!r}")
+                faults.add(key, value, f"given in two places; the other says {quoted(keys[key])}")
             keys[key] = _on_or_off(key, value)
     return keys
 
 
 def load(path: Path) -> object:
-    """Return what the YAML file at ``path`` holds.
+    """Return what the YAML file at ``path`` holds: plain values, bounded as `yaml_text` says.
 
     Raises:
-        ConfigError: the file cannot be read or is not YAML.
+        ConfigError: the file cannot be read, is not YAML, or holds more than is accepted.
     """
     try:
-        document: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = read_regular(path, yaml_text.MOST_BYTES).decode("utf-8")
     except OSError as cause:
         raise ConfigError(f"{path}: cannot be read: {cause.strerror}") from cause
-    except (yaml.YAMLError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(cause).split())}") from cause
-    return document
+    except UnicodeDecodeError as cause:
+        raise ConfigError(f"{path}: not YAML: {cause}") from cause
+    return yaml_text.parse(text, str(path))
 
 
 def _mapping(value: object, faults: Faults, key: str) -> dict[str, object]:
+    """Return a mapping; keys that are no texts are nobody's, and are found to be so where keys are judged."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         faults.add(key, value, "accepted: a mapping of keys to values")
         return {}
-    return {str(inner): each for inner, each in value.items()}
+    return dict(value)
 
 
 def _is_ours(
-    key: str, value: object, document: Mapping[str, object], known: Sequence[str], faults: Faults
+    key: object, value: object, document: Mapping[str, object], known: Sequence[str], faults: Faults
 ) -> bool:
     """Say whether a top-level entry is an offload key; note those that can be nobody's."""
-    if key in known:
+    if isinstance(key, str) and key in known:
         return True
     if isinstance(value, Mapping | list) or value is None:
-        if key not in _SECTIONS and difflib.get_close_matches(key, _SECTIONS, cutoff=_NEAR):
+        if key not in _SECTIONS and near(key, _SECTIONS, cutoff=_NEAR):
             faults.add_unknown(key, value, _SECTIONS)
     elif not document.keys() & {*_SECTIONS, _CONTEXT}:
         faults.add_unknown(key, value, known)

@@ -7,6 +7,7 @@ All are frozen and valid once made.  Values that depend on the machine stay ``No
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -16,6 +17,7 @@ from typing import Any, cast
 from tierstore.config import checks, document, machine
 from tierstore.config.checks import Check, Faults
 from tierstore.errors import ConfigError
+from tierstore.quoting import listed, named, quoted
 from tierstore.units import parse_bytes
 
 Paths = str | PurePath | Sequence[str | PurePath]
@@ -61,7 +63,7 @@ class TierConfig:
     setting: str | None = None
 
     def __post_init__(self) -> None:
-        faults = Faults(f"TierConfig {self.name!r}")
+        faults = Faults(f"TierConfig {quoted(self.name)}")
         table: dict[str, Check] = {
             "name": checks.name,
             "backend": checks.backend,
@@ -169,9 +171,11 @@ def _tiers(value: object) -> tuple[TierConfig, ...]:
     ):
         raise ConfigError("accepted: a list of at least one TierConfig, fastest first")
     names = [tier.name for tier in value]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise ConfigError(f"accepted: tiers with different names; given more than once: {', '.join(twice)}")
+        raise ConfigError(
+            f"accepted: tiers with different names; given more than once: {listed(twice, show=named)}"
+        )
     return tuple(value)
 
 
@@ -280,7 +284,7 @@ class OffloadConfig:
             ConfigError: lists every fault, unknown keys among them.
         """
         if not isinstance(mapping, Mapping):
-            raise ConfigError(f"OffloadConfig: {mapping!r}: accepted: a mapping of keys to values")
+            raise ConfigError(f"OffloadConfig: {quoted(mapping)}: accepted: a mapping of keys to values")
         return cls._from_keys(mapping, Faults("OffloadConfig"))
 
     @classmethod
@@ -466,6 +470,6 @@ def _judge_device(kept: Mapping[str, object], faults: Faults) -> None:
             faults.add(
                 key,
                 kept[key],
-                f"device {device!r} computes in host memory and has no tier of its own; leave the key out, "
-                "or set device to 'emulated' for one with a quota",
+                f"device {quoted(device)} computes in host memory and has no tier of its own; leave the key "
+                "out, or set device to 'emulated' for one with a quota",
             )

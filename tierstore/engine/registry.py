@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from tierstore.errors import BackendError, ConfigError, TierStoreError
+from tierstore.quoting import named, quoted
 from tierstore.spi import Backend, BackendFactory
 
 GROUP = "tierstore.backends"
@@ -34,8 +35,9 @@ def open_backend(name: str, *, capacity_bytes: int, options: Mapping[str, object
     except TierStoreError:
         raise
     except Exception as cause:
+        given = quoted(dict(options))
         raise BackendError(
-            f"backend {name!r} did not open ({capacity_bytes} bytes, options {dict(options)}): {cause!r}"
+            f"backend {name!r} did not open ({capacity_bytes} bytes, options {given}): {cause!r}"
         ) from cause
 
 
@@ -44,11 +46,11 @@ def _entry_point(name: str) -> EntryPoint:
     if name in found.names:
         return found[name]
     known = backend_names()
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(named(name), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
-        f"backend={name!r}: no such backend; {hint}accepted: {', '.join(known) or 'nothing'} (from the entry "
-        f"points in the group {GROUP!r} of the installed packages), or an instance of a backend"
+        f"backend={quoted(name)}: no such backend; {hint}accepted: {', '.join(known) or 'nothing'} (from the "
+        f"entry points in the group {GROUP!r} of the installed packages), or an instance of a backend"
     )
 
 

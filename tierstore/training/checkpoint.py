@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
+from tierstore.quoting import listed, named, quoted
 from tierstore.training.encoding import (
     Sources,
     decode,
@@ -26,10 +27,12 @@ from tierstore.training.encoding import (
     encode,
     not_in_the_model,
     parameters_by_group,
+    why_not_decodable,
 )
 from tierstore.training.groups import first_names
 from tierstore.training.layout import fill
 from tierstore.training.optimizer_state import order_entries
+from tierstore.training.plain_json import read_json
 from tierstore.training.tensorfile import Entry, TensorFile, check_names, write_file
 
 MODEL = "model.safetensors"
@@ -200,6 +203,7 @@ class Checkpoint:
         with TensorFile(path / MODEL) as weights, TensorFile(path / STATE) as state:
             found = self._check(weights)
             self._check_optimizers(document)
+            _require_decodable(document, path / SCALARS, {name for name in state.names if state.dtype(name)})
             self._load_model(weights, found)
             for index, optimizer in enumerate(self._optimizers):
                 self._load_optimizer(index, optimizer, document["optimizers"][index], state)
@@ -249,14 +253,63 @@ class Checkpoint:
 
 def _read_document(path: Path) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{str(path.parent)!r} is not a checkpoint: {error}") from error
+    if not isinstance(document, dict):
+        raise UsageError(
+            f"{str(path.parent)!r} is not a checkpoint: {path.name} is {quoted(document)}, no mapping."
+        )
     if document.get("format") != _FORMAT:
         raise UsageError(
-            f"{str(path)!r} has format {document.get('format')!r}; this version reads {_FORMAT}."
+            f"{str(path)!r} has format {quoted(document.get('format'))}; this version reads {_FORMAT}."
         )
+    if not _is_of_optimizers(document.get("optimizers")):
+        raise UsageError(f"{str(path)!r} does not say of each optimizer what its groups and its state are.")
     return document
+
+
+def _is_of_optimizers(value: object) -> bool:
+    """Say whether a document's optimizers have the form that `describe_optimizer` gives them."""
+    return isinstance(value, list) and all(
+        isinstance(each, dict)
+        and each.keys() == {"groups", "state"}
+        and isinstance(each["groups"], list)
+        and all(map(_is_group, each["groups"]))
+        and isinstance(each["state"], dict)
+        and all(isinstance(entries, dict) for entries in each["state"].values())
+        for each in value
+    )
+
+
+def _is_group(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"params", "options"}
+        and isinstance(value["params"], list)
+        and all(isinstance(name, str) for name in value["params"])
+        and isinstance(value["options"], dict)
+    )
+
+
+def _require_decodable(document: Mapping[str, Any], path: Path, tensors: Container[str]) -> None:
+    """See to it that all of a document can be read, before any of it is.
+
+    Raises:
+        UsageError: not; what cannot is listed.
+    """
+    values = [
+        (f"optimizer {index}, {where}, {named(name)}", value)
+        for index, each in enumerate(document["optimizers"])
+        for where, entries in (
+            *((f"group {number}", group["options"]) for number, group in enumerate(each["groups"])),
+            *((named(parameter), entries) for parameter, entries in each["state"].items()),
+        )
+        for name, value in entries.items()
+    ]
+    faults = [f"{what}: {why}" for what, value in values if (why := why_not_decodable(value, tensors))]
+    if faults:
+        raise UsageError(f"{str(path)!r} cannot be read: {listed(faults, show=str, separator='; ')}")
 
 
 def _sizes(optimizers: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:

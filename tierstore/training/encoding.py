@@ -8,15 +8,18 @@ pickled, so that reading a checkpoint runs no code.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.quoting import quoted
 
 Sources = dict[str, torch.Tensor]
 """Tensors that a document refers to, by name."""
+
+_MOST_LEVELS = 100  # of what a document may nest
 
 Encode = Callable[[object, str], object]
 Groups = list[list[str]]
@@ -54,6 +57,54 @@ def _plain(value: object, name: str) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UsageError(f"{name!r} is a {type(value).__name__}, which a checkpoint cannot hold.")
+
+
+def why_not_decodable(value: object, tensors: Container[str], levels: int = _MOST_LEVELS) -> str | None:
+    """Say why `decode` cannot read what somebody hands in; ``None``: it can.
+
+    Args:
+        value: JSON.
+        tensors: names of those that can be read.
+        levels: how deep it may nest.
+    """
+    if not isinstance(value, dict):
+        return None if _is_plain(value) else f"{quoted(value)} is no encoded value"
+    if levels == 0:
+        return f"it nests more than {_MOST_LEVELS} levels deep"
+    if value.keys() == {"tensor", "device"}:
+        return _why_no_tensor(value["tensor"], value["device"], tensors)
+    kind, members = next(iter(value.items())) if len(value) == 1 else (None, None)
+    if kind not in _KINDS or not isinstance(members, list):
+        return f"{quoted(value)} is no encoded value"
+    if kind in ("dict", "counter"):
+        if not all(isinstance(pair, list) and len(pair) == 2 and _is_plain(pair[0]) for pair in members):
+            return f"{quoted(value)} is no encoded mapping"
+        members = [each for _, each in members]
+    faults = (why_not_decodable(each, tensors, levels - 1) for each in members)
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _why_no_tensor(name: object, device: object, tensors: Container[str]) -> str | None:
+    if not isinstance(name, str) or name not in tensors:
+        return f"no tensor {quoted(name)} can be read"
+    try:
+        if not isinstance(device, str):
+            return f"{quoted(device)} is no device"
+        torch.empty(0, device=torch.device(device))
+    except (
+        RuntimeError,
+        AssertionError,
+        ModuleNotFoundError,
+        AttributeError,
+        ImportError,
+        NotImplementedError,
+    ):
+        return f"the device {quoted(device)} of {quoted(name)} is not there"
+    return None
 
 
 def decode(value: object, read: Callable[[str], torch.Tensor]) -> object:

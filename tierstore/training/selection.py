@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
+from tierstore.quoting import quoted
 from tierstore.training.activations.patterns import Path, Pattern
 from tierstore.training.buffers import names_of_buffers
 from tierstore.training.checkpoint import all_names
@@ -109,7 +110,9 @@ def patterns(what: str, given: Sequence[str]) -> Sequence[str]:
         UsageError: it is one text, not a list.
     """
     if isinstance(given, str):
-        raise UsageError(f"{what}={given!r}: accepted is a list of patterns, such as [{given!r}].")
+        raise UsageError(
+            f"{what}={quoted(given)}: accepted is a list of patterns, such as [{quoted(given)}]."
+        )
     return given
 
 

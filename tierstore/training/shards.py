@@ -14,7 +14,6 @@ the name of the file beside it that each tensor is in.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -23,6 +22,8 @@ from typing import NamedTuple, Self
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.quoting import listed, named, quoted
+from tierstore.training.plain_json import read_json
 from tierstore.training.tensorfile import TensorFile, TensorSource
 
 _SUFFIX = ".safetensors"
@@ -99,9 +100,9 @@ class Shards:
             faults += self._look_into(file, where)
         if where is not None:
             faults += [
-                f"missing in {file!r}: {name}"
+                f"missing in {quoted(file)}: {named(name)}"
                 for name, file in where.items()
-                if name not in self._looks and file in files
+                if name not in self._looks
             ]
         self.faults: Sequence[str] = tuple(faults)
 
@@ -113,7 +114,7 @@ class Shards:
             UsageError: it is no index, or names what is not below its directory.
         """
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = read_json(path)
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot read the index {str(path)!r}: {error}") from error
         where = document.get("weight_map") if isinstance(document, dict) else None
@@ -121,11 +122,11 @@ class Shards:
             raise UsageError(
                 f"{str(path)!r} is no index of weights: it has no 'weight_map' from names to files."
             )
-        foreign = sorted({repr(file) for file in where.values() if not _is_below(file)})
+        foreign = sorted({quoted(file) for file in where.values() if not _is_below(file)})
         if foreign:
             raise UsageError(
-                f"the index {str(path)!r} names {', '.join(foreign[:4])}: accepted are names of files in its "
-                "own directory or below, as relative paths."
+                f"the index {str(path)!r} names {listed(foreign, 4, show=str)}: accepted are names of files "
+                "in its own directory or below, as relative paths."
             )
         return cls(path, path.parent, list(dict.fromkeys(where.values())), where)
 
@@ -141,7 +142,9 @@ class Shards:
                 if where is not None and where.get(name) != file:
                     faults.append(_misplaced(name, file, where))
                 elif name in self._looks:
-                    faults.append(f"{name} is in {self._looks[name].file!r} and in {file!r}")
+                    faults.append(
+                        f"{named(name)} is in {quoted(self._looks[name].file)} and in {quoted(file)}"
+                    )
                 else:
                     self._looks[name] = _Look(file, opened.shape(name), opened.dtype(name))
         return faults
@@ -195,5 +198,5 @@ def _is_below(file: object) -> bool:
 
 def _misplaced(name: str, file: str, where: Mapping[str, object]) -> str:
     if name in where:
-        return f"{name} is in {file!r}, and the index says {where[name]!r}"
-    return f"{name} is in {file!r}, and the index does not name it"
+        return f"{named(name)} is in {quoted(file)}, and the index says {quoted(where[name])}"
+    return f"{named(name)} is in {quoted(file)}, and the index does not name it"

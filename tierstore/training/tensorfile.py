@@ -1,64 +1,30 @@
-"""Safetensors files, written one tensor at a time, and what they must hold to fit a model.
+"""Safetensors files, written and read one tensor at a time, and what they must hold to fit a model.
 
-The format (github.com/huggingface/safetensors, section "Format"): eight bytes, little endian, the
-length of the header; the header, JSON, from each name to its dtype, shape and range of bytes; then the
-bytes, row-major.  Headers are padded with spaces, so that the bytes begin at a multiple of eight.
+`tierstore.training.tensorheader` says what their headers are.  A file is read by its descriptor, never mapped
+into memory: one that is cut short meanwhile is an error of the call that reads it, not the process's end.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 
-from tierstore.errors import UsageError
+from tierstore.errors import BackendError, CapacityError, UsageError
+from tierstore.quoting import listed, named, quoted
+from tierstore.regular import open_regular
+from tierstore.training import tensorheader
+from tierstore.training.tensorheader import LENGTH_BYTES, Entry, Look
 
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
-_DTYPE_OF = {text: dtype for dtype, text in _DTYPES.items()}
-_ALIGNMENT_BYTES = 8
+__all__ = ["Entry", "TensorFile", "TensorSource", "check_names", "pack", "unpack", "write_file"]
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file: what it is called and looks like."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Sequence[int]
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> Entry:
-        """Describe a tensor."""
-        return cls(name, tensor.dtype, tuple(tensor.shape))
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+_PIECE_BYTES = 1 << 30  # one call reads at most 2 GiB
+_MOST_FAULTS = 1000
 
 
 def write_file(
@@ -69,12 +35,11 @@ def write_file(
     Only one tensor is looked at at a time.
 
     Raises:
-        UsageError: a dtype that the format does not know.
+        UsageError: a name or a dtype that the format cannot hold; nothing was written.
         OSError: the file system failed.
     """
-    header = _header(entries, metadata)
+    header = tensorheader.build(entries, metadata)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)))
         file.write(header)
         for entry, tensor in zip(entries, tensors, strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == (tuple(entry.shape), entry.dtype), entry.name
@@ -89,10 +54,9 @@ def pack(
     """Return what `write_file` would write, as bytes in host memory.
 
     Raises:
-        UsageError: a dtype that the format does not know.
+        UsageError: a name or a dtype that the format cannot hold.
     """
-    header = _header(entries, metadata)
-    content = bytearray(struct.pack("<Q", len(header)) + header)
+    content = bytearray(tensorheader.build(entries, metadata))
     for tensor in tensors:
         content += _bytes_of(tensor)
     return torch.frombuffer(content, dtype=torch.uint8)
@@ -107,36 +71,25 @@ def unpack(flat: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     try:
         array: Any = flat.numpy()
         content = memoryview(array)
-        (header_bytes,) = struct.unpack_from("<Q", content)
-        begin = 8 + header_bytes
-        table: dict[str, Any] = json.loads(bytes(content[8:begin]))
-        metadata = table.pop("__metadata__", {})
-        return {name: _cut(flat[begin:], **what) for name, what in table.items()}, metadata
-    except (ValueError, struct.error, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        header_bytes = tensorheader.length_of(bytes(content[:LENGTH_BYTES]), len(content))
+        begin = LENGTH_BYTES + header_bytes
+        header = tensorheader.parse(bytes(content[LENGTH_BYTES:begin]), len(content) - begin)
+        _require_dtypes(header.tensors)
+        tensors = {name: _cut(flat[begin:], look) for name, look in header.tensors.items()}
+        return tensors, dict(header.metadata)
+    except (ValueError, TypeError, RuntimeError) as error:
         raise UsageError(f"these {flat.numel()} bytes are not packed tensors: {error}") from error
 
 
-def _cut(flat: torch.Tensor, dtype: str, shape: Sequence[int], data_offsets: Sequence[int]) -> torch.Tensor:
-    begin, end = data_offsets
-    return flat[begin:end].clone().view(_DTYPE_OF[dtype]).reshape(shape)
+def _require_dtypes(tensors: Mapping[str, Look]) -> None:
+    faults = tensorheader.faults_of_dtypes(tensors.items())
+    if faults:
+        raise ValueError(listed(faults, show=str))
 
 
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for entry in entries:
-        if entry.dtype not in _DTYPES:
-            raise UsageError(
-                f"{entry.name!r} is {entry.dtype}, which a safetensors file cannot hold.", key=entry.name
-            )
-        begin, end = end, end + entry.nbytes
-        table[entry.name] = {
-            "dtype": _DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(table, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % _ALIGNMENT_BYTES)
+def _cut(flat: torch.Tensor, look: Look) -> torch.Tensor:
+    assert look.dtype is not None
+    return flat[look.begin : look.end].clone().view(look.dtype).reshape(look.shape)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -187,45 +140,111 @@ class TensorSource(Protocol):
 class TensorFile:
     """A safetensors file that tensors are read from one at a time.  A context manager.
 
+    Attributes:
+        path: of the file.
+        names: of its tensors, in the order of their bytes.
+        metadata: texts that it has beside them.
+
     Raises:
-        UsageError: it cannot be read.
+        UsageError: it cannot be read, or is none: every rule of `tensorheader` is checked.
     """
 
     faults: Sequence[str] = ()
 
     def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            opened: Any = safe_open(str(path), framework="pt", device="cpu")
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"cannot read the weights in {str(path)!r}: {error}") from error
-        self._file = opened
         self.path = path
-        self.names = tuple(self._file.keys())
-        self.metadata: Mapping[str, str] = self._file.metadata() or {}
+        try:
+            descriptor, file_bytes = open_regular(path)
+            self._file = io.FileIO(descriptor)
+            try:
+                header = self._read_header(file_bytes)
+            except BaseException:
+                self._file.close()
+                raise
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise UsageError(f"cannot read the weights in {quoted(str(path), 500)}: {why}") from error
+        self._looks = header.tensors
+        self.names = tuple(header.tensors)
+        self.metadata = header.metadata
+
+    def _read_header(self, file_bytes: int) -> tensorheader.Header:
+        prefix = os.pread(self._file.fileno(), LENGTH_BYTES, 0)
+        header_bytes = tensorheader.length_of(prefix, file_bytes)
+        content = os.pread(self._file.fileno(), header_bytes, LENGTH_BYTES)
+        if len(content) != header_bytes:
+            raise ValueError(f"of the {header_bytes} bytes of its header {len(content)} are there")
+        self._begin = LENGTH_BYTES + header_bytes
+        return tensorheader.parse(content, file_bytes - self._begin)
 
     def __enter__(self) -> Self:
         """Open it."""
-        self._file.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Close it."""
-        self._file.__exit__(*exception)
+        self._file.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's sizes without reading it."""
-        return tuple(self._file.get_slice(name).get_shape())
+        return self._looks[name].shape
 
     def dtype(self, name: str) -> torch.dtype | None:
         """Return a tensor's element type without reading it; ``None``: one that PyTorch has not."""
-        return _DTYPE_OF.get(self._file.get_slice(name).get_dtype())
+        return self._looks[name].dtype
+
+    def require_dtypes(self) -> None:
+        """See to it that every tensor can be read.
+
+        Raises:
+            UsageError: PyTorch has not the dtypes of some; they are listed.
+        """
+        try:
+            _require_dtypes(self._looks)
+        except ValueError as error:
+            raise UsageError(f"cannot read the weights in {quoted(str(self.path), 500)}: {error}") from error
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor."""
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        return tensor
+        """Return one tensor, in memory of its own.
+
+        Raises:
+            UsageError: PyTorch has not its dtype.
+            CapacityError: there is no memory for it.
+            BackendError: the disk failed, or the file was cut short since it was opened.
+        """
+        look = self._looks[name]
+        if look.dtype is None:
+            raise UsageError(f"{named(name)} is {quoted(look.kind)}, a dtype that PyTorch has not.", key=name)
+        nbytes = look.end - look.begin
+        if not nbytes:
+            return torch.empty(look.shape, dtype=look.dtype)
+        try:
+            array: Any = np.empty(
+                nbytes, dtype=np.uint8
+            )  # asks for huge pages, unlike torch: five times as fast
+        except MemoryError as error:
+            raise CapacityError(
+                f"no memory for the {nbytes} bytes of {named(name)}", key=name, needed_bytes=nbytes
+            ) from error
+        self._fill(memoryview(array), self._begin + look.begin, name)
+        return torch.from_numpy(array).view(look.dtype).reshape(look.shape)
+
+    def _fill(self, memory: memoryview, offset: int, name: str) -> None:
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self._file.fileno(), [memory[done : done + _PIECE_BYTES]], offset + done)
+            except OSError as error:
+                raise BackendError(
+                    f"{named(name)} of {str(self.path)!r} cannot be read: {error}", key=name
+                ) from error
+            if not count:
+                raise BackendError(
+                    f"{str(self.path)!r} was cut short while it was read: of the {len(memory)} bytes of "
+                    f"{named(name)} {done} are there. What was read of it before is no longer what it holds.",
+                    key=name,
+                )
+            done += count
 
 
 def check_names(
@@ -239,7 +258,8 @@ def check_names(
         aliases: other names of a tensor, any of which will do; several have to hold the same bytes.
 
     Raises:
-        UsageError: names are missing, not expected, or of another shape or kind; all are listed.
+        UsageError: names are missing, not expected, or of another shape or kind; all are listed, of
+            more than a thousand the first.
     """
     there = set(source.names)
     known: set[str] = set()
@@ -252,25 +272,28 @@ def check_names(
         if held:
             found[name] = held
         else:
-            faults.append(f"missing: {name}")
-    faults += [f"not in the model: {name}" for name in source.names if name not in known]
+            faults.append(f"missing: {named(name)}")
+    faults += [f"not in the model: {named(name)}" for name in source.names if name not in known]
     for name, held in found.items():
         mismatches = [fault for each in held for fault in _mismatches(source, each, wanted[name])]
         faults += mismatches or _differences(source, held)
     if faults:
-        raise UsageError(f"{str(source.path)!r} does not fit the model: " + "; ".join(faults))
+        raise UsageError(
+            f"{str(source.path)!r} does not fit the model: "
+            + listed(faults, _MOST_FAULTS, show=str, separator="; ")
+        )
     return {name: held[0] for name, held in found.items()}
 
 
 def _mismatches(source: TensorSource, name: str, wanted: torch.Tensor) -> Iterator[str]:
     shape, expected = source.shape(name), tuple(wanted.shape)
     if shape != expected:
-        yield f"{name} is {list(shape)}, the model's is {list(expected)}"
+        yield f"{named(name)} is {quoted(list(shape))}, the model's is {list(expected)}"
     dtype = source.dtype(name)
     if dtype is None:
-        yield f"{name} has an element type that PyTorch has not"
+        yield f"{named(name)} has an element type that PyTorch has not"
     elif not torch.can_cast(dtype, wanted.dtype):
-        yield f"{name} is {dtype}, which cannot become the model's {wanted.dtype}"
+        yield f"{named(name)} is {dtype}, which cannot become the model's {wanted.dtype}"
 
 
 def _differences(source: TensorSource, names: Sequence[str]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from tierstore.errors import ConfigError
+from tierstore.quoting import quoted
 from tierstore.units import MIB, parse_bytes
 from tierstore_backends.options import Reader, count, read_all, size, switch
 
@@ -153,9 +154,9 @@ def _drives(given: object) -> tuple[DriveOption, ...]:
 def _drive(given: object) -> DriveOption:
     if not isinstance(given, Mapping):
         return DriveOption(_path(given))
-    unknown = [str(name) for name in given if name not in ("path", "bandwidth")]
+    unknown = [name for name in given if name not in ("path", "bandwidth")]
     if unknown:
-        raise ConfigError(f"unknown key {unknown[0]!r} of a drive; accepted: 'path' and 'bandwidth'")
+        raise ConfigError(f"unknown key {quoted(unknown[0])} of a drive; accepted: 'path' and 'bandwidth'")
     return DriveOption(_path(given.get("path")), _bandwidth(given.get("bandwidth")))
 
 

@@ -7,12 +7,13 @@ interleaves.  Layers are numbered along interleave 0 over all stages, then along
 from __future__ import annotations
 
 import itertools
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tierstore.config.checks import Faults, positive_int
+from tierstore.config.checks import Faults, positive_int, whole
 from tierstore.errors import ConfigError
+
+_MOST_CELLS = 2**16  # a table has an entry for each
 
 Table = list[list[int]]
 Offset = int | Sequence[int] | Sequence[Sequence[int]]
@@ -107,6 +108,8 @@ def lay_out(
 
 
 def _layers(num_layers: int, stages: int, interleaves: int, offset: object) -> tuple[tuple[int, ...], ...]:
+    if stages * interleaves > _MOST_CELLS:
+        raise ConfigError(f"{stages} stages and {interleaves} interleaves are more than {_MOST_CELLS} cells")
     share, rest = divmod(num_layers, stages * interleaves)
     rows = _broadcast(offset, stages, interleaves)
     total = sum(map(sum, rows))
@@ -142,9 +145,10 @@ def _broadcast(offset: object, stages: int, interleaves: int) -> list[list[int]]
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole(value) is not None
 
 
 def _int(value: object) -> int:
-    assert isinstance(value, numbers.Integral)
-    return int(value)
+    number = whole(value)
+    assert number is not None
+    return number

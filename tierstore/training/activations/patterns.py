@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tierstore.errors import ConfigError
+from tierstore.quoting import quoted
 
 SEPARATOR = r"\."
 """Stands between the levels of a pattern."""
@@ -23,6 +24,7 @@ SEPARATOR = r"\."
 Path = tuple[str, ...]
 """Names of submodules from a layer down to an operator."""
 
+_MOST_CHARS = 1000  # of a pattern; what is longer takes long to compile, and names nothing
 _ATEN = "aten"
 _ATEN_NAME = re.compile(r"aten(\.\w+){1,2}", re.ASCII)
 
@@ -106,6 +108,10 @@ def _compiled(text: str) -> tuple[re.Pattern[str], ...]:
 
 
 def _level(level: str, text: str) -> re.Pattern[str]:
+    if len(text) > _MOST_CHARS:
+        raise ConfigError(
+            f"pattern {quoted(text)} has {len(text)} characters; accepted: at most {_MOST_CHARS}"
+        )
     if not level:
         what = "is empty" if not text else "has an empty level"
         raise ConfigError(

@@ -10,7 +10,6 @@ Rule 5: marks with one for all layers have to agree on the prefetch, and become 
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +17,7 @@ from typing import Any, cast
 from tierstore.config import checks
 from tierstore.config.checks import Check, Faults
 from tierstore.errors import ConfigError
+from tierstore.quoting import listed
 from tierstore.training.activations.patterns import Pattern, pattern_text
 from tierstore.training.activations.recompute_config import require_keys
 from tierstore.training.activations.tables import is_index
@@ -198,7 +198,7 @@ def _marks(value: object, known: Mapping[str, Check]) -> list[tuple[Mark, Sequen
         except ConfigError as fault:
             wrong.append(str(fault))
     if wrong:
-        raise ConfigError("\n  ".join(wrong))
+        raise ConfigError(listed(wrong, show=str, separator="\n  "))
     return found
 
 
@@ -244,9 +244,10 @@ def _prefetch(value: object) -> int:
 
 
 def _int(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    number = checks.whole(value)
+    if number is None:
         raise ConfigError(_PREFETCH)
-    return int(value)
+    return number
 
 
 def _collapsed(marks: Sequence[Mark], what: str) -> tuple[Mark, ...]:
@@ -261,6 +262,6 @@ def _collapsed(marks: Sequence[Mark], what: str) -> tuple[Mark, ...]:
     if len(ahead) > 1:
         raise ConfigError(
             f"{what} has an entry for all layers, and entries with backward_prefetch "
-            f"{' and '.join(map(str, ahead))}; accepted: the same in each, or layers instead of true"
+            f"{listed(ahead, separator=' and ')}; accepted: the same in each, or layers instead of true"
         )
     return (Mark(ahead[0], layers=True),)

@@ -10,12 +10,12 @@ when swap is on, by *index* (which layers).
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tierstore.config.checks import Check
+from tierstore.config.checks import Check, whole
 from tierstore.errors import ConfigError
+from tierstore.quoting import listed, named, quoted
 from tierstore.training.activations.geometry import Geometry, Table
 from tierstore.training.activations.patterns import pattern_text
 
@@ -154,7 +154,9 @@ def _at_most(capacity: int, count: Count) -> int:
 
 def _require_length(items: Sequence[object], most: int, what: str, value: object) -> None:
     if len(items) > most:
-        raise ConfigError(f"{value!r} has {len(items)} entries for {most} {what}; accepted: at most {most}")
+        raise ConfigError(
+            f"{quoted(value)} has {len(items)} entries for {most} {what}; accepted: at most {most}"
+        )
 
 
 def _row(item: object) -> Count | tuple[Count, ...]:
@@ -168,7 +170,8 @@ def _row(item: object) -> Count | tuple[Count, ...]:
 
 def is_index(value: object) -> bool:
     """Say whether a value is an int from 0 on; a bool is none."""
-    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= 0
+    number = whole(value)
+    return number is not None and number >= 0
 
 
 def _is_count(value: object) -> bool:
@@ -192,7 +195,7 @@ def _by_pattern(value: Mapping[object, object], check: Check) -> dict[str, objec
             text = pattern_text(key)
             kept[text] = check(each)
         except ConfigError as fault:
-            wrong.append(f"'{key}': {fault}")
+            wrong.append(f"'{named(key)}': {fault}")
     if wrong:
-        raise ConfigError("; ".join(wrong))
+        raise ConfigError(listed(wrong, show=str, separator="; "))
     return kept
