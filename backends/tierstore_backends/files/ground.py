@@ -18,7 +18,8 @@ from tierstore.errors import BackendError, IntegrityError, UsageError
 from tierstore_backends.files.drives import Drive, DriveFiles, split_by_drive
 from tierstore_backends.files.engines.choice import direct_for
 from tierstore_backends.files.identity import store_of, written
-from tierstore_backends.files.manifest import FORMAT, Manifest, Meta, digest
+from tierstore_backends.files.manifest import Manifest
+from tierstore_backends.files.meta import FORMAT, Meta
 from tierstore_backends.files.options import Direct, FilesOptions
 from tierstore_backends.files.owner import (
     DRIVE_NAME,
@@ -31,6 +32,7 @@ from tierstore_backends.files.owner import (
 from tierstore_backends.files.probe import IoMode, probe
 from tierstore_backends.files.recovery import Recovered, find_missing, recover
 from tierstore_backends.files.rows import Sums, decode_place, encode
+from tierstore_backends.files.scan import digest
 from tierstore_backends.files.segments import Files, Segments
 from tierstore_backends.files.several import (
     Owners,
@@ -171,7 +173,7 @@ def _open_manifest(
         manifest, rows = Manifest.open(options.path, salvage=options.salvage, at_least=owner.noted_commit)
         try:
             check_drives(options.folders, store, manifest)
-            recovered = recover(rows, manifest.meta.alignment_bytes, len(options.folders), str(path))
+            recovered = recover(rows, manifest.meta, str(path))
         except BaseException:
             manifest.close()
             raise
@@ -199,7 +201,7 @@ def check_drives(folders: Sequence[Path], store: str | None, manifest: Manifest)
         UsageError: they are not.
     """
     meta = manifest.meta
-    count = max(1, len(meta.bandwidths))
+    count = meta.drives
     if count != len(folders) or (store is None) != (count == 1) or store not in (None, meta.directory):
         raise UsageError(
             f"{manifest.path} is that of the store {meta.directory} with {count} directories, and given are "
@@ -328,6 +330,7 @@ def settled(
     recovered: Recovered,
 ) -> Ground:
     """Let the files hold what was recovered, and nothing above it."""
+    recovered.fit(capacity_bytes)
     if not options.drives:
         space = Space(capacity_bytes, modes[0].alignment_bytes, segments[0], recovered.live)
         space.trim()

@@ -50,7 +50,8 @@ def segment_name(index: int, keeping: Keeping = Keeping.SCRATCH) -> str:
 def segment_index(name: str, keeping: Keeping) -> int | None:
     """Return which file is named ``name``; ``None`` if it is none of them."""
     found = _SEGMENT[keeping].fullmatch(name)
-    return int(found[1]) if found else None
+    index = int(found[1]) if found else None
+    return index if index is not None and segment_name(index, keeping) == name else None
 
 
 _SEGMENT = {keeping: re.compile(keeping.value + r"([0-9]{4,9})\.bin", re.ASCII) for keeping in Keeping}

@@ -109,8 +109,7 @@ def reading_ground(
     try:
         manifest, rows = _manifest(options, reader)
         check_drives(options.folders, store, manifest)
-        name, alignment_bytes = str(manifest.path), manifest.meta.alignment_bytes
-        recovered = recover(rows, alignment_bytes, len(options.folders), name)
+        recovered = recover(rows, manifest.meta, str(manifest.path))
         ground = _stand(
             capacity_bytes, options, reader, manifest, recovered, ReadOnly(syscalls), stride_bytes
         )
