@@ -165,7 +165,10 @@ class Commits:
         try:
             self._segments.check()
         except OSError as error:
-            raise BackendError(f"a file of {self._owner.folder} is not there any more: {error}") from error
+            raise BackendError(
+                f"a file of {self._owner.folder} is not there any more: {error}. "
+                f"What is in faster tiers is unharmed: put it into another directory"
+            ) from error
 
     def _remove_doubts(self, slots: Mapping[str, FileSlot]) -> None:
         """Write again what a sync that failed may have lost."""

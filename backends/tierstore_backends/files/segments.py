@@ -79,7 +79,7 @@ class Files(Protocol):
         ...
 
     def check(self) -> None:
-        """Look whether every file is still under a name."""
+        """Look whether every file is still under a name, and as long as it was made."""
         ...
 
     def sync_names(self) -> None:
@@ -235,17 +235,23 @@ class Segments:
         return self._doubts.are_about(self.indices(extents), failed_syncs)
 
     def check(self) -> None:
-        """Look whether every file is still under a name.
+        """Look whether every file is still under a name, and as long as it was made.
 
         Raises:
-            OSError: one was removed.
+            OSError: one was removed, or cut off.
         """
-        with self._lock:
-            files = list(self._fds.items())
-        for index, fd in files:
-            if not os.fstat(fd).st_nlink:
+        with self._lock:  # or one grows meanwhile
+            found = [(index, os.fstat(fd), self._lengths[index]) for index, fd in self._fds.items()]
+        for index, status, nbytes in found:
+            if not status.st_nlink:
                 raise FileNotFoundError(
                     errno.ENOENT, "it was removed while it was in use", str(self._name(index))
+                )
+            if status.st_size < nbytes:
+                raise OSError(
+                    errno.ENODATA,
+                    f"it was cut off while it was in use: it is {status.st_size} bytes long, of {nbytes}",
+                    str(self._name(index)),
                 )
 
     def sync_names(self) -> None:
