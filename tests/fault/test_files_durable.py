@@ -22,7 +22,7 @@ from tests.files_disk import (
     open_files,
     outcome,
 )
-from tests.files_kept import DB, FIRST, SEGMENT, flip, found, kept, look, read, write
+from tests.files_kept import DB, FIRST, SEGMENT, WITNESS, flip, found, kept, look, read, write
 from tierstore import Store, StoreConfig
 from tierstore.errors import BackendError, CapacityError, IntegrityError, UsageError
 from tierstore.spi import PartialError, Record
@@ -322,7 +322,7 @@ def test_scratch_files_that_a_dead_owner_left_are_swept(tmp_path: Path) -> None:
     stray.write_bytes(b"written, and never committed")
     (path / "notes.txt").write_text("mine")
     assert look(path) == {"a": "0"}
-    assert {entry.name for entry in path.iterdir()} == {FIRST, DB, "notes.txt"}
+    assert {entry.name for entry in path.iterdir()} == {FIRST, DB, WITNESS, "notes.txt"}
 
 
 def test_a_directory_is_made_anew_over_a_draft_that_was_never_completed(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_directory_is_made_anew_over_a_draft_that_was_never_completed(tmp_path
     files = open_durable(tmp_path)
     assert list(files.recovered()) == []
     files.close()
-    assert {entry.name for entry in tmp_path.iterdir()} == {DB}
+    assert {entry.name for entry in tmp_path.iterdir()} == {DB, WITNESS}
 
 
 def test_a_directory_that_is_removed_while_in_use_fails_commits_and_nothing_else(

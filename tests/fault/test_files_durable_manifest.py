@@ -18,7 +18,7 @@ from tests.files_disk import (
     open_durable,
     outcome,
 )
-from tests.files_kept import DB, FIRST, SEGMENT, found, kept, look, read, write
+from tests.files_kept import DB, FIRST, SEGMENT, WITNESS, found, kept, look, read, write
 from tierstore.errors import BackendError, IntegrityError, UsageError
 from tierstore_backends.files.meta import meta_sum
 from tierstore_backends.files.rows import Place, decode_place, encode
@@ -106,7 +106,7 @@ def test_a_lost_manifest_is_refused_and_the_files_stay(tmp_path: Path) -> None:
     before = (path / FIRST).read_bytes()
     with pytest.raises(IntegrityError, match=f"holds {FIRST} but not {DB}"):
         open_durable(path)
-    assert {entry.name for entry in path.iterdir()} == {FIRST}
+    assert {entry.name for entry in path.iterdir()} == {FIRST, WITNESS}
     assert (path / FIRST).read_bytes() == before
     (path / DB).write_bytes(manifest)
     assert look(path) == {"a": "0"}

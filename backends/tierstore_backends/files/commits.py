@@ -144,7 +144,7 @@ class Commits:
         self._check_names()  # also where nothing changes: what is promised must still be there
         if change.is_nothing:
             change.enter()  # slots whose rows were there
-            self._owner.note_commit(self._manifest.meta.commit)
+            self._note()
             return
         if is_read_only:
             raise BackendError(
@@ -156,7 +156,11 @@ class Commits:
         self._manifest.commit(change.meta(), change.dropped, change.rows)
         change.enter()
         self._check_names()
-        self._owner.note_commit(self._manifest.meta.commit)
+        self._note()
+
+    def _note(self) -> None:
+        meta = self._manifest.meta
+        self._owner.note_commit(meta.commit, meta.directory)
 
     def _check_names(self) -> None:
         """Look whether the directory and the files in it are still the ones that are owned."""

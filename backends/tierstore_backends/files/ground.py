@@ -29,6 +29,7 @@ from tierstore_backends.files.owner import (
     explain,
     segment_index,
 )
+from tierstore_backends.files.premises import check_premises
 from tierstore_backends.files.probe import IoMode, probe
 from tierstore_backends.files.recovery import Recovered, find_missing, recover
 from tierstore_backends.files.rows import Sums, decode_place, encode
@@ -139,6 +140,7 @@ def durable_ground(
         BackendError: the directory cannot be made or used.
     """
     home = options.folders[0]
+    check_premises(options.folders, is_read_only=False)
     if not options.create:
         require_kept(home)
     store_of(options.folders)
@@ -146,7 +148,7 @@ def durable_ground(
     try:
         manifest, recovered = _open_manifest(owner, options, syscalls, segment_bytes)
         try:
-            owner.note_commit(manifest.meta.commit)
+            owner.note_commit(manifest.meta.commit, manifest.meta.directory)
             owner.sweep()
             modes = _modes(options, manifest.meta, syscalls)
             ground = _stand(
@@ -170,10 +172,10 @@ def _open_manifest(
     path = options.path / MANIFEST_NAME
     store = store_of(options.folders)  # again, now that nobody else changes it
     if path.exists() or path.is_symlink():
-        manifest, rows = Manifest.open(options.path, salvage=options.salvage, at_least=owner.noted_commit)
+        manifest, rows = Manifest.open(options.path, salvage=options.salvage, noted=owner.noted)
         try:
             check_drives(options.folders, store, manifest)
-            recovered = recover(rows, manifest.meta, str(path))
+            recovered = recover(rows, manifest.meta, str(path), is_older=manifest.is_older)
         except BaseException:
             manifest.close()
             raise
@@ -306,7 +308,9 @@ def _stand(
     try:
         for files, live in zip(segments, split_by_drive(recovered.live, len(segments)), strict=True):
             files.reopen(live[-1][1] if live else 0)
-        silent = find_missing(recovered, DriveFiles(segments) if options.drives else segments[0])
+        silent = recovered.untold + find_missing(
+            recovered, DriveFiles(segments) if options.drives else segments[0]
+        )
         ground = settled(capacity_bytes, options, owner, modes, segments, manifest.meta, recovered)
         _note_losses(manifest, recovered, silent)
     except BaseException as error:

@@ -29,6 +29,7 @@ from pathlib import Path
 from tierstore.errors import BackendError, IntegrityError
 from tierstore_backends.files.claims import SCHEMA
 from tierstore_backends.files.meta import Meta, encode_meta
+from tierstore_backends.files.notes import Noted
 from tierstore_backends.files.owner import MANIFEST_NAME, explain
 from tierstore_backends.files.rows import Row
 from tierstore_backends.files.scan import UNREADABLE, Scan, digest
@@ -55,6 +56,7 @@ class Manifest:
     def __init__(self, path: Path, connection: sqlite3.Connection | None, meta: Meta) -> None:
         self.path = path
         self.meta = meta
+        self.is_older = False  # whether the files were written since, and somebody said to go on with it
         self._connection = connection
         self._inode = path.stat().st_ino
 
@@ -86,7 +88,9 @@ class Manifest:
             return cls(path, _connect(path), meta)
 
     @classmethod
-    def open(cls, folder: Path, *, salvage: bool, at_least: int = 0) -> tuple[Manifest, Sequence[Row]]:
+    def open(
+        cls, folder: Path, *, salvage: bool, noted: Sequence[Noted] = ()
+    ) -> tuple[Manifest, Sequence[Row]]:
         """Open the manifest of ``folder`` and read its rows, which are whole.
 
         One in which something is damaged is put aside as ``tierstore.db.damaged`` and replaced, if all
@@ -95,10 +99,10 @@ class Manifest:
         Args:
             folder: where it is.
             salvage: whether to go on although something is lost.
-            at_least: a commit that is known to have come to its end.
+            noted: commits that are known to have come to their end.
 
         Raises:
-            IntegrityError: it is damaged, or older than that commit; nothing was changed.
+            IntegrityError: it is damaged, or older than those commits; nothing was changed.
             UsageError: a later version of tierstore wrote it.
             BackendError: it cannot be read.
         """
@@ -108,25 +112,28 @@ class Manifest:
             with _explained(path, "opened"):
                 connection = _connect(path)
         except IntegrityError:  # SQLite does not even begin: it is shorter than it says
-            manifest, rows, _ = cls._look(folder, salvage=salvage, at_least=at_least)
+            manifest, rows, _ = cls._look(folder, salvage=salvage, noted=noted)
             return manifest._replace(rows), rows
         try:
             with _explained(path, "read"):
                 reading = Scan(path, connection, _size_bytes(path))
                 reading.run()
-            reading.judge(salvage=salvage, at_least=at_least)
+            reading.judge(salvage=salvage, noted=noted)
             with _explained(path, "opened"):
                 _remove(path.with_name(f"{MANIFEST_NAME}.new"))
         except BaseException:
             connection.close()
             raise
         manifest = cls(path, connection, reading.meta)
+        manifest.is_older = reading.is_older
         if reading.is_damaged:
             manifest = manifest._replace(reading.rows)
         return manifest, reading.rows
 
     @classmethod
-    def look(cls, folder: Path, *, salvage: bool, at_least: int = 0) -> tuple[Manifest, Sequence[Row]]:
+    def look(
+        cls, folder: Path, *, salvage: bool, noted: Sequence[Noted] = ()
+    ) -> tuple[Manifest, Sequence[Row]]:
         """Read the manifest of ``folder`` and change nothing there: its rows, as `open` returns them.
 
         SQLite cannot read a database in WAL mode without files of its own beside it.  So one without a log
@@ -140,13 +147,15 @@ class Manifest:
         Raises:
             IntegrityError, UsageError, BackendError: as from `open`.
         """
-        manifest, rows, is_damaged = cls._look(folder, salvage=salvage, at_least=at_least)
+        manifest, rows, is_damaged = cls._look(folder, salvage=salvage, noted=noted)
         if is_damaged:
             _log.warning("%s is damaged: what is wrong is put right here, not in the file", manifest.path)
         return manifest, rows
 
     @classmethod
-    def _look(cls, folder: Path, *, salvage: bool, at_least: int) -> tuple[Manifest, Sequence[Row], bool]:
+    def _look(
+        cls, folder: Path, *, salvage: bool, noted: Sequence[Noted]
+    ) -> tuple[Manifest, Sequence[Row], bool]:
         """Read a manifest; return whether it is damaged, too."""
         path = folder / MANIFEST_NAME
         _check_magic(path)
@@ -156,8 +165,10 @@ class Manifest:
             with _explained(path, "read"):
                 reading = Scan(path, connection, _size_bytes(path))
                 reading.run()
-            reading.judge(salvage=salvage, at_least=at_least)
-        return cls(path, None, reading.meta), reading.rows, reading.is_damaged
+            reading.judge(salvage=salvage, noted=noted)
+        manifest = cls(path, None, reading.meta)
+        manifest.is_older = reading.is_older
+        return manifest, reading.rows, reading.is_damaged
 
     def reopen(self) -> tuple[Manifest, Sequence[Row]]:
         """Open and read it again after an error.
@@ -165,7 +176,7 @@ class Manifest:
         Raises:
             BackendError: it cannot be read, or is not what it was.
         """
-        manifest, rows = Manifest.open(self.path.parent, salvage=False, at_least=self.meta.commit)
+        manifest, rows = Manifest.open(self.path.parent, salvage=False, noted=[Noted(self.meta.commit)])
         if manifest.meta.directory != self.meta.directory:
             manifest.close()
             raise BackendError(f"{self.path} was replaced by another while it was in use")
@@ -242,7 +253,9 @@ class Manifest:
             aside.unlink(missing_ok=True)
             os.link(self.path, aside)
         _log.error("%s was damaged: a sound one replaces it, and it is kept as %s", self.path, aside.name)
-        return Manifest.create(self.path.parent, meta, rows)
+        manifest = Manifest.create(self.path.parent, meta, rows)
+        manifest.is_older = self.is_older
+        return manifest
 
 
 def _connect(path: Path, *first: str) -> sqlite3.Connection:

@@ -42,6 +42,7 @@ class Recovered:
         lost: why bytes are not there, for the slots of which they are not.
         live: the extents of all slots, sorted; no two overlap.
         block_bytes: the largest block of a slot.
+        untold: the positions of slots that are lost although nothing would show it another time.
     """
 
     rows: Sequence[Row]
@@ -49,6 +50,7 @@ class Recovered:
     lost: dict[FileSlot, IntegrityError] = field(default_factory=dict)
     live: list[Extent] = field(default_factory=list)
     block_bytes: int = 0
+    untold: list[int] = field(default_factory=list)
 
     def lose(self, slot: FileSlot, why: str) -> None:
         """Say that the bytes of ``slot`` are not there."""
@@ -64,13 +66,14 @@ class Recovered:
             self.live = sorted(extent for slot in self.slots for extent in slot.extents)
 
 
-def recover(rows: Sequence[Row], meta: Meta, manifest: str) -> Recovered:
+def recover(rows: Sequence[Row], meta: Meta, manifest: str, *, is_older: bool = False) -> Recovered:
     """Make the slots of ``rows``, which are whole.
 
     Args:
         rows: of a manifest.
         meta: what it says of itself.
         manifest: its name, for messages.
+        is_older: whether the files were written since, so that only checksums tell what is still there.
     """
     recovered = Recovered(rows)
     for row in rows:
@@ -83,6 +86,13 @@ def recover(rows: Sequence[Row], meta: Meta, manifest: str) -> Recovered:
             recovered.lose(slot, f"the bytes of {_name(row)} were lost: {manifest} says so")
         elif fault is not None:
             recovered.lose(slot, f"{manifest} says of {_name(row)} what cannot be: {fault}")
+        elif is_older and nbytes and place.kind is Sums.NONE:
+            recovered.untold.append(len(recovered.slots) - 1)
+            recovered.lose(
+                slot,
+                f"{manifest} is older than the files, and {_name(row)} was written without checksums: nobody "
+                f"can tell whether its bytes are still there",
+            )
         elif place.block_bytes > recovered.block_bytes:
             recovered.block_bytes = place.block_bytes
     _settle(recovered, manifest)

@@ -28,6 +28,7 @@ from tierstore_backends.files.meta import (
     decode_meta,
     meta_sum,
 )
+from tierstore_backends.files.notes import Noted
 from tierstore_backends.files.rows import MENDED_BYTES, Damage, Row, as_row, flips, is_whole, mend
 
 _log = logging.getLogger("tierstore.files")
@@ -58,6 +59,7 @@ class Scan:
         meta: what the manifest says of itself.
         rows: the rows that are whole, or could be mended, and can be believed.
         is_damaged: whether anything is not as it was written.
+        is_older: whether the files were written since, or under another one.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, size_bytes: int) -> None:
@@ -69,6 +71,7 @@ class Scan:
         self._damage: list[str] = []  # all of it, in words
         self._is_incomplete = False  # whether a record is missing
         self.rows: list[Row] = []
+        self.is_older = False
         self.meta: Meta
 
     @property
@@ -92,14 +95,12 @@ class Scan:
         finally:
             self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, before)
 
-    def judge(self, *, salvage: bool, at_least: int) -> None:
-        """Raise if a name is lost and nobody said to go on."""
-        log = f"{self._path.name}-wal"
-        if self.meta.commit < at_least:
-            message = (
-                f"{self._path} is at commit {self.meta.commit}, and commit {at_least} had come to its end: "
-                f"{log} is damaged or was not copied, or an older copy was put back"
-            )
+    def judge(self, *, salvage: bool, noted: Sequence[Noted]) -> None:
+        """Raise if a name is lost, or the files are not its own, and nobody said to go on."""
+        age = self._age(noted)
+        self.is_older = age is not None
+        if age is not None:
+            message = f"{self._path} {age}"
         elif self._is_incomplete:
             message = (
                 f"{self._path} is damaged ({'; '.join(self._damage)}): "
@@ -114,6 +115,23 @@ class Scan:
         if not salvage:
             raise IntegrityError(f"{message}. Nothing was changed. salvage=True goes on with what is there")
         _log.error("%s. Going on with what is there", message)
+
+    def _age(self, noted: Sequence[Noted]) -> str | None:
+        """Say how the manifest is not that of the files, if so."""
+        directory = self.meta.directory
+        for each in noted:
+            if each.is_witness and not each.is_of(directory):
+                return f"is that of the store {directory}, and {each.where} says that the files are another's"
+        newest = max(
+            (each for each in noted if each.is_of(directory)), key=lambda each: each.commit, default=None
+        )
+        if newest is None or newest.commit <= self.meta.commit:
+            return None
+        return (
+            f"is at commit {self.meta.commit}, and commit {newest.commit} had come to its end: "
+            f"{self._path.name}-wal is damaged or was not copied, or an older copy was put back"
+            f"{f' ({newest.where} says so)' if newest.where else ''}"
+        )
 
     def _run(self) -> None:
         self._read_schema_and_meta()
