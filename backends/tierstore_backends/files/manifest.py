@@ -70,6 +70,7 @@ class Manifest:
         path, draft = folder / MANIFEST_NAME, folder / f"{MANIFEST_NAME}.new"
         with _explained(draft, "made"):
             _remove(draft)
+            draft.touch(mode=0o600, exist_ok=False)  # SQLite gives its log the same mode
             connection = _connect(draft)
             try:
                 for statement in SCHEMA:
