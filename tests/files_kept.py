@@ -20,6 +20,8 @@ from tierstore_backends.files.owner import Keeping, segment_name
 SEGMENT = 64 * KIB
 FIRST = segment_name(0, Keeping.DURABLE)
 DB = "tierstore.db"
+WITNESS = "tierstore-witness.bin"
+LOCK = "tierstore.lock"
 
 
 def write(files: DurableFiles, sizes: Mapping[str, int], seed: int = 0) -> list[Record]:

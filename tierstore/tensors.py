@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
+
+_LONGEST_TEXT: Final = 1 << 16  # of a spec; those that are kept are less than 1 KiB
+_LARGEST_NUMBER: Final = 2**63 - 1  # of torch's own
+_DEVICE: Final = re.compile(r"([a-z0-9_]{1,40})(?::([0-9]{1,3}))?", re.ASCII)
+_QUANTISED: Final = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
+# By name: nothing else of the module can be meant.
+_DTYPES: Final[Mapping[object, torch.dtype]] = {
+    name: value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and value not in _QUANTISED
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,35 +88,85 @@ def to_text(spec: TensorSpec) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def from_text(text: str) -> TensorSpec:
-    """Read what `to_text` wrote.  A device that is not there any more becomes the CPU.
+    """Read what `to_text` wrote, whoever wrote it.  A device that is not there any more becomes the CPU.
+
+    Imports nothing, and makes no device ready.
 
     Raises:
         BackendError: it is not a spec; the message quotes it.
     """
     try:
-        fields = json.loads(text)
-        dtype = getattr(torch, fields["dtype"])
-        shape = torch.Size(fields["shape"])
-        stride = tuple(int(each) for each in fields["stride"])
-        nbytes = shape.numel() * dtype.itemsize
-        device = torch.device(fields["device"])
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        if len(text) > _LONGEST_TEXT:
+            raise ValueError(f"{len(text)} characters")  # noqa: TRY301 - the same as what follows
+        return _read(json.loads(text))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise BackendError(f"not the description of a tensor: {text[:200]!r} ({error})") from error
-    return TensorSpec(shape, dtype, nbytes, stride, device if _is_there(device) else torch.device("cpu"))
 
 
-@functools.lru_cache(maxsize=1024)
+def _read(fields: Mapping[str, object]) -> TensorSpec:
+    """Return the spec of ``fields``; all that is looked up by a name is in a table of ours.
+
+    Raises:
+        ValueError: they are none; so do ``TypeError`` and ``KeyError``.
+    """
+    dtype = _DTYPES[fields["dtype"]]
+    shape, stride = _lengths(fields["shape"]), _lengths(fields["stride"])
+    nbytes = math.prod(shape) * dtype.itemsize  # of Python's numbers: torch's own come round again
+    if nbytes > _LARGEST_NUMBER or math.prod(max(length, 1) for length in shape) > _LARGEST_NUMBER:
+        raise ValueError("more bytes than there can be")
+    return TensorSpec(torch.Size(shape), dtype, nbytes, stride, _device(fields["device"]))
+
+
+def _lengths(given: object) -> tuple[int, ...]:
+    if not isinstance(given, list) or not all(
+        type(each) is int and 0 <= each <= _LARGEST_NUMBER for each in given
+    ):
+        raise ValueError("a shape or a stride that is no list of numbers")
+    return tuple(given)
+
+
+def _device(given: object) -> torch.device:
+    """Return the device of a name if it is there; else the CPU.
+
+    Asking torch for one by its name imports the module ``torch.<name>``, and some devices have no bytes.
+    """
+    found = _DEVICE.fullmatch(given) if isinstance(given, str) else None
+    if found is None:
+        raise ValueError("a device that has no such name")
+    kind, index = found[1], int(found[2] or 0)
+    return torch.device(found[0]) if kind == "cpu" or index < _count_of(kind) else torch.device("cpu")
+
+
+@functools.cache
+def _accelerators() -> tuple[str, int]:
+    """Return the kind of accelerator that this machine has, and how many: none of kind ``""``."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("", 0) if accelerator is None else (accelerator.type, torch.accelerator.device_count())
+
+
+def _count_of(kind: str) -> int:
+    known, count = _accelerators()
+    return count if kind == known else 0
+
+
 def found_spec(text: str, nbytes: int) -> TensorSpec:
     """Return what ``text`` says of ``nbytes`` that were found with it: see `TensorSpec.unread`.
 
     What cannot be understood is so for one key alone, and must not keep the others from being found.
     """
+    return _found(text, nbytes) if len(text) <= _LONGEST_TEXT else _unread(text, nbytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _found(text: str, nbytes: int) -> TensorSpec:
     try:
         spec = from_text(text)
     except BackendError:
         spec = None
-    if spec is not None and spec.nbytes == nbytes and _is_dense(spec):
-        return spec
+    return spec if spec is not None and spec.nbytes == nbytes and _is_dense(spec) else _unread(text, nbytes)
+
+
+def _unread(text: str, nbytes: int) -> TensorSpec:
     return TensorSpec(torch.Size([nbytes]), torch.uint8, nbytes, (1,), unread=text)
 
 
@@ -121,7 +186,7 @@ def check_known(key: str, spec: TensorSpec) -> None:
 
 def _is_dense(spec: TensorSpec) -> bool:
     """Whether the strides lead to each of the bytes and no further."""
-    if len(spec.stride) != len(spec.shape) or min((*spec.shape, *spec.stride), default=0) < 0:
+    if len(spec.stride) != len(spec.shape):
         return False
     if not spec.nbytes:
         return True
@@ -130,15 +195,6 @@ def _is_dense(spec: TensorSpec) -> bool:
         if length > 1 and stride != expected:
             return False
         expected *= length
-    return True
-
-
-@functools.cache
-def _is_there(device: torch.device) -> bool:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):  # torch built without it asserts
-        return False
     return True
 
 

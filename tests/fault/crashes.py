@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 import tierstore as ts
+import tierstore_backends.files  # noqa: F401 - here once, and not in each of so many short lives
 
 Image = dict[str, int]
 """What is under each key: the number of its bytes' version, of which they are made."""

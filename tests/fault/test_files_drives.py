@@ -30,6 +30,7 @@ from tierstore.spi import Record
 from tierstore.units import KIB, MIB
 from tierstore_backends.files.drives import SPAN_BYTES
 from tierstore_backends.files.durable import DurableFiles
+from tierstore_backends.files.meta import Meta
 from tierstore_backends.files.owner import DRIVE_NAME, MANIFEST_NAME
 from tierstore_backends.files.recovery import recover
 from tierstore_backends.files.rows import Place, Sums, encode
@@ -271,7 +272,8 @@ def test_a_drive_on_which_nothing_was_written_yet_is_no_scratch_space_either(tmp
 )
 def test_addresses_that_no_drive_has_are_lost(extent: tuple[int, int]) -> None:
     row = encode(1, 1, b"k", b"", 2 * PAGE, Place((extent,), (7,), Sums.KEPT, MIB))
-    recovered = recover([row], PAGE, 2, "the manifest")
+    meta = Meta(1, "store", "a test", SPAN_BYTES, PAGE, bandwidths=[1, 1], next_id=2)
+    recovered = recover([row], meta, "the manifest")
     assert list(recovered.lost) == recovered.slots
     assert recovered.live == []
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.files_disk import (
     PAGE,
@@ -21,7 +22,8 @@ from tests.files_disk import (
     open_files,
     outcome,
 )
-from tests.files_kept import DB, FIRST, SEGMENT, flip, found, kept, look, read, write
+from tests.files_kept import DB, FIRST, SEGMENT, WITNESS, flip, found, kept, look, read, write
+from tierstore import Store, StoreConfig
 from tierstore.errors import BackendError, CapacityError, IntegrityError, UsageError
 from tierstore.spi import PartialError, Record
 from tierstore_backends.files import DurableFiles
@@ -320,7 +322,7 @@ def test_scratch_files_that_a_dead_owner_left_are_swept(tmp_path: Path) -> None:
     stray.write_bytes(b"written, and never committed")
     (path / "notes.txt").write_text("mine")
     assert look(path) == {"a": "0"}
-    assert {entry.name for entry in path.iterdir()} == {FIRST, DB, "notes.txt"}
+    assert {entry.name for entry in path.iterdir()} == {FIRST, DB, WITNESS, "notes.txt"}
 
 
 def test_a_directory_is_made_anew_over_a_draft_that_was_never_completed(tmp_path: Path) -> None:
@@ -329,7 +331,7 @@ def test_a_directory_is_made_anew_over_a_draft_that_was_never_completed(tmp_path
     files = open_durable(tmp_path)
     assert list(files.recovered()) == []
     files.close()
-    assert {entry.name for entry in tmp_path.iterdir()} == {DB}
+    assert {entry.name for entry in tmp_path.iterdir()} == {DB, WITNESS}
 
 
 def test_a_directory_that_is_removed_while_in_use_fails_commits_and_nothing_else(
@@ -356,6 +358,52 @@ def test_a_file_that_is_removed_or_replaced_while_in_use_fails_commits(
     assert isinstance(error, BackendError)
     assert victim in str(error)
     assert read(files, records[0]) is None
+
+
+@pytest.mark.parametrize("taken", [1, PAGE, None], ids=["a byte", "a page", "all of it"])
+@pytest.mark.parametrize("file", [0, 1, 2])
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_file_that_is_cut_off_while_in_use_fails_commits_by_its_name_and_length(
+    files: DurableFiles, kernel: PowerKernel, file: int, taken: int | None, is_committed: bool
+) -> None:
+    records = write(files, {"a": SEGMENT, "b": SEGMENT, "c": SEGMENT})
+    if is_committed:
+        finish(files.commit(records))
+    victim = kernel.folder / segment_name(file, Keeping.DURABLE)
+    os.truncate(victim, 0 if taken is None else SEGMENT - taken)
+    for change in ([*records, *write(files, {"d": 100}, seed=1)], records, []):
+        error = outcome(files.commit(change))
+        assert isinstance(error, BackendError)
+        assert f"it is {0 if taken is None else SEGMENT - taken} bytes long, of {SEGMENT}" in str(error)
+        assert str(victim) in str(error)
+    others = [record for n, record in enumerate(records) if n != file]
+    assert [read(files, record) for record in others] == [None, None]
+
+
+def test_keys_in_memory_are_not_lost_to_a_file_that_is_cut_off_under_a_flush(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    values = {f"{n}": torch.full((PAGE,), n, dtype=torch.uint8) for n in range(12)}
+    store = Store(
+        StoreConfig.default(
+            device="cpu",
+            offload_cpu_size="20KB",
+            offload_disk_size="8MB",
+            offload_path=str(path),
+            durable=True,
+        )
+    )
+    for key, value in values.items():
+        store.put(key, value)
+    store.flush()
+    os.truncate(path / FIRST, 0)
+    for _ in range(2):
+        with pytest.raises(BackendError, match=f"it is 0 bytes long.*{FIRST}"):
+            store.flush()
+    in_memory = [key for key in values if "host" in store.where(key)]
+    assert len(in_memory) >= 4
+    assert all(store.get(key).equal(values[key]) for key in in_memory)
+    with pytest.raises(BackendError, match="cut off while it was in use"):
+        store.close()
 
 
 def test_times_of_files_mean_nothing(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from tests.files_disk import (
     open_durable,
     outcome,
 )
-from tests.files_kept import DB, FIRST, SEGMENT, found, kept, look, read, write
+from tests.files_kept import DB, FIRST, SEGMENT, WITNESS, found, kept, look, read, write
 from tierstore.errors import BackendError, IntegrityError, UsageError
-from tierstore_backends.files import manifest as manifest_module
+from tierstore_backends.files.meta import meta_sum
 from tierstore_backends.files.rows import Place, decode_place, encode
+from tierstore_backends.files.scan import digest
 
 # ---------------------------------------------------------------------------------------- the manifest
 
@@ -105,7 +106,7 @@ def test_a_lost_manifest_is_refused_and_the_files_stay(tmp_path: Path) -> None:
     before = (path / FIRST).read_bytes()
     with pytest.raises(IntegrityError, match=f"holds {FIRST} but not {DB}"):
         open_durable(path)
-    assert {entry.name for entry in path.iterdir()} == {FIRST}
+    assert {entry.name for entry in path.iterdir()} == {FIRST, WITNESS}
     assert (path / FIRST).read_bytes() == before
     (path / DB).write_bytes(manifest)
     assert look(path) == {"a": "0"}
@@ -196,13 +197,13 @@ def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     with sqlite3.connect(path / DB) as database:
         (body,) = database.execute("SELECT body FROM meta").fetchone()
         later = json.dumps({**json.loads(body), "format": 2, "what we do not know": 1})
-        total = manifest_module.meta_sum(later.encode())
+        total = meta_sum(later.encode())
         database.execute("UPDATE meta SET body = ?, sum = ?", (later, total))
     database.close()
     with pytest.raises(UsageError, match=r"has format 2, and .* up to 1: upgrade"):
         open_durable(path)
     with sqlite3.connect(path / DB) as database:
-        total = manifest_module.meta_sum(body.encode())
+        total = meta_sum(body.encode())
         database.execute("UPDATE meta SET body = ?, sum = ?", (body, total))
     database.close()
     assert look(path) == {"a": "0"}
@@ -312,7 +313,7 @@ def change_row(path: Path, name: str, *, version: int, place: Callable[[Place], 
     database.execute("UPDATE records SET version = ?, place = ? WHERE id = ?", (version, row[5], id_))
     rows = database.execute("SELECT id, version, name, note, nbytes, place FROM records").fetchall()
     (body,) = database.execute("SELECT body FROM meta").fetchone()
-    body = json.dumps({**json.loads(body), "digest": manifest_module.digest(rows)})
-    database.execute("UPDATE meta SET body = ?, sum = ?", (body, manifest_module.meta_sum(body.encode())))
+    body = json.dumps({**json.loads(body), "digest": digest(rows)})
+    database.execute("UPDATE meta SET body = ?, sum = ?", (body, meta_sum(body.encode())))
     database.commit()
     database.close()

@@ -15,7 +15,7 @@ from tests.files_disk import (
     finish,
     open_durable,
 )
-from tests.files_kept import DB, FIRST, found, kept, look, read, write
+from tests.files_kept import DB, FIRST, WITNESS, found, kept, look, read, write
 from tierstore.errors import CapacityError
 from tierstore.spi import Record
 
@@ -157,4 +157,4 @@ def test_a_program_that_forgets_to_close_keeps_its_commits(tmp_path: Path) -> No
     with run_python(code, tmp_path / "store") as child:
         child.communicate()
     assert look(tmp_path / "store") == {"a": "0"}
-    assert {entry.name for entry in (tmp_path / "store").iterdir()} == {FIRST, DB}
+    assert {entry.name for entry in (tmp_path / "store").iterdir()} == {FIRST, DB, WITNESS}

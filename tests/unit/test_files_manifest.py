@@ -13,7 +13,8 @@ import xxhash
 
 from tests.files_disk import PAGE, buffer, finish, open_durable
 from tierstore.spi import Record
-from tierstore_backends.files.manifest import Manifest, Meta
+from tierstore_backends.files.manifest import Manifest
+from tierstore_backends.files.meta import Meta
 from tierstore_backends.files.rows import Place, Sums, encode
 
 SEGMENT = 64 * 1024

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -212,6 +214,11 @@ def misdescribe(disk: Disk, key: str, note: str) -> None:
     disk.backend.image[key] = (note, memory)
 
 
+def said(**fields: object) -> str:
+    """Describe ten numbers of 4 bytes, but for ``fields``."""
+    return json.dumps({"dtype": "float32", "shape": [10], "stride": [1], "device": "cpu", **fields})
+
+
 MISDESCRIBED = {
     "gone": "",
     "gibberish": "gibberish",
@@ -224,6 +231,24 @@ MISDESCRIBED = {
     "below nothing": '{"dtype":"float32","shape":[-2,-5],"stride":[1,2],"device":"cpu"}',
     "beyond all": '{"dtype":"float32","shape":[999999999999999999999],"stride":[1],"device":"cpu"}',
     "deep": "[" * 100_000,
+    "of more digits than can be read": '{"shape":[' + "9" * 50_000 + "]}",
+    "of lengths that come round to no bytes": said(shape=[2**33, 2**33, 1], stride=[2**33, 1, 1]),
+    "of lengths that come round": said(shape=[2**62 + 10], dtype="float32"),
+    "of a length in words": said(shape=["10"]),
+    "of half a length": said(shape=[10.0]),
+    "of a stride that has no end": said().replace("[1]", "[Infinity]"),
+    "of a stride in words": said(stride=["1"]),
+    "of a dtype that is a function": said(dtype="empty"),
+    "of a dtype that is a module": said(dtype="nn"),
+    "of a dtype that is imported when it is asked for": said(dtype="_inductor"),
+    "of a dtype that is a list": said(dtype=["float32"]),
+    "of a dtype without its scale": said(dtype="qint32"),
+    "on a device that is a number": said(device=0),
+    "on a device that is no name": said(device="cpu;import os"),
+    "on a device of an endless name": said(device="c" * 10_000),
+    "on a device of an endless number": said(device="cpu:" + "9" * 10_000),
+    "no object": "[1]",
+    "with an endless rest": said(rest="x" * 5_000_000),
 }
 
 
@@ -302,6 +327,36 @@ def test_a_spec_comes_back_from_its_text(tensor: torch.Tensor) -> None:
 def test_a_device_that_is_gone_becomes_the_cpu() -> None:
     spec = replace(describe(torch.zeros(2)), device=torch.device("cuda:97"))
     assert from_text(to_text(spec)) == TensorSpec(spec.shape, spec.dtype, spec.nbytes, spec.stride)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        *("privateuseone", "privateuseone:0", "hpu", "meta", "meta:0", "xla", "lazy", "vulkan", "mkldnn"),
+        *("opengl", "cuda:127", "cuda:999", "nothing", "nn", "os", "fx", "_dynamo"),
+    ],
+)
+def test_a_device_that_a_note_names_is_the_cpu_if_it_is_not_there_and_nothing_is_imported(
+    device: str,
+) -> None:
+    before = set(sys.modules)
+    spec = found_spec(said(device=device), 40)
+    assert (spec.device, spec.unread, spec.shape) == (torch.device("cpu"), None, (10,))
+    assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize("dtype", ["_dynamo", "_inductor", "onnx", "compiler"])
+def test_a_dtype_that_a_note_names_imports_nothing(dtype: str) -> None:
+    before = set(sys.modules)
+    assert found_spec(said(dtype=dtype), 40).unread is not None
+    assert set(sys.modules) == before
+
+
+def test_every_dtype_that_can_be_put_comes_back_from_its_text() -> None:
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        if not str(dtype).startswith(("torch.q", "torch.bits")):
+            spec = TensorSpec(torch.Size([3]), dtype, 3 * dtype.itemsize, (1,))
+            assert from_text(to_text(spec)) == spec
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
 import torch
+import xxhash
 
 from tests.codec_bytes import KIB, MIB, Lasting, Shelf, random, repeating
 from tierstore.errors import BackendError, IntegrityError
@@ -330,6 +332,83 @@ def test_bytes_of_a_later_format_are_refused_by_name(monkeypatch: pytest.MonkeyP
     error = finish(again.read(found(again)["k"].slot, torch.empty(CHUNK, dtype=torch.uint8)))
     assert isinstance(error, IntegrityError)
     assert "format 2, and this version of tierstore knows 1" in str(error)
+
+
+def said(note: str, **fields: object) -> str:
+    """Let a line say something else, with a digest that is right."""
+    head, _, own = note[1:].partition("\n")
+    _, _, text = head.split(" ", 2)
+    text = fields.pop("text", None) or json.dumps({**json.loads(text), **fields})  # type: ignore[assignment]
+    return f"\x1elz4 {xxhash.xxh3_64_hexdigest(text.encode())} {text}\n{own}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": "[" * 100_000},
+        {"text": "[1]"},
+        {"text": "{"},
+        {"text": '{"v":1,"nbytes":Infinity}'},
+        {"nbytes": -1},
+        {"nbytes": 0},
+        {"nbytes": 2**62},
+        {"nbytes": 2**62, "chunk_bytes": 2**62, "block_bytes": 2**62},
+        {"nbytes": 1e400},
+        {"nbytes": "100"},
+        {"nbytes": True},
+        {"chunk": 1},
+        {"chunk": -1},
+        {"chunks": 2**40},
+        {"chunks": 0},
+        {"width": 0},
+        {"width": 3},
+        {"width": 2**40},
+        {"block_bytes": 0},
+        {"block_bytes": 1},
+        {"chunk_bytes": 0},
+        {"chunk_bytes": 1},
+        {"lengths": []},
+        {"lengths": 7},
+        {"lengths": [-5, 5]},
+        {"lengths": [2**70]},
+        {"lengths": ["1"]},
+        {"digest": "x"},
+        {"digest": None},
+        {"v": [1]},
+    ],
+    ids=lambda fields: str(fields)[:50],
+)
+@pytest.mark.parametrize("opened_with", ["lz4", None])
+def test_a_line_that_says_what_cannot_be_costs_its_key_and_no_other(
+    fields: dict[str, object], opened_with: str | None
+) -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(CHUNK), "other": repeating(2 * CHUNK, 9)}, "note")
+    name, note, data = shelf.records[0]
+    shelf.records[0] = (name, said(note, **fields), data)
+    again = opened(shelf, opened_with)
+    records = found(again)
+    slot = records["k"].slot
+    assert 0 <= slot.nbytes <= 256 * data.numel()
+    error = finish(again.read(slot, torch.empty(slot.nbytes, dtype=torch.uint8)))
+    assert isinstance(error, IntegrityError)
+    assert "'k'" in str(error)
+    assert torch.equal(contents(again, records["other"].slot), repeating(2 * CHUNK, 9))
+
+
+def test_a_chunk_that_is_larger_than_there_is_room_to_unpack_it_costs_its_key() -> None:
+    shelf = Shelf()
+    commit(opened(shelf), {"k": repeating(CHUNK), "other": repeating(2 * CHUNK, 9)}, "note")
+    name, note, _ = shelf.records[0]
+    large = random(4 * CHUNK)
+    digest = xxhash.xxh3_64_hexdigest(large.numpy().tobytes())
+    told = {"nbytes": 4 * CHUNK, "chunk_bytes": 4 * CHUNK, "block_bytes": 4 * CHUNK, "lengths": [4 * CHUNK]}
+    shelf.records[0] = (name, said(note, **told, digest=digest), large)
+    again = opened(shelf)
+    records = found(again)
+    error = finish(again.read(records["k"].slot, torch.empty(4 * CHUNK, dtype=torch.uint8)))
+    assert isinstance(error, IntegrityError)
+    assert torch.equal(contents(again, records["other"].slot), repeating(2 * CHUNK, 9))
 
 
 def test_lines_agree_only_if_they_are_of_one_slot() -> None:

@@ -158,6 +158,11 @@ def test_a_marker_that_is_not_ours_is_not_touched() -> None:
         json.dumps({**good, "pid": "1"}).encode(),
         json.dumps({**good, "pid": True}).encode(),
         json.dumps({**good, "more": 1}).encode(),
+        json.dumps({**good, "host": "h" * 10_000}).encode(),
+        b"[" * 4000,
+        b"[" * 100_000,
+        b'{"pid": ' + b"9" * 50_000 + b"}",
+        b"\xff\xfe",
     ):
         store = memory()
         change(store, MARKER, text)

@@ -16,23 +16,28 @@ Rule 2: names and notes that look like ours but are not are escaped (the line is
 can be one.
 Rule 3: a line that is damaged, of a later version, or does not agree with what was found is told apart from
 one that is not there: the bytes are then known to be unreadable, and never taken for something else.
+Rule 4: a line is believed only within bounds, whoever wrote it: what it says there is to unpack is at most
+256 times what is there.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import xxhash
+
+from tierstore.wrappers.blocks import WIDTHS
 
 VERSION: Final = 1
 
 _MARK: Final = "\x1e"  # "record separator": begins our lines
 _NAME_MARK: Final = "\x1f"  # "unit separator": begins names that are not keys
 _LATER: Final = re.compile(f"{_NAME_MARK}([1-9][0-9]{{0,8}}) (.*)", re.DOTALL | re.ASCII)
+_MOST_GAIN: Final = 256  # of lz4: a byte stands for 255 at most
 _NAMES: Final = ("nbytes", "chunk", "chunks", "width", "block_bytes", "chunk_bytes")
 
 
@@ -127,16 +132,65 @@ def _parsed(head: str) -> Line:
     digest, _, text = rest.partition(" ")
     if codec != "lz4" or digest != _digest(text):
         raise DamagedNoteError("what is noted of the compressed bytes is damaged")
-    told = json.loads(text)
-    if told["v"] != VERSION:
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise DamagedNoteError(
-            f"the bytes were compressed in format {told['v']}, and this version of tierstore knows {VERSION}"
+            f"what is noted of the compressed bytes is no JSON ({type(error).__name__})"
+        ) from error
+    if not isinstance(told, dict) or told.get("v") != VERSION:
+        version = told.get("v") if isinstance(told, dict) else None
+        raise DamagedNoteError(
+            f"the bytes were compressed in format {version!s:.20}, and this version of tierstore knows "
+            f"{VERSION}"
         )
-    return Line(
-        **{name: int(told[name]) for name in _NAMES},
-        lengths=tuple(map(int, told["lengths"])),
-        digest=int(told["digest"], 16),
+    line = Line(
+        **{name: _number(told.get(name)) for name in _NAMES},
+        lengths=tuple(map(_number, _list(told.get("lengths")))),
+        digest=int(str(told.get("digest")), 16),
     )
+    if not _can_be(line):
+        raise DamagedNoteError("what is noted of the compressed bytes cannot be of any")
+    return line
+
+
+def _number(given: object) -> int:
+    """Return a number within bounds.
+
+    Raises:
+        DamagedNoteError: it is none.
+    """
+    if type(given) is int and 0 <= given < 2**63:
+        return given
+    raise DamagedNoteError(
+        f"what is noted of the compressed bytes has {given!r:.40} in the place of a number"
+    )
+
+
+def _list(given: object) -> list[object]:
+    return given if isinstance(given, list) else [given]
+
+
+def _can_be(line: Line) -> bool:
+    """Whether bytes can be cut as a line says, and packed into as few as it says."""
+    if not (line.width in WIDTHS and line.block_bytes and line.chunk_bytes and line.chunk < line.chunks):
+        return False
+    if line.chunks != -(-line.nbytes // line.chunk_bytes):
+        return False
+    left_bytes = min(line.chunk_bytes, line.nbytes - line.chunk * line.chunk_bytes)
+    if len(line.lengths) != -(-left_bytes // line.block_bytes):
+        return False
+    return all(
+        0 < length <= block <= length * _MOST_GAIN
+        for length, block in zip(line.lengths, _blocks(left_bytes, line.block_bytes), strict=True)
+    )
+
+
+def _blocks(nbytes: int, block_bytes: int) -> Iterator[int]:
+    """Yield how long each block of so many bytes is."""
+    while nbytes > 0:
+        yield min(nbytes, block_bytes)
+        nbytes -= block_bytes
 
 
 def agree(lines: Sequence[Line], nbytes_within: Sequence[int]) -> bool:

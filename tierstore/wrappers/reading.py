@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tierstore.errors import UsageError
+from tierstore.errors import IntegrityError, UsageError
 from tierstore.spi import Buffer, Completion, Slot
 from tierstore.units import align_up
 from tierstore.wrappers.blocks import Bytes
@@ -67,7 +67,7 @@ class _Read:
 
     def start(self) -> None:
         """Begin with everything."""
-        refusals = [_refusal(slot) for slot in self._slots]
+        refusals = [_refusal(slot, self._reader.pad_bytes) for slot in self._slots]
         good = [position for position, refusal in enumerate(refusals) if refusal is None]
         self._read_whole([p for p in good if self._slots[p].shape is None])
         self._read_packed([p for p in good if self._slots[p].shape is not None])
@@ -152,10 +152,16 @@ class _Read:
         self._reader.workers.end()
 
 
-def _refusal(slot: CodecSlot) -> BaseException | None:
+def _refusal(slot: CodecSlot, pad_bytes: int) -> BaseException | None:
     """Say why nothing can be read from a slot, if so."""
+    largest = max((chunk.slot.nbytes for chunk in slot.chunks if chunk is not None), default=0)
     if slot.damage is not None:
         return slot.damage.error
     if slot.shape is None and slot.whole is None:
         return UsageError(f"{slot} holds no bytes: writing them failed")
+    if largest > pad_bytes:
+        return IntegrityError(
+            f"{slot} has a compressed chunk of {largest} bytes, and there is room to unpack one of "
+            f"{pad_bytes}: what is noted of it was not written here"
+        )
     return None

@@ -26,10 +26,21 @@ from pathlib import Path
 from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStoreError, UsageError
 from tierstore.spi import Completion, Record, Slot
 from tierstore_backends.files.backend import FilesBackend
-from tierstore_backends.files.manifest import Manifest, Meta
+from tierstore_backends.files.claims import LONGEST_NAME_BYTES
+from tierstore_backends.files.manifest import Manifest
+from tierstore_backends.files.meta import Meta
 from tierstore_backends.files.reader import Reader
 from tierstore_backends.files.recovery import Recovered
-from tierstore_backends.files.rows import Place, Row, Sums, decode_text, encode, encode_text, row_check
+from tierstore_backends.files.rows import (
+    Place,
+    Row,
+    Sums,
+    decode_note,
+    decode_text,
+    encode,
+    encode_text,
+    row_check,
+)
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.several import Right
 from tierstore_backends.files.transfer import FileSlot, SlotState
@@ -133,7 +144,7 @@ class Commits:
         self._check_names()  # also where nothing changes: what is promised must still be there
         if change.is_nothing:
             change.enter()  # slots whose rows were there
-            self._owner.note_commit(self._manifest.meta.commit)
+            self._note()
             return
         if is_read_only:
             raise BackendError(
@@ -145,7 +156,11 @@ class Commits:
         self._manifest.commit(change.meta(), change.dropped, change.rows)
         change.enter()
         self._check_names()
-        self._owner.note_commit(self._manifest.meta.commit)
+        self._note()
+
+    def _note(self) -> None:
+        meta = self._manifest.meta
+        self._owner.note_commit(meta.commit, meta.directory)
 
     def _check_names(self) -> None:
         """Look whether the directory and the files in it are still the ones that are owned."""
@@ -154,7 +169,10 @@ class Commits:
         try:
             self._segments.check()
         except OSError as error:
-            raise BackendError(f"a file of {self._owner.folder} is not there any more: {error}") from error
+            raise BackendError(
+                f"a file of {self._owner.folder} is not there any more: {error}. "
+                f"What is in faster tiers is unharmed: put it into another directory"
+            ) from error
 
     def _remove_doubts(self, slots: Mapping[str, FileSlot]) -> None:
         """Write again what a sync that failed may have lost."""
@@ -285,6 +303,11 @@ class _Change:
         place = self._place(name, slot)
         assert isinstance(slot, FileSlot)  # or it has no place
         texts = encode_text(name), encode_text(note)
+        if len(texts[0]) > LONGEST_NAME_BYTES:
+            raise UsageError(
+                f"a name of {len(texts[0])} bytes cannot be kept, of at most {LONGEST_NAME_BYTES}: "
+                f"drop or rename what is under {name[:60]!r}..."
+            )
         if old is None:
             id_, self._next_id = self._next_id, self._next_id + 1
             self._records += 1
@@ -316,7 +339,7 @@ class _Change:
 def _entries(rows: Sequence[Row], slots: Sequence[FileSlot] | None = None) -> dict[str, _Entry]:
     known: Iterable[FileSlot | None] = slots if slots is not None else itertools.repeat(None)
     return {
-        decode_text(name): (slot, decode_text(note), id_, version, row_check(place))
+        decode_text(name): (slot, decode_note(note), id_, version, row_check(place))
         for (id_, version, name, note, _, place), slot in zip(rows, known, strict=False)
     }
 

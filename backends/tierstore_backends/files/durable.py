@@ -22,7 +22,7 @@ from tierstore_backends.files.meter import IoStats
 from tierstore_backends.files.options import FilesOptions
 from tierstore_backends.files.reading import ReadOnly, reading_ground
 from tierstore_backends.files.recovery import Recovered
-from tierstore_backends.files.rows import decode_text
+from tierstore_backends.files.rows import decode_note, decode_text
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
 from tierstore_backends.files.transfer import FileSlot
 
@@ -111,7 +111,7 @@ class DurableFiles:
         if recovered is None:
             raise UsageError("what was recovered was asked for before")
         return [
-            Record(decode_text(name), decode_text(note), slot)
+            Record(decode_text(name), decode_note(note), slot)
             for (_, _, name, note, _, _), slot in zip(recovered.rows, recovered.slots, strict=True)
         ]
 

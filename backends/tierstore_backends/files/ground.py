@@ -18,7 +18,8 @@ from tierstore.errors import BackendError, IntegrityError, UsageError
 from tierstore_backends.files.drives import Drive, DriveFiles, split_by_drive
 from tierstore_backends.files.engines.choice import direct_for
 from tierstore_backends.files.identity import store_of, written
-from tierstore_backends.files.manifest import FORMAT, Manifest, Meta, digest
+from tierstore_backends.files.manifest import Manifest
+from tierstore_backends.files.meta import FORMAT, Meta
 from tierstore_backends.files.options import Direct, FilesOptions
 from tierstore_backends.files.owner import (
     DRIVE_NAME,
@@ -27,9 +28,11 @@ from tierstore_backends.files.owner import (
     Keeping,
     segment_index,
 )
+from tierstore_backends.files.premises import check_premises
 from tierstore_backends.files.probe import IoMode, probe
 from tierstore_backends.files.recovery import Recovered, find_missing, recover
 from tierstore_backends.files.rows import Sums, decode_place, encode
+from tierstore_backends.files.scan import digest
 from tierstore_backends.files.segments import Files, Segments
 from tierstore_backends.files.several import (
     Owners,
@@ -137,6 +140,7 @@ def durable_ground(
         BackendError: the directory cannot be made or used.
     """
     home = options.folders[0]
+    check_premises(options.folders, is_read_only=False)
     if not options.create:
         require_kept(home)
     store_of(options.folders)
@@ -144,7 +148,7 @@ def durable_ground(
     try:
         manifest, recovered = _open_manifest(owner, options, syscalls, segment_bytes)
         try:
-            owner.note_commit(manifest.meta.commit)
+            owner.note_commit(manifest.meta.commit, manifest.meta.directory)
             owner.sweep()
             modes = _modes(options, manifest.meta, syscalls)
             ground = _stand(
@@ -168,10 +172,10 @@ def _open_manifest(
     path = options.path / MANIFEST_NAME
     store = store_of(options.folders)  # again, now that nobody else changes it
     if path.exists() or path.is_symlink():
-        manifest, rows = Manifest.open(options.path, salvage=options.salvage, at_least=owner.noted_commit)
+        manifest, rows = Manifest.open(options.path, salvage=options.salvage, noted=owner.noted)
         try:
             check_drives(options.folders, store, manifest)
-            recovered = recover(rows, manifest.meta.alignment_bytes, len(options.folders), str(path))
+            recovered = recover(rows, manifest.meta, str(path), is_older=manifest.is_older)
         except BaseException:
             manifest.close()
             raise
@@ -199,7 +203,7 @@ def check_drives(folders: Sequence[Path], store: str | None, manifest: Manifest)
         UsageError: they are not.
     """
     meta = manifest.meta
-    count = max(1, len(meta.bandwidths))
+    count = meta.drives
     if count != len(folders) or (store is None) != (count == 1) or store not in (None, meta.directory):
         raise UsageError(
             f"{manifest.path} is that of the store {meta.directory} with {count} directories, and given are "
@@ -304,7 +308,9 @@ def _stand(
     try:
         for files, live in zip(segments, split_by_drive(recovered.live, len(segments)), strict=True):
             files.reopen(live[-1][1] if live else 0)
-        silent = find_missing(recovered, DriveFiles(segments) if options.drives else segments[0])
+        silent = recovered.untold + find_missing(
+            recovered, DriveFiles(segments) if options.drives else segments[0]
+        )
         ground = settled(capacity_bytes, options, owner, modes, segments, manifest.meta, recovered)
         _note_losses(manifest, recovered, silent)
     except BaseException as error:
@@ -328,6 +334,7 @@ def settled(
     recovered: Recovered,
 ) -> Ground:
     """Let the files hold what was recovered, and nothing above it."""
+    recovered.fit(capacity_bytes)
     if not options.drives:
         space = Space(capacity_bytes, modes[0].alignment_bytes, segments[0], recovered.live)
         space.trim()

@@ -117,7 +117,8 @@ def _read(folder: Path) -> Identity | None:
 
 def _write(path: Path, identity: Identity) -> None:
     try:
-        with path.open("x", encoding="utf-8") as file:
+        path.touch(mode=0o600, exist_ok=False)
+        with path.open("w", encoding="utf-8") as file:
             file.write(json.dumps(asdict(identity)) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -17,44 +17,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
 import logging
 import os
 import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy
-import xxhash
-
-from tierstore.errors import BackendError, IntegrityError, UsageError
+from tierstore.errors import BackendError, IntegrityError
+from tierstore_backends.files.claims import SCHEMA
+from tierstore_backends.files.meta import Meta, encode_meta
+from tierstore_backends.files.notes import Noted
 from tierstore_backends.files.owner import MANIFEST_NAME
-from tierstore_backends.files.rows import Damage, RawRow, Row, flips, is_whole, mend
+from tierstore_backends.files.rows import Row
+from tierstore_backends.files.scan import UNREADABLE, Scan, digest
 from tierstore_backends.paths import explain
 
 _log = logging.getLogger("tierstore.files")
 
-FORMAT = 1
 _MAGIC = b"SQLite format 3\0"
 _WAL_KEPT_BYTES = 1 << 22  # the write-ahead log shrinks to this once its pages are in the database
-_SCHEMA = """
-CREATE TABLE meta (id INTEGER PRIMARY KEY, body TEXT NOT NULL, sum BLOB NOT NULL);
-CREATE TABLE records (
-    id INTEGER PRIMARY KEY,
-    version INTEGER NOT NULL,
-    name TEXT NOT NULL,
-    note TEXT NOT NULL,
-    nbytes INTEGER NOT NULL,
-    place BLOB NOT NULL
-);
-"""
 _PUT = "INSERT OR REPLACE INTO records VALUES (?, ?, CAST(? AS TEXT), CAST(? AS TEXT), ?, ?)"
-_DAMAGED = (MemoryError, OverflowError, UnicodeError)  # what else damage makes of lengths and of messages
-_FAILURES = (sqlite3.Error, *_DAMAGED)
-_NO_SUCH = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR})  # page, or table
 # Or SQLite opens no database that is shorter than it says.  Only for what is read, never written.
 _TOLERANT = "PRAGMA writable_schema = ON"
 _ERRNO = {
@@ -66,41 +51,13 @@ _ERRNO = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Meta:
-    """What a manifest says of its directory, and of itself.
-
-    Attributes:
-        format: the version of all that `docs/reference/store-directory.md` says.
-        directory: a name that no other directory has.
-        created_by: what made it.
-        segment_bytes: how long a full file is.
-        alignment_bytes: what extents are multiples of.
-        bandwidths: bytes per second of each of its drives; none if there is only this directory.
-        commit: the number of the last commit; 0 before the first.
-        records: how many rows there are.
-        digest: the sum of their checks, modulo 2**64.
-        next_id: above the id of every row so far.
-    """
-
-    format: int
-    directory: str
-    created_by: str
-    segment_bytes: int
-    alignment_bytes: int
-    bandwidths: Sequence[int] = ()
-    commit: int = 0
-    records: int = 0
-    digest: int = 0
-    next_id: int = 1
-
-
 class Manifest:
     """One open manifest.  Made by `create`, `open` and `look`."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection | None, meta: Meta) -> None:
         self.path = path
         self.meta = meta
+        self.is_older = False  # whether the files were written since, and somebody said to go on with it
         self._connection = connection
         self._inode = path.stat().st_ino
 
@@ -114,12 +71,14 @@ class Manifest:
         path, draft = folder / MANIFEST_NAME, folder / f"{MANIFEST_NAME}.new"
         with _explained(draft, "made"):
             _remove(draft)
+            draft.touch(mode=0o600, exist_ok=False)  # SQLite gives its log the same mode
             connection = _connect(draft)
             try:
-                connection.executescript(_SCHEMA)
+                for statement in SCHEMA:
+                    connection.execute(statement)
                 connection.execute("BEGIN")
                 connection.executemany(_PUT, rows)
-                connection.execute("INSERT INTO meta VALUES (1, ?, ?)", _encode_meta(meta))
+                connection.execute("INSERT INTO meta VALUES (1, ?, ?)", encode_meta(meta))
                 connection.execute("COMMIT")
             finally:
                 connection.close()  # which moves everything into the database, and syncs it
@@ -131,7 +90,9 @@ class Manifest:
             return cls(path, _connect(path), meta)
 
     @classmethod
-    def open(cls, folder: Path, *, salvage: bool, at_least: int = 0) -> tuple[Manifest, Sequence[Row]]:
+    def open(
+        cls, folder: Path, *, salvage: bool, noted: Sequence[Noted] = ()
+    ) -> tuple[Manifest, Sequence[Row]]:
         """Open the manifest of ``folder`` and read its rows, which are whole.
 
         One in which something is damaged is put aside as ``tierstore.db.damaged`` and replaced, if all
@@ -140,10 +101,10 @@ class Manifest:
         Args:
             folder: where it is.
             salvage: whether to go on although something is lost.
-            at_least: a commit that is known to have come to its end.
+            noted: commits that are known to have come to their end.
 
         Raises:
-            IntegrityError: it is damaged, or older than that commit; nothing was changed.
+            IntegrityError: it is damaged, or older than those commits; nothing was changed.
             UsageError: a later version of tierstore wrote it.
             BackendError: it cannot be read.
         """
@@ -153,25 +114,28 @@ class Manifest:
             with _explained(path, "opened"):
                 connection = _connect(path)
         except IntegrityError:  # SQLite does not even begin: it is shorter than it says
-            manifest, rows, _ = cls._look(folder, salvage=salvage, at_least=at_least)
+            manifest, rows, _ = cls._look(folder, salvage=salvage, noted=noted)
             return manifest._replace(rows), rows
         try:
             with _explained(path, "read"):
-                reading = _Reading(path, connection)
+                reading = Scan(path, connection, _size_bytes(path))
                 reading.run()
-            reading.judge(salvage=salvage, at_least=at_least)
+            reading.judge(salvage=salvage, noted=noted)
             with _explained(path, "opened"):
                 _remove(path.with_name(f"{MANIFEST_NAME}.new"))
         except BaseException:
             connection.close()
             raise
         manifest = cls(path, connection, reading.meta)
+        manifest.is_older = reading.is_older
         if reading.is_damaged:
             manifest = manifest._replace(reading.rows)
         return manifest, reading.rows
 
     @classmethod
-    def look(cls, folder: Path, *, salvage: bool, at_least: int = 0) -> tuple[Manifest, Sequence[Row]]:
+    def look(
+        cls, folder: Path, *, salvage: bool, noted: Sequence[Noted] = ()
+    ) -> tuple[Manifest, Sequence[Row]]:
         """Read the manifest of ``folder`` and change nothing there: its rows, as `open` returns them.
 
         SQLite cannot read a database in WAL mode without files of its own beside it.  So one without a log
@@ -185,13 +149,15 @@ class Manifest:
         Raises:
             IntegrityError, UsageError, BackendError: as from `open`.
         """
-        manifest, rows, is_damaged = cls._look(folder, salvage=salvage, at_least=at_least)
+        manifest, rows, is_damaged = cls._look(folder, salvage=salvage, noted=noted)
         if is_damaged:
             _log.warning("%s is damaged: what is wrong is put right here, not in the file", manifest.path)
         return manifest, rows
 
     @classmethod
-    def _look(cls, folder: Path, *, salvage: bool, at_least: int) -> tuple[Manifest, Sequence[Row], bool]:
+    def _look(
+        cls, folder: Path, *, salvage: bool, noted: Sequence[Noted]
+    ) -> tuple[Manifest, Sequence[Row], bool]:
         """Read a manifest; return whether it is damaged, too."""
         path = folder / MANIFEST_NAME
         _check_magic(path)
@@ -199,10 +165,12 @@ class Manifest:
             with _explained(path, "opened"):
                 connection = room.enter_context(contextlib.closing(_connect_to_read(path, room)))
             with _explained(path, "read"):
-                reading = _Reading(path, connection)
+                reading = Scan(path, connection, _size_bytes(path))
                 reading.run()
-            reading.judge(salvage=salvage, at_least=at_least)
-        return cls(path, None, reading.meta), reading.rows, reading.is_damaged
+            reading.judge(salvage=salvage, noted=noted)
+        manifest = cls(path, None, reading.meta)
+        manifest.is_older = reading.is_older
+        return manifest, reading.rows, reading.is_damaged
 
     def reopen(self) -> tuple[Manifest, Sequence[Row]]:
         """Open and read it again after an error.
@@ -210,7 +178,7 @@ class Manifest:
         Raises:
             BackendError: it cannot be read, or is not what it was.
         """
-        manifest, rows = Manifest.open(self.path.parent, salvage=False, at_least=self.meta.commit)
+        manifest, rows = Manifest.open(self.path.parent, salvage=False, noted=[Noted(self.meta.commit)])
         if manifest.meta.directory != self.meta.directory:
             manifest.close()
             raise BackendError(f"{self.path} was replaced by another while it was in use")
@@ -246,7 +214,7 @@ class Manifest:
                 connection.execute("BEGIN IMMEDIATE")
                 connection.executemany("DELETE FROM records WHERE id = ?", ((id_,) for id_ in dropped))
                 connection.executemany(_PUT, rows)
-                connection.execute("UPDATE meta SET body = ?, sum = ? WHERE id = 1", _encode_meta(meta))
+                connection.execute("UPDATE meta SET body = ?, sum = ? WHERE id = 1", encode_meta(meta))
                 connection.execute("COMMIT")
         except BaseException:
             self.close()
@@ -287,110 +255,16 @@ class Manifest:
             aside.unlink(missing_ok=True)
             os.link(self.path, aside)
         _log.error("%s was damaged: a sound one replaces it, and it is kept as %s", self.path, aside.name)
-        return Manifest.create(self.path.parent, meta, rows)
-
-
-class _Reading:
-    """One reading of a database that may be damaged.
-
-    Attributes:
-        meta: what the manifest says of itself.
-        rows: the rows that are whole, or could be mended.
-        is_damaged: whether anything is not as it was written.
-    """
-
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self._path = path
-        self._connection = connection
-        self._damage: list[str] = []  # all of it, in words
-        self._is_incomplete = False  # whether a record is missing
-        self.rows: list[Row] = []
-        self.meta: Meta
-
-    @property
-    def is_damaged(self) -> bool:
-        return bool(self._damage)
-
-    def run(self) -> None:
-        self.meta, is_mended = _meta(self._path, self._connection)
-        if is_mended:
-            self._damage.append("a bit of what it says of itself")
-        try:
-            found = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            raw: Sequence[RawRow] = self._connection.execute("SELECT * FROM records").fetchall()
-        except _FAILURES as error:
-            self._damage.append(str(error))
-            raw = list(self._rows_around_damage())
-        else:
-            if found != b"ok":
-                self._damage.append(found.decode("utf-8", "replace"))
-        self.rows = [row for row in raw if is_whole(*row)]  # type: ignore[misc]  # these have the types
-        has_places = len(self.rows) == len(raw) or self._mend([row for row in raw if not is_whole(*row)])
-        if self._damage or len(self.rows) != self.meta.records:
-            # A page that is read twice brings names twice: each counts once.
-            self.rows = list({row[2]: row for row in sorted(self.rows, key=lambda row: row[1])}.values())
-        self._is_incomplete = len(self.rows) != self.meta.records or (
-            has_places and digest(self.rows) != self.meta.digest
-        )
-        if self._is_incomplete:
-            self._damage.append("rows are missing, or are not its own")
-
-    def judge(self, *, salvage: bool, at_least: int) -> None:
-        """Raise if a name is lost and nobody said to go on."""
-        if self.meta.commit < at_least:
-            message = (
-                f"{self._path} is at commit {self.meta.commit}, and commit {at_least} had come to its end: "
-                f"{_wal(self._path).name} is damaged or was not copied, or an older copy was put back"
-            )
-        elif self._is_incomplete:
-            message = (
-                f"{self._path} is damaged ({'; '.join(self._damage)}): "
-                f"of {self.meta.records} records {len(self.rows)} can be read"
-            )
-        else:
-            return
-        if not self.rows and self.meta.records:  # going on would give back every byte
-            raise IntegrityError(
-                f"{message}: nothing can be salvaged, put a copy of it back. Nothing was changed"
-            )
-        if not salvage:
-            raise IntegrityError(f"{message}. Nothing was changed. salvage=True goes on with what is there")
-        _log.error("%s. Going on with what is there", message)
-
-    def _rows_around_damage(self) -> Iterator[RawRow]:
-        """Yield every row that can be reached, going around pages that cannot be read."""
-        after = failures = 0
-        while after < self.meta.next_id:
-            try:
-                rows = self._connection.execute("SELECT * FROM records WHERE id > ? ORDER BY id", (after,))
-                for raw in rows:
-                    after = max(after, raw[0])
-                    yield raw
-            except _FAILURES:
-                failures += 1
-                after += 1 + failures // 256  # a page has some forty rows
-            else:
-                return
-
-    def _mend(self, broken: Sequence[RawRow]) -> bool:
-        """Make the best of rows that are not whole; return whether no place of one is lost."""
-        mended = [mend(raw) for raw in broken]
-        self._damage.append(f"{len(broken)} rows have wrong checksums")
-        self.rows += [row for row, _ in mended if row is not None]
-        return all(damage is Damage.REPAIRED for _, damage in mended)
-
-
-def digest(rows: Iterable[Row]) -> int:
-    """Return what tells one set of rows from another: the sum of their checks."""
-    checks = numpy.frombuffer(b"".join([row[5][:8] for row in rows]), "<u8")
-    return int(checks.sum(dtype=numpy.uint64))
+        manifest = Manifest.create(self.path.parent, meta, rows)
+        manifest.is_older = self.is_older
+        return manifest
 
 
 def _connect(path: Path, *first: str) -> sqlite3.Connection:
     """Open a database, after the statements ``first``."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
-        connection.text_factory = bytes
+        _distrust(connection)
         for statement in first:
             connection.execute(statement)
         # Before the first access: so that the log's index is in memory, not in a file that is mapped.
@@ -398,11 +272,17 @@ def _connect(path: Path, *first: str) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_KEPT_BYTES}")
-        connection.execute("PRAGMA trusted_schema = OFF")
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _distrust(connection: sqlite3.Connection) -> None:
+    """Let a database be anybody's: its text need be none, and what is in it runs nothing."""
+    connection.text_factory = bytes
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
 
 
 def _connect_to_read(path: Path, room: contextlib.ExitStack) -> sqlite3.Connection:
@@ -410,8 +290,7 @@ def _connect_to_read(path: Path, room: contextlib.ExitStack) -> sqlite3.Connecti
     log = _wal(path)
     if not (log.exists() and log.stat().st_size):
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
-        connection.text_factory = bytes
-        connection.execute("PRAGMA trusted_schema = OFF")
+        _distrust(connection)
         connection.execute(_TOLERANT)
         return connection
     folder = Path(room.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-")))
@@ -434,54 +313,6 @@ def _check_magic(path: Path) -> None:
         )
 
 
-def _meta(path: Path, connection: sqlite3.Connection) -> tuple[Meta, bool]:
-    """Return what a manifest says of itself, and whether that had to be mended."""
-    try:
-        return _read_meta(path, connection)
-    except sqlite3.DatabaseError as error:
-        if _primary(error) not in _NO_SUCH:
-            raise
-        raise IntegrityError(
-            f"{path} is damaged: what it says of itself cannot be read ({error}), and without that "
-            f"nothing can be salvaged: put a copy of it back. Nothing was changed"
-        ) from error
-
-
-def _read_meta(path: Path, connection: sqlite3.Connection) -> tuple[Meta, bool]:
-    row = connection.execute("SELECT body, sum FROM meta").fetchone() or (None, None)
-    for body, total in _candidates(*row):
-        if meta_sum(body) == total:
-            fields = json.loads(body)
-            if fields["format"] > FORMAT:
-                raise UsageError(
-                    f"{path} has format {fields['format']}, and this version of tierstore knows formats "
-                    f"up to {FORMAT}: upgrade tierstore (it was made by {fields.get('created_by')})"
-                )
-            return Meta(**fields), body != row[0] or total != row[1]
-    raise IntegrityError(
-        f"{path} is damaged: what it says of itself has a wrong checksum, and without that nothing can be "
-        f"salvaged: put a copy of it back. Nothing was changed"
-    )
-
-
-def _candidates(body: object, total: object) -> Iterator[tuple[bytes, bytes]]:
-    """Yield what was read, and everything that is one flipped bit away from it."""
-    if isinstance(body, bytes) and isinstance(total, bytes):
-        yield body, total
-        yield from ((flipped, total) for flipped in flips(body))
-        yield from ((body, flipped) for flipped in flips(total))
-
-
-def _encode_meta(meta: Meta) -> tuple[str, bytes]:
-    body = json.dumps(asdict(meta), sort_keys=True)
-    return body, meta_sum(body.encode())
-
-
-def meta_sum(body: bytes) -> bytes:
-    """Return the checksum of what a manifest says of itself."""
-    return xxhash.xxh3_64_digest(body)
-
-
 @contextlib.contextmanager
 def _explained(path: Path, done: str) -> Iterator[None]:
     """Turn what SQLite and the file system raise into errors that name the file."""
@@ -496,13 +327,19 @@ def _explained(path: Path, done: str) -> Iterator[None]:
         raise kind(f"the manifest {path} could not be {done}: {error} ({why})") from error
     except OSError as error:
         raise BackendError(f"the manifest {path} could not be {done}: {explain(error)}") from error
-    except _DAMAGED as error:
+    except UNREADABLE as error:
         raise IntegrityError(f"the manifest {path} could not be {done}: {error!r}") from error
 
 
 def _primary(error: sqlite3.Error) -> int:
     """Return SQLite's code for a kind of error; 0: it is Python's own."""
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+
+
+def _size_bytes(path: Path) -> int:
+    """Return how long a database and its log are: no more than that can be in them."""
+    log = _wal(path)
+    return path.stat().st_size + (log.stat().st_size if log.exists() else 0)
 
 
 def _wal(path: Path) -> Path:

@@ -19,8 +19,8 @@ from tierstore.quoting import quoted
 from tierstore.units import MIB, parse_bytes
 from tierstore_backends.options import Reader, count, read_all, size, switch
 
+MOST_DRIVES = 256
 _MOST_THREADS = 1024
-_MOST_DRIVES = 256
 
 
 class Direct(enum.Enum):
@@ -139,8 +139,8 @@ def _drives(given: object) -> tuple[DriveOption, ...]:
     if not isinstance(given, list | tuple):
         return (DriveOption(_path(given)),)
     drives = tuple(_drive(each) for each in given)
-    if not 0 < len(drives) <= _MOST_DRIVES:
-        raise ConfigError(f"accepted: 1 to {_MOST_DRIVES} directories")
+    if not 0 < len(drives) <= MOST_DRIVES:
+        raise ConfigError(f"accepted: 1 to {MOST_DRIVES} directories")
     places = [(drive.path, Path(os.path.realpath(drive.path))) for drive in drives]
     for (one, where), (other, there) in itertools.permutations(places, 2):
         if there.is_relative_to(where):

@@ -5,8 +5,8 @@ Rule 2: only files whose names are ours are ever touched.
 Rule 3: what a dead owner left is swept by the next one; what a live one holds is refused.
 Rule 4: on release nothing of ours is left: neither files, nor the lock, nor a directory that was
 made for them, by this owner or by a dead one before it, unless something foreign is in it.
-Rule 5: an owner of kept files notes each commit that came to its end in the lock file.  Nothing waits for
-that to reach the disk, but if it is there the commit was: who finds an older one knows that it is older.
+Rule 5: an owner of kept files notes each commit that came to its end in the lock file, and in a witness that
+stays when it leaves: see `notes`.
 Rule 6: what is kept is no scratch: who wants scratch space is refused where a manifest or kept files
 are, and an owner of kept files leaves them where they are.
 
@@ -22,13 +22,24 @@ import fcntl
 import os
 import re
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 from tierstore.errors import BackendError, UsageError
+from tierstore_backends.files.notes import (
+    LockNote,
+    Noted,
+    Witness,
+    encode_lock,
+    read_lock,
+    read_witness,
+    sum_of,
+)
 from tierstore_backends.paths import explain, matter_with, takes_nothing
 
 LOCK_NAME = "tierstore.lock"  # one for both, so that they keep each other out
 _CLAIM_ATTEMPTS = 100
+_LOCK_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 PROBE_NAME = "tierstore-scratch-probe.bin"
@@ -51,7 +62,8 @@ def segment_name(index: int, keeping: Keeping = Keeping.SCRATCH) -> str:
 def segment_index(name: str, keeping: Keeping) -> int | None:
     """Return which file is named ``name``; ``None`` if it is none of them."""
     found = _SEGMENT[keeping].fullmatch(name)
-    return int(found[1]) if found else None
+    index = int(found[1]) if found else None
+    return index if index is not None and segment_name(index, keeping) == name else None
 
 
 _SEGMENT = {keeping: re.compile(keeping.value + r"([0-9]{4,9})\.bin", re.ASCII) for keeping in Keeping}
@@ -63,7 +75,9 @@ class DirectoryOwner:
     def __init__(self, folder: Path, lock_fd: int, made: int, keeping: Keeping) -> None:
         self.folder = folder
         self._keeping = keeping
-        self.noted_commit = 0  # the last one that an owner noted who died
+        self.noted: tuple[Noted, ...] = ()  # commits that are known to have come to their end
+        self._note = LockNote()
+        self._witness = Witness(folder)
         self._lock_fd: int | None = lock_fd
         self._made = made  # this many directories, from ``folder`` upwards, exist only for us
 
@@ -110,11 +124,12 @@ class DirectoryOwner:
             raise
         return owner
 
-    def note_commit(self, commit: int) -> None:
-        """Note that a commit came to its end."""
-        self.noted_commit = commit
-        with contextlib.suppress(OSError):  # it is a witness, no promise
-            self._write_note()
+    def note_commit(self, commit: int, directory: str) -> None:
+        """Note that a commit of the store ``directory`` came to its end."""
+        self._note = replace(self._note, noted=Noted(commit, sum_of(directory)))
+        for write in (self._write_note, lambda: self._witness.note(commit, directory)):
+            with contextlib.suppress(OSError):  # they are witnesses, no promises
+                write()
 
     def check(self) -> None:
         """Look whether the directory is still the one that was claimed.
@@ -146,6 +161,7 @@ class DirectoryOwner:
 
     def leave(self) -> None:
         """Let the next one in and change nothing, as a dead owner would.  Idempotent."""
+        self._witness.close(sync=False)
         lock_fd, self._lock_fd = self._lock_fd, None
         if lock_fd is not None:
             os.close(lock_fd)
@@ -159,6 +175,7 @@ class DirectoryOwner:
         lock_fd, self._lock_fd = self._lock_fd, None
         if lock_fd is None:
             return
+        self._witness.close(sync=True)
         try:
             if self._keeping is Keeping.SCRATCH:
                 _sweep(self.folder)
@@ -179,8 +196,12 @@ class DirectoryOwner:
     def _take_over(self) -> None:
         """Keep what a dead owner noted, and say who owns the directory now."""
         assert self._lock_fd is not None
-        _, made, self.noted_commit = read_note(self._lock_fd)
-        self._made = max(self._made, made)
+        former = read_lock(self._lock_fd, self.folder)
+        self._made = max(self._made, former.made)
+        self._note = LockNote(os.getpid(), self._made)
+        if self._keeping is Keeping.DURABLE:
+            self._note = replace(self._note, noted=former.noted)
+            self.noted = (former.noted, read_witness(self.folder))
         try:
             self._write_note()
         except OSError as error:
@@ -190,10 +211,7 @@ class DirectoryOwner:
 
     def _write_note(self) -> None:
         assert self._lock_fd is not None
-        lines = [os.getpid(), self._made]
-        if self._keeping is Keeping.DURABLE:
-            lines.append(self.noted_commit)
-        note = "".join(f"{line}\n" for line in lines).encode()
+        note = encode_lock(self.folder, self._note)
         os.pwrite(self._lock_fd, note, 0)  # in place: the old note may not be lost if there is no room
         os.ftruncate(self._lock_fd, len(note))
 
@@ -228,17 +246,17 @@ def _lock(folder: Path) -> int | None:
     """Lock the directory; ``None`` if it or its lock file vanished meanwhile: try again."""
     path = folder / LOCK_NAME
     try:
-        lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | _LOCK_FLAGS, 0o600)
     except FileNotFoundError:
         return None
     try:
-        _require_plain(path, lock_fd)
+        _check_lock(path, lock_fd)
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # An owner that leaves removes the file while it holds the lock: then this one is nobody's.
         if path.stat().st_ino == os.fstat(lock_fd).st_ino:
             return lock_fd
     except BlockingIOError:
-        refusal = _in_use(folder, read_note(lock_fd)[0])
+        refusal = _in_use(folder, read_lock(lock_fd, folder).pid)
         os.close(lock_fd)
         raise refusal from None
     except FileNotFoundError:
@@ -250,9 +268,21 @@ def _lock(folder: Path) -> int | None:
     return None
 
 
-def _require_plain(path: Path, lock_fd: int) -> None:
-    if not stat.S_ISREG(os.fstat(lock_fd).st_mode):
+def _check_lock(path: Path, lock_fd: int) -> None:
+    """Refuse to write into what is no file, or is one of somebody else's as well.
+
+    Raises:
+        OSError: it is.
+    """
+    status = os.fstat(lock_fd)
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "a lock has to be a plain file, and this is none: remove it", str(path))
+    if status.st_nlink > 1:
+        raise OSError(
+            errno.EMLINK,
+            f"it is no file of tierstore's alone ({status.st_nlink} names): move it away",
+            str(path),
+        )
 
 
 def lock_shared(folder: Path) -> int | None:
@@ -265,13 +295,13 @@ def lock_shared(folder: Path) -> int | None:
         OSError: the lock file cannot be opened or locked.
     """
     try:
-        lock_fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        lock_fd = os.open(folder / LOCK_NAME, os.O_RDONLY | _LOCK_FLAGS)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        refusal = _in_use(folder, read_note(lock_fd)[0])
+        refusal = _in_use(folder, read_lock(lock_fd, folder).pid)
         os.close(lock_fd)
         raise refusal from None
     except BaseException:
@@ -308,15 +338,6 @@ def _is_alive(pid: int) -> bool:
     except (OSError, OverflowError):
         return False
     return True
-
-
-def read_note(lock_fd: int) -> tuple[int, int, int]:
-    """Return the owner's process, how many directories were made for it, and its last commit; 0: unknown."""
-    lines = os.pread(lock_fd, 64, 0).decode("ascii", errors="replace").split("\n")
-    pid, made, commit = (
-        int(line) if line.isascii() and line.isdigit() else 0 for line in (*lines, "", "", "")[:3]
-    )
-    return pid, made, commit
 
 
 def _refuse_what_is_kept(folder: Path) -> None:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore.errors import BackendError
-from tierstore_backends.files.owner import MANIFEST_NAME, lock_shared, read_note
+from tierstore_backends.files.notes import Noted, read_lock, read_witness
+from tierstore_backends.files.owner import MANIFEST_NAME, lock_shared
 from tierstore_backends.paths import explain
 
 _Signs = tuple[object, ...]
@@ -34,21 +35,20 @@ class Reader:
         BackendError: one cannot be read.
 
     Attributes:
-        noted_commit: the last commit that an owner noted who died; 0: none did.
+        noted: commits that are known to have come to their end.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folder = folders[0]
-        self.noted_commit = 0
+        self.noted: tuple[Noted, ...] = ()
         self._locks: list[int] = []
         try:
             for folder in folders:
+                self.noted += (read_witness(folder),)
                 lock_fd = lock_shared(folder)
-                if lock_fd is None:
-                    continue
-                self._locks.append(lock_fd)
-                if folder == self.folder:
-                    self.noted_commit = read_note(lock_fd)[2]
+                if lock_fd is not None:
+                    self._locks.append(lock_fd)
+                    self.noted += (read_lock(lock_fd, folder).noted,)
             self._signs = self._look()
         except OSError as error:
             self.release()
@@ -74,9 +74,9 @@ class Reader:
                 transient=True,
             )
 
-    def note_commit(self, commit: int) -> None:
+    def note_commit(self, commit: int, directory: str) -> None:
         """Note nothing: a reader commits nothing."""
-        del commit
+        del commit, directory
 
     def sweep(self) -> None:
         """Remove nothing: what a dead owner left is the next owner's affair."""

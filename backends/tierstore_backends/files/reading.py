@@ -22,6 +22,7 @@ from tierstore_backends.files.identity import store_of
 from tierstore_backends.files.manifest import Manifest
 from tierstore_backends.files.options import FilesOptions
 from tierstore_backends.files.owner import MANIFEST_NAME, Keeping, segment_name
+from tierstore_backends.files.premises import check_premises
 from tierstore_backends.files.probe import IoMode, probe_reading
 from tierstore_backends.files.reader import Reader
 from tierstore_backends.files.recovery import Recovered, find_missing, recover
@@ -102,6 +103,7 @@ def reading_ground(
         IntegrityError: the manifest is damaged so that names are lost.
         BackendError: the directory cannot be read.
     """
+    check_premises(options.folders, is_read_only=True)
     require_kept(options.folders[0])
     store = store_of(options.folders)
     if not (options.path / MANIFEST_NAME).exists():
@@ -110,8 +112,7 @@ def reading_ground(
     try:
         manifest, rows = _manifest(options, reader)
         check_drives(options.folders, store, manifest)
-        name, alignment_bytes = str(manifest.path), manifest.meta.alignment_bytes
-        recovered = recover(rows, alignment_bytes, len(options.folders), name)
+        recovered = recover(rows, manifest.meta, str(manifest.path), is_older=manifest.is_older)
         ground = _stand(
             capacity_bytes, options, reader, manifest, recovered, ReadOnly(syscalls), stride_bytes
         )
@@ -123,7 +124,7 @@ def reading_ground(
 
 def _manifest(options: FilesOptions, reader: Reader) -> tuple[Manifest, Sequence[Row]]:
     try:
-        return Manifest.look(options.path, salvage=options.salvage, at_least=reader.noted_commit)
+        return Manifest.look(options.path, salvage=options.salvage, noted=reader.noted)
     except IntegrityError:
         reader.check()  # what looks like damage may be somebody who writes
         raise

@@ -13,14 +13,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tierstore.errors import IntegrityError
-from tierstore.units import GIB, align_up
-from tierstore_backends.files.drives import SPAN_BYTES, reach
+from tierstore_backends.files.claims import number_fault, place_fault
+from tierstore_backends.files.drives import reach
 from tierstore_backends.files.layout import Extent
-from tierstore_backends.files.rows import Row, Sums, decode_place, decode_text
+from tierstore_backends.files.meta import Meta
+from tierstore_backends.files.rows import (
+    NOWHERE,
+    Place,
+    PlaceError,
+    Row,
+    Sums,
+    decode_place,
+    decode_text,
+)
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.transfer import FileSlot, SlotState
 
-_LARGEST_BLOCK_BYTES = 2 * GIB
+_LONGEST_TOLD = 200  # characters of a name, in a message
 
 
 @dataclass(slots=True)
@@ -33,6 +42,7 @@ class Recovered:
         lost: why bytes are not there, for the slots of which they are not.
         live: the extents of all slots, sorted; no two overlap.
         block_bytes: the largest block of a slot.
+        untold: the positions of slots that are lost although nothing would show it another time.
     """
 
     rows: Sequence[Row]
@@ -40,38 +50,75 @@ class Recovered:
     lost: dict[FileSlot, IntegrityError] = field(default_factory=dict)
     live: list[Extent] = field(default_factory=list)
     block_bytes: int = 0
+    untold: list[int] = field(default_factory=list)
 
     def lose(self, slot: FileSlot, why: str) -> None:
         """Say that the bytes of ``slot`` are not there."""
         slot.state = SlotState.RESERVED
         self.lost[slot] = IntegrityError(why)
 
+    def fit(self, capacity_bytes: int) -> None:
+        """Let what is lost and larger than the capacity take nothing of it: nothing kept is so large."""
+        larger = [slot for slot in self.lost if slot.nbytes > capacity_bytes]
+        for slot in larger:
+            slot.nbytes, slot.extents = 0, ()
+        if larger:
+            self.live = sorted(extent for slot in self.slots for extent in slot.extents)
 
-def recover(rows: Sequence[Row], alignment_bytes: int, drives: int, manifest: str) -> Recovered:
+
+def recover(rows: Sequence[Row], meta: Meta, manifest: str, *, is_older: bool = False) -> Recovered:
     """Make the slots of ``rows``, which are whole.
 
     Args:
         rows: of a manifest.
-        alignment_bytes: what every extent is a multiple of.
-        drives: how many there are.
+        meta: what it says of itself.
         manifest: its name, for messages.
+        is_older: whether the files were written since, so that only checksums tell what is still there.
     """
     recovered = Recovered(rows)
-    for _, _, name, _, nbytes, encoded in rows:
-        extents, sums, kind, block_bytes = decode_place(encoded)
-        slot = FileSlot(nbytes, extents, None, block_bytes)
-        slot.sums = sums
+    for row in rows:
+        nbytes, place, fault = _told(row, meta)
+        slot = FileSlot(nbytes, place.extents, None, place.block_bytes)
+        slot.sums = place.sums
         slot.state = SlotState.WRITTEN
         recovered.slots.append(slot)
-        if kind is Sums.LOST:
-            recovered.lose(slot, f"the bytes of {decode_text(name)!r} were lost: {manifest} says so")
-        elif not _is_sound(extents, block_bytes, nbytes, alignment_bytes, drives * SPAN_BYTES):
-            slot.extents = ()
-            recovered.lose(slot, f"{manifest} says of {decode_text(name)!r} what cannot be: {extents}")
-        elif block_bytes > recovered.block_bytes:
-            recovered.block_bytes = block_bytes
+        if place.kind is Sums.LOST and fault is None:
+            recovered.lose(slot, f"the bytes of {_name(row)} were lost: {manifest} says so")
+        elif fault is not None:
+            recovered.lose(slot, f"{manifest} says of {_name(row)} what cannot be: {fault}")
+        elif is_older and nbytes and place.kind is Sums.NONE:
+            recovered.untold.append(len(recovered.slots) - 1)
+            recovered.lose(
+                slot,
+                f"{manifest} is older than the files, and {_name(row)} was written without checksums: nobody "
+                f"can tell whether its bytes are still there",
+            )
+        elif place.block_bytes > recovered.block_bytes:
+            recovered.block_bytes = place.block_bytes
     _settle(recovered, manifest)
     return recovered
+
+
+def _told(row: Row, meta: Meta) -> tuple[int, Place, str | None]:
+    """Return how many bytes a row's record has, and where; without what cannot be, and why it cannot."""
+    nbytes = row[4]
+    fault = number_fault(nbytes, meta)
+    if fault is not None:
+        return 0, NOWHERE, fault
+    try:
+        place = decode_place(row[5])
+    except PlaceError as error:
+        return nbytes, NOWHERE, str(error)
+    if place == NOWHERE:
+        return nbytes, place, None
+    fault = place_fault(place, nbytes, meta)
+    return nbytes, place if fault is None else NOWHERE, fault
+
+
+def _name(row: Row) -> str:
+    """Name a row's record, for messages."""
+    name = decode_text(row[2])
+    return repr(name) if len(name) <= _LONGEST_TOLD else f"{name[:_LONGEST_TOLD]!r}..."
 
 
 def find_missing(recovered: Recovered, segments: Files) -> list[int]:
@@ -87,10 +134,9 @@ def find_missing(recovered: Recovered, segments: Files) -> list[int]:
         missing = _first_missing(slot, segments)
         if missing is None or slot in recovered.lost:
             continue
-        name = decode_text(recovered.rows[position][2])
         recovered.lose(
             slot,
-            f"the bytes of {name!r} at {segments.where(missing)} "
+            f"the bytes of {_name(recovered.rows[position])} at {segments.where(missing)} "
             f"are not there: the file is {segments.length(missing)} bytes long. Was it copied in part?",
         )
         if not slot.sums:
@@ -106,38 +152,40 @@ def _first_missing(slot: FileSlot, segments: Files) -> int | None:
     return None
 
 
-def _is_sound(
-    extents: Sequence[Extent], block_bytes: int, nbytes: int, alignment_bytes: int, highest: int
-) -> bool:
-    """Whether such a place can hold ``nbytes``."""
-    room_bytes = 0
-    for start, end in extents:
-        if not start < end <= highest or start % alignment_bytes or end % alignment_bytes:
-            return False
-        if start ^ (end - 1) >= SPAN_BYTES:  # not on one drive
-            return False
-        room_bytes += end - start
-    is_block = 0 < block_bytes <= _LARGEST_BLOCK_BYTES
-    return room_bytes == align_up(nbytes, alignment_bytes) and (is_block or not nbytes)
-
-
 def _settle(recovered: Recovered, manifest: str) -> None:
     """Find the live extents; where two slots have an address, the older one loses its own."""
-    while True:
-        owned = sorted(
-            (start, end, position)
-            for position, slot in enumerate(recovered.slots)
-            for start, end in slot.extents
-        )
-        clash = next((pair for pair in itertools.pairwise(owned) if pair[1][0] < pair[0][1]), None)
-        if clash is None:
-            recovered.live = [(start, end) for start, end, _ in owned]
-            return
-        older, newer = sorted((each[2] for each in clash), key=lambda position: recovered.rows[position][1])
-        slot = recovered.slots[older]
-        slot.extents = ()
-        names = [decode_text(recovered.rows[position][2]) for position in (older, newer)]
-        recovered.lose(
-            slot,
-            f"{manifest} says that {names[1]!r} is where {names[0]!r} was: the latter's bytes are lost",
-        )
+    owned = sorted(
+        (start, end, position) for position, slot in enumerate(recovered.slots) for start, end in slot.extents
+    )
+    if all(this[1] <= following[0] for this, following in itertools.pairwise(owned)):
+        recovered.live = [(start, end) for start, end, _ in owned]
+        return
+    last: tuple[int, int] | None = (
+        None  # the end of the extent that has the highest addresses so far, and whose
+    )
+    for start, end, position in owned:
+        if not recovered.slots[position].extents:
+            continue  # it has lost them all
+        if last is None or start >= last[0]:
+            last = end, position
+        elif _age(recovered, position) > _age(recovered, last[1]):
+            _displace(recovered, last[1], position, manifest)
+            last = end, position
+        else:
+            _displace(recovered, position, last[1], manifest)
+    recovered.live = sorted(extent for slot in recovered.slots for extent in slot.extents)
+
+
+def _age(recovered: Recovered, position: int) -> tuple[int, int]:
+    """Return what is greater for the newer of two slots."""
+    return recovered.rows[position][1], position
+
+
+def _displace(recovered: Recovered, older: int, newer: int, manifest: str) -> None:
+    """Let one slot lose its addresses to another, or to itself."""
+    slot = recovered.slots[older]
+    slot.extents = ()
+    names = [_name(recovered.rows[position]) for position in (older, newer)]
+    recovered.lose(
+        slot, f"{manifest} says that {names[1]} is where {names[0]} was: the latter's bytes are lost"
+    )

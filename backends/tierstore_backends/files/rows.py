@@ -17,7 +17,7 @@ bytes   meaning
 ======  ====================================================================================
 
 Rule 1: what is decoded is what was encoded, or is said to be damaged: no bit counts without its check.
-Rule 2: one flipped bit anywhere in a row of at most 4 KiB is put right.
+Rule 2: one flipped bit anywhere in a row of at most 4 KiB is put right, where somebody has the time.
 Rule 3: where more is wrong but the head is right, the name, the note and the length are still told.
 """
 
@@ -25,15 +25,12 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import xxhash
 
 from tierstore_backends.files.layout import Extent
-
-RawRow = tuple[object, object, object, object, object, object]
-"""What a database returns: of any types, if it is damaged."""
 
 Row = tuple[int, int, bytes, bytes, int, bytes]
 """``(id, version, name, note, nbytes, place)`` with the types that they have if nothing is damaged."""
@@ -41,7 +38,9 @@ Row = tuple[int, int, bytes, bytes, int, bytes]
 _HEAD = struct.Struct("<qqqq")  # id, version, nbytes, length of the name
 _PLACE = struct.Struct("<QQIHHI")  # both checks, block, kind of sums, zero, number of extents
 _SIMPLE = struct.Struct("<QQIHHIQQQ")  # one extent and one sum, as nearly all have
-_MENDED_BYTES = 4096  # the longest row that is searched for a flipped bit: a hash for each, so quadratic
+_ONE_EXTENT = struct.pack("<HHI", 1, 0, 1)  # and sums that were kept
+MENDED_BYTES: Final = 4096
+"""The longest row, or text, that is searched for a flipped bit: a hash for each bit, so quadratic."""
 
 
 class Sums(enum.Enum):
@@ -84,6 +83,14 @@ def decode_text(encoded: bytes) -> str:
     return encoded.decode("utf-8", "surrogatepass")
 
 
+def decode_note(encoded: bytes) -> str:
+    """Return a note, with marks in the place of what is no text: what it says is another's affair."""
+    try:
+        return decode_text(encoded)
+    except UnicodeDecodeError:
+        return encoded.decode("utf-8", "replace")
+
+
 def encode(id_: int, version: int, name: bytes, note: bytes, nbytes: int, place: Place) -> Row:
     """Return the row of a record."""
     head = b"".join((_HEAD.pack(id_, version, nbytes, len(name)), name, note))
@@ -107,42 +114,61 @@ def row_check(place: bytes) -> int:
     return int.from_bytes(place[:8], "little")
 
 
+class PlaceError(ValueError):
+    """What is in the column ``place`` was never encoded here, although it has its check."""
+
+
 def decode_place(place: bytes) -> Place:
-    """Return what `encode` was given.  Of a row that is not damaged."""
-    if len(place) == _SIMPLE.size and place[24] == 1:
-        _, _, block_bytes, kind, _, _, start, end, total = _SIMPLE.unpack(place)
-        return Place(((start, end),), (total,), _KINDS[kind], block_bytes)
-    _, _, block_bytes, kind, _, count = _PLACE.unpack_from(place)
-    numbers = struct.unpack_from(f"<{(len(place) - _PLACE.size) // 8}Q", place, _PLACE.size)
+    """Return what `encode` was given.  Of a row that is not damaged.
+
+    Raises:
+        PlaceError: it was not encoded here.
+    """
+    if len(place) == _SIMPLE.size and place[20:28] == _ONE_EXTENT:
+        _, _, block_bytes, _, _, _, start, end, total = _SIMPLE.unpack(place)
+        return Place(((start, end),), (total,), Sums.KEPT, block_bytes)
+    _, _, block_bytes, kind, zero, count = _PLACE.unpack_from(place)
+    many, rest = divmod(len(place) - _PLACE.size, 8)
+    if kind >= len(_KINDS) or zero or rest or many < 2 * count:
+        raise PlaceError(f"{len(place)} bytes that say {count} extents and {kind} as the kind of sums")
+    numbers = struct.unpack_from(f"<{many}Q", place, _PLACE.size)
     extents = tuple(zip(numbers[: 2 * count : 2], numbers[1 : 2 * count : 2], strict=True))
     return Place(extents, numbers[2 * count :], _KINDS[kind], block_bytes)
 
 
-def is_whole(id_: object, version: object, name: object, note: object, nbytes: object, place: object) -> bool:
+def is_whole(*raw: object) -> bool:
     """Whether nothing in a row is damaged."""
     try:
+        id_, version, name, note, nbytes, place = raw
         head = _HEAD.pack(id_, version, nbytes, len(name))  # type: ignore[arg-type]
         found = xxhash.xxh3_64_digest(b"".join((head, name, note, place[8:])))  # type: ignore[arg-type,index]
-        return found[::-1] == place[:8]  # type: ignore[index,no-any-return]
-    except (TypeError, struct.error):
+        return found[::-1] == place[:8] and len(place) >= _PLACE.size  # type: ignore[index,arg-type]
+    except (TypeError, ValueError, struct.error):
         return False  # a damaged database returns anything
 
 
-def mend(raw: RawRow) -> tuple[Row | None, Damage]:
-    """Return a whole row with what is left of one that is not, and what that is."""
-    id_, version, name, note, nbytes, place = raw
-    if not (
-        isinstance(id_, int)
-        and isinstance(version, int)
-        and isinstance(name, bytes)
-        and isinstance(note, bytes)
-        and isinstance(nbytes, int)
-        and isinstance(place, bytes)
-        and len(place) >= _PLACE.size
-    ):
+def as_row(raw: Sequence[object]) -> Row | None:
+    """Return what a database returned if it has the types of a row, whole or not."""
+    match raw:
+        case (int(), int(), bytes(), bytes(), int(), bytes() as place) if len(place) >= _PLACE.size:
+            return tuple(raw)  # type: ignore[return-value]  # the types are those of a row
+        case _:
+            return None
+
+
+def mend(raw: Sequence[object], *, search: bool = True) -> tuple[Row | None, Damage]:
+    """Return a whole row with what is left of one that is not, and what that is.
+
+    Args:
+        raw: what a database returned.
+        search: whether to look for a flipped bit, which takes a hash for each.
+    """
+    broken = as_row(raw)
+    if broken is None:
         return None, Damage.ALL
-    if len(name) + len(note) + len(place) <= _MENDED_BYTES:
-        for row in _one_bit_away((id_, version, name, note, nbytes, place)):
+    id_, version, name, note, nbytes, place = broken
+    if search and len(name) + len(note) + len(place) <= MENDED_BYTES:
+        for row in _one_bit_away(broken):
             if is_whole(*row):
                 return row, Damage.REPAIRED
     head = b"".join((_HEAD.pack(id_, version, nbytes, len(name)), name, note))

@@ -79,7 +79,7 @@ class Files(Protocol):
         ...
 
     def check(self) -> None:
-        """Look whether every file is still under a name."""
+        """Look whether every file is still under a name, and as long as it was made."""
         ...
 
     def sync_names(self) -> None:
@@ -153,42 +153,42 @@ class Segments:
         self._stride_bytes = stride_bytes
         self._keeping = keeping
         self._lock = threading.Lock()  # guards all below; held while a file is opened or changes length
-        self._fds: list[int] = []
-        self._lengths: list[int] = []
+        # By number; one that is not there has no bytes, and is made when something is written to it.
+        self._fds: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
         self._limit = 0
         self._is_dense = True
         self._has_new_names = False
         self._doubts = Doubts()
 
     def reopen(self, end: int) -> None:
-        """Open the files of addresses below ``end``, empty ones where they are missing; remove those above.
+        """Open the files of addresses below ``end`` that are there; remove those above.
 
         Raises:
             OSError: a file cannot be opened or removed.
         """
-        count = -(-end // self.segment_bytes)
         with self._lock:
-            for path in self._folder.iterdir():
-                index = segment_index(path.name, self._keeping)
-                if index is not None and index >= count and path.is_file() and not path.is_symlink():
+            for index, path in self._found():
+                if index * self.segment_bytes < end:
+                    self._open(index, self._flags & ~os.O_CREAT)
+                elif path.is_file() and not path.is_symlink():
                     path.unlink()
-            while len(self._fds) < count:
-                self._open(self._flags)
 
     def look(self, end: int) -> None:
-        """Open the files of addresses below ``end`` as they are; one that is missing has no bytes.
+        """Open the files of addresses below ``end`` that are there.
 
         Raises:
             OSError: a file cannot be opened.
         """
-        count = -(-end // self.segment_bytes)
         with self._lock:
-            while len(self._fds) < count:
-                try:
-                    self._open(self._flags)
-                except FileNotFoundError:
-                    self._fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-                    self._lengths.append(0)
+            for index, _ in self._found():
+                if index * self.segment_bytes < end:
+                    self._open(index, self._flags)
+
+    def _found(self) -> list[tuple[int, Path]]:
+        """Return the files that are there, by number: never more than there are, whatever a manifest says."""
+        found = ((segment_index(path.name, self._keeping), path) for path in self._folder.iterdir())
+        return sorted((index, path) for index, path in found if index is not None)
 
     def indices(self, extents: Sequence[Extent]) -> set[int]:
         """Return the numbers of the files that ``extents`` lie in."""
@@ -211,8 +211,7 @@ class Segments:
 
     def length(self, address: int) -> int:
         """Return how long the file is that holds ``address``; 0 if there is none."""
-        index = address // self.segment_bytes
-        return self._lengths[index] if index < len(self._lengths) else 0
+        return self._lengths.get(address // self.segment_bytes, 0)
 
     def sync(self, index: int) -> None:
         """Return when what was written to a file would survive a power loss.
@@ -236,15 +235,23 @@ class Segments:
         return self._doubts.are_about(self.indices(extents), failed_syncs)
 
     def check(self) -> None:
-        """Look whether every file is still under a name.
+        """Look whether every file is still under a name, and as long as it was made.
 
         Raises:
-            OSError: one was removed.
+            OSError: one was removed, or cut off.
         """
-        for index, fd in enumerate(self._fds):
-            if not os.fstat(fd).st_nlink:
+        with self._lock:  # or one grows meanwhile
+            found = [(index, os.fstat(fd), self._lengths[index]) for index, fd in self._fds.items()]
+        for index, status, nbytes in found:
+            if not status.st_nlink:
                 raise FileNotFoundError(
                     errno.ENOENT, "it was removed while it was in use", str(self._name(index))
+                )
+            if status.st_size < nbytes:
+                raise OSError(
+                    errno.ENODATA,
+                    f"it was cut off while it was in use: it is {status.st_size} bytes long, of {nbytes}",
+                    str(self._name(index)),
                 )
 
     def sync_names(self) -> None:
@@ -282,7 +289,7 @@ class Segments:
         index, offset = divmod(start, self.segment_bytes)
         end -= start - offset
         # Without the lock: entries only appear; a length shrinks only where nothing moves.
-        if index >= len(self._lengths) or end > self._lengths[index]:
+        if end > self._lengths.get(index, -1):
             with self._lock:
                 self._grow(index, end)
         return self._fds[index], offset
@@ -291,7 +298,7 @@ class Segments:
     def physical_bytes(self) -> int:
         """What the files take on disk."""
         with self._lock:
-            return sum(os.fstat(fd).st_blocks * 512 for fd in self._fds)
+            return sum(os.fstat(fd).st_blocks * 512 for fd in self._fds.values())
 
     def limit(self, end: int, *, is_dense: bool) -> None:
         """Let files hold addresses below ``end``, and cut off what they hold above.
@@ -325,31 +332,32 @@ class Segments:
         Raises:
             OSError: the file system failed at it.  One that cannot do it at all is only logged.
         """
-        while start < end:
-            index, offset = divmod(start, self.segment_bytes)
-            nbytes = min(end - start, self.segment_bytes - offset)
+        first, last = start // self.segment_bytes, (end - 1) // self.segment_bytes
+        with self._lock:
+            indices = sorted(index for index in self._lengths if first <= index <= last)
+        for index in indices:
+            begin = index * self.segment_bytes
             with self._lock:
-                length = self._lengths[index] if index < len(self._lengths) else 0
-                if offset < length:
-                    self._punch(index, offset, min(nbytes, length - offset))
-            start += nbytes
+                low, high = max(start - begin, 0), min(end - begin, self._lengths.get(index, 0))
+                if low < high:
+                    self._punch(index, low, high - low)
 
     def close(self) -> None:
         """Close the files.  Whoever owns the directory removes them.  Idempotent."""
         with self._lock:
-            fds, self._fds, self._lengths = self._fds, [], []
-        for fd in fds:
+            fds, self._fds, self._lengths = self._fds, {}, {}
+        for fd in fds.values():
             os.close(fd)
 
     def disown(self) -> None:
         """Close the files in the child of a fork, where nobody else can hold the lock for long."""
-        for fd in self._fds:
+        for fd in self._fds.values():
             os.close(fd)
-        self._fds, self._lengths = [], []
+        self._fds, self._lengths = {}, {}
 
     def _grow(self, index: int, end: int) -> None:
-        while index >= len(self._fds):
-            self._open(self._flags | os.O_EXCL)
+        if index not in self._fds:
+            self._open(index, self._flags | os.O_EXCL)
         length = self._lengths[index]
         if end <= length:
             return
@@ -359,11 +367,11 @@ class Segments:
             self._syscalls.truncate(self._fds[index], target)
         self._lengths[index] = target
 
-    def _open(self, flags: int) -> None:
-        """Open the next file."""
-        fd = os.open(self._name(len(self._fds)), flags, 0o600)
-        self._fds.append(fd)
-        self._lengths.append(os.fstat(fd).st_size)
+    def _open(self, index: int, flags: int) -> None:
+        """Open a file."""
+        fd = os.open(self._name(index), flags, 0o600)
+        self._fds[index] = fd
+        self._lengths[index] = os.fstat(fd).st_size
         self._has_new_names = True
 
     def _name(self, index: int) -> Path:
@@ -388,7 +396,7 @@ class Segments:
         return True
 
     def _cut(self, end: int) -> None:
-        for index, length in enumerate(self._lengths):
+        for index, length in self._lengths.items():
             wanted = min(length, max(0, end - index * self.segment_bytes))
             if wanted < length:
                 self._syscalls.truncate(self._fds[index], wanted)

@@ -15,6 +15,7 @@ from tierstore.units import align_up, format_bytes
 from tierstore_backends.files.bandwidth import measure_all
 from tierstore_backends.files.drives import Drive, disk_bytes, split_by_drive
 from tierstore_backends.files.layout import Extent
+from tierstore_backends.files.notes import Noted
 from tierstore_backends.files.options import FilesOptions
 from tierstore_backends.files.owner import DirectoryOwner, Keeping
 from tierstore_backends.files.probe import IoMode
@@ -49,13 +50,14 @@ class Owners:
         return cls(owners)
 
     @property
-    def noted_commit(self) -> int:
-        """What a dead owner noted in the first directory, where the manifest is."""
-        return self._owners[0].noted_commit
+    def noted(self) -> tuple[Noted, ...]:
+        """Commits that are known to have come to their end."""
+        return tuple(noted for owner in self._owners for noted in owner.noted)
 
-    def note_commit(self, commit: int) -> None:
-        """Note that a commit came to its end."""
-        self._owners[0].note_commit(commit)
+    def note_commit(self, commit: int, directory: str) -> None:
+        """Note that a commit of the store ``directory`` came to its end."""
+        for owner in self._owners:
+            owner.note_commit(commit, directory)
 
     def check(self) -> None:
         """Look whether the directories are still the ones that were claimed."""

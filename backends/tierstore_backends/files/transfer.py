@@ -45,6 +45,11 @@ class FileSlot:
         self.state = SlotState.RESERVED
         self.sums: tuple[int, ...] = ()  # of each piece, once written; none if none are kept
 
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of the files: a slot that was found and has no addresses takes nothing."""
+        return sum(end - start for start, end in self.extents)
+
     def __repr__(self) -> str:
         """Show where the bytes are."""
         where = ", ".join(f"[{start}, {end})" for start, end in self.extents)
@@ -175,8 +180,8 @@ class Piece:
 def by_piece(slot: FileSlot, segment_bytes: int) -> Iterator[FileSlot]:
     """Yield the pieces of a slot that has sums as slots of their own."""
     left_bytes = slot.nbytes
-    parts = _parts(slot.extents, slot.block_bytes, segment_bytes)
-    for extent, total in zip(parts, slot.sums, strict=True):
+    extents = parts(slot.extents, slot.block_bytes, segment_bytes)
+    for extent, total in zip(extents, slot.sums, strict=True):
         part = FileSlot(min(left_bytes, extent[1] - extent[0]), (extent,), slot.home, slot.block_bytes)
         part.sums = (total,)
         part.state = SlotState.WRITTEN
@@ -192,7 +197,7 @@ def cut(transfer: Transfer, *, segment_bytes: int) -> list[Piece]:
             pieces.append(Piece(transfer, part, 0, 0, slot.nbytes, slot.extents[0]))
             continue
         start = 0
-        for index, extent in enumerate(_parts(slot.extents, slot.block_bytes, segment_bytes)):
+        for index, extent in enumerate(parts(slot.extents, slot.block_bytes, segment_bytes)):
             stop = min(slot.nbytes, start + extent[1] - extent[0])
             pieces.append(Piece(transfer, part, index, start, stop, extent))
             start = stop
@@ -206,7 +211,8 @@ def _is_whole(extent: Extent, block_bytes: int, segment_bytes: int) -> bool:
     return end - start <= block_bytes and start // segment_bytes == (end - 1) // segment_bytes
 
 
-def _parts(extents: Sequence[Extent], block_bytes: int, segment_bytes: int) -> Iterator[Extent]:
+def parts(extents: Sequence[Extent], block_bytes: int, segment_bytes: int) -> Iterator[Extent]:
+    """Yield the addresses of each piece of a slot: the cut that reads and writes have in common."""
     for start, end in extents:
         while start < end:
             stop = min(end, start + block_bytes, align_up(start + 1, segment_bytes))

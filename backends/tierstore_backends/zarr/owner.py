@@ -35,6 +35,7 @@ MARKER = "tierstore-zarr-owner.json"
 _FORMAT = 1
 _OWNER = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _CLAIM_ATTEMPTS = 20
+_LONGEST_MARKER = 4096
 
 _live: set[str] = set()  # the owners in this process; guarded by _guard
 _guard = threading.Lock()
@@ -86,10 +87,12 @@ def new_note() -> Note:
 
 def parse_note(text: bytes) -> Note | None:
     """Read a marker; ``None`` if it is not one of this format, whatever it is."""
+    if len(text) > _LONGEST_MARKER:
+        return None
     try:
         given = json.loads(text)
         note = Note(**given)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
     kinds = Note.__annotations__
     is_typed = all(type(getattr(note, name)).__name__ == kind for name, kind in kinds.items())

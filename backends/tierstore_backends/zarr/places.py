@@ -6,13 +6,17 @@ what is opened here is closed here.  Knows nothing of owners and arrays.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zarr.abc.store import Store
+from zarr.core.buffer import Buffer
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, WrapperStore
 
 from tierstore.errors import BackendError, ConfigError
@@ -93,6 +97,31 @@ async def open_place(given: Store | str | Path, storage_options: Mapping[str, ob
     return _open_folder(Path(str(given).removeprefix("file://")))
 
 
+class PrivateStore(LocalStore):
+    """A zarr store in a directory, whose files are their owner's alone, as all files of tierstore are."""
+
+    async def _set(self, key: str, value: Buffer, exclusive: bool = False) -> None:
+        """Write an object, whole or not at all; where ``exclusive``, only if it is not there."""
+        await asyncio.to_thread(_put, self.root / key, value, is_exclusive=exclusive)
+
+
+def _put(path: Path, value: Buffer, *, is_exclusive: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    draft.touch(mode=0o600, exist_ok=False)
+    try:
+        with draft.open("wb") as file:
+            file.write(value.as_buffer_like())
+        if is_exclusive:
+            os.link(draft, path)
+            draft.unlink()
+        else:
+            draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
 def _is_remote(given: str) -> bool:
     return "://" in given and given != "memory://" and not given.startswith("file://")
 
@@ -107,7 +136,7 @@ def _open_folder(folder: Path) -> Place:
         if why is not None:
             raise BackendError(f"a zarr store cannot be kept in {root}: {why}") from error
         raise explain(error, f"making {root}") from error
-    return Place(LocalStore(root), str(root), has_folders=True, keeps_buffers=False, made=made)
+    return Place(PrivateStore(root), str(root), has_folders=True, keeps_buffers=False, made=made)
 
 
 def _open_url(url: str, storage_options: Mapping[str, object]) -> Place:
