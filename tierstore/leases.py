@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 
+from tierstore import forks
 from tierstore.core.messages import Place
 from tierstore.errors import KeyNotFound, UsageError
 
@@ -42,9 +43,11 @@ class Lease:
         self._end = end
         self._split = split
         self._is_held = True
+        self._process = forks.here()
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """Return the tensor of ``key``, without a copy.  Do not use it after the release."""
+        forks.require_here(self._process, "the lease")
         if not self._is_held:
             raise UsageError("the lease was released; the bytes it showed may be gone.", key=key)
         try:
@@ -69,6 +72,7 @@ class Lease:
         Raises:
             UsageError: the lease was released.
         """
+        forks.require_here(self._process, "the lease")
         if not self._is_held:
             raise UsageError("the lease was released; no stream can use its bytes any more.")
         self._use()
@@ -76,11 +80,13 @@ class Lease:
     def release(self, *, written: bool = True) -> None:
         """End the lease.  A second call does nothing, but for one that was interrupted: then it ends it.
 
+        In the child of a fork it does nothing, either: the lease is the parent's.
+
         Args:
             written: for a write lease, whether the bytes were changed; if not, the other replicas
                 stay valid.
         """
-        if not self._is_held:
+        if not self._is_held or self._process is not forks.here():
             return
         self._tensors = {}
         try:
@@ -108,6 +114,7 @@ class Lease:
             UsageError: the lease is for reading, or was released.
             KeyExists: a new key is there.
         """
+        forks.require_here(self._process, "the lease")
         for key in names:
             self[key]
         return self._split({self._places[key]: name for key, name in check_names(names).items()})

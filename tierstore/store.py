@@ -413,6 +413,7 @@ class Store:
 
     def stats(self) -> StoreStats:
         """Return what there is and what happened, as one frozen object."""
+        self._engine.require_here()
         with self._lock:
             stall_seconds = self._stall_seconds
         return collect(self._engine, self.tier_names, self._handover.got, stall_seconds)
@@ -441,7 +442,8 @@ class Store:
         """Fail what waits, wait for what moves, give every medium back.  Idempotent.
 
         A call while another one closes waits for it; if a call is interrupted, the next one goes on with it.
-        Not from a callback of a transfer: what is to be waited for may be waiting for that.
+        Not from a callback of a transfer: what is to be waited for may be waiting for that.  In the child of
+        a fork it does nothing: the store is the parent's.
 
         Args:
             flush: whether a store with a durable tier is flushed first.
@@ -450,6 +452,8 @@ class Store:
             LeaseError, CapacityError, BackendError: as from `flush`.  The store is closed all the same,
                 and what survives is what the flush before left.
         """
+        if not self._engine.is_here:
+            return
         with self._closing:
             try:
                 if flush and self.is_durable and not self._engine.is_closed:

@@ -38,11 +38,12 @@ _PUBLIC = {
     "BackendError",
     "IntegrityError",
     "StoreClosed",
+    "StoreForked",
     "InvariantError",
 }
 
 _CLIENTS_MAY_IMPORT = _PUBLIC | {"planning", "testing", "training"}
-_BACKENDS_MAY_IMPORT = ("tierstore.spi", "tierstore.errors", "tierstore.units")
+_BACKENDS_MAY_IMPORT = ("tierstore.spi", "tierstore.errors", "tierstore.forks", "tierstore.units")
 
 
 def _modules(*rooms: str) -> list[Path]:

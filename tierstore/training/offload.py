@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from tierstore import forks
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.stats import StoreStats, TierStats, Traffic
@@ -111,6 +112,7 @@ class Offload:
         self._suspension = None if session is None else Suspension(session)
         self._is_closed = False
         self._ending = Ending()
+        self._process = forks.here()
 
     @property
     def store(self) -> Store:
@@ -125,6 +127,7 @@ class Offload:
 
     def stats(self) -> RunStats:
         """Return what the run did so far."""
+        self._require_here()
         session = self._session
         if session is None:
             return RunStats(None, 0.0, 0.0, 0.0, 0.0, recompute=self._activations.recompute_stats)
@@ -157,6 +160,7 @@ class Offload:
         Raises:
             UsageError: ``optimizer_in_backward`` is set: there are no gradients any more.
         """
+        self._require_here()
         if self._session is not None and self._session.stepping is Stepping.IN_BACKWARD:
             raise UsageError(
                 "optimizer_in_backward has stepped with the gradients and let go of them: their norm cannot "
@@ -183,7 +187,13 @@ class Offload:
         """
         self._checkpoint().load(Path(path))
 
+    def _require_here(self) -> None:
+        """Raise ``StoreForked`` in the child of a fork, unless there is no store."""
+        if self._session is not None:
+            forks.require_here(self._process, "the run")
+
     def _checkpoint(self) -> Checkpoint:
+        self._require_here()
         session = None if self._is_closed else self._session
         access = ordinary_access(self._model) if session is None else session.access()
         return Checkpoint(self._model, self._optimizers, access)
@@ -209,6 +219,7 @@ class Offload:
             CapacityError: the disk tier has no room for it beside the former one, which is unharmed.
             BackendError: the disk failed; the former checkpoint is unharmed.
         """
+        self._require_here()
         session = self._session
         if session is None:
             raise UsageError(
@@ -258,6 +269,7 @@ class Offload:
         self._suspendable("resume").resume()
 
     def _suspendable(self, what: str) -> Suspension:
+        self._require_here()
         if self._suspension is None:
             raise UsageError(f"memory_offload is OFF: run.{what}() has no store to work on. Set it to ON.")
         if self._is_closed:
@@ -268,7 +280,8 @@ class Offload:
         """Make parameters, gradients and state ordinary tensors again, and close the store.  Idempotent.
 
         They lie in host memory then, or on the accelerator if they did before.  Nothing is made durable:
-        what survives is the last `checkpoint`.
+        what survives is the last `checkpoint`.  In the child of a fork it does nothing: the run is
+        the parent's.
 
         Whatever fails, everything else is brought back; an interrupt is raised when that is done.
 
@@ -278,6 +291,8 @@ class Offload:
                 `StoreClosed`.  Or nothing is gone, and the store could not be closed.
         """
         session, ending = self._session, self._ending
+        if session is not None and self._process is not forks.here():
+            return
         ending.attempt(self._activations.close)
         if session is not None and not self._is_closed:
             if self._suspension is not None:

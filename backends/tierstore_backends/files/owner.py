@@ -144,7 +144,7 @@ class DirectoryOwner:
         """Let the next one in and change nothing, as a dead owner would.  Idempotent."""
         lock_fd, self._lock_fd = self._lock_fd, None
         if lock_fd is not None:
-            os.close(lock_fd)
+            unlock(lock_fd)
 
     def release(self) -> None:
         """Remove what is ours, but for files that are kept, and let the next one in.  Idempotent.
@@ -163,14 +163,16 @@ class DirectoryOwner:
         except OSError as error:
             raise BackendError(f"scratch files cannot be removed from {self.folder}: {error}") from error
         finally:
-            os.close(lock_fd)  # last: whoever waits for the lock finds everything gone
+            unlock(lock_fd)  # last: whoever waits for the lock finds everything gone
 
     def disown(self) -> None:
         """Forget the directory without touching it: for the child of a fork, which owns nothing.
 
         The lock stays with the parent, because it belongs to the open file that both share.
         """
-        self.leave()
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is not None:
+            os.close(lock_fd)
 
     def _take_over(self) -> None:
         """Keep what a dead owner noted, and say who owns the directory now."""
@@ -218,6 +220,13 @@ def _unmake(folder: Path, made: int) -> None:
             ancestor.rmdir()
         except OSError:
             return  # something else is in there, or it is gone: not ours either way
+
+
+def unlock(lock_fd: int) -> None:
+    """Give a lock up, also where a child that Python did not make has a copy of the descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock_fd, fcntl.LOCK_UN)
+    os.close(lock_fd)
 
 
 def _lock(folder: Path) -> int | None:

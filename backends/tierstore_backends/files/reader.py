@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore.errors import BackendError
-from tierstore_backends.files.owner import MANIFEST_NAME, explain, lock_shared, read_note
+from tierstore_backends.files.owner import MANIFEST_NAME, explain, lock_shared, read_note, unlock
 
 _Signs = tuple[object, ...]
 
@@ -84,7 +84,7 @@ class Reader:
         """Let owners in again.  Idempotent."""
         locks, self._locks = self._locks, []
         for lock_fd in locks:
-            os.close(lock_fd)
+            unlock(lock_fd)
 
     def release(self) -> None:
         """Let owners in again.  Idempotent."""
@@ -92,7 +92,9 @@ class Reader:
 
     def disown(self) -> None:
         """Forget the directory in the child of a fork."""
-        self.leave()
+        locks, self._locks = self._locks, []
+        for lock_fd in locks:
+            os.close(lock_fd)
 
     def _look(self) -> _Signs:
         """Return what changes when somebody commits."""

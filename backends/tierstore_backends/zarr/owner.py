@@ -29,6 +29,7 @@ from zarr.abc.store import Store
 from zarr.core.buffer import Buffer, default_buffer_prototype
 from zarr.storage import FsspecStore
 
+from tierstore import forks
 from tierstore.errors import BackendError, UsageError
 
 MARKER = "tierstore-zarr-owner.json"
@@ -36,8 +37,8 @@ _FORMAT = 1
 _OWNER = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _CLAIM_ATTEMPTS = 20
 
-_live: set[str] = set()  # the owners in this process; guarded by _guard
-_guard = threading.Lock()
+_live: dict[str, forks.Process] = {}  # the owners, and which process each is of; guarded by _guard
+_guard = forks.free_in_child(threading.Lock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def is_dead(note: Note) -> bool:
     if not note.boot or not note.namespace or (note.boot, note.namespace) != (here.boot, here.namespace):
         return False
     with _guard:
-        if note.owner in _live:
+        if _live.get(note.owner) is forks.here():
             return False
     if note.pid == here.pid and note.started == here.started:
         return True  # this process, and none of its owners
@@ -141,19 +142,9 @@ class Claim:
             _forget(self.note)
 
 
-def _forget_all() -> None:
-    """Own nothing: in the child of a fork, whose parent does."""
-    global _guard  # noqa: PLW0603 - a thread that the child does not have may hold the old one
-    _guard = threading.Lock()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)
-
-
 def _forget(note: Note) -> None:
     with _guard:
-        _live.discard(note.owner)
+        _live.pop(note.owner, None)
 
 
 async def claim(store: Store, name: str) -> Claim:
@@ -165,7 +156,7 @@ async def claim(store: Store, name: str) -> Claim:
     """
     note = new_note()
     with _guard:
-        _live.add(note.owner)
+        _live[note.owner] = forks.here()
     try:
         await _settle(store, name, note)
     except BaseException:
