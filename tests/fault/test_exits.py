@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 
 import tierstore as ts
 from tests.fault.lives import CHECKPOINT, build, sizes, train
+from tests.files_disk import finish, open_durable
+from tests.files_kept import look, write
 from tierstore.training import offload
 
 
@@ -84,3 +87,18 @@ def test_an_end_hangs_nothing_keeps_the_last_checkpoint_and_leaves_no_scratch(
         assert run.resumed.extra == {"step": steps}
     for theirs, own in zip(plain[0].parameters(), ours[0].parameters(), strict=True):
         assert torch.equal(theirs, own)
+
+
+def test_a_thread_that_goes_on_when_main_has_ended_commits_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:  # as Python 3.12 and later do from then on
+        raise RuntimeError(f"can't create new thread at interpreter shutdown: {thread.name}")
+
+    files = open_durable(tmp_path)
+    records = write(files, {"a": 5000})
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        finish(files.commit(records))
+    files.close()
+    assert look(tmp_path) == {"a": "0"}
