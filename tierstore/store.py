@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Self, cast
 import torch
 
 from tierstore.accounts import collect
+from tierstore.callers import opening
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
@@ -61,7 +63,7 @@ class Store:
         self._closing = threading.RLock()  # held by whoever closes
         backends: list[Backend] = []
         try:
-            with no_collections():
+            with opening("Store(...)"), no_collections():
                 self._start(config, _open_all(config.tiers, backends))
         except BaseException:
             # Nothing waits and nothing moves yet.
@@ -490,14 +492,25 @@ def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[Open
     opened: list[Opened] = []
     for tier in tiers:
         if isinstance(tier.backend, str):
-            backends.append(
-                open_backend(tier.backend, capacity_bytes=tier.capacity_bytes, options=tier.options)
-            )
+            backends.append(_open(tier, tier.backend))
         else:
             backends.append(cast("Backend", tier.backend))
         opened.append(with_codec(backends[-1], tier.codec, tier.name))
         backends[-1] = opened[-1].backend
     return opened
+
+
+def _open(tier: TierConfig, name: str) -> Backend:
+    """Open a tier's backend by its name."""
+    try:
+        return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
+    except ConfigError:
+        raise
+    except UsageError as error:
+        # A store or a run that was forgotten, in a cycle that nobody has collected, may have the place.
+        error.__traceback__ = None
+        gc.collect()
+    return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
 
 
 def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:

@@ -43,7 +43,7 @@ _PUBLIC = {
 }
 
 _CLIENTS_MAY_IMPORT = _PUBLIC | {"planning", "testing", "training"}
-_BACKENDS_MAY_IMPORT = ("tierstore.spi", "tierstore.errors", "tierstore.forks", "tierstore.units")
+_BACKENDS_MAY_IMPORT = tuple(f"tierstore.{room}" for room in ("spi", "callers", "errors", "forks", "units"))
 
 
 def _modules(*rooms: str) -> list[Path]:

@@ -19,10 +19,12 @@ import torch
 from torch import nn
 
 from tierstore import forks
+from tierstore.callers import opener, opening
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.store import Store
+from tierstore.training import again
 from tierstore.training.activations import Sections, both, read_sections, sections_of
 from tierstore.training.activations.both import Activations
 from tierstore.training.activations.layers import Names
@@ -94,6 +96,8 @@ class Offload:
     Attributes:
         resumed: the checkpoint that training goes on from, with what `checkpoint` was given;
             ``None``: it begins.
+        opened_by: which call of the program made it, for messages.
+        is_entered: whether its ``with`` block is under way.
     """
 
     def __init__(
@@ -113,6 +117,10 @@ class Offload:
         self._is_closed = False
         self._ending = Ending()
         self._process = forks.here()
+        self.is_entered = False
+        self.opened_by = opener()
+        if session is not None:
+            session.hold(again.Noted(model, self, session))
 
     @property
     def store(self) -> Store:
@@ -304,12 +312,14 @@ class Offload:
 
     def __enter__(self) -> Self:
         """Return the run itself."""
+        self.is_entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close it, even if that is interrupted."""
+        self.is_entered = False
         try:
             self.close()
         finally:
@@ -332,6 +342,9 @@ def offload(
     With ``durable`` set in the configuration, training goes on from the checkpoint that is in
     ``offload_path``, if there is one: parameters, buffers, optimizer state and options, and random number
     generators are those of `Offload.checkpoint`.
+
+    A model that is offloaded already, by a run that nobody has closed, is given to the new run: the former
+    one is closed, and a warning says so.  Where something would be lost by that, it is refused.
 
     Args:
         model: any module.
@@ -370,6 +383,8 @@ def offload(
         [*settings.pinned, *patterns("pinned", pinned)],
     )
     with contextlib.ExitStack() as files:
+        files.enter_context(opening("offload(...)"))
+        again.make_way(model)
         source = None if weights is None else files.enter_context(Weights(model, Path(weights)))
         if settings.is_on:
             return _open(

@@ -22,8 +22,10 @@ import fcntl
 import os
 import re
 import stat
+import weakref
 from pathlib import Path
 
+from tierstore.callers import opener
 from tierstore.errors import BackendError, UsageError
 
 LOCK_NAME = "tierstore.lock"  # one for both, so that they keep each other out
@@ -64,6 +66,8 @@ class DirectoryOwner:
         self._keeping = keeping
         self.noted_commit = 0  # the last one that an owner noted who died
         self._lock_fd: int | None = lock_fd
+        self.opened_by = opener()
+        _owners.add(self)
         self._made = made  # this many directories, from ``folder`` upwards, exist only for us
 
     @classmethod
@@ -105,6 +109,20 @@ class DirectoryOwner:
             os.close(lock_fd)
             raise
         return owner
+
+    @classmethod
+    def opener_of(cls, folder: Path) -> str:
+        """Return which call of this process opened a directory that it owns; empty if nobody knows."""
+        for owner in list(_owners):
+            with contextlib.suppress(OSError):
+                if owner.has_locked(folder):
+                    return owner.opened_by
+        return ""
+
+    def has_locked(self, folder: Path) -> bool:
+        """Whether a directory is the one that it owns, whatever its path; ``OSError`` if it is not there."""
+        lock_fd = self._lock_fd
+        return lock_fd is not None and os.path.samestat(os.fstat(lock_fd), (folder / LOCK_NAME).stat())
 
     def note_commit(self, commit: int) -> None:
         """Note that a commit came to its end."""
@@ -194,6 +212,9 @@ class DirectoryOwner:
         note = "".join(f"{line}\n" for line in lines).encode()
         os.pwrite(self._lock_fd, note, 0)  # in place: the old note may not be lost if there is no room
         os.ftruncate(self._lock_fd, len(note))
+
+
+_owners: weakref.WeakSet[DirectoryOwner] = weakref.WeakSet()
 
 
 def _make(folder: Path) -> int:
@@ -291,6 +312,12 @@ def _in_use(folder: Path, pid: int) -> UsageError:
         return UsageError(
             f"{folder} is in use by another process (pid unknown): "
             f"wait for it, or give this one a directory of its own"
+        )
+    opened_by = DirectoryOwner.opener_of(folder) if pid == os.getpid() else ""
+    if opened_by:
+        return UsageError(
+            f"{folder} is in use by a live backend of this process (pid {pid}): {opened_by}, opened it and "
+            f"it was not closed. Call close() on what that returned, or give this one a directory of its own"
         )
     whose = "this process" if pid == os.getpid() else f"process {pid}"
     return UsageError(
