@@ -23,6 +23,7 @@ from tierstore.errors import (
     LeaseError,
     NotResident,
     StoreClosed,
+    StoreForked,
     TierStoreError,
     UsageError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "Store",
     "StoreClosed",
     "StoreConfig",
+    "StoreForked",
     "TensorSpec",
     "TierConfig",
     "TierStoreError",

@@ -95,5 +95,9 @@ class StoreClosed(TierStoreError):
     """Too late: the store was closed."""
 
 
+class StoreForked(StoreClosed):
+    """Too late in this process: it was forked from the one that the store or run belongs to."""
+
+
 class InvariantError(TierStoreError):
     """Our move: a bug in tierstore.  The message carries the key's story."""

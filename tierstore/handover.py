@@ -14,6 +14,7 @@ import torch
 from tierstore.core.messages import Granted
 from tierstore.engine.engine import Engine
 from tierstore.engine.hands import Opening
+from tierstore.errors import StoreForked
 from tierstore.outputs import OutputPool
 from tierstore.signals import uninterrupted
 from tierstore.spi import AddressableSlot, Completion
@@ -241,6 +242,8 @@ def _wait(completion: Completion) -> None:
     while not completion.is_done:
         try:
             completion.wait()
+        except StoreForked:
+            raise  # in the child nobody moves bytes, and what moves in the parent is not the child's
         except BaseException as error:  # noqa: BLE001 - raised when the operation has ended
             interrupt = error
     if interrupt is not None:

@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 
+from tierstore import forks
 from tierstore.core.messages import Place
 from tierstore.errors import KeyNotFound, UsageError
 from tierstore.signals import let_wait, uninterrupted
@@ -43,9 +44,11 @@ class Lease:
         self._end = end
         self._split = split
         self._is_held = True
+        self._process = forks.here()
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """Return the tensor of ``key``, without a copy.  Do not use it after the release."""
+        forks.require_here(self._process, "the lease")
         if not self._is_held:
             raise UsageError("the lease was released; the bytes it showed may be gone.", key=key)
         try:
@@ -71,6 +74,7 @@ class Lease:
         Raises:
             UsageError: the lease was released.
         """
+        forks.require_here(self._process, "the lease")
         if not self._is_held:
             raise UsageError("the lease was released; no stream can use its bytes any more.")
         self._use()
@@ -79,11 +83,13 @@ class Lease:
     def release(self, *, written: bool = True) -> None:
         """End the lease.  A second call does nothing.
 
+        In the child of a fork it does nothing, either: the lease is the parent's.
+
         Args:
             written: for a write lease, whether the bytes were changed; if not, the other replicas
                 stay valid.
         """
-        if self._is_held:
+        if self._is_held and self._process is forks.here():
             self._is_held = False
             self._tensors = {}
             self._end(written)
@@ -106,6 +112,7 @@ class Lease:
             UsageError: the lease is for reading, or was released.
             KeyExists: a new key is there.
         """
+        forks.require_here(self._process, "the lease")
         for key in names:
             self[key]
         return self._split({self._places[key]: name for key, name in check_names(names).items()})

@@ -13,6 +13,8 @@ import weakref
 import numpy as np
 import torch
 
+from tierstore import forks
+
 SMALLEST_BYTES = 1024**2
 ALIGNMENT_BYTES = 64  # as torch's own allocations
 KEPT_BYTES = 256 * 1024**2
@@ -39,6 +41,7 @@ class OutputPool:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
+        self._process = forks.here()
         self._lock = threading.RLock()  # guards the next two; re-entered by finalizers
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._idle_bytes = 0
@@ -64,6 +67,8 @@ class OutputPool:
             return idle.pop()
 
     def _give_back(self, nbytes: int, memory: mmap.mmap) -> None:
+        if self._process is not forks.here():  # a thread that a fork's child does not have may hold the lock
+            return
         with self._lock:
             if self._idle_bytes + nbytes <= self._kept_bytes:
                 self._idle.setdefault(nbytes, []).append(memory)

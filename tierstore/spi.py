@@ -66,6 +66,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from tierstore import forks
 from tierstore.errors import BackendError
 from tierstore.units import align_up
 
@@ -192,7 +193,7 @@ class Completion:
             return True
         ended = threading.Event()
         self.add_done_callback(lambda _: ended.set())
-        return ended.wait(timeout_s)
+        return forks.wait(ended, timeout_s)
 
     @classmethod
     def done(cls, error: BaseException | None = None) -> Completion:

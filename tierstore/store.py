@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Self, cast
 import torch
 
 from tierstore.accounts import collect
+from tierstore.callers import opening
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
@@ -63,7 +65,7 @@ class Store:
         self._closing = threading.RLock()  # held by whoever closes
         backends: list[Backend] = []
         try:
-            with no_collections():
+            with opening("Store(...)"), no_collections():
                 self._start(config, _open_all(config.tiers, backends))
         except BaseException:
             # Nothing waits and nothing moves yet.
@@ -410,6 +412,7 @@ class Store:
 
     def stats(self) -> StoreStats:
         """Return what there is and what happened, as one frozen object."""
+        self._engine.require_here()
         with self._lock:
             stall_seconds = self._stall_seconds
         return collect(self._engine, self.tier_names, self._handover.got, stall_seconds)
@@ -438,7 +441,8 @@ class Store:
         """Fail what waits, wait for what moves, give every medium back.  Idempotent.
 
         A call while another one closes waits for it; if a call is interrupted, the next one goes on with it.
-        Not from a callback of a transfer: what is to be waited for may be waiting for that.
+        Not from a callback of a transfer: what is to be waited for may be waiting for that.  In the child of
+        a fork it does nothing: the store is the parent's.
 
         Args:
             flush: whether a store with a durable tier is flushed first.
@@ -447,6 +451,8 @@ class Store:
             LeaseError, CapacityError, BackendError: as from `flush`.  The store is closed all the same,
                 and what survives is what the flush before left.
         """
+        if not self._engine.is_here:
+            return
         with self._closing:
             try:
                 if flush and self.is_durable and not self._engine.is_closed:
@@ -483,14 +489,25 @@ def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[Open
     opened: list[Opened] = []
     for tier in tiers:
         if isinstance(tier.backend, str):
-            backends.append(
-                open_backend(tier.backend, capacity_bytes=tier.capacity_bytes, options=tier.options)
-            )
+            backends.append(_open(tier, tier.backend))
         else:
             backends.append(cast("Backend", tier.backend))
         opened.append(with_codec(backends[-1], tier.codec, tier.name))
         backends[-1] = opened[-1].backend
     return opened
+
+
+def _open(tier: TierConfig, name: str) -> Backend:
+    """Open a tier's backend by its name."""
+    try:
+        return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
+    except ConfigError:
+        raise
+    except UsageError as error:
+        # A store or a run that was forgotten, in a cycle that nobody has collected, may have the place.
+        error.__traceback__ = None
+        gc.collect()
+    return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
 
 
 def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:

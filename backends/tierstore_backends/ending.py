@@ -9,11 +9,13 @@ Knows nothing of what is to be done.
 
 from __future__ import annotations
 
-import os
+import functools
 import threading
 import weakref
 from collections.abc import Callable
 from typing import ParamSpec
+
+from tierstore import forks
 
 _Args = ParamSpec("_Args")
 
@@ -40,9 +42,11 @@ class Ending:
         **kwargs: _Args.kwargs,
     ) -> None:
         self._disown = disown
-        self._finalizer = weakref.finalize(backend, shut, *args, **kwargs)
         self._closing = threading.Lock()  # held while the first to close waits
-        _to_come.add(self)
+        self._finalizer = weakref.finalize(
+            backend, _unless_forked, forks.here(), functools.partial(shut, *args, **kwargs)
+        )
+        forks.tell_in_child(self)
 
     @property
     def is_over(self) -> bool:
@@ -53,21 +57,16 @@ class Ending:
         """End the backend, or wait until that is done.  Raises what ``shut`` does, to the first to call."""
         with self._closing:
             self._finalizer()
-        _to_come.discard(self)
+        forks.tell_no_more(self)
 
     def disown(self) -> None:
-        """Let it be over, with nothing touched."""
+        """Let it be over, with nothing touched.  See `tierstore.forks.Disowning`."""
         self._finalizer.detach()
         self._closing = threading.Lock()  # a thread that the child does not have may hold the old one
         self._disown()
 
 
-_to_come: weakref.WeakSet[Ending] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for ending in list(_to_come):
-        ending.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
+def _unless_forked(process: forks.Process, shut: Callable[[], None]) -> None:
+    """Shut, unless this is a child that was forked before its parent had noted that there is an end."""
+    if process is forks.here():
+        shut()

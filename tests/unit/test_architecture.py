@@ -38,16 +38,13 @@ _PUBLIC = {
     "BackendError",
     "IntegrityError",
     "StoreClosed",
+    "StoreForked",
     "InvariantError",
 }
 
 _CLIENTS_MAY_IMPORT = _PUBLIC | {"planning", "testing", "training"}
-_BACKENDS_MAY_IMPORT = (
-    "tierstore.spi",
-    "tierstore.errors",
-    "tierstore.units",
-    "tierstore.alone",
-    "tierstore.quoting",
+_BACKENDS_MAY_IMPORT = tuple(
+    f"tierstore.{room}" for room in ("spi", "alone", "callers", "errors", "forks", "quoting", "units")
 )
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 import pytest
 
 from tests.files_disk import TIMEOUT_S
-from tierstore_backends import ending as module
+from tierstore import forks
 from tierstore_backends.ending import Ending
 
 
@@ -108,6 +108,6 @@ def test_a_disowned_end_is_over_though_a_thread_that_is_gone_was_closing() -> No
 
 def test_what_was_closed_has_nothing_to_disown() -> None:
     owner = Owner([])
-    assert owner.ending in module._to_come
+    assert owner.ending in forks._told
     owner.ending.close()
-    assert owner.ending not in module._to_come, "what it let go of may be another's by then"
+    assert owner.ending not in forks._told, "what it let go of may be another's by then"

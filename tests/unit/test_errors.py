@@ -20,6 +20,7 @@ _PARENTS = {
     "BackendError": TierStoreError,
     "IntegrityError": BackendError,
     "StoreClosed": TierStoreError,
+    "StoreForked": errors.StoreClosed,
     "InvariantError": TierStoreError,
 }
 

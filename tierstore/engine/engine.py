@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from tierstore import forks
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
 from tierstore.engine.carrier import Carrier
@@ -63,6 +64,7 @@ class Engine:
         self._hands = CommandHands(self._carrier, note_of)
         self._turns = Turns(ledger, self._hands, self.told)
         self._is_closed = False
+        self._process = forks.here()
         self._closing = threading.Lock()  # held by whoever closes; guards the next two
         self._closer: int | None = None
         # Host memory is closed last: what still moves after a bug, or an interrupt, moves to or from it.
@@ -184,8 +186,22 @@ class Engine:
         return self._is_closed or self._turns.is_broken()
 
     def look(self, question: Callable[[Ledger], T]) -> T:
-        """Ask the ledger something, under the lock."""
+        """Ask the ledger something, under the lock.
+
+        Raises:
+            StoreForked: this is the child of a fork.
+        """
+        self.require_here()
         return self._turns.look(question)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that the engine belongs to, and not the child of a fork."""
+        return self._process is forks.here()
+
+    def require_here(self) -> None:
+        """Raise ``StoreForked`` in the child of a fork, which has none of the threads and owns no bytes."""
+        forks.require_here(self._process)
 
     def resize(self, event: m.ResizeRequested) -> None:
         """Change a tier's quota.  Blocks until what has to leave has left.
@@ -194,6 +210,7 @@ class Engine:
             CapacityError: leases forbid it; nothing was changed.
             BackendError: the medium did not take it.
         """
+        self.require_here()
         tier, capacity_bytes = event.tier, event.capacity_bytes
         with self._resizing:
             is_larger = self.look(
@@ -211,13 +228,13 @@ class Engine:
 
         A call while another one closes waits for it, and does what is left if that one was interrupted.  So
         do not call it from a callback of a transfer, for which the other one may wait; in the thread that is
-        closing, such a call returns at once.
+        closing, such a call returns at once.  So does one in the child of a fork, which closes nothing.
 
         Raises:
             Exception: whatever the first backend raised that could not be closed; the others are closed.
         """
         me = threading.get_ident()
-        if self._closer == me:
+        if self._closer == me or not self.is_here:
             return
         with self._closing:
             try:
@@ -251,8 +268,9 @@ class Engine:
 
         Raises:
             UsageError: a request is wrong as things are; nothing was changed.
-            StoreClosed: a request came after `close`.
+            StoreClosed: a request came after `close`; `StoreForked` in the child of a fork.
         """
+        self.require_here()
         if self._is_closed:
             self._turns.refuse_if_broken()
             raise StoreClosed("the store is closed.")
@@ -269,7 +287,8 @@ class Engine:
         Raises:
             StoreClosed: a bug or an interrupt has stopped the store, and something was told.
         """
-        self._turns.turn()
+        if self.is_here:
+            self._turns.turn()
 
 
 def close_all(backends: list[Backend]) -> None:

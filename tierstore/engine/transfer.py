@@ -8,12 +8,15 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
+from tierstore import forks
 from tierstore.signals import uninterrupted
 
 T = TypeVar("T")
 _log = logging.getLogger("tierstore")
 
-_lock = threading.Lock()  # guards the waiters of every transfer; held for a few instructions
+_lock = forks.free_in_child(
+    threading.Lock()
+)  # guards the waiters of every transfer; held for a few instructions
 
 
 class Transfer(Generic[T]):
@@ -24,18 +27,24 @@ class Transfer(Generic[T]):
         tier: where they move to; None: nowhere in particular.
     """
 
-    __slots__ = ("_callbacks", "_error", "_is_done", "_value", "keys", "tier")
+    __slots__ = ("_callbacks", "_error", "_is_done", "_process", "_value", "keys", "tier")
 
     def __init__(self, keys: tuple[str, ...] = (), tier: str | None = None) -> None:
         self.keys = keys
         self.tier = tier
+        self._process = forks.here()
         self._is_done = False  # guarded by _lock, as are the next three
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Whether it has ended, well or badly.
+
+        Raises:
+            StoreForked: this is the child of a fork, where nothing ends that its parent has begun.
+        """
+        forks.require_here(self._process, "the transfer")
         return self._is_done
 
     def result(self, timeout_s: float | None = None) -> T:
@@ -44,11 +53,13 @@ class Transfer(Generic[T]):
         Raises:
             TimeoutError: it has not ended in time; it goes on.
             TierStoreError: it failed; the cause is attached.
+            StoreForked: this is the child of a fork.
         """
+        forks.require_here(self._process, "the transfer")
         if not self._is_done:
             event = threading.Event()
             self.add_done_callback(event.set)
-            if not event.wait(timeout_s):
+            if not forks.wait(event, timeout_s):
                 raise TimeoutError(f"the transfer of {self.keys!r} has not ended within {timeout_s} s")
         if self._error is not None:
             try:
@@ -59,7 +70,12 @@ class Transfer(Generic[T]):
 
     @uninterrupted
     def add_done_callback(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()`` when it has ended: in the resolving thread, or now."""
+        """Call ``callback()`` when it has ended: in the resolving thread, or now.
+
+        Raises:
+            StoreForked: this is the child of a fork.
+        """
+        forks.require_here(self._process, "the transfer")
         with _lock:
             if not self._is_done:
                 if self._callbacks is None:

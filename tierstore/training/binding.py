@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from tierstore import forks
 from tierstore.errors import CapacityError, KeyNotFound, LeaseError
 from tierstore.leases import Lease
 from tierstore.signals import uninterrupted
@@ -106,7 +107,7 @@ class Bindings:
         self._computing_tier: str | None = None
         self.prepare: Callable[[int], None] = lambda _: None  # makes room for as much; may refuse
         self.ask_for_more: MakeRoom = lambda _: False
-        self._lock = threading.RLock()  # guards all bindings and the next five
+        self._lock = forks.free_in_child(threading.RLock())  # guards all bindings and the next five
         self.leasing = Leasing()
         self._by_storage: dict[int, Binding] = {}
         self._lingering: dict[Binding, None] = {}

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from tierstore import forks
 from tierstore.errors import CapacityError
 from tierstore.store import Store
 from tierstore.training.binding import let_frames_go
@@ -95,7 +96,9 @@ class DeviceBudget:
         self._step_ahead_bytes = min(limit_bytes, needed_bytes + max(each.bundle_bytes for each in sets))
         self._all_bytes = sum(each.nbytes for each in sets)
         self._gradient_bytes = self._all_bytes - sum(each.bundle_bytes + each.state_bytes for each in sets)
-        self._lock = threading.RLock()  # guards what follows; held while hardware makes room
+        self._lock = forks.free_in_child(
+            threading.RLock()
+        )  # guards what follows; held while hardware makes room
         below = [tier.capacity_bytes for name, tier in store.stats().tiers.items() if name != self._tier]
         # What the tiers below cannot hold has to be on the device, beside what is in use there.
         pinned_bytes = sum(each.pinned_bytes for each in sets)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tierstore import forks
 from tierstore.errors import KeyNotFound
 from tierstore.planning import Trace, plan_from
 from tierstore.planning.planner import Place
@@ -77,7 +78,7 @@ class Follower:
     ) -> None:
         self._store = store
         # Guards all below, and the order in which the store is advised, which waits for nobody.
-        self._lock = threading.RLock()
+        self._lock = forks.free_in_child(threading.RLock())
         self._windows = list(windows)
         self._nbytes_of = nbytes_of
         self._steps = [0] * max(1, optimizers)

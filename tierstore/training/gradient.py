@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tierstore import forks
 from tierstore.store import Store
 from tierstore.training.binding import Binding, natively, set_data
 from tierstore.training.own_work import ordinary_mode
@@ -131,7 +132,7 @@ class Gradient:
         self.accumulations = 0
         self.known_uses = 0
         self.stepper: int | None = None
-        self.lock = threading.RLock()
+        self.lock = forks.free_in_child(threading.RLock())
         self._lent_with = (0, 0)
 
     def move(self, state: State) -> None:

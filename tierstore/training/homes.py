@@ -128,9 +128,11 @@ class Binding:
         pieces: what of its bytes is shown as a storage of its own.
         storages: the leased bytes, as its tensors show them.
         twins: on the meta device, with the true strides, each where it is in its storage.
+        tenants: what is known of its tensors, by their ids (`tierstore.training.tenants`).
     """
 
     __slots__ = (
+        "__weakref__",
         "after_use",
         "baseline",
         "departures",
@@ -157,6 +159,7 @@ class Binding:
         "poisons",
         "regions",
         "storages",
+        "tenants",
         "tensors",
         "tier",
         "twins",
@@ -205,6 +208,7 @@ class Binding:
         self.storages: Storages | None = None
         self.baseline = 0
         self.versions: list[int] = []
+        self.tenants: dict[int, Any] = {}
         self.idle_versions = versions_of(self)
 
     def lay(self, places: Sequence[Place], nbytes: int, poisons: Sequence[torch.Tensor]) -> None:

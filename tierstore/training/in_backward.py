@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from tierstore import forks
 from tierstore.training import guard
 from tierstore.training.binding import Binding, Bindings
 from tierstore.training.function_modes import out_of_sight
@@ -97,7 +98,9 @@ class StepsInBackward:
         self._bindings = trainer.bindings
         self._gradients = trainer.gradients
         self._steps: list[StepsByBundle] = []
-        self._stepping = threading.RLock()  # an optimizer's groups are one thread's, and so are the next five
+        self._stepping = forks.free_in_child(
+            threading.RLock()
+        )  # an optimizer's groups are one thread's, and so are the next five
         self._owners: dict[torch.Tensor, list[StepsByBundle]] = {}
         self._groups: list[list[object]] = []  # as they were
         self._hooks: dict[torch.Tensor, int] = {}  # the number of ours, by parameter

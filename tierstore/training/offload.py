@@ -18,10 +18,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from tierstore import forks
+from tierstore.callers import opener, opening
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.store import Store
+from tierstore.training import again
 from tierstore.training.activations import Sections, both, read_sections, sections_of
 from tierstore.training.activations.both import Activations
 from tierstore.training.activations.layers import Names
@@ -94,6 +97,8 @@ class Offload:
     Attributes:
         resumed: the checkpoint that training goes on from, with what `checkpoint` was given;
             ``None``: it begins.
+        opened_by: which call of the program made it, for messages.
+        is_entered: whether its ``with`` block is under way.
     """
 
     def __init__(
@@ -112,6 +117,11 @@ class Offload:
         self._suspension = None if session is None else Suspension(session)
         self._is_closed = False
         self._ending = Ending()
+        self._process = forks.here()
+        self.is_entered = False
+        self.opened_by = opener()
+        if session is not None:
+            session.hold(again.Noted(model, self, session))
 
     @property
     def store(self) -> Store:
@@ -126,6 +136,7 @@ class Offload:
 
     def stats(self) -> RunStats:
         """Return what the run did so far."""
+        self._require_here()
         session = self._session
         if session is None:
             return RunStats(None, 0.0, 0.0, 0.0, 0.0, recompute=self._activations.recompute_stats)
@@ -158,6 +169,7 @@ class Offload:
         Raises:
             UsageError: ``optimizer_in_backward`` is set: there are no gradients any more.
         """
+        self._require_here()
         if self._session is not None and self._session.stepping is Stepping.IN_BACKWARD:
             raise UsageError(
                 "optimizer_in_backward has stepped with the gradients and let go of them: their norm cannot "
@@ -184,7 +196,13 @@ class Offload:
         """
         self._checkpoint().load(Path(path))
 
+    def _require_here(self) -> None:
+        """Raise ``StoreForked`` in the child of a fork, unless there is no store."""
+        if self._session is not None:
+            forks.require_here(self._process, "the run")
+
     def _checkpoint(self) -> Checkpoint:
+        self._require_here()
         session = None if self._is_closed else self._session
         access = ordinary_access(self._model) if session is None else session.access()
         return Checkpoint(self._model, self._optimizers, access)
@@ -210,6 +228,7 @@ class Offload:
             CapacityError: the disk tier has no room for it beside the former one, which is unharmed.
             BackendError: the disk failed; the former checkpoint is unharmed.
         """
+        self._require_here()
         session = self._session
         if session is None:
             raise UsageError(
@@ -259,6 +278,7 @@ class Offload:
         self._suspendable("resume").resume()
 
     def _suspendable(self, what: str) -> Suspension:
+        self._require_here()
         if self._suspension is None:
             raise UsageError(f"memory_offload is OFF: run.{what}() has no store to work on. Set it to ON.")
         if self._is_closed:
@@ -269,7 +289,8 @@ class Offload:
         """Make parameters, gradients and state ordinary tensors again, and close the store.  Idempotent.
 
         They lie in host memory then, or on the accelerator if they did before.  Nothing is made durable:
-        what survives is the last `checkpoint`.
+        what survives is the last `checkpoint`.  In the child of a fork it does nothing: the run is
+        the parent's.
 
         Whatever fails, everything else is brought back; an interrupt is raised when that is done.
 
@@ -279,6 +300,8 @@ class Offload:
                 `StoreClosed`.  Or nothing is gone, and the store could not be closed.
         """
         session, ending = self._session, self._ending
+        if session is not None and self._process is not forks.here():
+            return
         ending.attempt(self._activations.close)
         if session is not None and not self._is_closed:
             if self._suspension is not None:
@@ -291,12 +314,14 @@ class Offload:
 
     def __enter__(self) -> Self:
         """Return the run itself."""
+        self.is_entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close it, even if that is interrupted."""
+        self.is_entered = False
         try:
             self.close()
         finally:
@@ -319,6 +344,9 @@ def offload(
     With ``durable`` set in the configuration, training goes on from the checkpoint that is in
     ``offload_path``, if there is one: parameters, buffers, optimizer state and options, and random number
     generators are those of `Offload.checkpoint`.
+
+    A model that is offloaded already, by a run that nobody has closed, is given to the new run: the former
+    one is closed, and a warning says so.  Where something would be lost by that, it is refused.
 
     Args:
         model: any module.
@@ -357,6 +385,8 @@ def offload(
         [*settings.pinned, *patterns("pinned", pinned)],
     )
     with contextlib.ExitStack() as files:
+        files.enter_context(opening("offload(...)"))
+        again.make_way(model)
         source = None if weights is None else files.enter_context(Weights(model, Path(weights)))
         if settings.is_on:
             return _open(

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tierstore import forks
 from tierstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Leasing:
 
     def __init__(self) -> None:
         self.state = State.ALLOWED
+        self._process = forks.here()
 
     def move(self, state: State) -> None:
         """Change what may be done; to nothing only while nothing is leased."""
@@ -50,7 +52,9 @@ class Leasing:
 
         Raises:
             UsageError: the run is suspended.
+            StoreForked: this is the child of a fork.
         """
+        forks.require_here(self._process, f"the offloaded model ({what})")
         if self.state is State.SUSPENDED:
             raise UsageError(f"the run is suspended, and {what}: call run.resume() first.")
 

@@ -24,9 +24,9 @@ from types import FrameType
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, UsageError
+from tierstore.training.everywhere import HookEverywhere
 from tierstore.units import format_bytes
 
 LetBe = Callable[[Iterable[torch.Tensor]], None]
@@ -186,9 +186,9 @@ class Wrapping:
         self._release = release
         self._room = room
 
-    def watch(self) -> RemovableHandle:
+    def watch(self) -> HookEverywhere:
         """See every module that gets a part from now on."""
-        return register_module_module_registration_hook(self._registered)
+        return HookEverywhere(register_module_module_registration_hook, self._registered)
 
     def _registered(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
         """A module gets a part: if it is a wrapper of ours, gradients are kept for it."""

@@ -37,6 +37,7 @@ from tierstore.training.checkpoint import Access
 from tierstore.training.clock import Clock
 from tierstore.training.durable import DurableState
 from tierstore.training.ending import Ending
+from tierstore.training.everywhere import HookEverywhere, Removable
 from tierstore.training.follow import Follower
 from tierstore.training.footprint import Meter
 from tierstore.training.former import Former
@@ -121,7 +122,7 @@ class Session:
         self.durable: DurableState | None = None
         self.activations = Activations()
         vaults[store] = weakref.WeakMethod(self._new_vault)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Removable] = []
         self._step_hooks: dict[int, int] = {}  # the number of ours, by the optimizer's id
         self._watched: set[torch.Tensor] = set()
         self._vaults: weakref.WeakSet[Vault] = weakref.WeakSet()
@@ -248,7 +249,7 @@ class Session:
         is_in_host = self.optimizer_tier == HOST and bundle not in self.bindings.pinned
         return torch.device("cpu") if is_in_host else self.store.device
 
-    def hold(self, handle: RemovableHandle) -> None:
+    def hold(self, handle: Removable) -> None:
         """Let a hook be removed with the others."""
         self._handles.append(handle)
 
@@ -268,7 +269,7 @@ class Session:
         for steps in self.steps:
             self._watch_optimizer(steps)
         # PyTorch calls hooks of all optimizers before those that one of them has.
-        self._handles.append(register_optimizer_step_pre_hook(self._come_last))
+        self.hold(HookEverywhere(register_optimizer_step_pre_hook, self._come_last))
 
     def _come_last(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Let our hook be the last before a step: users' own hooks may change gradients, or refuse."""
@@ -308,12 +309,14 @@ class Session:
                 if runs_of_step(optimizer) <= 1 and steps.after():
                     self._end_step(steps)
 
-        self._handles.append(optimizer.register_step_pre_hook(before))  # type: ignore[arg-type]
-        self._step_hooks[id(optimizer)] = self._handles[-1].id
-        self._handles.append(optimizer.register_step_post_hook(after))
+        first = optimizer.register_step_pre_hook(before)  # type: ignore[arg-type]
+        self.hold(first)
+        self._step_hooks[id(optimizer)] = first.id
+        last = optimizer.register_step_post_hook(after)
+        self.hold(last)
         # Gradients are shown again before users' own hooks look at them.
         post_hooks: Any = optimizer._optimizer_step_post_hooks  # noqa: SLF001
-        post_hooks.move_to_end(self._handles[-1].id, last=False)
+        post_hooks.move_to_end(last.id, last=False)
         self._keep(self.state_dicts.watch_optimizer(steps.state))
 
     def _keep(self, handles: Iterator[RemovableHandle]) -> None:
@@ -418,11 +421,8 @@ class Session:
         if not self.follower.is_needed or self.follower.has_plan:
             return
         for key in keys:
-            self._prefetch(key)
-
-    def _prefetch(self, key: str) -> None:
-        with self.bindings.apart(), suppress(KeyNotFound):
-            self.store.prefetch(key)
+            with self.bindings.apart(), suppress(KeyNotFound):
+                self.store.prefetch(key)
 
     def sweep_activations(self) -> None:
         """Drop swapped activations that nobody waits for."""

@@ -1,17 +1,23 @@
 """What is known of guarded tensors: whose each is, and who looks after it.
 
-Nothing is set on users' objects: a tensor is known by its identity.
+Nothing is set on users' objects: a tensor is known by its identity.  Nor does anything here keep a run: what
+is known lives as long as the binding does.  Where a run is dropped without being closed, and a tensor of it
+is kept that does not keep the run, every use of that raises.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 
+from tierstore.errors import StoreClosed
 from tierstore.training.binding import Binding, Bindings, natively
+from tierstore.training.ending import lose
 from tierstore.training.homes import Where
 from tierstore.training.layout import Place
 
@@ -57,7 +63,7 @@ class Warden(Protocol):
 class Tenant(NamedTuple):
     """What is known of one guarded tensor."""
 
-    tensor: torch.Tensor  # keeps its id taken
+    tensor: torch.Tensor  # keeps its id taken as long as the binding lives
     binding: Binding
     number: int
     warden: Warden
@@ -76,25 +82,48 @@ class Tenant(NamedTuple):
 Needed = dict[Warden, list[Binding]]
 """Which bundles something needs, by who looks after them."""
 
-_tenants: dict[int, Tenant] = {}
-"""By the tensor's id.  Nothing is set on users' objects."""
+_bindings: dict[int, weakref.ref[Binding]] = {}
+"""By the tensor's id."""
 
 
 def enrol(binding: Binding, warden: Warden) -> None:
     """Let the guard know whom to ask about a binding's tensors."""
+    left = [
+        (id(tensor), weakref.ref(tensor), plain, place.name)
+        for tensor, plain, place in zip(binding.tensors, binding.plain, binding.places, strict=True)
+    ]
+    home = weakref.ref(binding, functools.partial(_desert, left))
     for number, tensor in enumerate(binding.tensors):
-        _tenants[id(tensor)] = Tenant(tensor, binding, number, warden)
+        binding.tenants[id(tensor)] = Tenant(tensor, binding, number, warden)
+        _bindings[id(tensor)] = home
 
 
 def dismiss(binding: Binding) -> None:
     """Forget a binding's tensors."""
-    for tensor in binding.tensors:
-        _tenants.pop(id(tensor), None)
+    for number in binding.tenants:
+        _bindings.pop(number, None)
+    binding.tenants = {}
+
+
+def _desert(
+    left: Sequence[tuple[int, weakref.ref[torch.Tensor], type, str]], home: weakref.ref[Binding]
+) -> None:
+    """A binding has died with tensors that were not given back: whoever has one is told when it is used."""
+    for number, reference, plain, name in left:
+        if _bindings.get(number) is not home:
+            continue
+        del _bindings[number]
+        tensor = reference()
+        if tensor is not None:
+            lose(tensor, plain, name, StoreClosed("the run was dropped without run.close()"))
 
 
 def tenant_of(tensor: object) -> Tenant | None:
     """Return what is known of a tensor; ``None`` if nobody guards it."""
-    tenant = _tenants.get(id(tensor))
+    number = id(tensor)
+    home = _bindings.get(number)
+    binding = None if home is None else home()
+    tenant: Tenant | None = None if binding is None else binding.tenants.get(number)
     return tenant if tenant is not None and tenant.tensor is tensor else None
 
 

@@ -19,13 +19,13 @@ import enum
 import functools
 import logging
 import mmap
-import os
 import threading
 from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
+from tierstore import forks
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.wrappers.blocks import Bytes
 
@@ -57,7 +57,7 @@ class Workers:
     def __init__(self, threads: int, pad_bytes: int, pads: int = PADS) -> None:
         self._count = threads
         self._pad_bytes = pad_bytes
-        self._process = os.getpid()
+        self._process = forks.here()
         # Of its own, and not what a condition makes: leaving that may be interrupted before it is let go.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -73,9 +73,10 @@ class Workers:
         """Count an operation, whose first job is ``job``: `close` waits for its end.
 
         Raises:
-            StoreClosed: after `close`, or in the child of a fork, which has no threads.
+            StoreClosed: after `close`; `StoreForked` in the child of a fork.
         """
-        self._check_process()
+        # Before the lock is touched: a thread that the child does not have may hold it.
+        forks.require_here(self._process, "a backend with a codec")
         if len(self._threads) < self._count:
             self._start()
         with self._lock:
@@ -120,7 +121,7 @@ class Workers:
         Raises:
             UsageError: called by one of the threads, which would wait for itself.
         """
-        if os.getpid() != self._process:
+        if self._process is not forks.here():
             return
         if self.is_worker():
             raise UsageError("a backend with a codec cannot be closed from a completion's callback")
@@ -133,16 +134,11 @@ class Workers:
 
     def abandon(self) -> None:
         """Let the threads end, without waiting for them: nothing is under way."""
-        if os.getpid() != self._process:
+        if self._process is not forks.here():
             return
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-
-    def _check_process(self) -> None:
-        # Before the lock is touched: a thread that the child does not have may hold it.
-        if os.getpid() != self._process:
-            raise StoreClosed("a backend with a codec does not work in the child of a fork")
 
     def _start(self) -> None:
         """Start the threads that are missing: all, or those that an interrupted call left out."""

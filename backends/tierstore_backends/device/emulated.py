@@ -9,6 +9,7 @@ freed memory may be overwritten, so that a use after it shows.  Every allocation
 from __future__ import annotations
 
 import threading
+import weakref
 
 import torch
 
@@ -60,6 +61,8 @@ class EmulatedDevice:
         self._is_overwriting = is_overwriting
         self._is_stream_ordered = is_stream_ordered
         self._is_closed = False
+        for lane in (self._inward, self._outward):
+            weakref.finalize(self, lane.abandon).atexit = False
 
     @property
     def used_bytes(self) -> int:

@@ -99,6 +99,10 @@ class Lane:
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             thread.join()
 
+    def abandon(self) -> None:
+        """Let the thread end, without waiting for it.  For a finalizer: takes no lock."""
+        self._asked.put(None)
+
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
             copy, completion, asked_s = asked

@@ -9,6 +9,7 @@ Knows nothing of keys, tiers or policies.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -267,6 +268,9 @@ def _start(
 
 def _shut(started: Started | StartedDrives, segments: Files, owner: Right) -> None:
     """End everything: the engine first, so that nothing moves when files go."""
+    if started.engine.is_worker():  # the garbage collector came by there, and the thread may have a lock
+        threading.Thread(target=_shut, args=(started, segments, owner), name="tierstore-files-end").start()
+        return
     try:
         started.close()
     finally:

@@ -92,8 +92,15 @@ class Commits:
         former, self._thread = self._thread, thread
         try:
             thread.start()
-        except RuntimeError as error:  # the system has no more threads
-            self._thread = former
+        except RuntimeError as error:
+            if "interpreter shutdown" in str(
+                error
+            ):  # Python 3.12 and later: main has ended, this thread goes on
+                self._thread = threading.current_thread()
+                self._run(records, gone, completion)
+                self._thread = former
+                return completion
+            self._thread = former  # the system has no more threads
             return Completion.done(BackendError(f"a commit could not begin: {error}", transient=True))
         return completion
 

@@ -7,6 +7,7 @@ change it.  What is written and not committed is gone when the directory is open
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -226,6 +227,9 @@ def _joined(
 
 def _shut(commits: Commits, files: FilesBackend) -> None:
     """End everything: commits first, for the manifest is open only while the directory is owned."""
+    if commits.is_committer() or files.is_worker():  # the garbage collector came by there: it may have a lock
+        threading.Thread(target=_shut, args=(commits, files), name="tierstore-files-end").start()
+        return
     try:
         commits.close()
     finally:

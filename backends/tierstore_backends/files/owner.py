@@ -22,9 +22,11 @@ import fcntl
 import os
 import re
 import stat
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
+from tierstore.callers import opener
 from tierstore.errors import BackendError, UsageError
 from tierstore_backends.files.notes import (
     LockNote,
@@ -79,6 +81,8 @@ class DirectoryOwner:
         self._note = LockNote()
         self._witness = Witness(folder)
         self._lock_fd: int | None = lock_fd
+        self.opened_by = opener()
+        _owners.add(self)
         self._made = made  # this many directories, from ``folder`` upwards, exist only for us
 
     @classmethod
@@ -124,6 +128,20 @@ class DirectoryOwner:
             raise
         return owner
 
+    @classmethod
+    def opener_of(cls, folder: Path) -> str:
+        """Return which call of this process opened a directory that it owns; empty if nobody knows."""
+        for owner in list(_owners):
+            with contextlib.suppress(OSError):
+                if owner.has_locked(folder):
+                    return owner.opened_by
+        return ""
+
+    def has_locked(self, folder: Path) -> bool:
+        """Whether a directory is the one that it owns, whatever its path; ``OSError`` if it is not there."""
+        lock_fd = self._lock_fd
+        return lock_fd is not None and os.path.samestat(os.fstat(lock_fd), (folder / LOCK_NAME).stat())
+
     def note_commit(self, commit: int, directory: str) -> None:
         """Note that a commit of the store ``directory`` came to its end."""
         self._note = replace(self._note, noted=Noted(commit, sum_of(directory)))
@@ -164,7 +182,7 @@ class DirectoryOwner:
         self._witness.close(sync=False)
         lock_fd, self._lock_fd = self._lock_fd, None
         if lock_fd is not None:
-            os.close(lock_fd)
+            unlock(lock_fd)
 
     def release(self) -> None:
         """Remove what is ours, but for files that are kept, and let the next one in.  Idempotent.
@@ -184,14 +202,16 @@ class DirectoryOwner:
         except OSError as error:
             raise BackendError(f"scratch files cannot be removed from {self.folder}: {error}") from error
         finally:
-            os.close(lock_fd)  # last: whoever waits for the lock finds everything gone
+            unlock(lock_fd)  # last: whoever waits for the lock finds everything gone
 
     def disown(self) -> None:
         """Forget the directory without touching it: for the child of a fork, which owns nothing.
 
         The lock stays with the parent, because it belongs to the open file that both share.
         """
-        self.leave()
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is not None:
+            os.close(lock_fd)
 
     def _take_over(self) -> None:
         """Keep what a dead owner noted, and say who owns the directory now."""
@@ -214,6 +234,9 @@ class DirectoryOwner:
         note = encode_lock(self.folder, self._note)
         os.pwrite(self._lock_fd, note, 0)  # in place: the old note may not be lost if there is no room
         os.ftruncate(self._lock_fd, len(note))
+
+
+_owners: weakref.WeakSet[DirectoryOwner] = weakref.WeakSet()
 
 
 def _make(folder: Path) -> int:
@@ -240,6 +263,13 @@ def _unmake(folder: Path, made: int) -> None:
             ancestor.rmdir()
         except OSError:
             return  # something else is in there, or it is gone: not ours either way
+
+
+def unlock(lock_fd: int) -> None:
+    """Give a lock up, also where a child that Python did not make has a copy of the descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock_fd, fcntl.LOCK_UN)
+    os.close(lock_fd)
 
 
 def _lock(folder: Path) -> int | None:
@@ -322,6 +352,12 @@ def _in_use(folder: Path, pid: int) -> UsageError:
         return UsageError(
             f"{folder} is in use by another process (pid unknown): "
             f"wait for it, or give this one a directory of its own"
+        )
+    opened_by = DirectoryOwner.opener_of(folder) if pid == os.getpid() else ""
+    if opened_by:
+        return UsageError(
+            f"{folder} is in use by a live backend of this process (pid {pid}): {opened_by}, opened it and "
+            f"it was not closed. Call close() on what that returned, or give this one a directory of its own"
         )
     whose = "this process" if pid == os.getpid() else f"process {pid}"
     return UsageError(

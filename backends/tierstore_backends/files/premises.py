@@ -18,9 +18,9 @@ from tierstore_backends.files.owner import (
     LOCK_NAME,
     MANIFEST_NAME,
     Keeping,
-    explain,
     segment_index,
 )
+from tierstore_backends.paths import explain
 
 _OURS = frozenset(
     {MANIFEST_NAME, DRIVE_NAME, LOCK_NAME, WITNESS_NAME}

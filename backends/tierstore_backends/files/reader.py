@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tierstore.errors import BackendError
 from tierstore_backends.files.notes import Noted, read_lock, read_witness
-from tierstore_backends.files.owner import MANIFEST_NAME, lock_shared
+from tierstore_backends.files.owner import MANIFEST_NAME, lock_shared, unlock
 from tierstore_backends.paths import explain
 
 _Signs = tuple[object, ...]
@@ -85,7 +85,7 @@ class Reader:
         """Let owners in again.  Idempotent."""
         locks, self._locks = self._locks, []
         for lock_fd in locks:
-            os.close(lock_fd)
+            unlock(lock_fd)
 
     def release(self) -> None:
         """Let owners in again.  Idempotent."""
@@ -93,7 +93,9 @@ class Reader:
 
     def disown(self) -> None:
         """Forget the directory in the child of a fork."""
-        self.leave()
+        locks, self._locks = self._locks, []
+        for lock_fd in locks:
+            os.close(lock_fd)
 
     def _look(self) -> _Signs:
         """Return what changes when somebody commits."""

@@ -29,6 +29,8 @@ from zarr.abc.store import Store
 from zarr.core.buffer import Buffer, default_buffer_prototype
 from zarr.storage import FsspecStore
 
+from tierstore import forks
+from tierstore.callers import opener
 from tierstore.errors import BackendError, UsageError
 
 MARKER = "tierstore-zarr-owner.json"
@@ -37,8 +39,9 @@ _OWNER = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _CLAIM_ATTEMPTS = 20
 _LONGEST_MARKER = 4096
 
-_live: set[str] = set()  # the owners in this process; guarded by _guard
-_guard = threading.Lock()
+# The owners, which process each is of, and which call opened it; guarded by _guard.
+_live: dict[str, tuple[forks.Process, str]] = {}
+_guard = forks.free_in_child(threading.Lock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def is_dead(note: Note) -> bool:
     if not note.boot or not note.namespace or (note.boot, note.namespace) != (here.boot, here.namespace):
         return False
     with _guard:
-        if note.owner in _live:
+        if note.owner in _live and _live[note.owner][0] is forks.here():
             return False
     if note.pid == here.pid and note.started == here.started:
         return True  # this process, and none of its owners
@@ -144,19 +147,9 @@ class Claim:
             _forget(self.note)
 
 
-def _forget_all() -> None:
-    """Own nothing: in the child of a fork, whose parent does."""
-    global _guard  # noqa: PLW0603 - a thread that the child does not have may hold the old one
-    _guard = threading.Lock()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)
-
-
 def _forget(note: Note) -> None:
     with _guard:
-        _live.discard(note.owner)
+        _live.pop(note.owner, None)
 
 
 async def claim(store: Store, name: str) -> Claim:
@@ -168,7 +161,7 @@ async def claim(store: Store, name: str) -> Claim:
     """
     note = new_note()
     with _guard:
-        _live.add(note.owner)
+        _live[note.owner] = forks.here(), opener()
     try:
         await _settle(store, name, note)
     except BaseException:
@@ -198,8 +191,11 @@ def _dead(other: Note | None, name: str) -> Note:
             f"so nothing is touched. Use another prefix, or remove that object if nobody needs it."
         )
     if not is_dead(other):
+        with _guard:
+            opened_by = _live[other.owner][1] if other.owner in _live else ""
+        note = f" ({opened_by}, opened it)" if opened_by else ""
         raise UsageError(
-            f"{name} is in use by a live backend of process {other.pid} on {other.host!r}, "
+            f"{name} is in use by a live backend of process {other.pid} on {other.host!r}{note}, "
             f"or by one whose end cannot be proved from here. Close that one, or use another prefix; "
             f"if it is certainly gone, remove the objects under {other.group + '/'!r} and then {MARKER!r}."
         )

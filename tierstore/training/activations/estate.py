@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 from torch.utils import dlpack
 
+from tierstore import forks
 from tierstore.leases import Lease
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
@@ -78,7 +79,7 @@ class Estate:
         self.key = ""
         self.nbytes = nbytes
         self.version = version
-        self.lock = threading.RLock()
+        self.lock = forks.free_in_child(threading.RLock())
         self.users: dict[int, User] = {}
         self.turn = 0
         self.stay = Stay.UNTAKEN

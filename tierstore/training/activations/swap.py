@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from tierstore import forks
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.stats import StoreStats
@@ -76,6 +77,7 @@ class Swap:
         self._vault = vault
         self._owns_store = owns_store
         self._is_closed = False
+        self._process = forks.here()
         self._hooks = None if vault is None else SwapHooks(model, marks, vault)
         if self._hooks is not None:
             self._hooks.register()
@@ -123,9 +125,10 @@ class Swap:
     def close(self) -> None:
         """Remove every hook, and close the store if it is the swap's own.  Idempotent.
 
-        Graphs whose activations are in a store that is closed can run backward no more.
+        Graphs whose activations are in a store that is closed can run backward no more.  In the child of a
+        fork it does nothing: the store is the parent's.
         """
-        if self._is_closed or self._hooks is None or self._vault is None:
+        if self._is_closed or self._hooks is None or self._vault is None or self._process is not forks.here():
             return
         self._is_closed = True
         self._hooks.remove()

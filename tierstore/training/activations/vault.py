@@ -40,6 +40,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore import forks
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed
 from tierstore.handover import current_stream
 from tierstore.leases import Lease
@@ -237,7 +238,8 @@ class Vault:
         self._below = store.tier_names[1:] if self._can_adopt else ()
         self._ended: collections.deque[object] = collections.deque()  # users and storages that have died
         self.note_end = self._ended.append
-        self._lock = threading.Lock()  # guards the rest
+        self._process = forks.here()
+        self._lock = forks.free_in_child(threading.Lock())  # guards the rest
         self._restless: dict[Estate, None] = {}  # they may have leases, or no users: see `_settle`
         self._known: dict[int, dict[Extent, tuple[_Known, Estate]]] = {}  # by the storage's id
         self._estates: dict[str, Estate] = {}  # by key, until they are dropped
@@ -520,6 +522,7 @@ class Vault:
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         """Do the vault's own work: not the program's, and after what is left over from before."""
+        forks.require_here(self._process, "the store of swapped activations")
         with self._apart():
             if self._ended:
                 self._take_note()

@@ -6,6 +6,8 @@ import collections
 import threading
 from dataclasses import dataclass, fields
 
+from tierstore import forks
+
 
 @dataclass(frozen=True, slots=True)
 class VaultStats:
@@ -40,7 +42,7 @@ class Counts:
     """The numbers behind `VaultStats`.  Safe from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the next
+        self._lock = forks.free_in_child(threading.Lock())  # guards the next
         self._numbers: collections.Counter[str] = collections.Counter()
 
     def add(self, what: str, nbytes: int | None = None) -> None:

@@ -1,0 +1,113 @@
+"""The runs that are open, by their models; and ``offload(...)`` of a model that has one: a cell runs again.
+
+The new call takes the place of the run that is there where nothing is lost by that: its state becomes
+ordinary tensors, which the new run takes over as they are.  Where something would be, the call is refused,
+and the message says by name what has the model and what to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Protocol
+
+from torch import nn
+
+from tierstore.callers import opener
+from tierstore.config.machine import available_host_bytes
+from tierstore.errors import UsageError
+from tierstore.training.activations.operators import is_backward
+from tierstore.training.session import Session
+from tierstore.training.turns import runs_of_step
+from tierstore.units import format_bytes
+
+_ACTIVATIONS = "activation/"
+
+log = logging.getLogger("tierstore")
+
+
+class Run(Protocol):
+    """An open run, as this module sees it.
+
+    Attributes:
+        opened_by: which call made it.
+        is_entered: whether its ``with`` block is under way.
+    """
+
+    opened_by: str
+    is_entered: bool
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+_open: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Run], weakref.ref[Session]]]
+_open = weakref.WeakKeyDictionary()
+
+
+class Noted:
+    """Notes that a model has a run, until this is removed; keeps the run, so that it can be closed.
+
+    Args:
+        model: that is offloaded.
+        run: by which.
+        session: the run's, which is to keep this.
+    """
+
+    def __init__(self, model: nn.Module, run: Run, session: Session) -> None:
+        self._model = weakref.ref(model)
+        self._run = run
+        _open[model] = weakref.ref(run), weakref.ref(session)
+
+    def remove(self) -> None:
+        """Forget it: the run has ended."""
+        model = self._model()
+        if model is not None:
+            _open.pop(model, None)
+
+
+def make_way(model: nn.Module) -> None:
+    """Close the run that a model has, if it has one, for another to take its place.
+
+    Raises:
+        UsageError: something would be lost, or is under way.
+        TierStoreError: closing it failed.
+    """
+    if model not in _open:
+        return
+    references = _open[model]
+    run, session = references[0](), references[1]()
+    if run is None or session is None:
+        return
+    reason = _why_not(run, session)
+    if reason:
+        raise UsageError(
+            f"the model is offloaded already: {run.opened_by}, did so, and that run cannot be replaced, for "
+            f"{reason}. Call run.close() on what that call returned, and then this again."
+        )
+    log.warning(
+        "the run that %s, opened was closed: %s, takes its place", run.opened_by, opener() or "another call"
+    )
+    run.close()
+
+
+def _why_not(run: Run, session: Session) -> str:
+    """Say what stands in the way of closing a run for another; empty: nothing."""
+    needed_bytes = sum(session.store.spec(key).nbytes for key in session.store)
+    available_bytes = available_host_bytes()
+    session.sweep_activations()
+    waits = any(key.startswith(_ACTIVATIONS) for key in session.store)
+    needed, available = format_bytes(needed_bytes), format_bytes(available_bytes)
+    reasons = {
+        "its with block has not ended": run.is_entered,
+        "it is durable, and what was trained since its last checkpoint would be taken back to it": (
+            session.durable is not None
+        ),
+        "the model, a backward pass or a step is under way": not session.windows.is_outermost
+        or is_backward()
+        or any(map(runs_of_step, session.optimizers)),
+        "swapped activations wait for backward": waits,
+        f"its {needed} do not fit into {available} of available memory": needed_bytes > available_bytes,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
