@@ -8,8 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import psutil
-
+from tierstore.config.host_memory import host_rooms
 from tierstore.errors import ConfigError
 
 EMULATED = "emulated"
@@ -59,8 +58,8 @@ def free_device_bytes(device: str) -> int:
 
 
 def available_host_bytes() -> int:
-    """Return how many bytes of host memory can be taken without swapping."""
-    return int(psutil.virtual_memory().available)
+    """Return how many bytes of host memory this process can take without swapping, within all its limits."""
+    return min(room.nbytes for room in host_rooms())
 
 
 def free_disk_bytes(*paths: str) -> int:
