@@ -92,3 +92,9 @@ def test_limits_of_the_process_bound_what_is_mapped(name: str, monkeypatch: pyte
 def test_the_least_bound_is_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "host_rooms", lambda: [HostRoom(7, "a"), HostRoom(5, "b"), HostRoom(9, "c")])
     assert machine.available_host_bytes() == 5
+
+
+def test_this_machine_tells_every_bound_by_name() -> None:
+    rooms = host_rooms()
+    assert all(each.nbytes >= 0 and each.name for each in rooms)
+    assert rooms[0].name == "the machine's available memory"

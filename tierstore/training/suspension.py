@@ -63,6 +63,8 @@ class Suspension:
     def suspend(self, to: str) -> None:
         """Empty every tier above ``to``.  Blocks until that is done.  See `Offload.suspend`."""
         tiers = self._tiers_above(to)
+        if self._bindings.leasing.state is State.ALLOWED:
+            self._session.leaving.go_on()
         with self._bindings.alone():
             fresh = [tier for tier in tiers if tier not in self._emptied]
             if self._bindings.leasing.state is State.SUSPENDED and not fresh:
