@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tierstore as ts
 from tests.fault.failing_memory import MemoryOut
 from tests.fault.leaving_runs import (
     ERRORS,
+    LAYOUTS,
     WIDTH,
     Training,
     assert_read,
@@ -30,7 +31,7 @@ from tests.fault.leaving_runs import (
 from tests.fault.test_endings import copies, is_ordinary
 from tests.training.twins import same
 from tierstore.errors import BackendError, StoreClosed, UsageError
-from tierstore.training import offload, room
+from tierstore.training import leaving, offload, room
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +233,79 @@ def test_where_memory_is_short_what_was_restored_is_taken_back_at_once(layout: s
     assert set(run.store) == keys
     assert not any(is_ordinary(parameter) for parameter in training.model.parameters())
     run.close(restore=False)
+
+
+@every_layout
+def test_tiers_give_memory_back_while_bytes_leave_them_and_have_their_quotas_again_if_that_fails(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[dict[str, Tensor]]
+) -> None:
+    training, run = begun(layout, tmp_path)
+    capacities = {name: tier.capacity_bytes for name, tier in run.store.stats().tiers.items()}
+    monkeypatch.setattr(leaving, "_SHRINK_BYTES", 1)
+    smallest = dict(capacities)
+    resize = ts.Store.resize
+
+    def note(store: ts.Store, tier: str, capacity: int) -> None:
+        smallest[tier] = min(smallest[tier], capacity)
+        resize(store, tier, capacity)
+
+    monkeypatch.setattr(ts.Store, "resize", note)
+    with MemoryOut(18, 10**9), pytest.raises(MemoryError):
+        run.close(restore=True)
+    assert smallest["host"] < capacities["host"]
+    assert {name: tier.capacity_bytes for name, tier in run.store.stats().tiers.items()} == capacities
+    training.step()
+    run.store.check()
+    run.close(restore=True)
+    assert_restored(training, expected[1])
+
+
+def test_what_was_pinned_is_pinned_again(tmp_path: Path, expected: list[dict[str, Tensor]]) -> None:
+    training = Training()
+    config = {**LAYOUTS["three"], "offload_path": str(tmp_path)}
+    run = offload(training.model, training.optimizer, config, pinned=["first"])
+    training.step(2)
+    leased_bytes = run.store.leased_bytes("device")
+    with MemoryOut(16, 2), pytest.raises(MemoryError):
+        run.close(restore=True)
+    assert run.store.leased_bytes("device") == leased_bytes > 0
+    training.step()
+    run.close(restore=True)
+    assert_restored(training, expected[1])
+
+
+@every_layout
+def test_parts_of_one_memory_are_that_again_whatever_failed_before(
+    layout: str, tmp_path: Path, expected: list[dict[str, Tensor]]
+) -> None:
+    training = Training()
+    parameters = [training.model.first.weight, training.model.first.bias, training.model.again.bias]
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters), parameters)
+    run = training.offload(layout, tmp_path)
+    training.step(2)
+    for number in (3, 6, 9):
+        with MemoryOut(number, 2), pytest.raises(MemoryError):
+            run.close(restore=True)
+    training.step()
+    run.close(restore=True)
+    assert_restored(training, expected[1])
+    assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == 1
+
+
+def test_a_suspended_run_that_cannot_be_left_stays_suspended(
+    tmp_path: Path, expected: list[dict[str, Tensor]]
+) -> None:
+    training, run = begun("three", tmp_path)
+    run.suspend()
+    with MemoryOut(9, 2), pytest.raises(MemoryError):
+        run.close(restore=True)
+    assert run.store.stats().tiers["device"].charged_bytes == 0
+    with pytest.raises(UsageError, match=r"run\.resume\(\)"):
+        training.step()
+    run.resume()
+    training.step()
+    run.close(restore=True)
+    assert_restored(training, expected[1])
 
 
 @every_layout

@@ -73,10 +73,14 @@ class Leaving:
 
     Args:
         session: whose.
+
+    Attributes:
+        give_buffers_back: brings buffers back that `tierstore.training.suspension` has moved.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.give_buffers_back: Callable[[], None] = lambda: None
         self._has_left = False
         self._is_given = False  # whether something is brought back and the run goes on
         self._pinned: list[Binding] = []
@@ -106,6 +110,7 @@ class Leaving:
             self._has_left = True
             self._session.forget_given()
             if not is_kept:
+                ending.attempt(self.give_buffers_back)
                 self._session.buffers.end(ending)
         self._session.end(ending)
         return None

@@ -307,8 +307,6 @@ class Offload:
             if stays is not None:
                 self._stays = stays
                 raise stays
-            if self._suspension is not None and choice is not OnClose.RELEASE:
-                ending.attempt(self._suspension.give_buffers_back)
             ending.attempt(functools.partial(session.store.close, flush=False))
         self._is_closed = True
         ending.conclude()
