@@ -279,7 +279,8 @@ class Adopter:
     def adopted(self, first: Sequence[Binding]) -> list[Binding]:
         """Return every bundle that is in the store, those first that matter most."""
         there = [binding for binding in first if binding in self._origins]
-        return [*there, *(each for each in list(self._origins) if each not in first)]
+        known = set(there)
+        return [*there, *(each for each in list(self._origins) if each not in known)]
 
     def note_parts_abroad(self) -> None:
         """Know which tensors that have their own bytes are parts of one memory, before one of them moves."""

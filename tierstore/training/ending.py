@@ -4,7 +4,8 @@
 2. What is worth most comes first: parameters, then the optimizers' state, then gradients.
 3. A part that fails is tried once more: an interrupt (``KeyboardInterrupt``) was not the part's fault, and
    a medium may have failed only once.
-4. What could not be brought back raises when it is used: it never reads as something.
+4. What is lost raises when it is used: it never reads as something.  What counts as that is decided by
+   whoever ends the run: see `tierstore.training.leaving`.
 5. In the end one error says what is gone and why.
 
 Knows nothing of stores and bundles.
