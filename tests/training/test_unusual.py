@@ -394,7 +394,7 @@ def test_weights_replace_values_that_are_there_and_leave_what_is_not_in_the_file
 def test_a_buffer_without_values_and_without_weights_is_refused_by_name(tmp_path: Path) -> None:
     model = blocks()
     model.register_buffer("table", torch.ones(3, device="meta"))
-    with pytest.raises(UsageError, match="the buffer 'table' is on the meta device"):
+    with pytest.raises(UsageError, match="the buffer 'table' has no values: it is on the meta device"):
         offload(model, None, config_of("host", tmp_path))
 
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
+from tierstore.config.host_memory import host_rooms
 from tierstore.errors import ConfigError
 from tierstore.units import format_bytes
 
@@ -66,8 +65,8 @@ def free_device_bytes(device: str) -> int:
 
 
 def available_host_bytes() -> int:
-    """Return how many bytes of host memory can be taken without swapping."""
-    return int(psutil.virtual_memory().available)
+    """Return how many bytes of host memory this process can take without swapping, within all its limits."""
+    return min(room.nbytes for room in host_rooms())
 
 
 def free_disk_bytes(*paths: str) -> int:

@@ -374,6 +374,14 @@ class Bindings:
                         self._abroad[binding] = None
             self.say_if_parts(travellers)
 
+    def note_return(self, binding: Binding) -> None:
+        """A bundle whose tensors were ordinary ones for a while is the store's again."""
+        binding.worn = binding.guards
+        binding.idle_versions = versions_of(binding)
+        binding.writes += 1
+        if not binding.is_whole:
+            self._abroad[binding] = None
+
     def say_if_parts(self, bindings: Iterable[Binding]) -> None:
         """Log which tensors began within a larger memory, each once: theirs begins with them now."""
         found = [

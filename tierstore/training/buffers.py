@@ -32,6 +32,7 @@ from tierstore.training.homes import Binding, natively
 from tierstore.training.hooks import ModuleWindows
 from tierstore.training.identity import has_bytes, referred_to_by_none
 from tierstore.training.layout import lay_out, overlapping, span_of
+from tierstore.training.placeholders import has_no_values, placeholder_of
 from tierstore.units import format_bytes
 
 log = logging.getLogger("tierstore")
@@ -81,8 +82,8 @@ def group_buffers(
         return []
     unseen = _used_by_scripts(model)
     plain = [each for each in names if each not in ignored and each not in unseen and _is_plain(each)]
-    free = {each for each in plain if each.is_meta}
-    free |= referred_to_by_none([each for each in plain if not each.is_meta], model)
+    free = {each for each in plain if has_no_values(each)}
+    free |= referred_to_by_none([each for each in plain if not has_no_values(each)], model)
     kept = buffer_names(model)
     groups = [
         _group(part, model, names, kept, pinned)
@@ -105,6 +106,8 @@ def _takes(buffer: torch.Tensor, min_bytes: int) -> bool:
 
 def _is_plain(buffer: torch.Tensor) -> bool:
     """Whether a buffer can get other memory without anybody's notice, as far as it tells itself."""
+    if placeholder_of(buffer) is not None:  # it was plain before
+        return True
     if type(buffer) is not torch.Tensor or buffer.layout is not torch.strided or buffer.is_nested:
         return False
     if buffer.requires_grad or buffer.is_quantized or buffer.is_inference():
@@ -125,7 +128,7 @@ def _sharing_memory(model: nn.Module, names: Container[torch.Tensor]) -> list[li
     tensors = [
         each
         for each in (*model.parameters(), *model.buffers())
-        if (each.is_meta or has_bytes(each)) and each.layout is torch.strided
+        if (has_no_values(each) or has_bytes(each)) and each.layout is torch.strided
     ]
     with natively():  # another run may have offloaded some
         parts = [[tensors[number] for number in part] for part in overlapping(tensors)]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
 
 import torch
 
-from tierstore.errors import KeyNotFound
+from tierstore.errors import BackendError, CapacityError, KeyNotFound
 from tierstore.outputs import host_memory
 from tierstore.store import Store
 from tierstore.training import entries, guard, guarded
@@ -34,7 +34,9 @@ from tierstore.training.layout import (
     unpack,
 )
 from tierstore.training.parts import Part, ground_of
+from tierstore.training.placeholders import Placeholder, looks_of, origin_of, placeholder_of
 from tierstore.training.poisons import Poisons, poison_for
+from tierstore.training.returning import that_may_return
 from tierstore.training.tiers import Placement
 
 
@@ -79,6 +81,8 @@ class Adopter:
         self._poisons = Poisons(store.device)
         self.nbytes: dict[str, int] = {}
         self._origins: dict[Binding, list[torch.device]] = {}
+        self._released: dict[Binding, dict[int, Placeholder]] = {}  # what had no bytes before, by its number
+        self._given: dict[Binding, list[torch.device]] = {}  # what `bring_back` was called for, in that order
 
     def adopt(
         self,
@@ -102,7 +106,7 @@ class Adopter:
         with self._bindings.apart():
             places, nbytes = lay_out(named)
             tensors = [tensor for _, tensor in named]
-            origins = origins or [tensor.device for tensor in tensors]
+            origins = origins or [origin_of(tensor) for tensor in tensors]
             with self._gathered(places, nbytes, values or tensors) as flat:
                 self._store.put(key, flat, tier=placement.start)
         return self.bind(key, places, tensors, placement, origins)
@@ -119,7 +123,7 @@ class Adopter:
         """
         places, _ = lay_out(named)
         tensors = [tensor for _, tensor in named]
-        return self.bind(key, places, tensors, placement, [tensor.device for tensor in tensors])
+        return self.bind(key, places, tensors, placement, [origin_of(tensor) for tensor in tensors])
 
     def bind(
         self,
@@ -150,15 +154,17 @@ class Adopter:
         origins: list[torch.device],
     ) -> Binding:
         nbytes = self._store.spec(key).nbytes
-        poisons = [
-            self._poisons.like(place)
-            if isinstance(tensor, torch.nn.Parameter)
-            else poison_for(place, self._store.device)
-            for place, tensor in zip(places, tensors, strict=True)
-        ]
+        released = {number: own for number, each in enumerate(tensors) if (own := placeholder_of(each))}
+        for number, own in released.items():
+            own.take_off(tensors[number])
+        poisons = self._poisons_for(places, tensors)
         guards = [guarded.guard_of(type(tensor)) for tensor in tensors]
         binding = Binding(key, places, nbytes, tensors, guards, poisons)
         binding.after_use = placement.after_use
+        for number in released:
+            binding.parts.pop(number, None)  # of what stood in its place
+        if released:
+            self._released[binding] = released
         self.nbytes[key] = nbytes
         self._origins[binding] = origins  # from here on `restore_all` gives them back
         for place, tensor in zip(places, tensors, strict=True):
@@ -169,6 +175,14 @@ class Adopter:
             set_data(tensor, poison)
             tensor.__class__ = kind
         return binding
+
+    def _poisons_for(self, places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            self._poisons.like(place)
+            if isinstance(tensor, torch.nn.Parameter)
+            else poison_for(place, self._store.device)
+            for place, tensor in zip(places, tensors, strict=True)
+        ]
 
     @contextmanager
     def _gathered(
@@ -215,6 +229,10 @@ class Adopter:
         """Return where each tensor of one bundle goes in the end."""
         return dict(zip(binding.tensors, self._origins[binding], strict=True))
 
+    def has(self, binding: Binding) -> bool:
+        """Whether a bundle's bytes are in the store."""
+        return binding in self._origins
+
     def end_adoption(self) -> None:
         """Give the scratch memory back."""
         self._scratch.clear()
@@ -246,13 +264,26 @@ class Adopter:
             first: the bundles that matter most.
             ending: that this is a part of.
         """
-        ending.attempt(self._note_parts_abroad)
-        for binding in [*first, *(each for each in list(self._origins) if each not in first)]:
-            failure = ending.attempt(functools.partial(self.restore, binding))
-            if failure is not None and binding in self._origins:
-                ending.attempt(functools.partial(self._lose, binding, ending, failure))
+        ending.attempt(self.note_parts_abroad)
+        for binding in self.adopted(first):
+            bring = self._release_again if binding in self._released else self.restore
+            failure = ending.attempt(functools.partial(bring, binding))
+            if failure is not None:
+                ending.attempt(functools.partial(self.lose, binding, ending, failure))
 
-    def _note_parts_abroad(self) -> None:
+    def _release_again(self, binding: Binding) -> None:
+        """Let tensors that had no bytes before be without them again."""
+        texts = {own.name: own.text for own in self._released[binding].values()}
+        self.release(binding, lambda place: texts.get(place.name, f"{place.name!r} has no values."))
+
+    def adopted(self, first: Sequence[Binding]) -> list[Binding]:
+        """Return every bundle that is in the store, those first that matter most."""
+        there = [binding for binding in first if binding in self._origins]
+        known = set(there)
+        return [*there, *(each for each in list(self._origins) if each not in known)]
+
+    def note_parts_abroad(self) -> None:
+        """Know which tensors that have their own bytes are parts of one memory, before one of them moves."""
         for binding in list(self._origins):
             abroad = [number for number in binding.abroad if has_bytes(binding.tensors[number])]
             binding.note_parts(abroad, is_larger=False)
@@ -285,19 +316,119 @@ class Adopter:
         guard.dismiss(binding)
         del self._origins[binding]
 
-    def _lose(self, binding: Binding, ending: Ending, reason: BaseException) -> None:
+    def lose(self, binding: Binding, ending: Ending, reason: BaseException) -> None:
+        """Let the tensors of a bundle that cannot be brought back say so when they are used.
+
+        Args:
+            binding: of the bundle; if it is not in the store any more, nothing happens.
+            ending: that this is a part of.
+            reason: why it cannot.
+        """
+        self._leave_behind(
+            binding,
+            lambda number, kind, looks: ending.lose(
+                binding.tensors[number], kind, binding.places[number].name, looks, reason
+            ),
+        )
+
+    def release(self, binding: Binding, text_of: Callable[[Place], str]) -> None:
+        """Let the tensors of a bundle be placeholders; no byte of it is read.  Aliases of them are, too.
+
+        Args:
+            binding: of the bundle; if it is not in the store any more, nothing happens.
+            text_of: returns what a placeholder says.
+        """
+        origins = self._origins.get(binding, [])
+
+        def put_on(number: int, kind: type, looks: torch.Tensor) -> None:
+            place = binding.places[number]
+            own = Placeholder(kind, place.name, text_of(place), looks, origins[number])
+            own.put_on(binding.tensors[number])
+
+        aliases: Sequence[torch.Tensor] = ()
+        try:
+            if binding in self._origins:
+                with natively():
+                    aliases = aliases_of(binding)
+                self._bindings.forsake(binding)
+        finally:
+            for alias in aliases:
+                _release_alias(alias, text_of(binding.places[0]))
+            self._leave_behind(binding, put_on)
+
+    def _leave_behind(self, binding: Binding, put_on: Callable[[int, type, torch.Tensor], None]) -> None:
+        """Part with a bundle's tensors: those that have no bytes of their own are given no others."""
+        if binding not in self._origins:
+            return
         guard.dismiss(binding)
         entries.release(binding)
-        for tensor, place, plain, poison, where in zip(
-            binding.tensors, binding.places, binding.plain, binding.poisons, binding.where, strict=True
-        ):
-            if where is Where.ABROAD:  # it has its bytes
+        looks = looks_of(binding.places)
+        for number, (tensor, plain) in enumerate(zip(binding.tensors, binding.plain, strict=True)):
+            if binding.where[number] is Where.ABROAD:  # it has its bytes
                 tensor.__class__ = plain
                 continue
             with natively():
-                set_data(tensor, poison)  # it may show bytes of a lease that has ended
-            ending.lose(tensor, plain, place.name, reason)
+                set_data(tensor, binding.poisons[number])  # it may show bytes of a lease that has ended
+            put_on(number, plain, looks[number])
         self._origins.pop(binding, None)
+
+    # --- there and back again -----------------------------------------------------------------
+
+    def bring_back(self, binding: Binding) -> None:
+        """Do what `restore` does, and remember it: see `take_back`."""
+        if binding in self._origins:
+            self._given.setdefault(binding, self._origins[binding])
+        self.restore(binding)
+
+    @property
+    def given(self) -> list[Binding]:
+        """The bundles that were brought back, and not taken back since; the last ones first."""
+        return list(reversed(self._given))
+
+    def forget_given(self) -> None:
+        """What was brought back stays so."""
+        self._given.clear()
+
+    def take_back(self, binding: Binding) -> None:
+        """Let the tensors of a bundle that `bring_back` gave have their bytes in the store again.  Blocks.
+
+        Those whose memory somebody else refers to keep it as long as that is so: see
+        `tierstore.training.returning`.  Where it fails or is interrupted, what was brought back stays so, and
+        it may be called again.
+
+        Raises:
+            CapacityError: no tier has room for it.
+            BackendError: a medium failed.
+        """
+        with self._bindings.alone():
+            if binding not in self._origins:  # else bringing it back has failed, or this was interrupted
+                self._put_again(binding)
+            guard.enrol(binding, self._warden)
+            for tensor, kind in zip(binding.tensors, binding.guards, strict=True):
+                tensor.__class__ = kind
+            self._bindings.note_return(binding)
+            self._given.pop(binding, None)
+
+    def _put_again(self, binding: Binding) -> None:
+        named = [(place.name, each) for place, each in zip(binding.places, binding.tensors, strict=True)]
+        places, nbytes = lay_out(named)
+        with self._gathered(places, nbytes, binding.tensors) as flat:
+            put_somewhere(self._store, binding.key, flat)
+        self._scratch.clear()
+        poisons = self._poisons_for(places, binding.tensors)
+        binding.lay(places, nbytes, poisons)
+        alone = self._that_come_home(binding)
+        self.nbytes[binding.key] = nbytes
+        self._origins[binding] = self._given[binding]
+        binding.come_home(alone)
+
+    def _that_come_home(self, binding: Binding) -> list[int]:
+        """Return the numbers of tensors whose memory nobody else has, or cannot be computed with."""
+        binding.where = [Where.ABROAD] * len(binding.tensors)
+        alone = that_may_return([binding], None).get(binding, [])
+        with natively():
+            elsewhere = [n for n, each in enumerate(binding.tensors) if each.device != self._store.device]
+        return sorted({*alone, *elsewhere})
 
     def _drop(self, binding: Binding) -> None:
         with self._bindings.apart(), suppress(KeyNotFound):
@@ -311,6 +442,27 @@ class Adopter:
         self._bindings.forsake(binding)
         self._origins.pop(binding, None)
         self._drop(binding)
+
+
+def _release_alias(alias: torch.Tensor, text: str) -> None:
+    with natively():
+        place = place_of("an alias", alias)
+        set_data(alias, poison_for(place, alias.device))
+    kind = guard.plain_classes.get(type(alias), type(alias))
+    Placeholder(kind, place.name, text, looks_of([place])[0], alias.device).put_on(alias)
+
+
+def put_somewhere(store: Store, key: str, flat: torch.Tensor) -> None:
+    """Put bytes where they take the least memory: in the last tier, or else in whichever has room.
+
+    Raises:
+        CapacityError: none has.
+        BackendError: a medium failed.
+    """
+    try:
+        store.put(key, flat, tier=store.tier_names[-1], replace=True)
+    except (CapacityError, BackendError):
+        store.put(key, flat, replace=True)
 
 
 def is_deserted(binding: Binding) -> bool:

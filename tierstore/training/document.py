@@ -59,6 +59,11 @@ class Held(NamedTuple):
 Bundles = dict[str, list[Held]]
 
 
+def names_of(bundles: Bundles) -> dict[str, str]:
+    """Return the key of each tensor in bundles, by what messages call the tensor."""
+    return {held.place.name: key for key, each in bundles.items() for held in each}
+
+
 def unfinished() -> torch.Tensor:
     """Return the document of state that changes: nobody can go on from it."""
     return torch.frombuffer(bytearray(b"between checkpoints"), dtype=torch.uint8)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ from tierstore.training.document import (
     Held,
     buffer_name,
     kind_of,
+    names_of,
     parameter_name,
     unfinished,
 )
@@ -58,6 +60,7 @@ class DurableState:
 
     Attributes:
         checkpoints: how many were made so far, in all runs.
+        kept: what the last one has: the key of each tensor in bundles, by what messages call the tensor.
         seconds: how long those of this run took.
     """
 
@@ -80,9 +83,17 @@ class DurableState:
         self._bundles = bundles
         self._steps = steps
         self._ignored = ignored
+        self.kept: Mapping[str, str] = {}
         self.checkpoints = 0
         self.seconds = 0.0
         self.mark()
+
+    @property
+    def directory(self) -> str:
+        """Where checkpoints are, as messages say it."""
+        path = self._store.config.tiers[-1].options.get("path")
+        paths = path if isinstance(path, list | tuple) else [path]
+        return " and ".join(repr(str(Path(str(each)).absolute())) for each in paths)
 
     def mark(self) -> None:
         """Let the document's key say that the state changes."""
@@ -118,6 +129,7 @@ class DurableState:
                 self._store.flush(DOCUMENT, *bundles)
             finally:
                 self.mark()
+        self.kept = names_of(bundles)
         self.checkpoints += 1
         self.seconds += time.perf_counter() - begin
 

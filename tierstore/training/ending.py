@@ -4,7 +4,8 @@
 2. What is worth most comes first: parameters, then the optimizers' state, then gradients.
 3. A part that fails is tried once more: an interrupt (``KeyboardInterrupt``) was not the part's fault, and
    a medium may have failed only once.
-4. What could not be brought back raises when it is used: it never reads as something.
+4. What is lost raises when it is used: it never reads as something.  What counts as that is decided by
+   whoever ends the run: see `tierstore.training.leaving`.
 5. In the end one error says what is gone and why.
 
 Knows nothing of stores and bundles.
@@ -12,13 +13,13 @@ Knows nothing of stores and bundles.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from tierstore.errors import StoreClosed, TierStoreError
-from tierstore.training.binding import natively, set_data
+from tierstore.errors import TierStoreError
+from tierstore.training.placeholders import Placeholder
 
 _TRIES = 2
 
@@ -35,7 +36,7 @@ class Ending:
         self._failures: list[Exception] = []
         self._interrupts: list[BaseException] = []
 
-    def attempt(self, part: Callable[[], None]) -> BaseException | None:
+    def attempt(self, part: Callable[[], object]) -> BaseException | None:
         """Carry out a part; return why it failed.
 
         Args:
@@ -52,14 +53,40 @@ class Ending:
                 self._interrupts.append(error)
             else:
                 return None
+            traceback.clear_frames(failure.__traceback__)  # they may have the memory that the next try needs
         if isinstance(failure, Exception):
             self._failures.append(failure)
         return failure
 
-    def lose(self, tensor: torch.Tensor, kind: type, name: str, reason: BaseException) -> None:
-        """Let every use of a tensor raise: its bytes could not be brought back."""
-        lose(tensor, kind, name, reason)
+    def lose(
+        self, tensor: torch.Tensor, kind: type, name: str, looks: torch.Tensor, reason: BaseException
+    ) -> None:
+        """Let every use of a tensor raise: its bytes could not be brought back.
+
+        Args:
+            tensor: that has no bytes any more.
+            kind: its class while it had them.
+            name: what messages call it.
+            looks: see `placeholders.looks_of`.
+            reason: why they are gone.
+        """
+        text = (
+            f"the values of {name!r} are gone: they could not be brought back ({_describe(reason)}). "
+            "Load them again, or set p.data."
+        )
+        Placeholder(kind, name, text, looks, tensor.device).put_on(tensor)
         self.lost.append(name)
+
+    @property
+    def interrupts(self) -> int:
+        """How many interrupts came so far."""
+        return len(self._interrupts)
+
+    def take_causes(self) -> list[BaseException]:
+        """Return what has failed, interrupts first, and know nothing of it any more."""
+        causes = [*self._interrupts, *self._failures]
+        self._failures, self._interrupts = [], []
+        return causes
 
     def conclude(self) -> None:
         """Raise if anything failed.
@@ -69,9 +96,7 @@ class Ending:
             TierStoreError: it names what is lost; the causes are attached.
             Exception: nothing is lost; it is the first that a part has failed with.
         """
-        failures, interrupts = self._failures, self._interrupts
-        self._failures, self._interrupts = [], []
-        causes = [*interrupts, *failures]
+        causes = self.take_causes()
         if not causes:
             return
         if not self.lost:
@@ -97,77 +122,3 @@ def _enumerate(names: Sequence[str], most: int = 20) -> str:
 
 def _cause(failures: list[BaseException]) -> BaseException:
     return failures[0] if len(failures) == 1 else BaseExceptionGroup("what failed at the end", failures)
-
-
-# ---------------------------------------------------------------------- what is gone
-
-_Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
-_LOOKS = {
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "device",
-            "layout",
-            "ndim",
-            "is_leaf",
-            "requires_grad",
-            "grad_fn",
-            "grad",
-        )
-    ),
-    *(
-        getattr(torch.Tensor, name)
-        for name in ("size", "dim", "numel", "element_size", "nelement", "__len__")
-    ),
-    _Tensor.grad.__set__,
-    _Tensor.grad.__delete__,
-}
-
-
-def lose(tensor: torch.Tensor, kind: type, name: str, reason: BaseException) -> None:
-    """Let every use of a tensor raise ``StoreClosed``, until it is pointed at other memory.
-
-    Args:
-        tensor: that has no bytes any more.
-        kind: its class while it had them; it is that again as soon as ``tensor.data`` is set.
-        name: what messages call it.
-        reason: why they are gone.
-    """
-    text = f"the values of {name!r} are gone: they could not be brought back ({_describe(reason)})."
-
-    def refuse(*_: object, **__: object) -> object:
-        raise StoreClosed(f"{text} Load them again, or set p.data.", key=name)
-
-    def torch_function(
-        cls: type,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        del cls, types
-        if func not in _LOOKS:
-            refuse()
-        with natively():
-            return func(*args, **(kwargs or {}))
-
-    def replace(self: torch.Tensor, value: torch.Tensor) -> None:
-        with natively():
-            set_data(self, value)
-        self.__class__ = kind
-
-    tensor.__class__ = type(kind)(
-        f"Lost{kind.__name__}",
-        (kind,),
-        {
-            "__doc__": text,
-            "__module__": __name__,
-            "__torch_function__": classmethod(torch_function),
-            "__repr__": lambda _: f"<{text}>",
-            "__deepcopy__": refuse,
-            "__reduce_ex__": refuse,
-            "data": property(refuse, replace),
-        },
-    )

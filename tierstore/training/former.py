@@ -33,6 +33,7 @@ from tierstore.training.document import (
     kind_of,
     look_of,
     looks,
+    names_of,
     owner_of,
     parameter_name,
     unfinished,
@@ -41,6 +42,7 @@ from tierstore.training.encoding import decode, parameters_by_group
 from tierstore.training.groups import Content, Group, first_names
 from tierstore.training.layout import lay_out
 from tierstore.training.optimizer_state import OptimizerState, Taken, order_entries, state_key
+from tierstore.training.placeholders import has_no_values
 from tierstore.training.poisons import poison_for
 from tierstore.training.tensorfile import unpack
 
@@ -136,6 +138,11 @@ class Former:
         return count
 
     @property
+    def kept(self) -> Mapping[str, str]:
+        """See `DurableState.kept`."""
+        return names_of(self._bundles)
+
+    @property
     def resumed(self) -> Resumed:
         """What the caller is told."""
         extra = decode(self._document["extra"], self._read_small)
@@ -177,8 +184,8 @@ class Former:
     def _buffers_without_values(self, model: nn.Module) -> Iterator[str]:
         known = {*self._document["buffers"], *self._travelling}
         for name, buffer in model.named_buffers():
-            if buffer.is_meta and name not in known:
-                yield f"the buffer {name} is on the meta device, and the checkpoint has no values for it"
+            if has_no_values(buffer) and name not in known:
+                yield f"the buffer {name} has no values, and the checkpoint has none for it"
 
     def _optimizer_faults(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]

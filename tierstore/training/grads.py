@@ -41,6 +41,7 @@ from tierstore.training.gradient import (
 from tierstore.training.homes import values_of
 from tierstore.training.layout import flat_bytes, lay_out
 from tierstore.training.own_work import ordinary_mode
+from tierstore.training.placeholders import Placeholder, looks_of
 from tierstore.training.poisons import poison_for
 from tierstore.training.tiers import Placement
 
@@ -61,6 +62,7 @@ class Gradients:
         self._warden = warden
         self._placement = placement
         self._of: dict[torch.Tensor, Gradient] = {}
+        self._given: dict[Gradient, None] = {}  # what `bring_back` was called for, in that order
         self._kept: set[torch.Tensor] = set()  # by parameter: those that are always ordinary tensors
         self.must_stash: Callable[[], bool] = lambda: False
         self.note_put: Access | None = None
@@ -207,16 +209,15 @@ class Gradients:
         """
         for gradient in self._of.values():
             with gradient.lock:
-                native = native_gradient(gradient.parameter)
-                if gradient.state is not State.ORDINARY or gradient.flights or native is None:
-                    continue
-                if (
-                    gradient.stay is not Stay.ALWAYS
-                    and _has_plain_bytes(native)
-                    and is_alone(gradient.parameter)
-                ):
-                    self._put(gradient, native)
-                    gradient.know_uses()
+                self._stash(gradient)
+
+    def _stash(self, gradient: Gradient) -> None:
+        native = native_gradient(gradient.parameter)
+        if gradient.state is not State.ORDINARY or gradient.flights or native is None:
+            return
+        if gradient.stay is not Stay.ALWAYS and _has_plain_bytes(native) and is_alone(gradient.parameter):
+            self._put(gradient, native)
+            gradient.know_uses()
 
     def _show(self, gradient: Gradient) -> None:
         binding, parameter = gradient.binding, gradient.parameter
@@ -276,7 +277,7 @@ class Gradients:
         key = gradient.new_key(self._store)
         with self._bindings.apart():
             places, nbytes = lay_out([(f"the gradient of {gradient.name}", fresh)])
-            poison = poison_for(places[0], fresh.device)
+            poison = poison_for(places[0], self._store.device)
             binding = Binding(key, places, nbytes, [fresh], [guarded.guard_of(torch.Tensor)], [poison])
             binding.is_saved_by_reference = False
             binding.after_use = self._placement.after_use
@@ -333,27 +334,77 @@ class Gradients:
         Args:
             ending: that this is a part of; its parameters are ordinary by now.
         """
-        for gradient in self._of.values():
+        for gradient in self.stashed():
             failure = ending.attempt(functools.partial(self._restore, gradient))
-            if failure is not None and gradient.binding is not None:
-                ending.attempt(functools.partial(self._lose, gradient, ending, failure))
+            if failure is not None:
+                ending.attempt(functools.partial(self.lose, gradient, ending, failure))
+
+    def stashed(self) -> list[Gradient]:
+        """Return those whose bytes are in the store."""
+        return [gradient for gradient in self._of.values() if gradient.binding is not None]
+
+    def bring_back(self, gradient: Gradient, values: torch.Tensor | None) -> None:
+        """Make a stashed gradient an ordinary one, and remember it: see `take_back`.
+
+        Args:
+            gradient: if it is ordinary by now, nothing happens.
+            values: what `fetch` has returned.
+        """
+        self._given[gradient] = None
+        self._hand_over(gradient, values)
+
+    def take_back(self) -> None:
+        """Bring gradients that `bring_back` gave to their keys again, unless somebody else refers to them.
+
+        Raises:
+            CapacityError: no tier has room for one; it stays as it is.
+            BackendError: a medium failed.
+        """
+        while self._given:
+            gradient = next(reversed(self._given))
+            with gradient.lock:
+                self._stash(gradient)
+            self._given.pop(gradient, None)
+
+    def forget_given(self) -> None:
+        """What was brought back stays so."""
+        self._given.clear()
 
     def _restore(self, gradient: Gradient) -> None:
+        self._hand_over(gradient, self.fetch(gradient, gradient.parameter.device))
+
+    def fetch(self, gradient: Gradient, device: torch.device) -> torch.Tensor | None:
+        """Return the values of a stashed gradient in memory of their own, and end what leases them.  Blocks.
+
+        Args:
+            gradient: whose.
+            device: where they go.
+
+        Returns:
+            ``None``: it is ordinary, or autograd itself sees another one by now.
+
+        Raises:
+            BackendError: they could not be read.
+        """
+        binding = gradient.binding
+        if binding is None:
+            return None
+        with natively():
+            if _is_superseded(gradient):
+                return None
+        self._bindings.forsake(binding)
+        with self._bindings.apart():
+            (values,) = values_of(binding, self._store.get(binding.key, device=device))
+        return values
+
+    def _hand_over(self, gradient: Gradient, values: torch.Tensor | None) -> None:
         binding = gradient.binding
         if binding is None:
             return
-        with natively():
-            is_superseded = _is_superseded(gradient)
-        if is_superseded:
+        if values is None:
             self._forget(gradient)
             return
-        try:
-            self._bindings.forsake(binding)
-        finally:  # whatever failed at the end of a lease, the bytes may be there
-            device = gradient.parameter.device
-            with self._bindings.apart():
-                (values,) = values_of(binding, self._store.get(binding.key, device=device))
-            self._give_back(gradient, binding, values)
+        self._give_back(gradient, binding, values)
         self._drop(binding)
 
     def _give_back(self, gradient: Gradient, binding: Binding, values: torch.Tensor) -> None:
@@ -365,16 +416,53 @@ class Gradients:
         show_gradient(gradient.parameter, handle)
         self._is_given_back(gradient)
 
-    def _lose(self, gradient: Gradient, ending: Ending, reason: BaseException) -> None:
+    def lose(self, gradient: Gradient, ending: Ending, reason: BaseException) -> None:
+        """Let a stashed gradient that cannot be brought back say so when it is used.
+
+        Args:
+            gradient: if it is ordinary by now, nothing happens.
+            ending: that this is a part of.
+            reason: why it cannot.
+        """
+        self._leave_behind(
+            gradient,
+            lambda handle, name, looks: ending.lose(handle, torch.Tensor, name, looks, reason),
+        )
+
+    def release(self, gradient: Gradient, text_of: Callable[[str], str]) -> None:
+        """Let a stashed gradient be a placeholder; no byte of it is read.
+
+        Args:
+            gradient: if it is ordinary by now, nothing happens.
+            text_of: returns what a placeholder says, given its name.
+        """
+        if gradient.binding is not None:
+            with natively():
+                is_superseded = _is_superseded(gradient)
+            if is_superseded:
+                self._forget(gradient)
+                return
+            self._bindings.forsake(gradient.binding)
+        self._leave_behind(
+            gradient,
+            lambda handle, name, looks: Placeholder(
+                torch.Tensor, name, text_of(name), looks, handle.device
+            ).put_on(handle),
+        )
+
+    def _leave_behind(
+        self, gradient: Gradient, put_on: Callable[[torch.Tensor, str, torch.Tensor], None]
+    ) -> None:
         binding = gradient.binding
-        assert binding is not None
+        if binding is None:
+            return
         guard.dismiss(binding)
         handle = binding.tensors[0]
         with natively():
             set_data(handle, binding.poisons[0])  # it may show bytes of a lease that has ended
         show_gradient(gradient.parameter, handle)
+        put_on(handle, binding.places[0].name, looks_of(binding.places)[0])
         self._is_given_back(gradient)
-        ending.lose(handle, torch.Tensor, binding.places[0].name, reason)
 
     def _is_given_back(self, gradient: Gradient) -> None:
         if gradient.state is not State.ORDINARY:

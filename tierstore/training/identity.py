@@ -30,6 +30,7 @@ from torch.nn.parameter import is_lazy
 from tierstore.errors import UsageError
 from tierstore.training.homes import Binding, Where, natively
 from tierstore.training.layout import overlapping
+from tierstore.training.placeholders import has_no_values
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 _SHOWN = 3
@@ -47,12 +48,12 @@ def require_sole_reference(model: nn.Module, ignored: Container[torch.Tensor] = 
     Raises:
         UsageError: something does; it is named as far as it can be known.
     """
-    there = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    there = {name: p for name, p in model.named_parameters() if not has_no_values(p)}
     names: Named = {p: name for name, p in there.items() if p not in ignored}
     others: dict[str, torch.Tensor] = {
         f"the parameter {name!r}, which is ignored,": p for name, p in there.items() if p in ignored
     }
-    others |= {f"the buffer {name!r}": b for name, b in model.named_buffers() if not b.is_meta}
+    others |= {f"the buffer {name!r}": b for name, b in model.named_buffers() if not has_no_values(b)}
     _refuse_shared_memory(names)
     _refuse_others(names, others)
     fleeting = _made_before_forward(model)

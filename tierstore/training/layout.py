@@ -145,6 +145,7 @@ def lay_out(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[Place, ...
 
 def place_of(name: str, tensor: torch.Tensor, begin_bytes: int = 0) -> Place:
     """Return the place of a tensor that begins at a byte of a bundle."""
+    tensor = _as_it_lies(tensor)
     return Place(
         name,
         tensor.shape,
@@ -161,8 +162,19 @@ def _align_down(nbytes: int) -> int:
     return nbytes - nbytes % ALIGNMENT_BYTES
 
 
+LOOKS = "_tierstore_looks"
+"""The attribute of a class whose tensors have no bytes: how its tensor lies, on the meta device."""
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or what says how it would lie if it had its bytes."""
+    looks: torch.Tensor = getattr(type(tensor), LOOKS, tensor)
+    return looks
+
+
 def _begin_bytes(tensor: torch.Tensor) -> int:
     """Return where a tensor's memory begins; one without memory has the start of its storage at 0."""
+    tensor = _as_it_lies(tensor)
     if tensor.is_meta:
         return int(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr()
@@ -170,6 +182,7 @@ def _begin_bytes(tensor: torch.Tensor) -> int:
 
 def _space(tensor: torch.Tensor) -> object:
     """Return what an address of a tensor is an address in."""
+    tensor = _as_it_lies(tensor)
     return tensor.untyped_storage()._cdata if tensor.is_meta else tensor.device  # noqa: SLF001 - it has no address
 
 

@@ -2,13 +2,14 @@
 
 An unchanged PyTorch loop then trains with parameters, gradients and optimizer state in a tiered store,
 bit for bit as without.  The model and the optimizer stay the user's own objects; leaving the context
-makes everything ordinary again.
+makes everything ordinary again, or leaves it where it lies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from tierstore.training.ending import Ending
 from tierstore.training.former import Resumed
 from tierstore.training.given import check_is_model, optimizers_of
 from tierstore.training.in_backward import Stepping
+from tierstore.training.leaving import OnClose
+from tierstore.training.left_behind import let_go
 from tierstore.training.opening import check_model, find_former, open_session
 from tierstore.training.selection import Selection, patterns, select
 from tierstore.training.session import Session
@@ -45,6 +48,8 @@ from tierstore.training.tiers import HOST, named_by_settings
 from tierstore.training.weights import Weights
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+log = logging.getLogger("tierstore")
+
 Config = OffloadConfig | Mapping[str, object] | str | Path | None
 
 
@@ -108,8 +113,11 @@ class Offload:
         session: Session | None,
         resumed: Resumed | None = None,
         activations: Activations | None = None,
+        on_close: OnClose = OnClose.AUTO,
     ) -> None:
         self.resumed = resumed
+        self._on_close = on_close
+        self._stays: BaseException | None = None  # why it could not be closed
         self._activations = Activations() if activations is None else activations
         self._model = model
         self._optimizers = tuple(optimizers)
@@ -242,6 +250,7 @@ class Offload:
                 "the disk tier is scratch space: a checkpoint would not survive. Set durable=True in the "
                 "configuration, or use run.save(path)."
             )
+        session.leaving.go_on()
         session.durable.commit({} if extra is None else extra)
 
     def suspend(self, to: str = HOST) -> None:
@@ -285,29 +294,44 @@ class Offload:
             raise UsageError(f"the run is closed: run.{what}() has nothing to work on.")
         return self._suspension
 
-    def close(self) -> None:
-        """Make parameters, gradients and state ordinary tensors again, and close the store.  Idempotent.
+    def close(self, restore: bool | None = None) -> None:
+        """Leave the run: bring everything back as ordinary tensors, or leave it where it lies.  Idempotent.
 
-        They lie in host memory then, or on the accelerator if they did before.  Nothing is made durable:
-        what survives is the last `checkpoint`.  In the child of a fork it does nothing: the run is
-        the parent's.
+        What is brought back lies in host memory, or on the accelerator if it did before, and leaves the store
+        piece by piece.  What is not is *released*: parameters, gradients, buffers and optimizer state keep
+        their looks, and whatever needs their bytes raises `StoreClosed`, which names the durable directory
+        and the key where they lie, or says that they are gone.  That takes no memory and reads no byte.
+        Nothing is made durable in either case: what survives is the last `checkpoint`.  In the child of a
+        fork it does nothing: the run is the parent's.
 
-        Whatever fails, everything else is brought back; an interrupt is raised when that is done.
+        One interrupt does not stop it: it is raised in the end.  If restoring fails half-way, as there is no
+        memory or a medium has failed, or by a second interrupt, **the run stays open**: nothing is lost,
+        everything can be used and saved as before, and `close` can be called again.
+
+        Args:
+            restore: True brings everything back, whatever is available; False releases everything; ``None``
+                does what ``on_close`` of `offload` says.
 
         Raises:
-            TierStoreError: something is gone, such as what only a broken disk had, or what there was no
-                memory for.  It names all of that, with the causes attached; every use of it raises
-                `StoreClosed`.  Or nothing is gone, and the store could not be closed.
+            UsageError: ``restore`` is something else.
+            MemoryError, RuntimeError, OSError, BackendError: restoring has failed, and the run stays open; a
+                note at the error says what is still in the store.
+            TierStoreError: something is gone, as its key is not in the store any more.  It names all of that,
+                with the causes attached; every use of it raises `StoreClosed`.  Or nothing is gone, and the
+                store could not be closed.
         """
+        choice = _choice_of(restore, self._on_close)
         session, ending = self._session, self._ending
         if session is not None and self._process is not forks.here():
             return
-        ending.attempt(self._activations.close)
-        if session is not None and not self._is_closed:
-            if self._suspension is not None:
-                ending.attempt(self._suspension.give_buffers_back)
+        if session is None:
+            ending.attempt(self._activations.close)
+        elif not self._is_closed:
+            stays = session.leaving.leave(choice, ending)
+            if stays is not None:
+                self._stays = stays
+                raise stays
             ending.attempt(lambda: say_ended(session, self.stats()))
-            session.end(ending)
             ending.attempt(functools.partial(session.store.close, flush=False))
         self._is_closed = True
         ending.conclude()
@@ -320,15 +344,44 @@ class Offload:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it, even if that is interrupted."""
+        """Close it as `close` does, also where that is interrupted; an exception of the block is raised."""
         self.is_entered = False
         try:
-            self.close()
-        finally:
-            self.close()  # does nothing, or goes on where an interrupt has ended it
+            try:
+                self.close()
+            except BaseException as failure:
+                if failure is not self._stays:
+                    self.close()  # does nothing, or goes on where an interrupt has ended it
+                raise
+        except BaseException as failure:
+            if error is None:
+                raise
+            error.add_note(f"Closing the run has failed, too: {type(failure).__name__}: {failure}")
+            for note in getattr(failure, "__notes__", ()):
+                error.add_note(note)
+            log.exception("closing the run has failed; what has ended its block is raised")
 
 
-def offload(
+def _choice_of(restore: object, on_close: OnClose) -> OnClose:
+    if restore is None:
+        return on_close
+    if not isinstance(restore, bool):
+        raise UsageError(
+            f"run.close(restore={restore!r:.80}): accepted is True (bring everything back), False (leave it "
+            "where it lies) or None (what on_close says)."
+        )
+    return OnClose.RESTORE if restore else OnClose.RELEASE
+
+
+def _on_close(given: object) -> OnClose:
+    for each in OnClose:
+        if given == each.value:
+            return each
+    accepted = ", ".join(repr(each.value) for each in OnClose)
+    raise UsageError(f"offload(..., on_close={given!r:.80}): accepted is one of {accepted}.")
+
+
+def offload(  # noqa: PLR0913 - each has a default, and a name
     model: nn.Module,
     optimizer: Optimizers = None,
     config: Config = None,
@@ -338,6 +391,7 @@ def offload(
     layers: Names = None,
     ignored: Sequence[str] = (),
     pinned: Sequence[str] = (),
+    on_close: str = "auto",
 ) -> Offload:
     r"""Train ``model`` with its parameters, gradients and optimizer state in a tiered store.
 
@@ -367,16 +421,21 @@ def offload(
             means modules, and so all that is below them.  One name of a shared parameter is enough.
         pinned: patterns of parameters and buffers that are the store's and never leave its fastest tier.
             Their gradients and optimizer state travel as others do.
+        on_close: what becomes of everything when the run is left: ``"restore"`` makes it ordinary tensors
+            again, ``"release"`` leaves it where it lies, and ``"auto"`` restores it if it fits into what is
+            available with room to spare, and else releases it with a warning.  See `Offload.close`.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit this machine.
         UsageError: a parameter or an optimizer cannot be offloaded, or the weights do not fit; the
-            message names it.  Or the checkpoint is of another model or other optimizers: the message
-            lists every difference, and nothing was changed.  Or a parameter is both ignored and pinned.
+            message names it.  Or ``on_close`` is something else.  Or the checkpoint is of another model or
+            other optimizers: the message lists every difference, and nothing was changed.  Or a
+            parameter is both ignored and pinned.
         CapacityError: the tiers together cannot hold it, or one module does not fit on the device, beside
             what is pinned.
     """
     settings, sections = _read(config)
+    in_the_end = _on_close(on_close)
     check_is_model(model)
     optimizers = optimizers_of(optimizer, model)
     selection = select(
@@ -396,13 +455,14 @@ def offload(
                 source,
                 selection,
                 resume=resume,
-                sections=sections,
-                layers=layers,
+                activations=(sections, layers),
+                on_close=in_the_end,
             )
         if source is not None:
             source.load_buffers()
             source.load_ordinary()
-        return Offload(model, optimizers, None, activations=both.apply(model, sections, layers, None))
+        applied = both.apply(model, sections, layers, None)
+        return Offload(model, optimizers, None, activations=applied, on_close=in_the_end)
 
 
 def _open(
@@ -413,8 +473,8 @@ def _open(
     selection: Selection,
     *,
     resume: bool,
-    sections: Sections,
-    layers: Names,
+    activations: tuple[Sections, Names],
+    on_close: OnClose,
 ) -> Offload:
     """Open a store for the model and move it there."""
     check_model(
@@ -428,17 +488,22 @@ def _open(
         former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
         has_weights = source is not None or former is not None
         check_model(model, optimizers, has_weights=has_weights, ignored=selection.ignored)
-        session = open_session(model, optimizers, settings, store, former or source, selection)
+        session: Session | None = None
         try:
-            session.apply_to_activations(sections, layers)
-            say_opened(session)
-            return Offload(model, optimizers, session, None if former is None else former.resumed)
+            with let_go(model, optimizers, is_resumed=former is not None):
+                session = open_session(model, optimizers, settings, store, former or source, selection)
+                session.apply_to_activations(*activations)
+                say_opened(session)
+                resumed = None if former is None else former.resumed
+                run = Offload(model, optimizers, session, resumed, on_close=on_close)
         except BaseException:
-            session.undo()
+            if session is not None:
+                session.undo()
             raise
     except BaseException:
         store.close(flush=False)
         raise
+    return run
 
 
 def _read(config: Config) -> tuple[OffloadConfig, Sections]:

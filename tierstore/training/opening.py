@@ -32,6 +32,7 @@ from tierstore.training.optimizer_needs import (
     without_elsewhere,
     working_sets,
 )
+from tierstore.training.placeholders import placeholder_of
 from tierstore.training.selection import Selection, require_one_place
 from tierstore.training.session import Session
 from tierstore.training.tiers import HOST, Placements
@@ -66,15 +67,15 @@ def check_model(
         replicas.refuse(module, f"the module {name!r}" if name else "the model")
     for name, parameter in model.named_parameters():
         if parameter in ignored:
-            reason = _NO_VALUES if parameter.is_meta and not has_weights else None
+            reason = None if has_weights else _why_no_values(parameter)
         else:
             reason = _why_not(parameter, has_weights=has_weights)
         if reason is not None:
             raise UsageError(f"the parameter {name!r} cannot be offloaded: {reason}.", key=name)
     _check_scripts(model, ignored)
     for name, buffer in model.named_buffers():
-        if buffer.is_meta and not has_weights:
-            raise UsageError(f"the buffer {name!r} is on the meta device and has no values.", key=name)
+        if not has_weights and (reason := _why_no_values(buffer)) is not None:
+            raise UsageError(f"the buffer {name!r} has no values: {reason}.", key=name)
     require_sole_reference(model, ignored)
     for optimizer in optimizers:
         _refuse_other_runs(optimizer)
@@ -97,7 +98,16 @@ _IN_PARTS = (
     "it is a DTensor, whose parts are on several processes (fully_shard, parallelize_module). Offload the "
     "model without that; to train in several processes wrap it in DistributedDataParallel"
 )
-_NO_VALUES = "it is on the meta device and has no values; pass weights=..."
+
+
+def _why_no_values(tensor: torch.Tensor) -> str | None:
+    if placeholder_of(tensor) is not None:
+        return (
+            "it was released when a former run was closed, and has no values; go on from the checkpoint of "
+            "that run with durable=True and its offload_path, pass weights=..., or give it values with "
+            "p.data = values"
+        )
+    return "it is on the meta device and has no values; pass weights=..." if tensor.is_meta else None
 
 
 def _check_scripts(model: nn.Module, ignored: Container[torch.Tensor]) -> None:
@@ -119,13 +129,13 @@ def _why_not(parameter: nn.Parameter, *, has_weights: bool) -> str | None:
         "it has no shape yet; run the model once before": is_lazy,
         _IN_PARTS: type(parameter).__name__ == "DTensor",  # by name: importing it takes a second
         f"it is a {type(parameter).__name__}, a wrapper without plain bytes": is_wrapper,
-        _NO_VALUES: parameter.is_meta and not has_weights,
         f"it is sparse ({parameter.layout})": parameter.layout is not torch.strided,
         f"it is quantised ({parameter.dtype})": parameter.is_quantized,
         "it was made under torch.inference_mode(), and nobody can tell when it is written to; make the model "
         "outside, or under torch.no_grad()": not is_lazy and parameter.is_inference(),
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    found = next((reason for reason, applies in reasons.items() if applies), None)
+    return found if found is not None or has_weights or is_lazy else _why_no_values(parameter)
 
 
 # ---------------------------------------------------------------------- what there is already
@@ -212,7 +222,7 @@ def open_session(
         _take_in(session, groups, source)
         session.bindings.say_if_parts([*session.bundles, *session.buffers])
         if store.is_durable:
-            session.make_durable(0 if former is None else former.checkpoints)
+            session.make_durable(former)
             _say_if_small(store, sets)
         if former is not None:
             former.end()

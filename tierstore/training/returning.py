@@ -34,15 +34,20 @@ class Abroad(NamedTuple):
         return self.binding.tensors[self.number]
 
 
-def that_may_return(bindings: Iterable[Binding], device: torch.device) -> dict[Binding, list[int]]:
-    """Return the numbers of the tensors that may come home, by binding."""
+def that_may_return(bindings: Iterable[Binding], device: torch.device | None) -> dict[Binding, list[int]]:
+    """Return the numbers of the tensors that may come home, by binding.
+
+    Args:
+        bindings: of the tensors.
+        device: where their memory is; ``None``: anywhere.
+    """
     of_storage: defaultdict[int, list[Abroad]] = defaultdict(list)
     found: defaultdict[Binding, list[int]] = defaultdict(list)
     with natively():
         for binding in bindings:
             for number in binding.abroad:
                 tensor = binding.tensors[number]
-                if tensor.device == device and tensor.layout is torch.strided:
+                if device in (None, tensor.device) and tensor.layout is torch.strided:
                     of_storage[tensor.untyped_storage()._cdata].append(Abroad(binding, number))  # noqa: SLF001
         for sharers in of_storage.values():
             if _has_others(sharers):

@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, KeyNotFound
-from tierstore.planning import Trained, choose_residents
 from tierstore.store import Store
 from tierstore.training import guard, hooks, known
 from tierstore.training.accumulation import Accumulation, PassEnd, is_in_backward
@@ -46,10 +45,12 @@ from tierstore.training.grads import Gradients
 from tierstore.training.groups import Content, Group
 from tierstore.training.in_backward import Stepping, StepsInBackward
 from tierstore.training.layout import fill
+from tierstore.training.leaving import Leaving
 from tierstore.training.needs import needs_of
 from tierstore.training.optimizer import StepsByBundle
 from tierstore.training.optimizer_state import OptimizerState, Taken
 from tierstore.training.pinning import pin
+from tierstore.training.residents import Residents
 from tierstore.training.saved import SavedTensors
 from tierstore.training.statedicts import StateDicts
 from tierstore.training.tiers import HOST, Placements
@@ -104,10 +105,11 @@ class Session:
             self._in_backward = StepsInBackward(self)
         keeper = self._in_backward or self.gradients
         self.accumulation = Accumulation(keeper, self._begin_accumulation, self._landed, self._end_pass)
-        self.saved = SavedTensors(self.bindings, self.accumulation.settle)
+        self.leaving = Leaving(self)
+        self.saved = SavedTensors(self.bindings, self._settle_for_backward)
         self.windows = hooks.ModuleWindows(self.bindings, self.saved)
         self.gradients.note_put = lambda binding: follower.note_gradient(binding.key)
-        follower.choose_residents = self._choose_residents
+        follower.choose_residents = Residents(self).choose
         self._expectations = Expectations()
         self.gradients.note_change = self._expectations.forget
         self.adopter = Adopter(store, self.bindings, self)
@@ -180,8 +182,8 @@ class Session:
         values = [source.read(name).to(tensor.dtype) for name, tensor in named]
         return self.adopter.adopt(group.key, named, placement, values)
 
-    def make_durable(self, checkpoints: int) -> None:
-        """Let checkpoints be made, after so many in earlier runs."""
+    def make_durable(self, former: Former | None) -> None:
+        """Let checkpoints be made, after the one that the run goes on from."""
         self.durable = DurableState(
             self.model,
             self.store,
@@ -192,7 +194,8 @@ class Session:
             self.ignored,
             self.buffers,
         )
-        self.durable.checkpoints = checkpoints
+        if former is not None:
+            self.durable.checkpoints, self.durable.kept = former.checkpoints, former.kept
 
     def apply_to_activations(self, sections: Sections, layers: Names) -> None:
         """Swap and recompute what a document says, in this store and its quotas."""
@@ -217,7 +220,7 @@ class Session:
             make_room=make_room,
             note_adopted=_unheard if self._meter is None else self._meter.hand_over,
             note_lent=_unheard if self._meter is None else self._meter.leave_out,
-            before_unpacking=self.accumulation.settle,
+            before_unpacking=self._settle_for_backward,
         )
 
         self._vaults.add(vault)
@@ -293,7 +296,7 @@ class Session:
                 return begin(args, kwargs)
 
         def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-            self.bindings.leasing.require("an optimizer steps")
+            self._require("an optimizer steps")
             if runs_of_step(optimizer) > 1:  # a subclass calls the step of its base class
                 return None
             if not is_in_backward():  # whose thread may be another than that of a step around it
@@ -378,44 +381,6 @@ class Session:
         if self.budget is not None:
             self.budget.settle()
 
-    def _choose_residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
-        """Choose what stays in host memory, where that is where computing happens.
-
-        Args:
-            accesses: the keys that a step used, first use first.
-            gradients: those of them that came to be in it.
-        """
-        fastest = self.store.tier_names[0]
-        if fastest != HOST:
-            return frozenset()
-        bundles = {binding.key: binding for binding in self.bundles}
-        order = [bundles[key] for key in dict.fromkeys(accesses) if key in bundles]
-        states: dict[Binding, list[Binding]] = {}
-        for steps in self.steps:
-            for bundle, state in steps.state.bindings.items():
-                states.setdefault(bundle, []).append(state)
-        made = frozenset(gradients)
-        trained = [self._trained([bundle, *states.get(bundle, ())], made) for bundle in order]
-        return choose_residents(
-            [each for each in trained if each.gradients or self._in_backward is not None],
-            self.store.stats().tiers[fastest].capacity_bytes,
-        )
-
-    def _trained(self, parts: Sequence[Binding], gradients: frozenset[str]) -> Trained:
-        """Return what is trained together: a bundle, with state of it."""
-        bundle = parts[0]
-        found = {
-            gradient.usual_key: place.nbytes
-            for parameter, place in zip(bundle.tensors, bundle.places, strict=True)
-            if (gradient := self.gradients.find(parameter)) is not None and gradient.usual_key in gradients
-        }
-        return Trained(
-            keys=tuple(part.key for part in parts),
-            gradients=tuple(found),
-            kept_bytes=sum(part.nbytes for part in parts),
-            gradient_bytes=sum(found.values()),
-        )
-
     def advise(self, keys: Sequence[str]) -> None:
         """Prefetch what the next turn needs, while no plan does it."""
         if not self.follower.is_needed or self.follower.has_plan:
@@ -430,7 +395,7 @@ class Session:
             vault.sweep()
 
     def _begin_forward(self, inputs: Sequence[object]) -> None:
-        self.bindings.leasing.require("the model is called")
+        self._require("the model is called")
         self.accumulation.settle()
         self.bindings.forget_addresses()
         self.bindings.sweep()
@@ -478,7 +443,7 @@ class Session:
                 steps.end_pass()
 
     def _begin_accumulation(self) -> None:
-        self.bindings.leasing.require("a backward pass accumulates a gradient")
+        self._require("a backward pass accumulates a gradient")
         self.clock.note_backward()
         self.bindings.sweep()
         self._settle_budget()
@@ -534,14 +499,34 @@ class Session:
 
     # --- the end ------------------------------------------------------------------------------
 
+    def _require(self, what: str) -> None:
+        """Raise if it may not be done while the run is suspended; go on, if it could not be left."""
+        self.bindings.leasing.require(what)
+        self.leaving.go_on()
+
+    def _settle_for_backward(self) -> None:
+        self.leaving.go_on()
+        self.accumulation.settle()
+
     def remove_hooks(self) -> None:
         """Leave nothing on the model and the optimizers."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
+    def come_to_rest(self, ending: Ending) -> None:
+        """Let go of what an exception has interrupted.  The run may go on after it."""
+        ending.attempt(self.windows.discard_interrupted)
+        for steps in self.steps:
+            ending.attempt(steps.abandon)
+
+    def forget_given(self) -> None:
+        """What was brought back stays so."""
+        self.adopter.forget_given()
+        self.gradients.forget_given()
+
     def end(self, ending: Ending) -> None:
-        """Make everything ordinary tensors again, and leave nothing on the model and the optimizers.
+        """Leave nothing on the model and the optimizers, whose tensors are nobody's any more.
 
         Args:
             ending: that this is a part of.
@@ -553,11 +538,7 @@ class Session:
         if self._meter is not None:
             ending.attempt(self._meter.close)
         for steps in self.steps:
-            ending.attempt(steps.abandon)
             steps.state.bindings.clear()
-        self.adopter.restore_all(self.bundles, ending)
-        self.gradients.restore(ending)
-        self.buffers.end(ending)
         self.bundles.clear()
         ending.attempt(self.remove_hooks)
 
@@ -568,6 +549,10 @@ class Session:
             TierStoreError: something cannot be brought back.
         """
         ending = Ending()
+        self.come_to_rest(ending)
+        self.adopter.restore_all(self.bundles, ending)
+        self.gradients.restore(ending)
+        self.buffers.end(ending)
         self.end(ending)
         ending.conclude()
 

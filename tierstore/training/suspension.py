@@ -57,12 +57,15 @@ class Suspension:
         self._residents: dict[str, str] = {}  # the tier that each key was in
         self._pinned: list[Binding] = []
         self._buffers: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
+        session.leaving.give_buffers_back = self.give_buffers_back
 
     # --- away ---------------------------------------------------------------------------------
 
     def suspend(self, to: str) -> None:
         """Empty every tier above ``to``.  Blocks until that is done.  See `Offload.suspend`."""
         tiers = self._tiers_above(to)
+        if self._bindings.leasing.state is State.ALLOWED:
+            self._session.leaving.go_on()
         with self._bindings.alone():
             fresh = [tier for tier in tiers if tier not in self._emptied]
             if self._bindings.leasing.state is State.SUSPENDED and not fresh:

@@ -15,11 +15,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tierstore.errors import StoreClosed
 from tierstore.training.binding import Binding, Bindings, natively
-from tierstore.training.ending import lose
 from tierstore.training.homes import Where
 from tierstore.training.layout import Place
+from tierstore.training.placeholders import Placeholder, looks_of
 
 
 class Warden(Protocol):
@@ -89,10 +88,10 @@ _bindings: dict[int, weakref.ref[Binding]] = {}
 def enrol(binding: Binding, warden: Warden) -> None:
     """Let the guard know whom to ask about a binding's tensors."""
     left = [
-        (id(tensor), weakref.ref(tensor), plain, place.name)
-        for tensor, plain, place in zip(binding.tensors, binding.plain, binding.places, strict=True)
+        (id(tensor), weakref.ref(tensor), plain)
+        for tensor, plain in zip(binding.tensors, binding.plain, strict=True)
     ]
-    home = weakref.ref(binding, functools.partial(_desert, left))
+    home = weakref.ref(binding, functools.partial(_desert, left, binding.places))
     for number, tensor in enumerate(binding.tensors):
         binding.tenants[id(tensor)] = Tenant(tensor, binding, number, warden)
         _bindings[id(tensor)] = home
@@ -106,16 +105,22 @@ def dismiss(binding: Binding) -> None:
 
 
 def _desert(
-    left: Sequence[tuple[int, weakref.ref[torch.Tensor], type, str]], home: weakref.ref[Binding]
+    left: Sequence[tuple[int, weakref.ref[torch.Tensor], type]],
+    places: Sequence[Place],
+    home: weakref.ref[Binding],
 ) -> None:
     """A binding has died with tensors that were not given back: whoever has one is told when it is used."""
-    for number, reference, plain, name in left:
+    for (number, reference, plain), place, looks in zip(left, places, looks_of(places), strict=True):
         if _bindings.get(number) is not home:
             continue
         del _bindings[number]
         tensor = reference()
         if tensor is not None:
-            lose(tensor, plain, name, StoreClosed("the run was dropped without run.close()"))
+            text = (
+                f"the values of {place.name!r} are gone: the run was dropped without run.close(). "
+                "Load them again, or set p.data."
+            )
+            Placeholder(plain, place.name, text, looks, tensor.device).put_on(tensor)
 
 
 def tenant_of(tensor: object) -> Tenant | None:

@@ -22,6 +22,7 @@ from torch import nn
 from tierstore.errors import UsageError
 from tierstore.training.bundles import give_values
 from tierstore.training.checkpoint import all_names, buffer_names
+from tierstore.training.placeholders import has_no_values
 from tierstore.training.shards import open_source
 from tierstore.training.tensorfile import check_names
 
@@ -52,10 +53,13 @@ class Weights:
         names = list(all_names(self._model).items()) + list(buffers.items())
         wanted: dict[str, torch.Tensor] = {each[0]: tensor for tensor, each in names}
         found = check_names(self._source, wanted, {each[0]: each[1:] for _, each in names})
-        empty = [name for name, each in self._model.named_buffers() if each.is_meta and each not in buffers]
+        empty = [
+            name for name, each in self._model.named_buffers() if has_no_values(each) and each not in buffers
+        ]
         if empty:
             raise UsageError(
-                f"these buffers are on the meta device and no file holds them: {', '.join(empty)}. "
+                f"these buffers have no values (they are on the meta device, or were released) and no file "
+                f"holds them: {', '.join(empty)}. "
                 "Give them values before offload(...)."
             )
         return {name: found[each[0]] for _, each in names for name in each}
