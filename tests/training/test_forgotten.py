@@ -60,7 +60,8 @@ def test_a_run_that_is_dropped_with_its_model_gives_its_directory_back(layout: s
     train(model, optimizer)
     store = weakref.ref(run.store)
     del run, model, optimizer
-    gc.collect()
+    for _ in range(2):  # what has a finalizer goes with the first, and what only that has kept with the next
+        gc.collect()
     assert store() is None
     assert layout == "durable" or not (tmp_path / "x").exists()
     with offload(*build(), config_of(layout, tmp_path / "x")):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.files_disk import blank, buffer, finish, open_files
+from tests.files_disk import TIMEOUT_S, Gate, ScriptedKernel, blank, buffer, finish, open_files
 from tierstore.errors import BackendError, UsageError
 from tierstore_backends.files.owner import DirectoryOwner, segment_name
 
@@ -130,6 +130,30 @@ def test_a_backend_that_is_forgotten_leaves_nothing(tmp_path: Path) -> None:
     finish(files.write(files.reserve(100), buffer(100)))
     del files
     gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_backend_that_is_collected_in_its_own_thread_waits_for_no_lock_of_that_thread(
+    tmp_path: Path,
+) -> None:
+    gate, kernel = Gate("write"), ScriptedKernel()
+    files = open_files(tmp_path / "scratch", syscalls=kernel)
+    kernel.twist = gate
+    has_returned = threading.Event()
+
+    def collect(error: BaseException | None) -> None:
+        del error
+        assert files.is_worker()
+        with files._engine._lock:  # type: ignore[attr-defined]  # as where the collector comes by
+            files._ending._finalizer()
+        has_returned.set()
+
+    files.write(files.reserve(100), buffer(100)).add_done_callback(collect)
+    gate.open()
+    assert has_returned.wait(TIMEOUT_S)
+    for thread in threading.enumerate():
+        if thread.name == "tierstore-files-end":
+            thread.join(TIMEOUT_S)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from tierstore import forks
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
 from tierstore.errors import InvariantError, StoreClosed, TierStoreError
@@ -62,7 +63,7 @@ class Turns:
     """
 
     def __init__(self, ledger: Ledger, hands: Hands, told: list[m.Event]) -> None:
-        self._lock = threading.Lock()  # guards _ledger, and nothing else
+        self._lock = forks.free_in_child(threading.Lock())  # guards _ledger, and nothing else
         self._ledger = ledger
         self._hands = hands
         self.told = told
