@@ -506,9 +506,7 @@ def _open(tier: TierConfig, name: str) -> Backend:
     except UsageError as error:
         # A store or a run that was forgotten, in a cycle that nobody has collected, may have the place.
         error.__traceback__ = None
-        for _ in range(
-            2
-        ):  # what has a finalizer goes with the first, and what only that has kept with the next
+        for _ in range(2):  # what has a finalizer goes first, and then what only that has kept
             gc.collect()
     return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
 
