@@ -74,6 +74,7 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
             while waiting and _deliver(sys._getframe(1)):  # noqa: SLF001 - its only name
                 pass  # again: one may have come as that returned
 
+    vars(whole)["_torchdynamo_disable"] = True  # as torch.compiler.disable does: nothing for it to compile
     return whole
 
 

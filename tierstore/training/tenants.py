@@ -110,17 +110,18 @@ def _desert(
     home: weakref.ref[Binding],
 ) -> None:
     """A binding has died with tensors that were not given back: whoever has one is told when it is used."""
-    for (number, reference, plain), place, looks in zip(left, places, looks_of(places), strict=True):
+    for index, (number, reference, plain) in enumerate(left):
         if _bindings.get(number) is not home:
             continue
         del _bindings[number]
         tensor = reference()
         if tensor is not None:
+            name = places[index].name
             text = (
-                f"the values of {place.name!r} are gone: the run was dropped without run.close(). "
+                f"the values of {name!r} are gone: the run was dropped without run.close(). "
                 "Load them again, or set p.data."
             )
-            Placeholder(plain, place.name, text, looks, tensor.device).put_on(tensor)
+            Placeholder(plain, name, text, looks_of(places)[index], tensor.device).put_on(tensor)
 
 
 def tenant_of(tensor: object) -> Tenant | None:
