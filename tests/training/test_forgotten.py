@@ -222,3 +222,13 @@ def test_a_run_that_memory_cannot_take_back_is_not_replaced(
     refused(model, optimizer, config_of("host", tmp_path), "do not fit into 1000 B")
     train(model, optimizer)
     run.close()
+
+
+def test_a_cell_that_runs_again_loses_nothing_of_a_run_that_was_to_be_released(tmp_path: Path) -> None:
+    model, optimizer = build()
+    former = offload(model, optimizer, config_of("host", tmp_path), on_close="release")
+    train(model, optimizer)
+    before = model[0].weight.detach().clone()  # type: ignore[index]
+    with offload(model, optimizer, config_of("host", tmp_path)):
+        assert torch.equal(model[0].weight, before)  # type: ignore[index]
+    del former

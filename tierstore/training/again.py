@@ -37,8 +37,8 @@ class Run(Protocol):
     opened_by: str
     is_entered: bool
 
-    def close(self) -> None:
-        """End it."""
+    def close(self, restore: bool | None = None) -> None:
+        """End it; ``restore``: everything is brought back, or nothing is."""
         ...
 
 
@@ -89,7 +89,7 @@ def make_way(model: nn.Module) -> None:
     log.warning(
         "the run that %s, opened was closed: %s, takes its place", run.opened_by, opener() or "another call"
     )
-    run.close()
+    run.close(restore=True)
 
 
 def _why_not(run: Run, session: Session) -> str:
