@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, func, nn
+from torch import Tensor, distributed, func, nn
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -309,6 +311,85 @@ def test_a_node_that_outlives_the_graphs_keeps_no_bytes(is_before: bool, layout:
         del loss
         assert_nothing_is_leased(run, ours, inputs)
     assert nodes
+
+
+def trace(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(module, torch.ones(3, WIDTH))  # type: ignore[no-any-return]
+
+
+class Tied(nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.then = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.then.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.sin(self.then(self.first(inputs)))
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+
+
+# What refers to parameters in C++ as long as it lives: each makes one child of a model.
+HOLDERS: dict[str, Callable[[], nn.Module]] = {
+    "traced": lambda: trace(nn.Linear(WIDTH, WIDTH)),
+    "traced, of one weight": lambda: trace(Tied()),
+    "traced, frozen": lambda: trace(nn.Sequential(frozen(), nn.Linear(WIDTH, WIDTH))),
+    "traced around traced": lambda: trace(nn.Sequential(trace(Scaled()), nn.Linear(WIDTH, WIDTH))),
+    "replicated": lambda: DistributedDataParallel(nn.Linear(WIDTH, WIDTH)),
+    "replicated, unused looked for": lambda: DistributedDataParallel(Scaled(), find_unused_parameters=True),
+    "replicated, gradients in buckets": lambda: DistributedDataParallel(Tied(), gradient_as_bucket_view=True),
+}
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@every_layout
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("is_abandoned", [False, True])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_refers_to_parameters_in_cpp_keeps_no_bytes(
+    holder: str, is_abandoned: bool, layout: str, tmp_path: Path
+) -> None:
+    inputs = torch.ones(3, WIDTH)
+
+    def passes(model: nn.Module, check: Callable[[], None]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        model.zero_grad()
+        for number in range(3):
+            with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+                loss = model(inputs).sum()
+                if is_abandoned:  # the graph goes, and nothing was derived
+                    del loss
+                    check()
+                    loss = model(inputs).sum()
+                loss.backward()
+            found.append(loss.detach())
+            del loss
+            if (
+                number > 0
+            ):  # DistributedDataParallel notes the order in the first backward, until the next forward
+                check()
+        return [*found, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(HOLDERS[holder]() for _ in range(3)))
+    torch.manual_seed(0)
+    ours = nn.Sequential(*(HOLDERS[holder]() for _ in range(3)))
+    expected = passes(plain, lambda: None)
+    with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "2MB"))) as run:
+        assert_equal_lists(expected, passes(ours, lambda: assert_nothing_is_leased(run, ours, inputs)))
 
 
 @every_layout

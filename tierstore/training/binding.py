@@ -27,7 +27,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -36,6 +35,7 @@ from tierstore.errors import CapacityError, KeyNotFound, LeaseError
 from tierstore.leases import Lease
 from tierstore.signals import uninterrupted
 from tierstore.store import Store
+from tierstore.training.function_modes import are_hooks_allowed
 from tierstore.training.homes import (
     Access,
     Binding,
@@ -64,9 +64,6 @@ MakeRoom = Callable[[int], bool]
 """Lets go of what nobody uses, and raises a quota that leaves no room for so many bytes; says if it did."""
 
 log = logging.getLogger("tierstore")
-
-_autograd: Any = torch._C._autograd  # noqa: SLF001
-_are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # noqa: SLF001
 
 
 class _Here(threading.local):
@@ -251,7 +248,7 @@ class Bindings:
         """
         with self._lock, self.apart():
             failure: BaseException | None = None
-            are_saved_as_they_are = not _are_hooks_allowed()
+            are_saved_as_they_are = not are_hooks_allowed()
             while opened:
                 binding = opened.pop()
                 binding.windows -= 1

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function
 
+are_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # noqa: SLF001
+"""Whether graphs show what they save to hooks: not under ``disable_saved_tensors_hooks``."""
 are_function_modes_on: Callable[[], bool] = torch._C._is_torch_function_mode_enabled  # noqa: SLF001
 _count: Callable[[], int] = torch._C._len_torch_function_stack  # noqa: SLF001
 _pop: Callable[[], object] = torch._C._pop_torch_function_stack  # noqa: SLF001

@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.leases import Lease
-from tierstore.training.function_modes import are_function_modes_on
+from tierstore.training.function_modes import are_function_modes_on, are_hooks_allowed
 from tierstore.training.layout import Place, regions_of
 from tierstore.training.parts import Part, part_of, storage_of
 from tierstore.training.storages import Storages, pieces_of
@@ -122,6 +122,7 @@ class Binding:
         pickled: copies of regions that are pickled just now, by where they begin.
         is_watched: whether other code than PyTorch's has had its hands on the leased bytes.
         is_in_graphs: whether graphs may have saved its tensors themselves, and need their bytes in them.
+        referrers: how many each tensor had before graphs saved any; ``None``: not counted.
         has_bases: whether tensors that others are views of have their bytes, with no window open.
         digest: what `writes` was when they were read last, and their digest (`tierstore.training.unseen`).
         offsets: of each tensor in the storage that it is shown in, in elements.
@@ -157,6 +158,7 @@ class Binding:
         "places",
         "plain",
         "poisons",
+        "referrers",
         "regions",
         "storages",
         "tenants",
@@ -200,6 +202,7 @@ class Binding:
         self.is_saved_by_reference = True
         self.is_watched = False
         self.is_in_graphs = False
+        self.referrers: list[int] | None = None
         self.has_bases = False
         self.digest: tuple[int, int] | None = None
         self.after_use: Access | None = None
@@ -317,13 +320,21 @@ def versions_of(binding: Binding) -> list[int]:
 
 
 def dress(binding: Binding, classes: Sequence[type]) -> None:
-    """Give the tensors a class each, and their bytes."""
+    """Give the tensors a class each, and their bytes.
+
+    Where graphs will save the tensors themselves, and none has yet, it is counted who else refers to them:
+    what ``torch.jit`` made of a module does, and ``DistributedDataParallel``, both in C++.
+    """
     shown = binding.storages
     assert shown is not None
     if versions_of(binding) != binding.idle_versions:
         _look_at_poisons(binding)
     binding.is_dressed = True
     with _Natively():  # the classes may be guards
+        if not binding.is_in_graphs:
+            binding.referrers = (
+                None if are_hooks_allowed() else [_referrers(each) for each in binding.tensors]
+            )
         wear(binding, classes)
         for tensor, view, where in zip(binding.tensors, shown.views, binding.where, strict=True):
             if where is Where.HOME:
@@ -368,7 +379,7 @@ def undress(binding: Binding) -> None:
             is_here = _is_at(tensor, place, begin) or _is_view_of(tensor, poison)
             if is_here is not (binding.where[number] is Where.HOME):
                 binding.move(number, Move.POINTED_BACK if is_here else Move.POINTED_ELSEWHERE)
-            if is_here and binding.is_in_graphs and _is_saved(tensor):
+            if is_here and binding.is_in_graphs and _is_saved(binding, number):
                 are_needed = True
             elif is_here:
                 _set_data(tensor, poison)
@@ -389,26 +400,34 @@ def keep_bases(binding: Binding) -> None:
     shown = binding.storages
     assert shown is not None
     with _Natively():
-        for tensor, view, where in zip(binding.tensors, shown.views, binding.where, strict=True):
-            if where is Where.HOME and tensor.requires_grad and _is_saved(tensor):
+        for number, (tensor, view) in enumerate(zip(binding.tensors, shown.views, strict=True)):
+            if binding.where[number] is Where.HOME and tensor.requires_grad and _is_saved(binding, number):
                 _set_data(tensor, view)
                 binding.has_bases = True
 
 
-def _is_saved(tensor: torch.Tensor) -> bool:
-    """Whether a graph has saved a tensor itself: more than its Python object and its node refer to it.
+def _is_saved(binding: Binding, number: int) -> bool:
+    """Whether a graph has saved a tensor itself: it has referrers that it had not when its window opened.
 
     So does a differentiable view of it, which refers to its base.
-
-    The node that accumulates its gradient outlives every graph where somebody keeps it, as hooks on it do.
     """
-    uses = _uses(tensor)
-    if uses == 1 or not tensor.requires_grad:
-        return uses > 1
-    node = get_gradient_edge(tensor)  # a new one, if it has none: now it has one for certain
+    tensor = binding.tensors[number]
+    if _uses(tensor) == 1:
+        return False
+    if binding.referrers is not None:
+        return _referrers(tensor) > binding.referrers[number]
+    return _referrers(tensor) > 1 + tensor.requires_grad
+
+
+def _referrers(tensor: torch.Tensor) -> int:
+    """Count who refers to a tensor in C++: its Python object, and the node that accumulates its gradient.
+
+    That node outlives every graph where somebody keeps it, as hooks on it do.
+    """
+    node = get_gradient_edge(tensor) if tensor.requires_grad else None  # a new one, if it has none
     uses = _uses(tensor)
     del node
-    return uses > 2
+    return uses
 
 
 def _is_at(tensor: torch.Tensor, place: Place, begin: int) -> bool:

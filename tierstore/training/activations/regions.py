@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.errors import UsageError
 from tierstore.training.activations import slices
 from tierstore.training.activations.before import Before, has_lazy
+from tierstore.training.function_modes import are_hooks_allowed
 from tierstore.training.hooks import Hook, Opened
 from tierstore.training.hooks_in_force import (
     InForce,
@@ -92,7 +93,7 @@ def is_idle() -> bool:
     or by ``torch.jit.trace``, or derivatives go along with it: its operators would be others than those of
     its repetition.
     """
-    if not torch.is_grad_enabled() or is_recomputed() or not _are_hooks_allowed() or is_forward_mode():
+    if not torch.is_grad_enabled() or is_recomputed() or not are_hooks_allowed() or is_forward_mode():
         return True
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
     return is_transformed or torch._C._is_tracing()  # noqa: SLF001
@@ -121,9 +122,6 @@ def refuse_forward_mode() -> None:
             "around the call of the model, where nothing of that happens then, use torch.func.jvp inside, or "
             "leave this module out of swap and recompute."
         )
-
-
-_are_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def is_for_recompute() -> bool:

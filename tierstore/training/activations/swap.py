@@ -38,14 +38,13 @@ from tierstore.training.activations.swap_config import SwapConfig
 from tierstore.training.activations.vault import Vault
 from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.footprint import tensors_in
-from tierstore.training.function_modes import out_of_sight
+from tierstore.training.function_modes import are_hooks_allowed, out_of_sight
 from tierstore.training.hooks import Call, Hook, calls_on_the_stack
 from tierstore.training.tiers import named_by_settings
 
 log = logging.getLogger("tierstore")
 
 Config = SwapConfig | Mapping[str, object] | str | Path
-_are_hooks_allowed: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +363,7 @@ def _is_watched() -> bool:
     """Say whether a forward pass that begins now saves anything that would come to us."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_forward_mode():
         return False
-    return not is_backward() and bool(_are_hooks_allowed()) and not are_recomputed()
+    return not is_backward() and are_hooks_allowed() and not are_recomputed()
 
 
 class _Before(Hook):
