@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, distributed, func, nn
+from torch import Tensor, func, nn
 from torch.autograd import forward_ad
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -341,22 +340,10 @@ HOLDERS: dict[str, Callable[[], nn.Module]] = {
     "traced, of one weight": lambda: trace(Tied()),
     "traced, frozen": lambda: trace(nn.Sequential(frozen(), nn.Linear(WIDTH, WIDTH))),
     "traced around traced": lambda: trace(nn.Sequential(trace(Scaled()), nn.Linear(WIDTH, WIDTH))),
-    "replicated": lambda: DistributedDataParallel(nn.Linear(WIDTH, WIDTH)),
-    "replicated, unused looked for": lambda: DistributedDataParallel(Scaled(), find_unused_parameters=True),
-    "replicated, gradients in buckets": lambda: DistributedDataParallel(Tied(), gradient_as_bucket_view=True),
 }
 
 
-@pytest.fixture
-def _group() -> Iterator[None]:
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 @every_layout
-@pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize("is_abandoned", [False, True])
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_what_refers_to_parameters_in_cpp_keeps_no_bytes(
@@ -367,7 +354,7 @@ def test_what_refers_to_parameters_in_cpp_keeps_no_bytes(
     def passes(model: nn.Module, check: Callable[[], None]) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         model.zero_grad()
-        for number in range(3):
+        for _ in range(3):
             with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
                 loss = model(inputs).sum()
                 if is_abandoned:  # the graph goes, and nothing was derived
@@ -377,10 +364,7 @@ def test_what_refers_to_parameters_in_cpp_keeps_no_bytes(
                 loss.backward()
             found.append(loss.detach())
             del loss
-            if (
-                number > 0
-            ):  # DistributedDataParallel notes the order in the first backward, until the next forward
-                check()
+            check()
         return [*found, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
 
     torch.manual_seed(0)
@@ -390,6 +374,27 @@ def test_what_refers_to_parameters_in_cpp_keeps_no_bytes(
     expected = passes(plain, lambda: None)
     with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "2MB"))) as run:
         assert_equal_lists(expected, passes(ours, lambda: assert_nothing_is_leased(run, ours, inputs)))
+
+
+@every_layout
+def test_parameters_that_a_graph_of_before_had_saved_and_a_new_one_saves(layout: str, tmp_path: Path) -> None:
+    """``weight_norm`` makes the weight when it is called, in a graph that the first forward replaces."""
+    inputs = torch.ones(3, WIDTH)
+
+    def build_normed() -> nn.Module:
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return nn.Sequential(*(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+
+    def passes(model: nn.Module) -> list[Tensor | None]:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            return backward(model, inputs) + backward(model, inputs)
+
+    plain, ours = build_normed(), build_normed()
+    expected = passes(plain)
+    with offload(ours, None, config_of(layout, tmp_path, with_device(layout, "2MB"))):
+        assert_equal_lists(expected, passes(ours))
 
 
 @every_layout

@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.leases import Lease
-from tierstore.training.function_modes import are_function_modes_on, are_hooks_allowed
+from tierstore.training.function_modes import are_function_modes_on
 from tierstore.training.layout import Place, regions_of
 from tierstore.training.parts import Part, part_of, storage_of
 from tierstore.training.storages import Storages, pieces_of
@@ -122,7 +122,7 @@ class Binding:
         pickled: copies of regions that are pickled just now, by where they begin.
         is_watched: whether other code than PyTorch's has had its hands on the leased bytes.
         is_in_graphs: whether graphs may have saved its tensors themselves, and need their bytes in them.
-        referrers: how many each tensor had before graphs saved any; ``None``: not counted.
+        holders: how many objects of C++ refer to each tensor for good (`tierstore.training.scripts`).
         has_bases: whether tensors that others are views of have their bytes, with no window open.
         digest: what `writes` was when they were read last, and their digest (`tierstore.training.unseen`).
         offsets: of each tensor in the storage that it is shown in, in elements.
@@ -142,6 +142,7 @@ class Binding:
         "flat",
         "guards",
         "has_bases",
+        "holders",
         "idle_versions",
         "is_dirty",
         "is_dressed",
@@ -158,7 +159,6 @@ class Binding:
         "places",
         "plain",
         "poisons",
-        "referrers",
         "regions",
         "storages",
         "tenants",
@@ -202,7 +202,7 @@ class Binding:
         self.is_saved_by_reference = True
         self.is_watched = False
         self.is_in_graphs = False
-        self.referrers: list[int] | None = None
+        self.holders = [0] * len(self.tensors)
         self.has_bases = False
         self.digest: tuple[int, int] | None = None
         self.after_use: Access | None = None
@@ -320,21 +320,13 @@ def versions_of(binding: Binding) -> list[int]:
 
 
 def dress(binding: Binding, classes: Sequence[type]) -> None:
-    """Give the tensors a class each, and their bytes.
-
-    Where graphs will save the tensors themselves, and none has yet, it is counted who else refers to them:
-    what ``torch.jit`` made of a module does, and ``DistributedDataParallel``, both in C++.
-    """
+    """Give the tensors a class each, and their bytes."""
     shown = binding.storages
     assert shown is not None
     if versions_of(binding) != binding.idle_versions:
         _look_at_poisons(binding)
     binding.is_dressed = True
     with _Natively():  # the classes may be guards
-        if not binding.is_in_graphs:
-            binding.referrers = (
-                None if are_hooks_allowed() else [_referrers(each) for each in binding.tensors]
-            )
         wear(binding, classes)
         for tensor, view, where in zip(binding.tensors, shown.views, binding.where, strict=True):
             if where is Where.HOME:
@@ -407,27 +399,21 @@ def keep_bases(binding: Binding) -> None:
 
 
 def _is_saved(binding: Binding, number: int) -> bool:
-    """Whether a graph has saved a tensor itself: it has referrers that it had not when its window opened.
+    """Whether a graph has saved a tensor itself: more than its objects and its node refer to it.
 
     So does a differentiable view of it, which refers to its base.
+
+    The node that accumulates its gradient outlives every graph where somebody keeps it, as hooks on it do.
     """
     tensor = binding.tensors[number]
-    if _uses(tensor) == 1:
-        return False
-    if binding.referrers is not None:
-        return _referrers(tensor) > binding.referrers[number]
-    return _referrers(tensor) > 1 + tensor.requires_grad
-
-
-def _referrers(tensor: torch.Tensor) -> int:
-    """Count who refers to a tensor in C++: its Python object, and the node that accumulates its gradient.
-
-    That node outlives every graph where somebody keeps it, as hooks on it do.
-    """
-    node = get_gradient_edge(tensor) if tensor.requires_grad else None  # a new one, if it has none
+    objects = 1 + binding.holders[number]
+    uses = _uses(tensor)
+    if uses <= objects or not tensor.requires_grad:
+        return uses > objects
+    node = get_gradient_edge(tensor)  # a new one, if it has none: now it has one for certain
     uses = _uses(tensor)
     del node
-    return uses
+    return uses > objects + 1
 
 
 def _is_at(tensor: torch.Tensor, place: Place, begin: int) -> bool:

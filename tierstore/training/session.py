@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.store import Store
-from tierstore.training import guard, hooks, known
+from tierstore.training import guard, hooks, known, scripts
 from tierstore.training.accumulation import Accumulation, PassEnd, is_in_backward
 from tierstore.training.activations import both
 from tierstore.training.activations.both import Activations
@@ -151,6 +151,9 @@ class Session:
         if source is not None:
             for ignored, name in self.ignored.items():
                 give_values(ignored, source.read(name), self.store.device)
+        holders = scripts.holders_in(self.model)
+        for bundle in self.bundles:
+            bundle.holders = [holders[tensor] for tensor in bundle.tensors]
         self._add_steps()
         for steps in self.steps:
             if isinstance(source, Former):
