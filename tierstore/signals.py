@@ -1,4 +1,4 @@
-"""Signal handlers wait until a turn has ended; trace and profile functions of Python do not see one.
+"""Signal handlers wait until a turn, or the library's part of a training step, has ended.
 
 Python runs a signal's handler between two instructions of the main thread, whatever these are, and what the
 handler raises comes out there: ``KeyboardInterrupt``, or anything that a handler of a user's raises.  Code
@@ -9,6 +9,10 @@ that must not be parted is marked `uninterrupted`:
 2. A handler may use whatever the marked code uses, as it does not run in the midst of it.
 3. A function of Python that traces or profiles is set aside meanwhile, as it may raise as well.  Those of C,
    such as cProfile's and coverage's, stay.
+4. The same holds, with nothing marked, for all functions of a directory and for what they call (`wait_in`).
+   There a handler waits for `PATIENCE_S` at most, as hardware may hang, and tracers stay.  What takes long by
+   design is `interruptible`, but for functions in it that are to be `in_one_piece`.
+5. As the end of such a function tells nobody, what waits is sent again every few milliseconds.
 
 From the first store on, Python's handlers are called through here, those that are set later, too: all of
 them are set by ``_signal.signal``, whose place is taken.  ``signal.getsignal`` and ``signal.signal`` return
@@ -19,12 +23,17 @@ callbacks of ``sys.monitoring``, does not wait.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
+import _thread
+import enum
 import functools
 import inspect
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -39,13 +48,45 @@ waiting: Final[dict[int, Handler]] = {}
 not_yet: Final[set[int]] = set(signal.valid_signals())
 """The signals whose handlers do not wait yet: all, or none."""
 
+PATIENCE_S = 30.0
+"""How long a handler waits for functions of a directory, in seconds."""
+
 _marked: Final[set[CodeType]] = set()
+_in_one_piece: Final[set[CodeType]] = set()
+_interruptible: Final[set[CodeType]] = set()
+_rooms: tuple[str, ...] = ()
 _set_handler = _signal.signal
 _handler_of = _signal.getsignal
 
 
+class _Waits(enum.Enum):
+    """Whether a handler waits where it is due."""
+
+    NOT = enum.auto()
+    SOME_TIME = enum.auto()  # for functions of a directory
+    TO_THE_END = enum.auto()  # for marked code
+
+
+def wait_in(directory: Path) -> None:
+    """Let handlers wait, some time, while a function whose source is in ``directory`` is under way."""
+    global _rooms  # noqa: PLW0603 - a tuple is what str.startswith takes
+    _rooms = (*_rooms, str(directory) + os.sep)
+
+
+def interruptible(function: F) -> F:
+    """Mark a function, in a directory where handlers wait, in which they do not: it may take long."""
+    _interruptible.add(function.__code__)
+    return function
+
+
+def in_one_piece(function: F) -> F:
+    """Mark a function, of whatever directory, in which handlers wait some time, whatever called it."""
+    _in_one_piece.add(function.__code__)
+    return function
+
+
 def let_wait(function: F) -> F:
-    """Mark a function that no signal handler is to part; what came meanwhile is handled after the next turn.
+    """Mark a function that no signal handler is to part; what came meanwhile is handled soon after it.
 
     For the beginning of a context, out of which nothing may come, or nobody would leave it.
     """
@@ -87,17 +128,88 @@ def _deliver(frame: FrameType | None) -> bool:
     Raises:
         BaseException: whatever a handler raises.  The others are called all the same.
     """
-    if threading.get_ident() != threading.main_thread().ident or _is_marked(frame):
+    if threading.get_ident() != threading.main_thread().ident or _must_wait(frame):
         return False
     while waiting:
         number = next(iter(waiting))
         handler = waiting.pop(number)
         try:
-            handler(number, frame)
+            _call(handler, number, frame)
         except BaseException:
             _deliver(frame)
             raise
     return True
+
+
+def _call(handler: Handler, number: int, frame: FrameType | None) -> None:
+    handler(number, frame)
+
+
+def _must_wait(frame: FrameType | None) -> bool:
+    """Whether handlers wait where ``frame`` is; see to it that they are asked for again."""
+    waits = _waits_at(frame)
+    return waits is not _Waits.NOT and (_asking.has_patience() or waits is _Waits.TO_THE_END)
+
+
+class _Asking:
+    """Sends signals that wait again, until their handlers are called: what they wait for tells nobody."""
+
+    def __init__(self) -> None:
+        self.sent: set[int] = set()
+        self.began_s = 0.0  # when the first of what waits came
+        self._is_under_way = False
+        self._lock = _thread.allocate_lock()
+
+    def has_patience(self) -> bool:
+        """Begin, unless it is under way; return whether it has not gone on for too long."""
+        if not self._is_under_way:
+            self._is_under_way = True
+            try:
+                # Not by the module threading: the main thread may be in the midst of it, and have its locks.
+                _thread.start_new_thread(self._send, ())
+            except RuntimeError:  # no thread can be started
+                self._is_under_way = False
+                return False
+        return time.monotonic() - self.began_s < PATIENCE_S
+
+    def _send(self) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        pause_s = 0.001
+        while waiting:
+            time.sleep(pause_s)
+            pause_s = min(1.1 * pause_s, 0.02)
+            for number in tuple(waiting):
+                with self._lock:
+                    if number in waiting:
+                        self.sent.add(number)
+                        signal.pthread_kill(main, number)
+        self._is_under_way = False
+        if waiting:  # came between the two lines above
+            self.has_patience()
+
+    @let_wait
+    def stop(self, number: int) -> None:
+        """See to it that a signal comes no more: its handler is about to be another, perhaps the system's.
+
+        In Python, too, a signal whose handler was not called yet is then the next one's.
+        """
+        if number in waiting or number in self.sent:
+            with self._lock:
+                waiting.pop(number, None)
+            os.getppid()  # as a call of the system returns, what was sent to this thread comes
+            self.sent.discard(number)
+
+    def forget(self) -> None:
+        """Forget what waits: this is the child of a fork, and the signals were its parent's."""
+        waiting.clear()
+        self.sent.clear()
+        self._lock = _thread.allocate_lock()
+        self._is_under_way = False
+
+
+_asking = _Asking()
+os.register_at_fork(after_in_child=_asking.forget)
 
 
 def set_up() -> None:
@@ -111,9 +223,18 @@ def set_up() -> None:
         return
     for number in not_yet:
         handler = _handler_of(number)
-        if callable(handler) and not isinstance(handler, _Waiting):
+        if may_wait(handler) and not isinstance(handler, _Waiting):
             _set_handler(number, _Waiting(handler))
     not_yet.clear()
+
+
+def may_wait(handler: object) -> bool:
+    """Whether it is one of Python, and does something.
+
+    asyncio's does nothing: its loop reads the numbers of signals from a pipe, and would see one twice that is
+    sent again.
+    """
+    return callable(handler) and getattr(handler, "__name__", None) != "_sighandler_noop"
 
 
 class _Waiting:
@@ -125,28 +246,45 @@ class _Waiting:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _is_marked(frame):
-            waiting[number] = self.handler
-            return
-        if waiting:
-            waiting[number] = self.handler
-            _deliver(frame)
+        if number in _asking.sent:
+            _asking.sent.discard(number)
+            if number not in waiting:  # it was called before this came
+                return
+            handler = waiting[number]
         else:
-            self.handler(number, frame)
+            handler = self.handler
+        if not waiting:
+            _asking.began_s = time.monotonic()
+        waiting[number] = handler
+        _deliver(frame)
 
 
-def _is_marked(frame: FrameType | None) -> bool:
-    """Whether a frame or one that led to it is marked, but for what a handler that waited is called from."""
-    while frame is not None and frame.f_code is not _deliver.__code__:
-        if frame.f_code in _marked:
-            return True
+def _waits_at(frame: FrameType | None) -> _Waits:
+    """Whether a frame, or one that led to it, lets handlers wait.
+
+    What led to a handler that had waited does not count.
+    """
+    waits = _Waits.NOT
+    while frame is not None and frame.f_code is not _call.__code__:
+        code = frame.f_code
+        if code in _marked:
+            return _Waits.TO_THE_END
+        if code in _in_one_piece:
+            return _Waits.SOME_TIME
+        if code in _interruptible:
+            return _Waits.NOT
+        if waits is _Waits.NOT and code.co_filename.startswith(_rooms):
+            waits = _Waits.SOME_TIME
         frame = frame.f_back
-    return False
+    return waits
 
 
 @functools.wraps(_set_handler)
 def _signal_signal(number: int, handler: Any, /) -> Any:  # noqa: ANN401 - as in the standard library
-    if callable(handler):
+    if threading.current_thread() is threading.main_thread():
+        _deliver(sys._getframe(1))  # noqa: SLF001 - its only name
+        _asking.stop(number)
+    if may_wait(handler):
         handler = _Waiting(handler)
     return _plain(_set_handler(number, handler))
 

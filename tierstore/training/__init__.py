@@ -3,6 +3,9 @@
 `swap` and `recompute` do it for activations alone.
 """
 
+from pathlib import Path
+
+from tierstore import signals
 from tierstore.training.activations import RecomputeConfig, SwapConfig
 from tierstore.training.activations.recompute import Recompute, RecomputeStats, recompute
 from tierstore.training.activations.selective import create_selective_checkpoint_contexts
@@ -29,3 +32,5 @@ __all__ = [
     "register_optimizer",
     "swap",
 ]
+
+signals.wait_in(Path(__file__).parent)

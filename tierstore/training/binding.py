@@ -33,7 +33,7 @@ import torch
 from tierstore import forks
 from tierstore.errors import CapacityError, KeyNotFound, LeaseError
 from tierstore.leases import Lease
-from tierstore.signals import uninterrupted
+from tierstore.signals import in_one_piece
 from tierstore.store import Store
 from tierstore.training.function_modes import are_hooks_allowed
 from tierstore.training.homes import (
@@ -153,7 +153,7 @@ class Bindings:
 
     # --- windows ------------------------------------------------------------------------------
 
-    @uninterrupted
+    @in_one_piece
     def open(self, binding: Binding, classes: Sequence[type] | None = None) -> None:
         """Open a window: the tensors have their bytes until `close`.  Blocks for hardware.
 
@@ -167,12 +167,12 @@ class Bindings:
         """
         self.open_all([binding], None if classes is None else lambda _: classes)
 
-    @uninterrupted
+    @in_one_piece
     def close(self, binding: Binding) -> None:
         """Close a window; after the last one the bytes may go."""
         self.close_all([binding])
 
-    @uninterrupted
+    @in_one_piece
     def open_all(self, bindings: Sequence[Binding], classes: Classes | None = None) -> None:
         """Open windows on all ``bindings``, or on none.  Blocks for hardware.
 
@@ -239,7 +239,7 @@ class Bindings:
             self._lingering.pop(binding, None)
         return fresh
 
-    @uninterrupted
+    @in_one_piece
     def close_all(self, opened: list[Binding]) -> None:
         """Close windows, also where closing one of them fails.
 
@@ -281,13 +281,13 @@ class Bindings:
                 if opened:
                     self.close_all(opened)  # that was interrupted
 
-    @uninterrupted
+    @in_one_piece
     def watch(self, bindings: Sequence[Binding]) -> None:
         """Other code than PyTorch's gets its hands on bundles that have windows: see if it writes."""
         with self._lock, self.apart():
             watch(bindings)
 
-    @uninterrupted
+    @in_one_piece
     def reach(self, binding: Binding) -> torch.Tensor:
         """Return the bundle's flat bytes.  They stay while anything refers to their storage."""
         are_handed_on = has_hands_on_tensors()
@@ -301,7 +301,7 @@ class Bindings:
             assert binding.flat is not None
             return binding.flat.detach()  # which refers to them before another thread may release the lease
 
-    @uninterrupted
+    @in_one_piece
     def leased(self, binding: Binding) -> torch.Tensor | None:
         """Return the bundle's flat bytes if they are leased; they stay while anything refers to them."""
         with self._lock, self.apart():
@@ -313,7 +313,7 @@ class Bindings:
             return None
         return self._by_storage.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
-    @uninterrupted
+    @in_one_piece
     def keep_addresses(self, bindings: Sequence[Binding]) -> None:
         """Keep bundles that have windows where they are: somebody knows addresses of theirs."""
         with self._lock, self.apart():
@@ -321,7 +321,7 @@ class Bindings:
                 assert binding.flat is not None
                 self._addressed.setdefault(binding, binding.flat.detach())
 
-    @uninterrupted
+    @in_one_piece
     def forget_addresses(self) -> None:
         """Nobody uses an address any more that was told before."""
         if self._addressed:
@@ -329,7 +329,7 @@ class Bindings:
                 self._addressed.clear()
                 self.sweep()
 
-    @uninterrupted
+    @in_one_piece
     def sweep(self) -> None:
         """Release every lease that no window needs and nothing refers to."""
         if not self._lingering:
@@ -338,7 +338,7 @@ class Bindings:
             for binding in list(self._lingering):
                 self._settle(binding)
 
-    @uninterrupted
+    @in_one_piece
     def release_idle(self, binding: Binding) -> bool:
         """Release the lease if nothing needs it; return whether all bytes are the store's now."""
         with self._lock, self.apart():
@@ -349,7 +349,7 @@ class Bindings:
 
     # --- what was pointed elsewhere ---------------------------------------------------------------
 
-    @uninterrupted
+    @in_one_piece
     def bring_home(self) -> None:
         """Let tensors that were pointed elsewhere have their bytes in the store again, where that may be.
 
@@ -523,7 +523,7 @@ class Bindings:
         if binding.after_use is not None:
             binding.after_use(binding)
 
-    @uninterrupted
+    @in_one_piece
     def forsake(self, binding: Binding) -> None:
         """End the binding's lease whoever refers to its bytes, and open no window again."""
         with self._lock, self.apart():

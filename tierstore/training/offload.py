@@ -23,6 +23,7 @@ from tierstore import forks
 from tierstore.callers import opener, opening
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
+from tierstore.signals import interruptible
 from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.store import Store
 from tierstore.training import again
@@ -185,6 +186,7 @@ class Offload:
             )
         return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type)
 
+    @interruptible
     def save(self, path: str | Path) -> None:
         """Write a checkpoint of the training to a directory, one bundle at a time.
 
@@ -215,6 +217,7 @@ class Offload:
         access = ordinary_access(self._model) if session is None else session.access()
         return Checkpoint(self._model, self._optimizers, access)
 
+    @interruptible
     def checkpoint(self, extra: Mapping[str, object] | None = None) -> None:
         """Make the state of training durable where it lies.  Blocks until it would survive a power loss.
 
@@ -294,6 +297,7 @@ class Offload:
             raise UsageError(f"the run is closed: run.{what}() has nothing to work on.")
         return self._suspension
 
+    @interruptible
     def close(self, restore: bool | None = None) -> None:
         """Leave the run: bring everything back as ordinary tensors, or leave it where it lies.  Idempotent.
 
@@ -381,6 +385,7 @@ def _on_close(given: object) -> OnClose:
     raise UsageError(f"offload(..., on_close={given!r:.80}): accepted is one of {accepted}.")
 
 
+@interruptible
 def offload(  # noqa: PLR0913 - each has a default, and a name
     model: nn.Module,
     optimizer: Optimizers = None,

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from tierstore import signals
 from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.store import Store
 from tierstore.training import guard, hooks, known, scripts
@@ -315,6 +316,9 @@ class Session:
                 if runs_of_step(optimizer) <= 1 and steps.after():
                     self._end_step(steps)
 
+        # Between these hooks the groups name only what is not offloaded.
+        if hasattr(type(optimizer).step, "__code__"):
+            signals.in_one_piece(type(optimizer).step)
         first = optimizer.register_step_pre_hook(before)  # type: ignore[arg-type]
         self.hold(first)
         self._step_hooks[id(optimizer)] = first.id
