@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,11 +40,31 @@ class Left(NamedTuple):
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
     """Let a child train, in a limit, and leave its run."""
-    folder = tmp_path_factory.mktemp("limited")
+    return left_by_child(tmp_path_factory.mktemp("limited"))
+
+
+@pytest.fixture
+def left_in_cgroup(tmp_path: Path) -> Iterator[Left]:
+    """Let a child train in a cgroup of its own, whose limit is the kernel's to keep: it kills."""
+    root = Path("/sys/fs/cgroup")
+    cgroup = (root / "memory" if (root / "memory").is_dir() else root) / f"tierstore-test-{os.getpid()}"
+    try:
+        cgroup.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        if not any((cgroup / f"memory.{limit}").exists() for limit in ("max", "limit_in_bytes")):
+            pytest.skip("cgroups do not limit memory here")
+        yield left_by_child(tmp_path, str(cgroup))
+    finally:
+        cgroup.rmdir()
+
+
+def left_by_child(folder: Path, *cgroup: str) -> Left:
     model, _ = build()
     save_file(model.state_dict(), folder / "weights.safetensors")
     child = subprocess.run(
-        [sys.executable, "-m", "tests.fault.limited_victim", str(folder)],
+        [sys.executable, "-m", "tests.fault.limited_victim", str(folder), *cgroup],
         capture_output=True,
         text=True,
         check=False,
@@ -82,8 +103,16 @@ def test_restoring_that_finds_no_memory_leaves_the_run_as_it_was(left: Left) -> 
 
 
 def test_by_default_it_is_released_and_goes_on_elsewhere_bit_for_bit(left: Left) -> None:
+    check_that_it_was_released(left, "RLIMIT_DATA leaves")
+
+
+def test_what_would_outgrow_its_cgroup_is_released_and_the_kernel_kills_nobody(left_in_cgroup: Left) -> None:
+    check_that_it_was_released(left_in_cgroup, "the limit of the cgroup")
+
+
+def check_that_it_was_released(left: Left, reason: str) -> None:
     (said,) = [each for each in left.outcome["said"] if "released" in each]
-    assert "RLIMIT_DATA leaves" in said
+    assert reason in said
     assert "as run.checkpoint() number 1 left them" in left.outcome["placeholder"]
     plain, plain_optimizer = build()
     steps(plain, plain_optimizer, 2)
