@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import tierstore as ts
+from tierstore.config.host_memory import HostRoom
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.training import Offload, offload
 
@@ -218,8 +219,9 @@ def test_a_run_that_memory_cannot_take_back_is_not_replaced(
 ) -> None:
     model, optimizer = build()
     run = offload(model, optimizer, config_of("host", tmp_path))
-    monkeypatch.setattr("tierstore.training.again.available_host_bytes", lambda: 1000)
-    refused(model, optimizer, config_of("host", tmp_path), "do not fit into 1000 B")
+    narrow = HostRoom(1000, "the limit of a test", counts_addresses=True)
+    monkeypatch.setattr("tierstore.training.room.host_rooms", lambda: [narrow])
+    refused(model, optimizer, config_of("host", tmp_path), "the limit of a test leaves 1000 B")
     train(model, optimizer)
     run.close()
 

@@ -14,12 +14,10 @@ from typing import Protocol
 from torch import nn
 
 from tierstore.callers import opener
-from tierstore.config.machine import available_host_bytes
 from tierstore.errors import UsageError
 from tierstore.training.activations.operators import is_backward
 from tierstore.training.session import Session
 from tierstore.training.turns import runs_of_step
-from tierstore.units import format_bytes
 
 _ACTIVATIONS = "activation/"
 
@@ -94,11 +92,9 @@ def make_way(model: nn.Module) -> None:
 
 def _why_not(run: Run, session: Session) -> str:
     """Say what stands in the way of closing a run for another; empty: nothing."""
-    needed_bytes = sum(session.store.spec(key).nbytes for key in session.store)
-    available_bytes = available_host_bytes()
     session.sweep_activations()
+    shortage = session.leaving.shortage()
     waits = any(key.startswith(_ACTIVATIONS) for key in session.store)
-    needed, available = format_bytes(needed_bytes), format_bytes(available_bytes)
     reasons = {
         "its with block has not ended": run.is_entered,
         "it is durable, and what was trained since its last checkpoint would be taken back to it": (
@@ -108,6 +104,6 @@ def _why_not(run: Run, session: Session) -> str:
         or is_backward()
         or any(map(runs_of_step, session.optimizers)),
         "swapped activations wait for backward": waits,
-        f"its {needed} do not fit into {available} of available memory": needed_bytes > available_bytes,
+        f"it does not fit into memory: {shortage}": shortage is not None,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")

@@ -73,21 +73,19 @@ class Leaving:
 
     Args:
         session: whose.
-
-    Attributes:
-        give_buffers_back: brings buffers back that `tierstore.training.suspension` has moved.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.give_buffers_back: Callable[[], None] = lambda: None
         self._has_left = False
         self._is_given = False  # whether something is brought back and the run goes on
         self._pinned: list[Binding] = []
         self._capacities: dict[str, int] = {}  # that tiers had before they were made smaller
         self._unshrunk_bytes = 0
 
-    def leave(self, choice: OnClose, ending: Ending) -> BaseException | None:
+    def leave(
+        self, choice: OnClose, ending: Ending, give_buffers_back: Callable[[], object]
+    ) -> BaseException | None:
         """Bring everything back or release it, and leave nothing on the model and the optimizers.
 
         Where it is interrupted it may be called again, and goes on.
@@ -95,13 +93,14 @@ class Leaving:
         Args:
             choice: which of the two.
             ending: that this is a part of.
+            give_buffers_back: brings buffers back that `tierstore.training.suspension` has moved.
 
         Returns:
             Why the run stays open; ``None``: it does not.
         """
         if not self._has_left:
             self._session.come_to_rest(ending)
-            found = None if choice is not OnClose.AUTO else self._shortage()
+            found = None if choice is not OnClose.AUTO else self.shortage()
             is_kept = choice is OnClose.RELEASE or found is not None
             if is_kept:
                 self._release(ending, found)
@@ -110,7 +109,7 @@ class Leaving:
             self._has_left = True
             self._session.forget_given()
             if not is_kept:
-                ending.attempt(self.give_buffers_back)
+                ending.attempt(give_buffers_back)
                 self._session.buffers.end(ending)
         self._session.end(ending)
         return None
@@ -319,7 +318,8 @@ class Leaving:
 
     # --- whether it fits ------------------------------------------------------------------------
 
-    def _shortage(self) -> Shortage | None:
+    def shortage(self) -> Shortage | None:
+        """Return what does not fit if everything is brought back; ``None``: it does."""
         return shortage(self._session.store, self._needs())
 
     def _needs(self) -> Iterator[Need]:

@@ -331,7 +331,8 @@ class Offload:
         if session is None:
             ending.attempt(self._activations.close)
         elif not self._is_closed:
-            stays = session.leaving.leave(choice, ending)
+            assert self._suspension is not None
+            stays = session.leaving.leave(choice, ending, self._suspension.give_buffers_back)
             if stays is not None:
                 self._stays = stays
                 raise stays

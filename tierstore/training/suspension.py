@@ -57,7 +57,6 @@ class Suspension:
         self._residents: dict[str, str] = {}  # the tier that each key was in
         self._pinned: list[Binding] = []
         self._buffers: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
-        session.leaving.give_buffers_back = self.give_buffers_back
 
     # --- away ---------------------------------------------------------------------------------
 
