@@ -16,7 +16,7 @@ from tierstore.engine.engine import Engine
 from tierstore.engine.hands import Opening
 from tierstore.errors import StoreForked
 from tierstore.outputs import OutputPool
-from tierstore.signals import uninterrupted
+from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import AddressableSlot, Completion
 from tierstore.stats import Traffic
 from tierstore.tensors import TensorSpec, bytes_of, check_known, view_bytes
@@ -38,6 +38,7 @@ class Handover:
         self._got: dict[int, Traffic] = {}
 
     @property
+    @in_one_piece
     def got(self) -> Mapping[int, Traffic]:
         """What was handed out, by the number of the tier that it came from."""
         with self._lock:

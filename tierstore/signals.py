@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
 import _thread
+import atexit
 import enum
 import functools
 import inspect
@@ -50,6 +51,14 @@ not_yet: Final[set[int]] = set(signal.valid_signals())
 
 PATIENCE_S = 30.0
 """How long a handler waits for functions of a directory, in seconds."""
+
+_LONGEST_PAUSE_S = 0.25
+"""Between two times that a signal is sent: each leaves a byte in the pipe of `signal.set_wakeup_fd`."""
+
+# As they are now: tests replace them.
+_sleep = time.sleep
+_monotonic = time.monotonic
+_send_to = signal.pthread_kill
 
 _marked: Final[set[CodeType]] = set()
 _in_one_piece: Final[set[CodeType]] = set()
@@ -119,8 +128,11 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
     return whole
 
 
+@let_wait
 def _deliver(frame: FrameType | None) -> bool:
     """Call the handlers of what came in the midst of marked code, if that has ended where ``frame`` is.
+
+    What comes meanwhile is called in the same loop, in the order in which it came.
 
     Returns:
         Whether it has, and this is the main thread.
@@ -131,7 +143,7 @@ def _deliver(frame: FrameType | None) -> bool:
     if threading.get_ident() != threading.main_thread().ident or _must_wait(frame):
         return False
     while waiting:
-        number = next(iter(waiting))
+        number = [*waiting][0]  # noqa: RUF015 - no signal can come in the midst of it
         handler = waiting.pop(number)
         try:
             _call(handler, number, frame)
@@ -142,6 +154,7 @@ def _deliver(frame: FrameType | None) -> bool:
 
 
 def _call(handler: Handler, number: int, frame: FrameType | None) -> None:
+    """Call a handler: what it does may be parted again."""
     handler(number, frame)
 
 
@@ -155,10 +168,10 @@ class _Asking:
     """Sends signals that wait again, until their handlers are called: what they wait for tells nobody."""
 
     def __init__(self) -> None:
-        self.sent: set[int] = set()
+        self.sent: set[int] = set()  # and has not come
         self.began_s = 0.0  # when the first of what waits came
         self._is_under_way = False
-        self._lock = _thread.allocate_lock()
+        self.lock = _thread.allocate_lock()
 
     def has_patience(self) -> bool:
         """Begin, unless it is under way; return whether it has not gone on for too long."""
@@ -170,33 +183,31 @@ class _Asking:
             except RuntimeError:  # no thread can be started
                 self._is_under_way = False
                 return False
-        return time.monotonic() - self.began_s < PATIENCE_S
+        return _monotonic() - self.began_s < PATIENCE_S
 
     def _send(self) -> None:
         main = threading.main_thread().ident
         assert main is not None
         pause_s = 0.001
-        while waiting:
-            time.sleep(pause_s)
-            pause_s = min(1.1 * pause_s, 0.02)
-            for number in tuple(waiting):
-                with self._lock:
-                    if number in waiting:
-                        self.sent.add(number)
-                        signal.pthread_kill(main, number)
-        self._is_under_way = False
+        try:
+            while waiting:
+                _sleep(pause_s)
+                pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)
+                for number in tuple(waiting):
+                    with self.lock:
+                        if number in waiting and number not in self.sent:
+                            self.sent.add(number)
+                            _send_to(main, number)
+        finally:
+            self._is_under_way = False
         if waiting:  # came between the two lines above
             self.has_patience()
 
-    @let_wait
-    def stop(self, number: int) -> None:
-        """See to it that a signal comes no more: its handler is about to be another, perhaps the system's.
-
-        In Python, too, a signal whose handler was not called yet is then the next one's.
-        """
-        if number in waiting or number in self.sent:
-            with self._lock:
-                waiting.pop(number, None)
+    def flush(self, number: int) -> None:
+        """Let a signal that was sent come before what follows; the lock is held."""
+        if number in self.sent:
+            if number in signal.sigpending():  # it is blocked, and would come later
+                signal.sigtimedwait([number], 0)
             os.getppid()  # as a call of the system returns, what was sent to this thread comes
             self.sent.discard(number)
 
@@ -204,12 +215,13 @@ class _Asking:
         """Forget what waits: this is the child of a fork, and the signals were its parent's."""
         waiting.clear()
         self.sent.clear()
-        self._lock = _thread.allocate_lock()
+        self.lock = _thread.allocate_lock()
         self._is_under_way = False
 
 
 _asking = _Asking()
 os.register_at_fork(after_in_child=_asking.forget)
+atexit.register(_deliver, None)
 
 
 def set_up() -> None:
@@ -245,6 +257,7 @@ class _Waiting:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
 
+    @let_wait
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if number in _asking.sent:
             _asking.sent.discard(number)
@@ -254,7 +267,7 @@ class _Waiting:
         else:
             handler = self.handler
         if not waiting:
-            _asking.began_s = time.monotonic()
+            _asking.began_s = _monotonic()
         waiting[number] = handler
         _deliver(frame)
 
@@ -265,6 +278,8 @@ def _waits_at(frame: FrameType | None) -> _Waits:
     What led to a handler that had waited does not count.
     """
     waits = _Waits.NOT
+    if frame is not None and frame.f_code is _call.__code__:  # the handler has not begun, or has ended
+        return _Waits.TO_THE_END
     while frame is not None and frame.f_code is not _call.__code__:
         code = frame.f_code
         if code in _marked:
@@ -281,12 +296,35 @@ def _waits_at(frame: FrameType | None) -> _Waits:
 
 @functools.wraps(_set_handler)
 def _signal_signal(number: int, handler: Any, /) -> Any:  # noqa: ANN401 - as in the standard library
-    if threading.current_thread() is threading.main_thread():
-        _deliver(sys._getframe(1))  # noqa: SLF001 - its only name
-        _asking.stop(number)
     if may_wait(handler):
         handler = _Waiting(handler)
-    return _plain(_set_handler(number, handler))
+    if threading.current_thread() is not threading.main_thread():
+        return _plain(_set_handler(number, handler))  # which raises
+    frame = sys._getframe(1)  # noqa: SLF001 - its only name
+    _call_before(number, frame)
+    former, late = _exchange(number, handler)
+    if late is not None:
+        _call(late, number, frame)
+    return _plain(former)
+
+
+def _call_before(number: int, frame: FrameType | None) -> None:
+    """Call a handler that waits: Python, too, calls what is due before a handler is set."""
+    handler = waiting.pop(number, None)
+    if handler is not None:
+        _call(handler, number, frame)
+
+
+@let_wait
+def _exchange(number: int, handler: Any) -> tuple[Any, Handler | None]:  # noqa: ANN401 - as in the standard library
+    """Set a handler; return the former one, and the one that is due by now, if a signal has come.
+
+    Nothing is sent meanwhile, or it would do what the new handler says, as to end the process.
+    """
+    with _asking.lock:
+        _asking.flush(number)
+        former = _set_handler(number, handler)
+        return former, waiting.pop(number, None)
 
 
 @functools.wraps(_handler_of)

@@ -35,7 +35,7 @@ from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.handover import Handover
 from tierstore.leases import Lease, check_key, check_names
-from tierstore.signals import uninterrupted
+from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium, device_storage_listeners
 from tierstore.stats import StoreStats
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
@@ -165,6 +165,7 @@ class Store:
         event = m.PutRequested(number, key, spec.nbytes, 0, replace=False, spec=spec)
         self._engine.put(event, lambda _: None, memory)
 
+    @in_one_piece
     def get(self, key: str, *, device: torch.device | str | None = None) -> torch.Tensor:
         """Return an independent copy that the caller owns.  Blocks; moves no replica.
 
@@ -410,6 +411,7 @@ class Store:
         """Return the keys, in the order of their first put."""
         return tuple(self._engine.look(list))
 
+    @in_one_piece
     def stats(self) -> StoreStats:
         """Return what there is and what happened, as one frozen object."""
         self._engine.require_here()

@@ -125,6 +125,8 @@ def sweep(
         try:
             with met:
                 step(store)
+            while signals.waiting:
+                pass
         except raised:
             pass
         else:
@@ -418,3 +420,21 @@ def test_a_profile_function_sees_what_is_around_a_turn_and_is_there_afterwards()
     assert "Store.get" in seen
     assert "Ledger.apply" not in seen
     close_soon(store)
+
+
+@pytest.mark.parametrize("use", [get, lambda store: store.stats()])
+@pytest.mark.parametrize("act", [lambda store: store.close(), lambda store: store.stats()])
+def test_a_handler_that_closes_or_looks_waits_for_nothing_of_its_own_thread(
+    use: Callable[[ts.Store], object], act: Callable[[ts.Store], object]
+) -> None:
+    for count in itertools.count():
+        store = filled_store(durable_memory())
+        handler = functools.partial(lambda store, *_: act(store), store)
+        with handled(handler), contextlib.suppress(ts.StoreClosed):
+            with AtLine(1 + 3 * count, send) as met:
+                use(store)
+            while signals.waiting:
+                pass
+        close_soon(store)
+        if met.line is None:
+            return

@@ -155,7 +155,8 @@ def sweep(layout: str, path: Path, every: int, raised: type[BaseException]) -> i
     """Have a signal at each line of our source that a step comes to; return how many came."""
     with handled(raising(raised)):
         trained = Trained(LAYOUTS[layout], path)
-        with AtSource(None, send) as whole:
+        whole = AtSource(None, send)
+        with whole:
             step(trained.model, trained.optimizer)
         came = 0
         for place in itertools.islice(whole.seen, 0, None, every):
@@ -223,3 +224,41 @@ def test_a_handler_may_look_at_the_model_and_its_run(layout: str, tmp_path: Path
                     break
     assert len(seen) == number + (met.line is not None)
     assert len(seen) > 5
+
+
+@pytest.mark.filterwarnings(  # a file was opened, and the interrupt came before its ``with`` began
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_a_save_that_is_interrupted_leaves_a_checkpoint_and_the_next_one_works(tmp_path: Path) -> None:
+    with handled(raising(AlarmError), signal.SIGALRM):
+        trained = Trained(LAYOUTS["disk"], tmp_path / "run")
+        path = tmp_path / "saved"
+        began_s = time.perf_counter()
+        trained.run.save(path)
+        took_s = time.perf_counter() - began_s
+        interrupted = 0
+        for number in range(60):
+            try:
+                with at_moment(number / 60, took_s):
+                    trained.run.save(path)
+                wait_for_handlers()
+            except AlarmError:
+                interrupted += 1
+            trained.run.load(path)
+        trained.run.save(path)
+        trained.close()
+    assert interrupted > 5
+    assert [each.name for each in tmp_path.iterdir() if "old" in each.name] == []
+
+
+def test_a_run_that_is_closed_in_the_midst_of_its_end_is_closed_once(tmp_path: Path) -> None:
+    for number in itertools.count():
+        trained = Trained(LAYOUTS["disk"], tmp_path / str(number))
+        before = state_of(trained.model)
+        with handled(lambda *_, run=trained.run: run.close()):
+            with AtLine(1 + 401 * number, send, of=(ROOT,)) as met:
+                trained.run.close()
+            wait_for_handlers()
+        assert bits(state_of(trained.model)) == bits(before), met.line
+        if met.line is None:
+            return

@@ -153,8 +153,8 @@ def test_where_no_thread_can_be_started_a_handler_does_not_wait(
     assert noting.seen == [[]]
 
 
-def test_a_signal_whose_handler_is_taken_away_comes_no_more(room: dict[str, Any]) -> None:
-    """Sent again, it would do what the system does: end the process."""
+def test_a_handler_that_waits_is_called_before_another_is_set(room: dict[str, Any]) -> None:
+    """As in Python; sent again later, the signal would do what the system does: end the process."""
     noting = Noting()
 
     def reset() -> None:
@@ -165,7 +165,7 @@ def test_a_signal_whose_handler_is_taken_away_comes_no_more(room: dict[str, Any]
     for number in range(100):
         with handled(noting):
             room["outer"](noting.send if number % 2 else reset)
-    assert len(noting.seen) == 50
+    assert len(noting.seen) == 100
 
 
 def test_a_handler_may_use_what_it_waited_for_and_be_interrupted_itself(room: dict[str, Any]) -> None:
@@ -226,3 +226,93 @@ def test_a_signal_that_waits_at_a_fork_is_the_parents(room: dict[str, Any]) -> N
             pass
     assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
     assert len(noting.seen) == 1
+
+
+def test_a_signal_that_is_blocked_while_it_waits_does_not_end_the_process(room: dict[str, Any]) -> None:
+    noting = Noting()
+
+    def block() -> None:
+        noting.send()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {NUMBER})
+        wait(0.05)
+
+    with handled(noting):
+        room["outer"](block)
+        signal.signal(NUMBER, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {NUMBER})
+        assert len(noting.seen) == 1
+
+
+def test_a_signal_that_waits_is_not_sent_again_before_it_came(room: dict[str, Any]) -> None:
+    noting = Noting()
+    received = 0
+
+    def receive() -> None:
+        nonlocal received
+        signal.raise_signal(NUMBER)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {NUMBER})
+        for _ in range(20):
+            received += signal.sigtimedwait({NUMBER}, 0.02) is not None
+
+    with handled(noting):
+        room["outer"](receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {NUMBER})
+    assert received <= 1
+    assert len(noting.seen) == 1
+
+
+def test_it_is_sent_ever_more_seldom(room: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time leaves a byte in the pipe of ``signal.set_wakeup_fd``, which may be read late."""
+    sent = 0
+    send_to = signals._send_to
+
+    def count(thread: int, number: int) -> None:
+        nonlocal sent
+        sent += 1
+        send_to(thread, number)
+
+    monkeypatch.setattr(signals, "_send_to", count)
+    noting = Noting()
+
+    def send() -> None:
+        noting.send()
+        wait(1)
+
+    with handled(noting):
+        room["outer"](send)
+        while signals.waiting:
+            pass
+    assert 10 < sent < 40
+
+
+@pytest.mark.parametrize("raised", [None, AlarmError])
+def test_signals_in_quick_succession(room: dict[str, Any], raised: type[BaseException] | None) -> None:
+    handled_numbers = {signal.SIGALRM: 0, NUMBER: 0}
+    raises = 0
+
+    def handle(number: int, _frame: object) -> None:
+        handled_numbers[signal.Signals(number)] += 1
+        if raised is not None and number == NUMBER:
+            raise raised
+
+    def send() -> None:
+        signal.raise_signal(NUMBER)
+        wait(0.0002)
+
+    with handled(handle), handled(handle, signal.SIGALRM):
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        try:
+            for _ in range(300):
+                try:
+                    room["outer"](send)
+                    while signals.waiting:
+                        pass
+                except AlarmError:
+                    raises += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            while signals.waiting:
+                pass
+    assert handled_numbers[NUMBER] == 300
+    assert handled_numbers[signal.SIGALRM] > 30
+    assert raises == (0 if raised is None else 300)

@@ -20,6 +20,7 @@ from torch import nn
 
 from tierstore.errors import UsageError
 from tierstore.quoting import listed, named, quoted
+from tierstore.signals import in_one_piece
 from tierstore.training.encoding import (
     Sources,
     decode,
@@ -316,10 +317,12 @@ def _sizes(optimizers: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
     return [[len(group) for group in groups] for groups in optimizers]
 
 
+@in_one_piece
 def _publish(fresh: Path, path: Path) -> None:
     """Put a finished directory in the place of a former one."""
     _sync(fresh)
     former = path.with_name(f".{path.name}.old-{os.getpid()}")
+    shutil.rmtree(former, ignore_errors=True)  # of a save that was stopped here
     if path.exists():
         path.rename(former)
     fresh.rename(path)

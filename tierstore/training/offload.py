@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -125,6 +126,7 @@ class Offload:
         self._session = session
         self._suspension = None if session is None else Suspension(session)
         self._is_closed = False
+        self._closer: int | None = None  # the thread that closes it just now
         self._ending = Ending()
         self._process = forks.here()
         self.is_entered = False
@@ -306,7 +308,8 @@ class Offload:
         their looks, and whatever needs their bytes raises `StoreClosed`, which names the durable directory
         and the key where they lie, or says that they are gone.  That takes no memory and reads no byte.
         Nothing is made durable in either case: what survives is the last `checkpoint`.  In the child of a
-        fork it does nothing: the run is the parent's.
+        fork it does nothing: the run is the parent's.  Nor does it in the midst of another call of the same
+        thread, as from a signal's handler.
 
         One interrupt does not stop it: it is raised in the end.  If restoring fails half-way, as there is no
         memory or a medium has failed, or by a second interrupt, **the run stays open**: nothing is lost,
@@ -325,9 +328,17 @@ class Offload:
                 store could not be closed.
         """
         choice = _choice_of(restore, self._on_close)
-        session, ending = self._session, self._ending
-        if session is not None and self._process is not forks.here():
+        me = threading.get_ident()
+        if self._closer == me or (self._session is not None and self._process is not forks.here()):
             return
+        self._closer = me
+        try:
+            self._close(choice)
+        finally:
+            self._closer = None
+
+    def _close(self, choice: OnClose) -> None:
+        session, ending = self._session, self._ending
         if session is None:
             ending.attempt(self._activations.close)
         elif not self._is_closed:
