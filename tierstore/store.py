@@ -189,6 +189,7 @@ class Store:
             raise
         return copy
 
+    @in_one_piece
     def lease(self, *keys: str, tier: str = FASTEST, write: bool = False) -> Lease:
         """Bring ``keys`` to ``tier`` and keep them there while the lease is held.
 

@@ -24,7 +24,7 @@ from tierstore.engine.holds import when_granted
 from tierstore.engine.transfer import Transfer
 from tierstore.engine.turns import Turns
 from tierstore.errors import StoreClosed, TierStoreError
-from tierstore.signals import uninterrupted
+from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import AddressableSlot, Backend, Medium, Record, Slot, held_bytes
 
 T = TypeVar("T")
@@ -203,6 +203,7 @@ class Engine:
         """Raise ``StoreForked`` in the child of a fork, which has none of the threads and owns no bytes."""
         forks.require_here(self._process)
 
+    @in_one_piece
     def resize(self, event: m.ResizeRequested) -> None:
         """Change a tier's quota.  Blocks until what has to leave has left.
 
