@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import time
 import traceback
 from collections import Counter
@@ -176,7 +177,8 @@ def work(first: int, step: int, end: float, results: Any, shrink: bool, off: Map
     torch.set_num_threads(1)
     search = Search(off, shrink=shrink)
     number = first
-    while time.time() < end:
+    parent = multiprocessing.parent_process()
+    while time.time() < end and (parent is None or parent.is_alive()):
         results.put(search.round(number, end - time.time()))
         number += step
     results.put(None)
