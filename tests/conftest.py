@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import zlib
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,10 @@ from tests import target
 
 _SLOW_STORES = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
-# What is started in the background ignores SIGINT, and so would the programs that tests interrupt.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What is started in the background ignores SIGINT, and under nohup SIGHUP; so would the programs of tests.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # Tests limit a GPU's memory to kilobytes; by itself cuBLAS takes 32 MB for each thread, and for good.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
@@ -106,12 +108,37 @@ def _is_for_an_accelerator(item: pytest.Item) -> bool:
     return callspec is not None and callspec.params.get("layout") in list(LAYOUTS)  # some are dicts
 
 
+def _half_of_the_layouts(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what CI leaves out: two of the four layouts of a case, one with a device and one without.
+
+    Which two differs from case to case; `make test` tries all four.
+    """
+    cases: dict[str, dict[str, pytest.Item]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        layout = callspec.params.get("layout") if callspec is not None else None
+        if layout in ["host", "disk", "device", "three"]:  # some are dicts
+            name, _, parameters = item.nodeid.partition("[")
+            case = name + "-".join(each for each in parameters.rstrip("]").split("-") if each != layout)
+            cases.setdefault(case, {})[str(layout)] = item
+    left_out: set[pytest.Item] = set()
+    for case, found in cases.items():
+        if len(found) == 4:
+            layouts = ("disk", "three") if zlib.crc32(case.encode()) % 2 else ("host", "device")
+            left_out.update(found[each] for each in layouts)
+    return left_out
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give the long profile time, and leave out what needs an accelerator, or another one, than there is."""
     if target.accelerator is not None:
         left_out = [item for item in items if not _is_for_an_accelerator(item)]
         items[:] = [item for item in items if _is_for_an_accelerator(item)]
         config.hook.pytest_deselected(items=left_out)
+    elif _PROFILE == "ci":
+        halved = _half_of_the_layouts(items)
+        items[:] = [item for item in items if item not in halved]
+        config.hook.pytest_deselected(items=list(halved))
     if _PROFILE == "long":  # a test's own limit is for a hundred examples, not for thousands
         for item in items:
             item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT_S), append=False)
