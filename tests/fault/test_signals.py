@@ -423,7 +423,9 @@ def test_a_profile_function_sees_what_is_around_a_turn_and_is_there_afterwards()
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("use", [*STEPS, lambda store: store.stats(), lambda store: store.resize("host", "1KiB")])
+@pytest.mark.parametrize(
+    "use", [*STEPS, lambda store: store.stats(), lambda store: store.resize("host", "1KiB")]
+)
 @pytest.mark.parametrize("act", [lambda store: store.close(), lambda store: store.stats()])
 def test_a_handler_that_closes_or_looks_waits_for_nothing_of_its_own_thread(
     use: Callable[[ts.Store], object], act: Callable[[ts.Store], object]

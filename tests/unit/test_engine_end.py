@@ -16,6 +16,7 @@ import torch
 
 import tierstore as ts
 from tests.stores import memory_backends, numbered
+from tierstore import signals
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.spi import Backend, Capabilities, Completion, Slot
 from tierstore.store import Store
@@ -257,8 +258,14 @@ def test_room_is_not_given_back_while_the_medium_is_at_work_on_it(verb: str) -> 
         watched.open()
 
     helper = in_thread(come_in_between)
-    with pytest.raises(KeyboardInterrupt):
+
+    def use() -> None:
         store.get("k") if verb == "get" else store.put("new", numbered(2), tier="disk")
+        while signals.waiting:  # until the call has ended
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        use()
     is_over.set()
     helper.join(10)
     store.check()
