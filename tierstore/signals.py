@@ -12,7 +12,8 @@ that must not be parted is marked `uninterrupted`:
 4. The same holds, with nothing marked, for all functions of a directory and for what they call (`wait_in`).
    There a handler waits for `PATIENCE_S` at most, as hardware may hang, and tracers stay.  What takes long by
    design is `interruptible`, but for functions in it that are to be `in_one_piece`.
-5. As the end of such a function tells nobody, what waits is sent again every few milliseconds.
+5. As the end of such a function tells nobody, what waits is sent again, at first after a millisecond and then
+   ever more seldom.
 
 From the first store on, Python's handlers are called through here, those that are set later, too: all of
 them are set by ``_signal.signal``, whose place is taken.  ``signal.getsignal`` and ``signal.signal`` return
@@ -55,7 +56,7 @@ PATIENCE_S = 30.0
 _LONGEST_PAUSE_S = 0.25
 """Between two times that a signal is sent: each leaves a byte in the pipe of `signal.set_wakeup_fd`."""
 
-# As they are now: tests replace them.
+# As they are now: tests of programs replace them.
 _sleep = time.sleep
 _monotonic = time.monotonic
 _send_to = signal.pthread_kill

@@ -262,27 +262,37 @@ def test_a_signal_that_waits_is_not_sent_again_before_it_came(room: dict[str, An
 
 
 def test_it_is_sent_ever_more_seldom(room: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time leaves a byte in the pipe of ``signal.set_wakeup_fd``, which may be read late."""
-    sent = 0
+    """Each time leaves a byte in the pipe of ``signal.set_wakeup_fd``, which holds some 280."""
+    pauses: list[float] = []
+    sent: list[int] = []
     send_to = signals._send_to
 
-    def count(thread: int, number: int) -> None:
-        nonlocal sent
-        sent += 1
+    def note_pause(pause_s: float) -> None:
+        pauses.append(pause_s)
+        wait(0.0001)
+
+    def note_sent(thread: int, number: int) -> None:
+        sent.append(number)
         send_to(thread, number)
 
-    monkeypatch.setattr(signals, "_send_to", count)
+    while signals._asking._is_under_way:  # of a former test
+        pass
+    monkeypatch.setattr(signals, "_sleep", note_pause)
+    monkeypatch.setattr(signals, "_send_to", note_sent)
     noting = Noting()
 
     def send() -> None:
-        noting.send()
-        wait(1)
+        signal.raise_signal(NUMBER)
+        while len(pauses) < 60:
+            pass
 
     with handled(noting):
         room["outer"](send)
         while signals.waiting:
             pass
-    assert 1 < sent < 40
+    assert pauses[:60] == pytest.approx([min(0.001 * 1.2**number, 0.25) for number in range(60)])
+    assert 1 < len(sent) <= len(pauses)  # not while one is pending, and the two threads share the interpreter
+    assert signals.PATIENCE_S / 0.25 + 60 < 280
 
 
 @pytest.mark.parametrize("raised", [None, AlarmError])
