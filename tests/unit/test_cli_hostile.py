@@ -174,6 +174,32 @@ def _of_enormous_shape(path: Path) -> None:
     (path / "a" / "zarr.json").write_text(json.dumps(described))
 
 
+def _without_a_description(path: Path) -> None:
+    _group(path, a="a", b="b")
+    (path / "b" / "zarr.json").unlink()
+
+
+def _deep_without_a_description(path: Path) -> None:
+    _group(path, a="a")
+    _group(path / "deep" / "er", x="x")
+    zarr.open_group(str(path / "deep"), mode="a")
+    (path / "deep" / "er" / "zarr.json").unlink()
+
+
+def _damaged_within(text: str) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        _group(path, a="a")
+        _group(path / "deep", x="x")
+        (path / "deep" / "zarr.json").write_text(text)
+
+    return make
+
+
+def _linked_to_itself(path: Path) -> None:
+    _group(path, a="a")
+    (path / "again").symlink_to(path)
+
+
 GROUPS: dict[str, tuple[Callable[[Path], object], str, int]] = {
     "a key that is no text": (
         lambda path: _group(path, a=5),
@@ -183,6 +209,21 @@ GROUPS: dict[str, tuple[Callable[[Path], object], str, int]] = {
     "a key twice": (lambda path: _group(path, a="x", b="x"), "are both 'x'", 2),
     "a name and a key": (lambda path: _group(path, a="b", b="b"), "are both 'b'", 2),
     "a pipe inside": (_pipe_inside, "is no regular file", 2),
+    "an array without its description": (_without_a_description, "has 'b' in it, which is neither", 2),
+    "a group without its description": (
+        _deep_without_a_description,
+        "has 'deep/er' in it, which is neither",
+        2,
+    ),
+    "a description that is cut": (_damaged_within("{"), "is not a zarr group", 2),
+    "a description that is a number": (_damaged_within("5"), "is not a zarr group", 2),
+    "a description without an end": (_damaged_within("[" * 100_000), "is not a zarr group", 2),
+    "a link back": (_linked_to_itself, "which is in the group once already", 2),
+    "a key twice, by its group": (
+        lambda path: (_group(path, a="g/x"), _group(path / "g", b="x")),
+        "are both 'g/x'",
+        2,
+    ),
     "an enormous shape": (_of_enormous_shape, "of host memory are available", 1),
 }
 

@@ -53,10 +53,10 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
         return {key: store.get(key) for key in store}
 
 
-def same(found: dict[str, torch.Tensor]) -> bool:
-    return set(found) == set(TENSORS) and all(
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor] = TENSORS) -> bool:
+    return set(found) == set(expected) and all(
         found[key].dtype == tensor.dtype and torch.equal(found[key], tensor)
-        for key, tensor in TENSORS.items()
+        for key, tensor in expected.items()
     )
 
 
@@ -156,6 +156,20 @@ def test_verify_names_damaged_keys_and_leaves_the_others(directory: Path, capsys
     assert list(json.loads(capsys.readouterr().out)["damaged"]) == ["layers.0.weight"]
 
 
+def test_verify_says_what_has_no_checksum(directory: Path, capsys: _Output) -> None:
+    options = {"path": str(directory), "durable": True, "checksum": False}
+    config = ts.StoreConfig([ts.TierConfig("disk", "files", "64MiB", options=options)])
+    with ts.Store(config) as store:
+        store.put("layers.0.weight", TENSORS["layers.0.weight"], replace=True)
+    damage(directory, "layers.0.weight")
+    assert main(["verify", str(directory)]) == 0
+    whole, unchecked = capsys.readouterr().out.splitlines()
+    assert whole == "5 of 5 keys are whole (110 B read)"
+    assert unchecked.startswith("48 B of that were written with checksum=False")
+    assert main(["verify", "--json", str(directory)]) == 0
+    assert json.loads(capsys.readouterr().out)["unchecked_bytes"] == 48
+
+
 # ------------------------------------------------------------------------------ export and import
 
 
@@ -178,6 +192,18 @@ def test_others_read_what_was_exported(directory: Path, tmp_path: Path) -> None:
     assert isinstance(bias, zarr.Array)
     assert dict(bias.attrs) == {"key": "layers.0.bias", "torch_dtype": "bfloat16"}
     assert torch.equal(torch.from_numpy(np.asarray(bias[...])).view(torch.bfloat16), TENSORS["layers.0.bias"])
+
+
+def test_arrays_of_groups_within_a_group_are_imported(tmp_path: Path) -> None:
+    group = zarr.open_group(str(tmp_path / "w.zarr"), mode="w")
+    group.create_array("a", data=np.arange(3))
+    within = group.create_group("layers").create_group("0")
+    within.create_array("weight", data=np.arange(4))
+    within.create_array("%2F", data=np.arange(5), attributes={"key": "/"})
+    (tmp_path / "w.zarr" / "layers" / "README").write_text("files beside arrays may be anything")
+    assert main(["import", str(tmp_path / "copy"), str(tmp_path / "w.zarr")]) == 0
+    expected = {"a": 3, "layers/0/weight": 4, "layers/0//": 5}
+    assert same(contents(tmp_path / "copy"), {key: torch.arange(n) for key, n in expected.items()})
 
 
 def test_strange_keys_survive_zarr(tmp_path: Path) -> None:

@@ -18,27 +18,21 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
 
-from tierstore.arrays import from_array_view, to_array_view
+from tierstore.arrays import to_array_view
 from tierstore.cli import directory
 from tierstore.cli.array_names import array_names, require_tells_case
-from tierstore.config import machine
-from tierstore.errors import BackendError, CapacityError, IntegrityError, KeyExists, UsageError
-from tierstore.quoting import quoted
+from tierstore.cli.groups import KEY, read_group
+from tierstore.errors import BackendError, KeyExists, UsageError
 from tierstore.regular import NotRegularError, open_regular
 from tierstore.store import Store
 from tierstore.training.tensorfile import Entry, TensorFile, write_file
 from tierstore.units import format_bytes
 
-if TYPE_CHECKING:
-    import zarr
-
 _FORMATS = ("safetensors", "zarr")
-_KEY = "key"
 _CODECS: dict[str, Literal["auto"] | None] = {"none": None, "zstd": "auto"}  # zarr's own default is zstd
 
 
@@ -194,7 +188,7 @@ def _to_zarr(store: Store, keys: Sequence[str], sizes: Sequence[int], target: st
             data=array,
             compressors=_CODECS[codec],
             config={"write_empty_chunks": True},  # a chunk that is missing is then a lost one
-            attributes={_KEY: key, **attributes},
+            attributes={KEY: key, **attributes},
         )
 
 
@@ -206,7 +200,7 @@ def _import(options: argparse.Namespace) -> int:
     if "://" not in source:
         _require_readable(source)
     count = nbytes = 0
-    tensors = _from_zarr(source) if _format(options, source) == "zarr" else _from_safetensors(Path(source))
+    tensors = read_group(source) if _format(options, source) == "zarr" else _from_safetensors(Path(source))
     first = list(itertools.islice(tensors, 1))  # what cannot be read makes no store
     store = directory.open_store(options.store, directory.Access.CHANGE)
     try:
@@ -251,91 +245,3 @@ def _from_safetensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
         sizes = [1] * len(file.names)
         for name in directory.progress(file.names, sizes, "import"):
             yield name, file.read(name)
-
-
-def _from_zarr(source: str) -> Iterator[tuple[str, torch.Tensor]]:
-    import zarr
-
-    if "://" not in source and (Path(source) / "tierstore.db").exists():
-        raise UsageError(f"{source!r} is itself a durable store: export it, and import what that makes.")
-    if "://" not in source:
-        _require_regular_files(Path(source))
-    try:
-        group = zarr.open_group(source, mode="r")
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{source!r} is not a zarr group: {error}") from error
-    members = [(name, each) for name, each in group.members() if isinstance(each, zarr.Array)]
-    keys = _keys_of(members, source)
-    sizes = [array.nbytes for _, array in members]
-    for name, array in directory.progress(members, sizes, "import"):
-        yield keys[name], _read_array(name, array, source)
-
-
-def _require_regular_files(source: Path) -> None:
-    """See to it that zarr, which opens what it finds, finds nothing that it would wait for.
-
-    Raises:
-        UsageError: a pipe, a device, or a link to nothing; the first is named.
-    """
-    folders, seen = [source], {source.resolve()}
-    while folders:
-        with os.scandir(folders.pop()) as found:
-            entries = list(found)
-        for entry in entries:
-            if entry.is_dir():
-                place = Path(entry.path).resolve()  # links may lead back
-                folders += [place] * (place not in seen)
-                seen.add(place)
-            elif not entry.is_file():
-                raise UsageError(
-                    f"{entry.path!r} is no regular file, and a zarr group on disk has only those."
-                )
-
-
-def _keys_of(members: Sequence[tuple[str, zarr.Array[Any]]], source: str) -> dict[str, str]:
-    """Return the key of each array: its attribute, or its name.
-
-    Raises:
-        UsageError: one is no text, or two arrays have the same.
-    """
-    names: dict[str, str] = {}
-    for name, array in members:
-        key = array.attrs.get(_KEY, name)
-        if not isinstance(key, str):
-            raise UsageError(
-                f"array {quoted(name)} of {source!r} has {quoted(key)} as its attribute {_KEY!r}; "
-                "accepted: a text"
-            )
-        if key in names:
-            raise UsageError(
-                f"arrays {quoted(names[key])} and {quoted(name)} of {source!r} are both {quoted(key)}: "
-                "accepted is one array a key",
-                key=key,
-            )
-        names[key] = name
-    return {name: key for key, name in names.items()}
-
-
-def _read_array(name: str, array: zarr.Array[Any], source: str) -> torch.Tensor:
-    _require_memory(name, array.nbytes, source)
-    if _KEY in array.attrs and array.nchunks_initialized < array.nchunks:
-        lost = array.nchunks - array.nchunks_initialized
-        raise IntegrityError(f"{lost} of {array.nchunks} chunks of array {name!r} of {source!r} are lost")
-    try:
-        values = np.asarray(array[...])
-    except (OSError, ValueError, RuntimeError) as error:
-        raise BackendError(f"array {name!r} of {source!r} cannot be read: {error}") from error
-    return from_array_view(values, dict(array.attrs))
-
-
-def _require_memory(name: str, nbytes: int, source: str) -> None:
-    """See to it that an array is not larger than memory: its file may hold next to nothing."""
-    available_bytes = machine.available_host_bytes()
-    if nbytes > available_bytes:
-        raise CapacityError(
-            f"array {quoted(name)} of {source!r} is said to have {format_bytes(nbytes)}; "
-            f"{format_bytes(available_bytes)} of host memory are available",
-            key=name,
-            needed_bytes=nbytes,
-            free_bytes=available_bytes,
-        )

@@ -33,14 +33,28 @@ def _run(options: argparse.Namespace) -> int:
             for key in directory.progress(keys, sizes, "verify")
             if (error := _damage(store, key)) is not None
         }
+        unchecked_bytes = _unchecked_bytes(store)
     if options.json:
-        print(json.dumps({"keys": len(keys), "nbytes": sum(sizes), "damaged": damaged}))
+        told = {"keys": len(keys), "nbytes": sum(sizes), "unchecked_bytes": unchecked_bytes}
+        print(json.dumps(told | {"damaged": damaged}))
     else:
         for key, error in damaged.items():
             print(f"damaged: {directory.shown(key)}: {error}")
         whole = len(keys) - len(damaged)
         print(f"{whole} of {len(keys)} keys are whole ({format_bytes(sum(sizes))} read)")
+        if unchecked_bytes:
+            print(
+                f"{format_bytes(unchecked_bytes)} of that were written with checksum=False: they can be "
+                f"read, but whether they are what was written, nobody can tell."
+            )
     return _DAMAGED if damaged else 0
+
+
+def _unchecked_bytes(store: Store) -> int:
+    """Return how much of what was read there was no checksum for."""
+    counted = store.stats().tiers[directory.TIER].io["unchecked_bytes"]
+    assert isinstance(counted, int)
+    return counted
 
 
 def _damage(store: Store, key: str) -> str | None:

@@ -113,7 +113,7 @@ class Lane:
         if not is_done:
             for piece, view in zip(batch, views, strict=True):
                 yield from self._move_alone(piece, view)
-        if not is_write and self._is_checked:
+        if not is_write:
             self._verify(batch, views)
 
     def _move_mixed(self, batch: Sequence[Piece], gpu: GpuFiles) -> Steps:
@@ -124,6 +124,8 @@ class Lane:
             else:
                 piece.transfer.ready()
                 gpu.move(piece)
+            if piece.transfer.direction is Direction.READ and piece.error is None:
+                self.counts.unchecked_bytes += piece.stop - piece.start
 
     def _move_alone(self, piece: Piece, view: memoryview) -> Steps:
         error = yield from self._attempt([piece], [view], is_bounced=False)
@@ -260,10 +262,15 @@ class Lane:
     def _verify(self, batch: Sequence[Piece], views: Sequence[memoryview]) -> None:
         began_s = time.perf_counter()
         for piece, view in zip(batch, views, strict=True):
+            if piece.error is not None:
+                continue
             sums = piece.transfer.slots[piece.part].sums
-            if sums and piece.error is None and (found := _digest(view)) != sums[piece.index]:
+            if not sums or not self._is_checked:
+                self.counts.unchecked_bytes += len(view)
+            elif (found := _digest(view)) != sums[piece.index]:
                 piece.error = self._other_bytes(piece, found, sums[piece.index])
-        self.counts.checksum_seconds += time.perf_counter() - began_s
+        if self._is_checked:
+            self.counts.checksum_seconds += time.perf_counter() - began_s
 
     def _other_bytes(self, piece: Piece, found: int, expected: int) -> IntegrityError:
         return IntegrityError(

@@ -25,6 +25,7 @@ class Counts:
     short_transfers: int = 0
     retries: int = 0
     bounced_bytes: int = 0
+    unchecked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class IoStats:
         short_transfers: calls that moved less than they were asked to.
         retries: calls made again after an error.
         bounced_bytes: bytes that were copied through memory of the engine's own.
+        unchecked_bytes: bytes that were read and compared with no checksum.
         drives: each drive by itself, where there are several.
     """
 
@@ -94,6 +96,7 @@ class IoStats:
     short_transfers: int
     retries: int
     bounced_bytes: int
+    unchecked_bytes: int
     drives: tuple[DriveStats, ...] = ()
 
 
