@@ -22,6 +22,7 @@ def _declare(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
         return declared if name is None else declared.select(name=name)
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr(registry, "_found", {})
 
 
 def _refusing(error: Exception) -> Callable[..., Backend]:
@@ -49,6 +50,31 @@ def test_the_backends_of_this_project_are_declared() -> None:
 def test_the_names_come_from_the_installed_packages() -> None:
     declared = {each.name for each in importlib.metadata.entry_points(group="tierstore.backends")}
     assert set(backend_names()) == declared
+
+
+def test_installed_packages_are_looked_through_once_for_a_name_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _declare(monkeypatch)
+    with pytest.raises(ConfigError, match="no such backend"):
+        open_backend("mine", capacity_bytes=8, options={})
+    monkeypatch.setattr(  # a package that is installed while the program runs
+        registry,
+        "entry_points",
+        _Once(EntryPoints([EntryPoint("mine", "tierstore_backends.memory:open_backend", registry.GROUP)])),
+    )
+    for _ in range(2):
+        open_backend("mine", capacity_bytes=8, options={}).close()
+
+
+class _Once:
+    """`entry_points`, which may be called once."""
+
+    def __init__(self, declared: EntryPoints) -> None:
+        self._declared = [declared]
+
+    def __call__(self, group: str, name: str) -> EntryPoints:
+        return self._declared.pop().select(group=group, name=name)
 
 
 def test_a_backend_is_opened_with_its_capacity_and_options() -> None:

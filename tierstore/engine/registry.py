@@ -9,12 +9,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from typing import Final
 
 from tierstore.errors import BackendError, ConfigError, TierStoreError
 from tierstore.quoting import named, quoted
 from tierstore.spi import Backend, BackendFactory
 
 GROUP = "tierstore.backends"
+
+_found: Final[dict[str, EntryPoint]] = {}
+"""By name: to look through all installed packages takes some 8 ms, and every tier of every store asks."""
 
 
 def backend_names() -> tuple[str, ...]:
@@ -42,6 +46,12 @@ def open_backend(name: str, *, capacity_bytes: int, options: Mapping[str, object
 
 
 def _entry_point(name: str) -> EntryPoint:
+    if name not in _found:
+        _found[name] = _search(name)
+    return _found[name]
+
+
+def _search(name: str) -> EntryPoint:
     found = entry_points(group=GROUP, name=name)
     if name in found.names:
         return found[name]
