@@ -208,6 +208,42 @@ def _assign_a_state_dict(model: nn.Sequential) -> object:
     return None
 
 
+def _assign_its_own_state_dict(model: nn.Sequential) -> object:
+    model.load_state_dict(model.state_dict(), assign=True)
+    return None
+
+
+def _new_parameter_of_an_entry(model: nn.Sequential) -> object:
+    entry = model.state_dict()["0.weight"]
+    model[0].weight = nn.Parameter(entry)
+    return entry
+
+
+def _point_at_an_entry(model: nn.Sequential) -> object:
+    model[1].weight.data = model.state_dict()["0.weight"]
+    return None
+
+
+def _set_to_an_entry(model: nn.Sequential) -> object:
+    with torch.no_grad():
+        model.get_parameter("1.weight").set_(model.state_dict()["0.weight"])
+    return None
+
+
+def _new_parameter_of_a_part_of_an_entry(model: nn.Sequential) -> object:
+    model[5] = nn.Linear(WIDTH, 3)
+    model[5].weight = nn.Parameter(model.state_dict()["0.weight"][2:5])
+    return None
+
+
+def _another_model_of_its_entries(model: nn.Sequential) -> object:
+    other = nn.Linear(WIDTH, WIDTH)
+    other.load_state_dict(model.get_submodule("2").state_dict(), assign=True)
+    with torch.no_grad():
+        other.weight.mul_(0.5)
+    return other.weight
+
+
 def _point_at_less_and_resize(model: nn.Sequential) -> object:
     model[0].bias.requires_grad = False
     model[0].bias.data = torch.ones(1)
@@ -254,6 +290,12 @@ ACTS: dict[str, Act] = {
         _new_parameter,
         _new_module,
         _assign_a_state_dict,
+        _assign_its_own_state_dict,
+        _new_parameter_of_an_entry,
+        _point_at_an_entry,
+        _set_to_an_entry,
+        _new_parameter_of_a_part_of_an_entry,
+        _another_model_of_its_entries,
         _point_at_less_and_resize,
         _point_gradients,
     )

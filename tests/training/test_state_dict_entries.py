@@ -295,21 +295,54 @@ def test_entries_of_tied_parameters_are_tied(tmp_path: Path) -> None:
     assert_equal_models(plain, ours)
 
 
-def test_a_parameter_that_is_made_of_an_entry_has_memory_of_its_own(tmp_path: Path) -> None:
-    model, other = blocks(), blocks()
-    with offload(model, None, config_of("disk", tmp_path)):
+@every_layout
+def test_a_parameter_that_is_made_of_an_entry_shares_its_memory(layout: str, tmp_path: Path) -> None:
+    def act(model: nn.Module, other: nn.Module) -> list[Tensor]:
         state = model.state_dict()
         other.load_state_dict(state, assign=True)
         parameter = nn.Parameter(state[_WEIGHT][:3])
+        assert type(nn.Parameter(state[_WEIGHT]).detach()) is Tensor
+        assert parameter.is_leaf
         parameter.sum().backward()
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
         with torch.no_grad():
             parameter.add_(1)
-        assert isinstance(parameter, nn.Parameter)
-        assert parameter.is_leaf
-        assert torch.equal(model.state_dict()[_WEIGHT], other.get_parameter(_WEIGHT))
+            state[_WEIGHT].mul_(0.5)
+        for each in (model, other):
+            each(batch()[0]).square().sum().backward()
+            optimizer.step()
+        assert parameter.grad is not None
+        assert all(type(each) is nn.Parameter and each.grad is not None for each in other.parameters())
+        assert not any(vars(each) for each in other.parameters())
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [parameter, parameter.grad, *other.parameters(), *gradients]
+
+    torch.manual_seed(0)
+    plain, others = blocks(), blocks()
+    torch.manual_seed(1)
+    expected = act(plain, others)
+    torch.manual_seed(0)
+    model, other = blocks(), blocks()
+    with offload(
+        model, None, config_of(layout, tmp_path, {"offload_cpu_size": "8MB", **with_device(layout, "8MB")})
+    ):
+        torch.manual_seed(1)
+        found = act(model, other)
+        assert_equal_lists(expected, found)
+        with torch.no_grad():
+            other.get_parameter(_WEIGHT).add_(1)
+    with torch.no_grad():
+        others.get_parameter(_WEIGHT).add_(1)
+    assert_equal_lists(expected, found)
+    assert_equal_models(plain, model)
+
+
+def test_parameters_made_of_entries_are_refused_where_they_have_no_room(tmp_path: Path) -> None:
+    model, other = blocks(), blocks()
+    with offload(model, None, config_of("disk", tmp_path)):
+        with pytest.raises(RuntimeError, match="Raise offload_cpu_size"):
+            other.load_state_dict(model.state_dict(), assign=True)
+        copies = {name: entry.clone() for name, entry in model.state_dict().items()}
+        other.load_state_dict(copies, assign=True)
         other(batch()[0]).sum().backward()
-    assert parameter.grad is not None
-    assert torch.equal(parameter.grad, torch.ones_like(parameter))
-    assert all(type(each) is nn.Parameter and each.grad is not None for each in other.parameters())
-    assert not any(vars(each) for each in other.parameters())
     assert_equal_lists(list(model.parameters()), list(other.parameters()))

@@ -11,7 +11,8 @@ In plain PyTorch the entries of ``model.state_dict()`` are aliases of the parame
 5. Copying one of them to itself, entry or parameter, copies nothing: where elements share memory, PyTorch
    would refuse it between two memories.
 6. When the parameter is pointed at other memory, they are tensors of their own: they keep what it was.
-7. After the run they are aliases of the parameter, where both are in one memory, and else of their own.
+7. What is made of an entry, or pointed at one, shares memory with the parameter, where that is.
+8. After the run they are aliases of the parameter, where both are in one memory, and else of their own.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def _torch_function(
     entries = list(_entries_in((*args, *kwargs.values())))
     originals = {id(each): each for each in map(_original_of, entries) if each is not None}
     if func is torch.Tensor.detach and is_for_a_parameter():
-        return _of_its_own(args[0])
+        return _for_a_parameter(args[0])
     for original in originals.values():
         original.refresh()
     if func is torch.Tensor.copy_ and _is_one(*args[:2]):
@@ -267,12 +268,27 @@ def _take_in(tensors: Iterable[torch.Tensor], originals: Sequence[Original]) -> 
                 _know(tensor, seen)
 
 
-def _of_its_own(entry: torch.Tensor) -> torch.Tensor:
-    """Return a tensor for a new parameter; it takes the class off when it is used."""
-    _refresh(entry)
-    own = cast("torch.Tensor", _run_plainly([entry], torch.clone, (entry,), {})).detach()
-    own.__class__ = Entry
-    return own
+def in_place_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what shows the elements of an entry in the parameter's own memory; any other tensor is itself.
+
+    For what is made of, or pointed at, an entry: it shares memory with the parameter in plain PyTorch.
+    """
+    original = _original_of(tensor)
+    parameter = None if original is None else original.tied
+    if original is None or parameter is None:
+        return tensor
+    alias = parameter.detach()
+    with natively():
+        return _the_same_of(alias, tensor, original.copy)
+
+
+def _for_a_parameter(entry: torch.Tensor) -> torch.Tensor:
+    """Return what a new parameter is made of; it takes the class off when it is used."""
+    shown = in_place_of(entry)
+    if shown is entry:
+        shown = cast("torch.Tensor", _run_plainly([entry], torch.Tensor.detach, (entry,), {}))
+    shown.__class__ = Entry
+    return shown
 
 
 def _refresh(entry: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from torch.jit._script import RecursiveScriptModule
 from tierstore.errors import UsageError
 from tierstore.training.askers import is_for_a_parameter
 from tierstore.training.binding import natively
+from tierstore.training.entries import in_place_of
 from tierstore.training.function_modes import are_function_modes_on, show
 from tierstore.training.guard import (
     fault,
@@ -74,6 +75,7 @@ def _point(self: torch.Tensor, value: torch.Tensor) -> None:
         return
     if value is self:
         return
+    value = in_place_of(value)
     tenant = tenant_of(self)
     if tenant is None:
         with natively():
@@ -90,7 +92,8 @@ def _point(self: torch.Tensor, value: torch.Tensor) -> None:
 
 def _set(self: torch.Tensor, *source: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own signature
     """Do what ``p.set_(source)`` means; PyTorch asks no guard about it."""
-    return cast("torch.Tensor", torch_function(type(self), torch.Tensor.set_, (), (self, *source), named))
+    given = [in_place_of(each) if isinstance(each, torch.Tensor) else each for each in source]
+    return cast("torch.Tensor", torch_function(type(self), torch.Tensor.set_, (), (self, *given), named))
 
 
 def _as_subclass(self: torch.Tensor, kind: type) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from tests.training.differential.programs import TABLES, WORDS, Layout, Piece, P
 from tests.training.differential.running import End, outcome_of
 from tests.training.differential.searching import Search, little_to_look_through
 from tests.training.differential.strategies import programs
+from tests.training.differential.trial import end_checkpoints
 from tierstore.errors import UsageError
 
 CI_PROGRAMS = 200
@@ -33,6 +35,15 @@ _PROGRAMS = (
 def _little_to_look_through() -> Iterator[None]:
     with little_to_look_through():
         yield
+
+
+def test_proxies_of_what_is_gone_do_not_keep_checkpoints_from_their_end() -> None:
+    gone = torch.ones(1)
+    proxy: object = weakref.proxy(gone)
+    del gone
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+        end_checkpoints()
+    assert type(proxy) is weakref.ProxyType
 
 
 def check(program: Program) -> None:
