@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.training.twins import (
     WIDTH,
@@ -391,6 +392,45 @@ def test_a_graph_that_still_needs_a_parameter_is_refused_by_name(tmp_path: Path)
         with offload(model, None, config_of("disk", tmp_path)):
             pass
         assert loss.grad_fn is not None
+
+
+class _Box:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [lambda t: t, lambda t: ("packed", [t]), _Box, lambda t: _Box({"it": t})],
+    ids=["plain", "list", "box", "deep"],
+)
+def test_a_graph_whose_hooks_hold_a_parameter_is_refused_and_they_are_not_asked(
+    pack: Callable[[Tensor], object], tmp_path: Path
+) -> None:
+    def unpack(_: object) -> Tensor:
+        raise AssertionError("nobody has called backward")
+
+    model = nn.Sequential(Product())
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = model(torch.randn(3, WIDTH, requires_grad=True)).sum()
+    with pytest.raises(UsageError, match=r"a graph of an earlier forward.*weight"):
+        offload(model, None, config_of("disk", tmp_path))
+    del loss
+    offload(model, None, config_of("disk", tmp_path)).close()
+
+
+def test_a_checkpoint_of_another_model_is_not_computed_by_an_opening(tmp_path: Path) -> None:
+    other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    kept = checkpoint(other, torch.randn(3, WIDTH), use_reentrant=False)
+    count = other.get_buffer("1.num_batches_tracked")
+    assert count == 1
+    layer = nn.Linear(WIDTH, WIDTH)
+    node = layer.weight.view(-1).grad_fn  # keeps the node that accumulates: graphs are looked for
+    with offload(nn.Sequential(layer), None, config_of("disk", tmp_path)):
+        assert count == 1
+    del node
+    kept.sum().backward()
+    assert count == 2
 
 
 def test_parameters_that_autograd_knows_without_needing_them_are_no_reason_to_refuse(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -245,6 +246,14 @@ def _alias_error(name: str, aliases: Sequence[torch.Tensor]) -> UsageError:
 
 # ---------------------------------------------------------------------- graphs
 
+_DEPTH = 4  # an object, its attributes, a list among these, and what is in it
+_NOT_HELD = (
+    torch.Tensor,
+    type,
+    ModuleType,
+    FunctionType,
+)  # what these refer to is not what hooks have packed
+
 
 def _are_in_graphs(names: Named) -> bool:
     """Whether autograd, or something like it, refers to parameters."""
@@ -300,14 +309,24 @@ def _saved_in(root: Any, seen: set[Any]) -> Iterator[torch.Tensor]:  # noqa: ANN
 
 
 def _saved_by(node: Any, attribute: str) -> Iterator[torch.Tensor]:  # noqa: ANN401 - nodes have no type
-    is_users = attribute == "_raw_saved_tensors"  # of a torch.autograd.Function
+    """Yield what a node holds under an attribute, or what hooks have made of that.
+
+    Nothing is unpacked: the hooks are somebody's, and those of a checkpoint would run its forward again.
+    """
     try:
-        saved = getattr(node, "saved_tensors" if is_users else attribute.removeprefix("_raw"))
-    except Exception:  # noqa: BLE001 - backward has been there, or a hook cannot unpack it: of a run that is
-        return  # closed, or of users.  What hooks have packed is not a parameter's own memory
-    for each in saved if isinstance(saved, tuple | list) else (saved,):
-        if isinstance(each, torch.Tensor):
-            yield each
+        held = getattr(node, attribute)
+    except RuntimeError:  # backward has been at this function of a user's
+        return
+    for each in held if isinstance(held, tuple | list) else (held,):
+        yield from _tensors_in(each.data)
+
+
+def _tensors_in(packed: object) -> Iterator[torch.Tensor]:
+    """Yield tensors that an object is, or refers to at no great depth."""
+    layer = [packed]
+    for _ in range(_DEPTH):
+        yield from (cast("torch.Tensor", each) for each in layer if issubclass(type(each), torch.Tensor))
+        layer = gc.get_referents(*(each for each in layer if not issubclass(type(each), _NOT_HELD)))
 
 
 # ---------------------------------------------------------------------- the end
