@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import zlib
 from pathlib import Path
 
@@ -48,6 +49,9 @@ _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 settings.load_profile(_PROFILE)
 
 _LONG_TIMEOUT_S = 7200
+_LARGE_GRID = 16  # cases of one test, each in several layouts
+
+_MANY_MODULES = 50
 
 _SIMULATE = "--simulate-accelerator"
 _ON_ACCELERATOR = "--on-accelerator"
@@ -91,11 +95,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _NEEDS_SIMULATION in collection_path.parents and not is_simulated else None
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let no collection of garbage look through what stays: the library asks for many, of 0.2 s each else."""
-    del session
+_modules_frozen = 0
+
+
+def _freeze_modules() -> None:
+    """Let no collection of garbage look through modules: the library asks for many, of 0.2 s each else."""
+    global _modules_frozen  # noqa: PLW0603 - of this process
     gc.collect()
     gc.freeze()
+    _modules_frozen = len(sys.modules)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Freeze what collecting has imported."""
+    del session
+    _freeze_modules()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Freeze what a file of tests has imported, such as PyTorch's compiler."""
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last and len(sys.modules) >= _modules_frozen + _MANY_MODULES:
+        _freeze_modules()
 
 
 def _is_for_an_accelerator(item: pytest.Item) -> bool:
@@ -108,25 +130,35 @@ def _is_for_an_accelerator(item: pytest.Item) -> bool:
     return callspec is not None and callspec.params.get("layout") in list(LAYOUTS)  # some are dicts
 
 
-def _half_of_the_layouts(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return what CI leaves out: two of the four layouts of a case, one with a device and one without.
+def _layouts_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what CI leaves out: of four layouts of a case two are tried, one with a device and one without.
 
-    Which two differs from case to case; `make test` tries all four.
+    Of each case of a large grid one is: its cases have all layouts together.  Which ones differs from case to
+    case; `make test` tries all.
     """
-    cases: dict[str, dict[str, pytest.Item]] = {}
+    grids: dict[str, dict[str, dict[str, pytest.Item]]] = {}
     for item in items:
         callspec = getattr(item, "callspec", None)
         layout = callspec.params.get("layout") if callspec is not None else None
         if layout in ["host", "disk", "device", "three"]:  # some are dicts
             name, _, parameters = item.nodeid.partition("[")
-            case = name + "-".join(each for each in parameters.rstrip("]").split("-") if each != layout)
-            cases.setdefault(case, {})[str(layout)] = item
+            case = "-".join(each for each in parameters.rstrip("]").split("-") if each != layout)
+            grids.setdefault(name, {}).setdefault(case, {})[str(layout)] = item
     left_out: set[pytest.Item] = set()
-    for case, found in cases.items():
-        if len(found) == 4:
-            layouts = ("disk", "three") if zlib.crc32(case.encode()) % 2 else ("host", "device")
-            left_out.update(found[each] for each in layouts)
+    for name, cases in grids.items():
+        for case, found in cases.items():
+            tried = _tried_layouts(sorted(found), zlib.crc32((name + case).encode()), len(cases))
+            left_out.update(item for layout, item in found.items() if layout not in tried)
     return left_out
+
+
+def _tried_layouts(layouts: list[str], number: int, cases: int) -> list[str]:
+    """Return the layouts in which CI tries a case that has this number, one of so many."""
+    if cases >= _LARGE_GRID:
+        return [layouts[number % len(layouts)]]
+    if len(layouts) == 4:
+        return ["host", "device"] if number % 2 else ["disk", "three"]
+    return layouts
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -136,7 +168,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if _is_for_an_accelerator(item)]
         config.hook.pytest_deselected(items=left_out)
     elif _PROFILE == "ci":
-        halved = _half_of_the_layouts(items)
+        halved = _layouts_left_out(items)
         items[:] = [item for item in items if item not in halved]
         config.hook.pytest_deselected(items=list(halved))
     if _PROFILE == "long":  # a test's own limit is for a hundred examples, not for thousands

@@ -137,19 +137,25 @@ def _loop(trial: Trial) -> None:
         trial.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+@pytest.mark.parametrize(
+    ("mix", "layout"),
+    [
+        pytest.param(mix, layout, id="-".join((*mix, layout)))
+        for mix in MIXES
+        for layout in (("three",) if len(mix) == 1 else ("host", "disk", "device"))
+    ],
+)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_refused_step_has_changed_what_it_changes_in_plain_pytorch(
-    kind: str, mix: Sequence[str], tmp_path: Path
+    kind: str, mix: Sequence[str], layout: str, tmp_path: Path
 ) -> None:
     if kind == "sparse adam" and "complex" in mix:
         pytest.skip("it refuses complex parameters when it is made")
     if "fused" in kind and "expanded" in mix:
         pytest.skip("PyTorch writes beyond the end")
-    for layout in ("three",) if len(mix) == 1 else ("host", "disk", "device"):
-        room = {"offload_cpu_size": "8MB", **with_device(layout, "8MB")}
-        is_all_at_once = kind.endswith(("fused", "foreach")) or "expanded" in mix
-        assert_same(_build(mix, OPTIMIZERS[kind]), _loop, layout, tmp_path, room if is_all_at_once else {})
+    room = {"offload_cpu_size": "8MB", **with_device(layout, "8MB")}
+    is_all_at_once = kind.endswith(("fused", "foreach")) or "expanded" in mix
+    assert_same(_build(mix, OPTIMIZERS[kind]), _loop, layout, tmp_path, room if is_all_at_once else {})
 
 
 def _adam_in_two(parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -413,10 +419,11 @@ CHANGES = (
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize("layout", ["disk", "three"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", _all_but_lists_in_ci(RETYPED))
 def test_a_step_is_refused_for_state_of_another_type_or_shape_or_expanded(
-    kind: str, change: Callable[[Trial], None], tmp_path: Path
+    kind: str, change: Callable[[Trial], None], layout: str, tmp_path: Path
 ) -> None:
     """As of parameters that were pointed elsewhere since: other parameters' counts were a step behind."""
     if "fused" in kind and change not in (_all_to_double, _one_to_double):
@@ -442,9 +449,8 @@ def test_a_step_is_refused_for_state_of_another_type_or_shape_or_expanded(
         trial.optimizer.load_state_dict(trial.optimizer.state_dict())  # which casts it
         train(trial, set_to_none=True)
 
-    for layout in ("disk", "three"):
-        room = "8MB" if "fused" in kind else "320KB"
-        assert_same(build, loop, layout, tmp_path, {"offload_cpu_size": room, **with_device(layout, room)})
+    room = "8MB" if "fused" in kind else "320KB"
+    assert_same(build, loop, layout, tmp_path, {"offload_cpu_size": room, **with_device(layout, room)})
 
 
 @pytest.mark.parametrize("kind", ["adam fused", "adagrad fused", "sgd fused", "sgd fused momentum"])
