@@ -209,10 +209,10 @@ GROUPS: dict[str, tuple[Callable[[Path], object], str, int]] = {
     "a key twice": (lambda path: _group(path, a="x", b="x"), "are both 'x'", 2),
     "a name and a key": (lambda path: _group(path, a="b", b="b"), "are both 'b'", 2),
     "a pipe inside": (_pipe_inside, "is no regular file", 2),
-    "an array without its description": (_without_a_description, "has 'b' in it, which is neither", 2),
+    "an array without its description": (_without_a_description, "'b' is neither an array nor a group", 2),
     "a group without its description": (
         _deep_without_a_description,
-        "has 'deep/er' in it, which is neither",
+        "'deep/er' is neither an array nor a group",
         2,
     ),
     "a description that is cut": (_damaged_within("{"), "is not a zarr group", 2),
@@ -235,6 +235,13 @@ def test_a_hostile_group_is_refused_with_the_reason(
     make(tmp_path / "w.zarr")
     assert main(["import", "--replace", str(tmp_path / "new"), str(tmp_path / "w.zarr")]) == code
     assert re.search(re.escape(why), capsys.readouterr().err)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_array_without_its_description_is_refused_at_a_url(tmp_path: Path, capsys: _Output) -> None:
+    _without_a_description(tmp_path / "w.zarr")
+    assert main(["import", "--format=zarr", str(tmp_path / "new"), f"file://{tmp_path}/w.zarr"]) == 2
+    assert "an array that has lost its description: Object at b is not recognized" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

@@ -163,9 +163,9 @@ def test_verify_says_what_has_no_checksum(directory: Path, capsys: _Output) -> N
         store.put("layers.0.weight", TENSORS["layers.0.weight"], replace=True)
     damage(directory, "layers.0.weight")
     assert main(["verify", str(directory)]) == 0
-    whole, unchecked = capsys.readouterr().out.splitlines()
-    assert whole == "5 of 5 keys are whole (110 B read)"
-    assert unchecked.startswith("48 B of that were written with checksum=False")
+    readable, unchecked = capsys.readouterr().out.splitlines()
+    assert readable == "5 of 5 keys can be read (110 B read)"
+    assert unchecked.startswith("48 B of that have no checksum in the files")
     assert main(["verify", "--json", str(directory)]) == 0
     assert json.loads(capsys.readouterr().out)["unchecked_bytes"] == 48
 

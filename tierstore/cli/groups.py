@@ -66,14 +66,15 @@ def _arrays(source: str) -> list[tuple[str, zarr.Array[Any]]]:
         raise UsageError(f"{source!r} is not a zarr group: {error}") from error
     arrays = [(name, each) for name, each in members if isinstance(each, zarr.Array)]
     if "://" in source:
-        unknown = [str(each.message) for each in warned if "is not recognized" in str(each.message)]
+        others = [str(each.message) for each in warned if "is not recognized" in str(each.message)]
     else:
         groups = ["", *(name for name, each in members if isinstance(each, zarr.Group))]
-        unknown = _other_folders(Path(source), groups, {name for name, _ in members})
-    if unknown:
+        folders = _other_folders(Path(source), groups, {name for name, _ in members})
+        others = [f"{quoted(folder)} is neither an array nor a group." for folder in folders]
+    if others:
         raise UsageError(
-            f"{source!r} has {quoted(unknown[0])} in it, which is neither an array nor a group, or has lost "
-            "its description: take it away, or bring the description back."
+            f"{source!r} has something else in it, or an array that has lost its description: {others[0]} "
+            "Take it away, or bring the description back."
         )
     return arrays
 

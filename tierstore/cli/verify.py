@@ -40,12 +40,13 @@ def _run(options: argparse.Namespace) -> int:
     else:
         for key, error in damaged.items():
             print(f"damaged: {directory.shown(key)}: {error}")
-        whole = len(keys) - len(damaged)
-        print(f"{whole} of {len(keys)} keys are whole ({format_bytes(sum(sizes))} read)")
+        undamaged = len(keys) - len(damaged)
+        are = "can be read" if unchecked_bytes else "are whole"
+        print(f"{undamaged} of {len(keys)} keys {are} ({format_bytes(sum(sizes))} read)")
         if unchecked_bytes:
             print(
-                f"{format_bytes(unchecked_bytes)} of that were written with checksum=False: they can be "
-                f"read, but whether they are what was written, nobody can tell."
+                f"{format_bytes(unchecked_bytes)} of that have no checksum in the files, as with checksum=False: "
+                "nobody can tell whether they are what was written, unless a codec packed them."
             )
     return _DAMAGED if damaged else 0
 
