@@ -50,8 +50,7 @@ settings.load_profile(_PROFILE)
 
 _LONG_TIMEOUT_S = 7200
 _LARGE_GRID = 16  # cases of one test, each in several layouts
-
-_MANY_MODULES = 50
+_MANY_MODULES = 50  # imported since the last time: worth a collection of garbage
 
 _SIMULATE = "--simulate-accelerator"
 _ON_ACCELERATOR = "--on-accelerator"
@@ -168,9 +167,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if _is_for_an_accelerator(item)]
         config.hook.pytest_deselected(items=left_out)
     elif _PROFILE == "ci":
-        halved = _layouts_left_out(items)
-        items[:] = [item for item in items if item not in halved]
-        config.hook.pytest_deselected(items=list(halved))
+        untried = _layouts_left_out(items)
+        items[:] = [item for item in items if item not in untried]
+        config.hook.pytest_deselected(items=list(untried))
     if _PROFILE == "long":  # a test's own limit is for a hundred examples, not for thousands
         for item in items:
             item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT_S), append=False)

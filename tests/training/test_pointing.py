@@ -230,6 +230,17 @@ def _set_to_an_entry(model: nn.Sequential) -> object:
     return None
 
 
+def _set_to_an_entry_by_name(model: nn.Sequential) -> object:
+    with torch.no_grad():
+        model.get_parameter("1.weight").set_(source=model.state_dict()["0.weight"])
+    return None
+
+
+def _point_at_its_own_entry(model: nn.Sequential) -> object:
+    model[1].weight.data = model.state_dict()["1.weight"]
+    return None
+
+
 def _new_parameter_of_a_part_of_an_entry(model: nn.Sequential) -> object:
     model[5] = nn.Linear(WIDTH, 3)
     model[5].weight = nn.Parameter(model.state_dict()["0.weight"][2:5])
@@ -294,6 +305,8 @@ ACTS: dict[str, Act] = {
         _new_parameter_of_an_entry,
         _point_at_an_entry,
         _set_to_an_entry,
+        _set_to_an_entry_by_name,
+        _point_at_its_own_entry,
         _new_parameter_of_a_part_of_an_entry,
         _another_model_of_its_entries,
         _point_at_less_and_resize,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -417,6 +419,88 @@ def test_a_graph_whose_hooks_hold_a_parameter_is_refused_and_they_are_not_asked(
         offload(model, None, config_of("disk", tmp_path))
     del loss
     offload(model, None, config_of("disk", tmp_path)).close()
+
+
+class _WithModule(_Box):
+    """Refers to a module, as what computes again does, and holds a copy."""
+
+    def __init__(self, module: nn.Module, copied: Tensor) -> None:
+        super().__init__(copied)
+        self.module = module
+
+
+def test_hooks_that_refer_to_the_model_hold_none_of_its_parameters(tmp_path: Path) -> None:
+    model = nn.Sequential(Product())
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: _WithModule(model, t.clone()), lambda box: box.held
+    ):
+        loss = model(torch.randn(3, WIDTH, requires_grad=True)).sum()
+    with offload(model, None, config_of("disk", tmp_path)):
+        pass
+    loss.backward()
+
+
+HOOKS_AROUND: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "none": contextlib.nullcontext,
+    "a user's": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: [t], lambda held: held[0]),
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+}
+
+
+@pytest.mark.parametrize("around", HOOKS_AROUND)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("layers", [None, ""], ids=["kept", "swapped"])
+def test_a_graph_of_the_same_models_former_run_is_in_nobodys_way(
+    around: str, is_checkpointed: bool, layers: str | None, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Product())
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    former = offload(model, None, config_of("disk", tmp_path / "former"), layers=layers)
+    with former, HOOKS_AROUND[around]():
+        kept = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+    with offload(model, None, config_of("disk", tmp_path / "next")):
+        model(x).sum().backward()
+    assert kept.grad_fn is not None
+
+
+def _checkpointed_function(model: nn.Module, x: Tensor) -> Tensor:
+    """Use parameters outside their modules."""
+
+    def function(x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, model.get_parameter("0.weight")).relu()
+        return nn.functional.linear(x, model.get_parameter("1.weight"), model.get_parameter("1.bias"))
+
+    return cast("Tensor", checkpoint(function, x, use_reentrant=False))
+
+
+CHECKPOINTED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "model": lambda model, x: cast("Tensor", checkpoint(model, x, use_reentrant=False)),
+    "reentrant": lambda model, x: cast("Tensor", checkpoint(model, x, use_reentrant=True)),
+    "function": _checkpointed_function,
+}
+
+
+@every_layout
+@pytest.mark.parametrize("kind", CHECKPOINTED)
+def test_a_checkpoint_from_before_the_run_is_computed_again_in_it(
+    kind: str, layout: str, tmp_path: Path
+) -> None:
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    losses: list[Tensor] = []
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        losses.append(CHECKPOINTED[kind](model, x).square().mean())
+        return model, _adam(model)
+
+    def loop(trial: Trial) -> None:
+        trial.model(torch.randn(3, WIDTH)).sum().backward()
+        losses[-1].backward()
+        for parameter in trial.model.parameters():
+            trial.log(parameter.grad)
+        trial.optimizer.step()
+
+    assert_same(build, loop, layout, tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_not_computed_by_an_opening(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.jit._script import RecursiveScriptModule
+from torch.utils._pytree import tree_map_only
 
 from tierstore.errors import UsageError
 from tierstore.training.askers import is_for_a_parameter
@@ -92,8 +93,8 @@ def _point(self: torch.Tensor, value: torch.Tensor) -> None:
 
 def _set(self: torch.Tensor, *source: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own signature
     """Do what ``p.set_(source)`` means; PyTorch asks no guard about it."""
-    given = [in_place_of(each) if isinstance(each, torch.Tensor) else each for each in source]
-    return cast("torch.Tensor", torch_function(type(self), torch.Tensor.set_, (), (self, *given), named))
+    given, by_name = tree_map_only(torch.Tensor, in_place_of, (source, named))
+    return cast("torch.Tensor", torch_function(type(self), torch.Tensor.set_, (), (self, *given), by_name))
 
 
 def _as_subclass(self: torch.Tensor, kind: type) -> torch.Tensor:

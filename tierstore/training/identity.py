@@ -32,6 +32,7 @@ from tierstore.errors import UsageError
 from tierstore.training.homes import Binding, Where, natively
 from tierstore.training.layout import overlapping
 from tierstore.training.placeholders import has_no_values
+from tierstore.training.saved import Reference
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 _SHOWN = 3
@@ -247,12 +248,8 @@ def _alias_error(name: str, aliases: Sequence[torch.Tensor]) -> UsageError:
 # ---------------------------------------------------------------------- graphs
 
 _DEPTH = 4  # an object, its attributes, a list among these, and what is in it
-_NOT_HELD = (
-    torch.Tensor,
-    type,
-    ModuleType,
-    FunctionType,
-)  # what these refer to is not what hooks have packed
+# What these refer to is not what hooks have packed.  A reference is of a run that has ended: it has no bytes.
+_NOT_HELD = (torch.Tensor, nn.Module, Reference, FunctionType, ModuleType, type)
 
 
 def _are_in_graphs(names: Named) -> bool:

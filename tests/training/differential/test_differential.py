@@ -43,7 +43,7 @@ def test_proxies_of_what_is_gone_do_not_keep_checkpoints_from_their_end() -> Non
     del gone
     with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
         end_checkpoints()
-    assert type(proxy) is weakref.ProxyType
+    del proxy
 
 
 def check(program: Program) -> None:

@@ -52,9 +52,8 @@ def end_checkpoints() -> None:
     """
     if are_hooks_left():
         for each in gc.get_objects():
-            if (
-                type(each) is types.GeneratorType and each.gi_code is _a_checkpoint
-            ):  # a proxy has a class, too
+            # The type: isinstance asks a proxy for its class.
+            if type(each) is types.GeneratorType and each.gi_code is _a_checkpoint:
                 each.close()
 
 
