@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
         print(f"{undamaged} of {len(keys)} keys {are} ({format_bytes(sum(sizes))} read)")
         if unchecked_bytes:
             print(
-                f"{format_bytes(unchecked_bytes)} of that have no checksum in the files, as with checksum=False: "
+                f"{format_bytes(unchecked_bytes)} of that have no checksum in the files (checksum=False): "
                 "nobody can tell whether they are what was written, unless a codec packed them."
             )
     return _DAMAGED if damaged else 0
