@@ -24,7 +24,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export THP_MEM_ALLOC_ENABLE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-accelerator test-gpu test-long check bench figures peers docs coverage clean
+.PHONY: help install run test test-accelerator test-gpu test-long fuzz check bench figures peers docs coverage clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -57,6 +57,9 @@ test-gpu: $(STAMP)  ## the same on the accelerator of this machine, such as a GP
 test-long: $(STAMP)  ## everything, with Hypothesis' long profile
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m '' --timeout 3600 $(ARGS)
 	$(if $(ARGS),,HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest $(SIMULATED) -m '' --timeout 3600)
+
+fuzz: $(STAMP)  ## all that is read from files, each for an hour, guided by coverage; SECONDS=60 for less
+	TIERSTORE_FUZZ_SECONDS=$(or $(SECONDS),3600) $(BIN)/python -m pytest tests/fuzz -m long $(IN_PARALLEL:loadfile=load)
 
 check: $(STAMP)  ## format, lint, types, layers, docs, architecture: what CI checks beside the tests
 	scripts/check

@@ -152,18 +152,22 @@ def change_row(path: Path, index: int, field: str, value: object, *, is_more: bo
 # ---------------------------------------------------------------------------------------- the oracle
 
 
+def made_stores(folder: Path) -> dict[bool, Path]:
+    """Make a directory that was closed, and one that a crash left with its last commit in the log."""
+    files = open_durable(folder / "closed", segment_bytes=SEGMENT)
+    finish(files.commit(write(files, SIZES)))
+    files.close()
+    files = open_durable(folder / "closed", segment_bytes=SEGMENT)
+    finish(files.commit([*files.recovered(), *write(files, {"d": 100}, seed=1)]))
+    shutil.copytree(folder / "closed", folder / "crashed")
+    files.close()
+    return {False: folder / "closed", True: folder / "crashed"}
+
+
 @pytest.fixture(scope="module")
 def stores() -> Iterator[dict[bool, Path]]:
-    """Directories that were closed, and that a crash left with their last commit in the log."""
     with tempfile.TemporaryDirectory() as folder:
-        files = open_durable(Path(folder) / "closed", segment_bytes=SEGMENT)
-        finish(files.commit(write(files, SIZES)))
-        files.close()
-        files = open_durable(Path(folder) / "closed", segment_bytes=SEGMENT)
-        finish(files.commit([*files.recovered(), *write(files, {"d": 100}, seed=1)]))
-        shutil.copytree(Path(folder) / "closed", Path(folder) / "crashed")
-        files.close()
-        yield {False: Path(folder) / "closed", True: Path(folder) / "crashed"}
+        yield made_stores(Path(folder))
 
 
 def told_rows(path: Path) -> dict[bytes, Forged] | None:

@@ -76,7 +76,7 @@ def test_what_the_library_writes_is_read_and_what_we_write_it_reads(
     assert _same(load(ours.numpy().tobytes()), state)
 
 
-def _judge(content: bytes, path: Path) -> None:
+def judge(content: bytes, path: Path) -> None:
     """Read a file both ways."""
     path.write_bytes(content)
     try:
@@ -91,7 +91,7 @@ def _judge(content: bytes, path: Path) -> None:
 def test_any_json_as_a_header_is_read_as_the_library_reads_it_or_refused(
     tmp_path_factory: pytest.TempPathFactory, header: object, data: bytes
 ) -> None:
-    _judge(file_of(header, data), tmp_path_factory.getbasetemp() / "any.safetensors")
+    judge(file_of(header, data), tmp_path_factory.getbasetemp() / "any.safetensors")
 
 
 @given(st.data())
@@ -104,7 +104,7 @@ def test_a_damaged_file_is_read_as_the_library_reads_it_or_refused(
         content[at : at + data.draw(st.integers(0, 3))] = data.draw(
             st.binary(max_size=3) | st.sampled_from([b'"', b"{", b"}", b"[", b"]", b",", b"\\", b"9", b"0"])
         )
-    _judge(bytes(content), tmp_path_factory.getbasetemp() / "damaged.safetensors")
+    judge(bytes(content), tmp_path_factory.getbasetemp() / "damaged.safetensors")
 
 
 @given(st.data())
@@ -127,7 +127,7 @@ def test_a_right_file_is_never_refused(data: st.DataObject) -> None:
 def test_any_bytes_as_a_header_are_read_as_the_library_reads_them_or_refused(
     tmp_path_factory: pytest.TempPathFactory, header: bytes
 ) -> None:
-    _judge(file_of(header, bytes(8)), tmp_path_factory.getbasetemp() / "bytes.safetensors")
+    judge(file_of(header, bytes(8)), tmp_path_factory.getbasetemp() / "bytes.safetensors")
 
 
 def test_the_library_reads_none_of_the_hostile_files_or_we_say_why_we_do_not() -> None:

@@ -15,7 +15,7 @@ import torch
 from tests.hostile_tensorfiles import FILES
 from tests.training.twins import adam, blocks
 from tierstore.errors import UsageError
-from tierstore.training import Offload, offload
+from tierstore.training import offload
 from tierstore.training.checkpoint import MODEL, SCALARS, STATE
 
 _MOST_MESSAGE_CHARS = 5_000
@@ -46,15 +46,16 @@ def _refusal(path: Path) -> str:
     model = blocks()
     optimizers = adam(model)
     with offload(model, optimizers, {"device": "cpu", "offload_disk_size": 0}) as run:
-        before = _look(run, model, optimizers)
+        before = looked_at(model, optimizers)
         with pytest.raises(UsageError) as refused:
             run.load(path)
-        after = _look(run, model, optimizers)
+        after = looked_at(model, optimizers)
     assert before == after
     return str(refused.value)
 
 
-def _look(run: Offload, model: torch.nn.Module, optimizers: list[Any]) -> tuple[object, ...]:
+def looked_at(model: torch.nn.Module, optimizers: list[Any]) -> tuple[object, ...]:
+    """Return what a refused checkpoint must not change."""
     values = {name: each.tolist() for name, each in model.state_dict().items()}
     groups = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers]
     return values, copy.deepcopy(groups), [len(o.state) for o in optimizers]

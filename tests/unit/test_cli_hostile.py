@@ -195,6 +195,11 @@ def _damaged_within(text: str) -> Callable[[Path], None]:
     return make
 
 
+def _described_by_a_number(path: Path) -> None:
+    _group(path, a="a")
+    (path / "zarr.json").write_text("1")
+
+
 def _linked_to_itself(path: Path) -> None:
     _group(path, a="a")
     (path / "again").symlink_to(path)
@@ -215,6 +220,7 @@ GROUPS: dict[str, tuple[Callable[[Path], object], str, int]] = {
         "'deep/er' is neither an array nor a group",
         2,
     ),
+    "a number for a description": (_described_by_a_number, "is not a zarr group: AttributeError", 2),
     "a description that is cut": (_damaged_within("{"), "is not a zarr group", 2),
     "a description that is a number": (_damaged_within("5"), "is not a zarr group", 2),
     "a description without an end": (_damaged_within("[" * 100_000), "is not a zarr group", 2),

@@ -18,7 +18,7 @@ from tierstore.arrays import from_array_view
 from tierstore.cli import directory
 from tierstore.config import machine
 from tierstore.errors import BackendError, CapacityError, IntegrityError, UsageError
-from tierstore.quoting import quoted
+from tierstore.quoting import quoted, shortened
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 KEY: Final = "key"
 """The attribute of an array that has its key."""
+_MOST_ERROR_CHARS: Final = 500
 
 
 def read_group(source: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,8 +63,8 @@ def _arrays(source: str) -> list[tuple[str, zarr.Array[Any]]]:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             members = zarr.open_group(source, mode="r").members(max_depth=None)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{source!r} is not a zarr group: {error}") from error
+    except Exception as error:  # whatever zarr meets: it takes a description for what it should be
+        raise UsageError(f"{source!r} is not a zarr group: {_said(error)}") from error
     arrays = [(name, each) for name, each in members if isinstance(each, zarr.Array)]
     if "://" in source:
         others = [str(each.message) for each in warned if "is not recognized" in str(each.message)]
@@ -148,9 +149,14 @@ def _read_array(name: str, array: zarr.Array[Any], source: str) -> torch.Tensor:
         raise IntegrityError(f"{lost} of {array.nchunks} chunks of array {name!r} of {source!r} are lost")
     try:
         values = np.asarray(array[...])
-    except (OSError, ValueError, RuntimeError) as error:
-        raise BackendError(f"array {name!r} of {source!r} cannot be read: {error}") from error
+    except Exception as error:  # whatever zarr, its codecs and numpy meet
+        raise BackendError(f"array {quoted(name)} of {source!r} cannot be read: {_said(error)}") from error
     return from_array_view(values, dict(array.attrs))
+
+
+def _said(error: Exception) -> str:
+    """Return what an error of zarr's says, which may quote the whole of a description."""
+    return shortened(f"{type(error).__name__}: {error}", _MOST_ERROR_CHARS)
 
 
 def _require_memory(name: str, nbytes: int, source: str) -> None:
