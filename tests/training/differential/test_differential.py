@@ -66,6 +66,10 @@ def test_a_loop_that_nobody_wrote_is_the_same_offloaded(program: Program) -> Non
     check(program)
 
 
+def test_what_the_compiler_asks_for_while_it_compiles_is_no_difference() -> None:
+    check(replace(_with(Piece("action", "function mode")), parts=(Piece("part", "compiled"),)))
+
+
 # ---------------------------------------------------------------------- the tables
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -511,13 +512,18 @@ class Functions(TorchFunctionMode):
         is_around_step: whether a step is in it, which is a bundle at a time: what it asks once for all
             parameters is asked once for each bundle, and PyTorch takes those lists apart that have a sparse
             gradient, and no others.
+
+    Where a part is compiled, attributes do not count: the compiler asks for sizes of each graph that it
+    makes, under the mode, and makes more of them where there are hooks.
     """
 
     def __init__(self, trial: Trial, *, is_around_step: bool = False) -> None:
         super().__init__()
         self.trial = trial
         self.is_around_step = is_around_step
-        self.uncounted = _ONCE_A_STEP if is_around_step else ()
+        self.uncounted = set(_ONCE_A_STEP) if is_around_step else set()
+        if any(isinstance(module, OptimizedModule) for module in trial.model.modules()):
+            self.uncounted.add("__get__")
         self.seen: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
