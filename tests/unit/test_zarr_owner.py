@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec  # type: ignore[import-untyped]
@@ -170,6 +172,45 @@ def test_a_marker_that_is_not_ours_is_not_touched() -> None:
             open_zarr(store)
         assert objects(store) == {MARKER: text}
     assert parse_note(new_note().encode()) is not None
+
+
+def _socket(path: Path) -> None:
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as bound:  # a path of 107 bytes at most
+        bound.bind(path.name)
+
+
+def _link_to_pipe(path: Path) -> None:
+    os.mkfifo(path.with_name("pipe"))
+    path.symlink_to("pipe")
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (os.mkfifo, "it is a pipe; accepted: a regular file"),
+    "a directory": (Path.mkdir, "it is a directory; accepted: a regular file"),
+    "a socket": (_socket, "it is a socket; accepted: a regular file"),
+    "an endless device": (lambda path: path.symlink_to("/dev/zero"), "it is a device; accepted: a regular"),
+    "a link to a pipe": (_link_to_pipe, "it is a pipe; accepted: a regular file"),
+    "a link to nothing": (lambda path: path.symlink_to("gone"), "No such file"),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "Too many levels"),
+}
+
+
+@pytest.mark.parametrize("is_path", [True, False])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_marker_that_is_no_regular_file_is_refused_at_once(
+    kind: str, is_path: bool, tmp_path: Path
+) -> None:
+    make, message = HOSTILE[kind]
+    make(tmp_path / MARKER)
+    with pytest.raises(BackendError, match=f"becoming the owner of .* failed: .*{message}"):
+        open_zarr(tmp_path if is_path else LocalStore(tmp_path))
+
+
+def test_a_marker_longer_than_memory_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / MARKER).touch()
+    os.truncate(tmp_path / MARKER, 1 << 42)  # no program has 4 TiB
+    with pytest.raises(UsageError, match="not a marker"):
+        open_zarr(tmp_path)
 
 
 def test_a_marker_of_another_that_came_meanwhile_is_not_removed() -> None:

@@ -25,7 +25,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zarr.abc.store import Store
+from zarr.abc.store import RangeByteRequest, Store
 from zarr.core.buffer import Buffer, default_buffer_prototype
 from zarr.storage import FsspecStore
 
@@ -211,7 +211,8 @@ async def _sweep(store: Store, dead: Note) -> None:
 
 
 async def _get(store: Store, key: str) -> bytes | None:
-    found = await store.get(key, default_buffer_prototype())
+    # One byte more than a marker has shows that it is none, however long it is.
+    found = await store.get(key, default_buffer_prototype(), RangeByteRequest(0, _LONGEST_MARKER + 1))
     return None if found is None else found.to_bytes()
 
 

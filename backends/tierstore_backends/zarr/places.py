@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zarr.abc.store import Store
-from zarr.core.buffer import Buffer
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, WrapperStore
 
 from tierstore.errors import BackendError, ConfigError
+from tierstore.regular import open_regular
 from tierstore_backends.paths import matter_with, takes_nothing
 from tierstore_backends.zarr.failures import brief, explain
 
@@ -87,9 +88,10 @@ async def open_place(given: Store | str | Path, storage_options: Mapping[str, ob
         ConfigError: no such protocol, or its package is not installed.
         BackendError: the store cannot be opened.
     """
+    if type(given) is LocalStore:
+        return Place(PrivateStore(given.root), str(given), has_folders=True, keeps_buffers=False)
     if isinstance(given, Store):
-        keeps = type(given) not in _COPYING
-        return Place(given, str(given), has_folders=type(given) is LocalStore, keeps_buffers=keeps)
+        return Place(given, str(given), keeps_buffers=type(given) not in _COPYING)
     if given == "memory://":
         return Place(MemoryStore(), "memory://")
     if isinstance(given, str) and _is_remote(given):
@@ -98,11 +100,48 @@ async def open_place(given: Store | str | Path, storage_options: Mapping[str, ob
 
 
 class PrivateStore(LocalStore):
-    """A zarr store in a directory, whose files are their owner's alone, as all files of tierstore are."""
+    """A zarr store in a directory, whose files are their owner's alone, as all files of tierstore are.
+
+    What lies there and is no regular file is refused: opening a pipe would wait for who writes to it.
+    """
+
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype | None = None,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
+        """Read an object, or a part of it; ``None`` if it is not there."""
+        path = self.root / key
+        try:
+            return await asyncio.to_thread(_get, path, prototype or default_buffer_prototype(), byte_range)
+        except (FileNotFoundError, NotADirectoryError):
+            if path.is_symlink():  # to what is not there: nothing can be made here either
+                raise
+            return None
 
     async def _set(self, key: str, value: Buffer, exclusive: bool = False) -> None:
         """Write an object, whole or not at all; where ``exclusive``, only if it is not there."""
         await asyncio.to_thread(_put, self.root / key, value, is_exclusive=exclusive)
+
+
+def _get(path: Path, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer:
+    descriptor, nbytes = open_regular(path)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - it is opened already
+        start, end = _span(byte_range, nbytes)
+        file.seek(start)
+        return prototype.buffer.from_bytes(file.read(max(0, min(end, nbytes) - start)))
+
+
+def _span(byte_range: ByteRequest | None, nbytes: int) -> tuple[int, int]:
+    match byte_range:
+        case RangeByteRequest(start, end):
+            return start, end
+        case OffsetByteRequest(offset):
+            return offset, nbytes
+        case SuffixByteRequest(suffix):
+            return max(0, nbytes - suffix), nbytes
+    return 0, nbytes
 
 
 def _put(path: Path, value: Buffer, *, is_exclusive: bool) -> None:
