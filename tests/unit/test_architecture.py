@@ -44,7 +44,17 @@ _PUBLIC = {
 
 _CLIENTS_MAY_IMPORT = _PUBLIC | {"planning", "testing", "training"}
 _BACKENDS_MAY_IMPORT = tuple(
-    f"tierstore.{room}" for room in ("spi", "alone", "callers", "errors", "forks", "quoting", "units")
+    f"tierstore.{room}"
+    for room in (
+        "spi",
+        "alone",
+        "callers",
+        "errors",
+        "forks",
+        "quoting",
+        "regular",
+        "units",
+    )
 )
 
 
