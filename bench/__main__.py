@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import activations, budget, simulated, store, training
+from bench import activations, budget, keys, simulated, store, training
 from bench.command import FIGURES, main
 from bench.fio.command import main as run_job_files
 
@@ -20,6 +20,11 @@ if __name__ == "__main__":
     if names_a_job_file(sys.argv[1:]):
         sys.exit(run_job_files())
     questions = (
-        store.QUESTIONS | training.QUESTIONS | budget.QUESTIONS | activations.QUESTIONS | simulated.QUESTIONS
+        store.QUESTIONS
+        | keys.QUESTIONS
+        | training.QUESTIONS
+        | budget.QUESTIONS
+        | activations.QUESTIONS
+        | simulated.QUESTIONS
     )
     sys.exit(main("bench", {name: questions[name] for name in FIGURES}))

@@ -30,6 +30,7 @@ import torch
 
 import tierstore as ts
 import tierstore_backends.files  # noqa: F401 - here once, and not in each of so many short lives
+from tests.fault.journals import whole_lines
 
 Image = dict[str, int]
 """What is under each key: the number of its bytes' version, of which they are made."""
@@ -52,14 +53,15 @@ class Journal:
     """What a worker says it does: lines in a file that outlives it.
 
     Args:
-        path: of the file; lines are added.
+        path: of the file; lines are added, after the last whole one.
     """
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.ftruncate(self._fd, len("".join(line + "\n" for line in whole_lines(path)).encode()))
 
     def say(self, what: str, image: Mapping[str, int] | None = None) -> None:
-        """Add a line.  One system call: a worker that is killed has said it or not."""
+        """Add a line.  A worker that is killed has said all of it, or not."""
         os.write(self._fd, (json.dumps([what, image]) + "\n").encode())
 
     def close(self) -> None:
@@ -71,7 +73,7 @@ def read_journal(path: Path) -> tuple[list[Image], str]:
     """Return what may be durable, and what the last worker was at when it died."""
     possible: list[Image] = [{}]
     last = "opening"
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in whole_lines(path):
         what, image = json.loads(line)
         last = what
         if what == "flushing":

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 import tierstore as ts
+from tests.fault.journals import whole_lines
 
 State = dict[str, int]
 """What is under each key: the number that its bytes are made of."""
@@ -214,7 +215,7 @@ def steps_of(journal: Path) -> list[Step]:
     """Read what a thread has said; a call that was refused changed nothing."""
     steps = [Step(0, 0, {})]
     begun: list[Any] | None = None
-    for text in journal.read_text().splitlines() if journal.exists() else ():
+    for text in whole_lines(journal):
         line = json.loads(text)
         if len(line) > 1:
             begun = line

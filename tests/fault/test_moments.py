@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.moments import NEVER, Step, judge
+from tests.fault import crashes
+from tests.fault.moments import NEVER, Step, judge, steps_of
 
 _ROOT = Path(__file__).parents[2]
 
@@ -40,6 +41,28 @@ def test_ten_thousand_times(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- the oracle itself
+
+
+def test_a_line_that_a_kill_cut_off_has_not_been_said(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    assert steps_of(journal) == [Step(0, 0, {})]
+    put = '[1, {"0 a": 1}, ""]\n[2]\n'
+    for text in ("", "[3, {", '[3, {"0 a": 2}, ""]'):
+        journal.write_text(put + text)
+        assert steps_of(journal) == [Step(0, 0, {}), Step(1, 2, {"0 a": 1})]
+    journal.write_text(put + '[3, {"0 a": 2}, ""]\n[4')
+    assert steps_of(journal)[2:] == [Step(3, NEVER, {"0 a": 2})]
+
+
+def test_a_worker_goes_on_after_the_last_whole_line_of_its_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_text('["flushing", {"a": 1}]\n["flu')
+    assert crashes.read_journal(path) == ([{}, {"a": 1}], "flushing")
+    journal = crashes.Journal(path)
+    journal.say("found", {"a": 1})
+    journal.close()
+    assert crashes.read_journal(path) == ([{"a": 1}], "between")
+
 
 _WRITES = [Step(0, 0, {}, ""), Step(10, 20, {"0 a": 1}, ""), Step(30, 40, {"0 a": 2}, "")]
 
