@@ -70,14 +70,15 @@ def prepared(directory: Path) -> Iterator[Judge]:
         shelf = Shelf(_records(content))
         room = sum(data.numel() for _, _, data in shelf.records)
         codec = DurableCompressed(Lasting(MIB, shelf), "lz4", chunk_bytes=64 * KIB)
-        for record in codec.recovered():
-            if room:
-                assert record.slot.nbytes <= room * _MOST_GAIN, (record.slot.nbytes, room)
-            try:
-                first = contents(codec, record.slot)
-            except BackendError as refused:
-                see_that_it_is_short(refused)
-                continue
-            assert first.equal(contents(codec, record.slot))
+        with contextlib.closing(codec):  # ends its threads: there are many inputs a second
+            for record in codec.recovered():
+                if room:
+                    assert record.slot.nbytes <= room * _MOST_GAIN, (record.slot.nbytes, room)
+                try:
+                    first = contents(codec, record.slot)
+                except BackendError as refused:
+                    see_that_it_is_short(refused)
+                    continue
+                assert first.equal(contents(codec, record.slot))
 
     yield judge
