@@ -20,7 +20,7 @@ from tierstore.units import KIB, MIB
 from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.durable import DurableFiles
 from tierstore_backends.files.options import parse_options
-from tierstore_backends.files.syscalls import KERNEL, Call, Ring, Streams, Syscalls
+from tierstore_backends.files.syscalls import KERNEL, FileStreams, KernelCall, Ring, Syscalls
 from tierstore_backends.files.transfer import FileSlot
 
 _RANDOM = torch.randint(
@@ -66,7 +66,7 @@ class ScriptedKernel:
         """See `Syscalls`."""
         return self._move(KERNEL.write, "write", fd, vector, offset)
 
-    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> FileStreams:
         """See `Syscalls`."""
         return ScriptedStreams(self, KERNEL.open_streams(path_of, executor))
 
@@ -163,7 +163,7 @@ class OnDrive:
         """See `Syscalls`."""
         return self._of(fd).write(fd, vector, offset)
 
-    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> FileStreams:
         """See `Syscalls`."""
         return KERNEL.open_streams(path_of, executor)
 
@@ -209,7 +209,7 @@ class ScriptedRing:
         self._known: list[tuple[int, int]] = []  # ended without the kernel
         self._short: dict[int, int] = {}  # what is told, by token
 
-    def put(self, token: int, call: Call) -> None:
+    def put(self, token: int, call: KernelCall) -> None:
         """See `Ring`."""
         nbytes = sum(len(view) for view in call.vector)
         try:
@@ -254,12 +254,12 @@ class ScriptedRing:
 class ScriptedStreams:
     """Real files behind aiofiles; the kernel's script decides what goes wrong."""
 
-    def __init__(self, kernel: ScriptedKernel, streams: Streams) -> None:
+    def __init__(self, kernel: ScriptedKernel, streams: FileStreams) -> None:
         self._kernel = kernel
         self._streams = streams
 
-    async def move(self, call: Call) -> int:
-        """See `Streams`."""
+    async def move(self, call: KernelCall) -> int:
+        """See `FileStreams`."""
         nbytes = sum(len(view) for view in call.vector)
         with self._kernel.counted():
             most = self._kernel.note(call.direction.name.lower(), call.offset, nbytes)
@@ -270,7 +270,7 @@ class ScriptedStreams:
             return most
 
     async def close(self) -> None:
-        """See `Streams`."""
+        """See `FileStreams`."""
         await self._streams.close()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tierstore.core.quota import Shelf
+from tierstore.core.quota import TierState
 from tierstore.engine.engine import Engine
 from tierstore.signals import uninterrupted
 from tierstore.spi import Backend
@@ -42,7 +42,7 @@ def collect(
     return StoreStats(by_name, traffic, stall_seconds)
 
 
-def _tier_stats(shelf: Shelf) -> TierStats:
+def _tier_stats(shelf: TierState) -> TierStats:
     return TierStats(
         capacity_bytes=shelf.tier.capacity_bytes,
         charged_bytes=shelf.charged_bytes,

@@ -15,14 +15,14 @@ from tierstore.core.messages import Granted
 from tierstore.engine.engine import Engine
 from tierstore.engine.hands import Opening
 from tierstore.errors import StoreForked
-from tierstore.outputs import OutputPool
+from tierstore.outputs import OutputBufferPool
 from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import AddressableSlot, Completion
 from tierstore.stats import Traffic
 from tierstore.tensors import TensorSpec, bytes_of, check_known, view_bytes
 
 
-class Handover:
+class TensorIo:
     """Moves bytes between tensors and the slots of one engine.  From any thread; blocks while they move.
 
     No signal's handler comes in the midst of it: it would find locks of media taken if it used the store.
@@ -33,7 +33,7 @@ class Handover:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._outputs = OutputPool()
+        self._outputs = OutputBufferPool()
         self._lock = threading.Lock()  # guards the next
         self._got: dict[int, Traffic] = {}
 

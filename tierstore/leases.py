@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from tierstore import forks
-from tierstore.core.messages import Place
+from tierstore.core.messages import ReplicaId
 from tierstore.errors import KeyNotFound, UsageError
 from tierstore.signals import let_wait, uninterrupted
 
@@ -33,10 +33,10 @@ class Lease:
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
-        places: Mapping[str, Place],
+        places: Mapping[str, ReplicaId],
         use: Callable[[], None],
         end: Callable[[bool], None],
-        split: Callable[[Mapping[Place, str]], bool],
+        split: Callable[[Mapping[ReplicaId, str]], bool],
     ) -> None:
         self._tensors = tensors
         self._places = places

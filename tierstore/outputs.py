@@ -32,7 +32,7 @@ def host_memory(nbytes: int) -> torch.Tensor:
     return torch.from_numpy(array[start : start + nbytes])
 
 
-class OutputPool:
+class OutputBufferPool:
     """Hands out host memory; takes it back when the last tensor over it is gone.  Thread-safe.
 
     Args:

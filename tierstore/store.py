@@ -33,13 +33,13 @@ from tierstore.engine.holds import Hold
 from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
-from tierstore.handover import Handover
+from tierstore.handover import TensorIo
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium, device_storage_listeners
 from tierstore.stats import StoreStats
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
-from tierstore.wrappers import Opened, with_codec
+from tierstore.wrappers import OpenedBackend, with_codec
 
 log = logging.getLogger("tierstore")
 
@@ -75,7 +75,7 @@ class Store:
                 log.exception("a tier's backend could not be closed")
             raise
 
-    def _start(self, config: StoreConfig, opened: Sequence[Opened]) -> None:
+    def _start(self, config: StoreConfig, opened: Sequence[OpenedBackend]) -> None:
         backends = [each.backend for each in opened]
         tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
         _check_durable(tiers, backends)
@@ -84,7 +84,7 @@ class Store:
         ledger = Ledger(tiers, POLICIES[config.eviction])
         self._can_adopt = isinstance(backends[0], AdoptingBackend)
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
-        self._handover = Handover(self._engine)
+        self._handover = TensorIo(self._engine)
         for index, each in enumerate(opened):
             if tiers[index].is_durable:
                 self._engine.recover(index, each.found, found_spec)
@@ -245,7 +245,7 @@ class Store:
         places = {each.key: each.place for each in granted}
         return Lease(tensors, places, loan.use, end, functools.partial(self._split, released.request))
 
-    def _split(self, lease: int, names: Mapping[m.Place, str]) -> bool:
+    def _split(self, lease: int, names: Mapping[m.ReplicaId, str]) -> bool:
         number = self._engine.number()
         event = m.SplitRequested(number, lease, names)
         return not names or bool(self._engine.request(event, number, tuple(names.values())).result())
@@ -487,9 +487,9 @@ class Store:
         raise UsageError(f"no tier {tier!r}; the tiers are {', '.join(self.tier_names)}.", tier=str(tier))
 
 
-def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[Opened]:
+def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[OpenedBackend]:
     """Open every tier's backend; each is added to ``backends`` as soon as it is open."""
-    opened: list[Opened] = []
+    opened: list[OpenedBackend] = []
     for tier in tiers:
         if isinstance(tier.backend, str):
             backends.append(_open(tier, tier.backend))

@@ -20,7 +20,7 @@ from tierstore import forks
 _Args = ParamSpec("_Args")
 
 
-class Ending:
+class BackendLifetime:
     """The end of one backend, which is to keep it as long as it lives.
 
     Neither function nor any argument may refer to the backend, for then it would never be forgotten.

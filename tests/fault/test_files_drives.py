@@ -33,7 +33,7 @@ from tierstore_backends.files.durable import DurableFiles
 from tierstore_backends.files.meta import Meta
 from tierstore_backends.files.owner import DRIVE_NAME, MANIFEST_NAME
 from tierstore_backends.files.recovery import recover
-from tierstore_backends.files.rows import Place, Sums, encode
+from tierstore_backends.files.rows import RecordLocation, Sums, encode
 
 __all__ = ["disk"]  # a fixture
 
@@ -271,7 +271,7 @@ def test_a_drive_on_which_nothing_was_written_yet_is_no_scratch_space_either(tmp
     "extent", [(SPAN_BYTES - PAGE, SPAN_BYTES + PAGE), (2 * SPAN_BYTES, 2 * SPAN_BYTES + 2 * PAGE)]
 )
 def test_addresses_that_no_drive_has_are_lost(extent: tuple[int, int]) -> None:
-    row = encode(1, 1, b"k", b"", 2 * PAGE, Place((extent,), (7,), Sums.KEPT, MIB))
+    row = encode(1, 1, b"k", b"", 2 * PAGE, RecordLocation((extent,), (7,), Sums.KEPT, MIB))
     meta = Meta(1, "store", "a test", SPAN_BYTES, PAGE, bandwidths=[1, 1], next_id=2)
     recovered = recover([row], meta, "the manifest")
     assert list(recovered.lost) == recovered.slots

@@ -21,7 +21,7 @@ from tests.files_disk import (
 from tests.files_kept import DB, FIRST, SEGMENT, WITNESS, found, kept, look, read, write
 from tierstore.errors import BackendError, IntegrityError, UsageError
 from tierstore_backends.files.meta import meta_sum
-from tierstore_backends.files.rows import Place, decode_place, encode
+from tierstore_backends.files.rows import RecordLocation, decode_place, encode
 from tierstore_backends.files.scan import digest
 
 # ---------------------------------------------------------------------------------------- the manifest
@@ -295,14 +295,16 @@ def test_an_impossible_place_is_lost_and_nothing_else(
     assert look(path) == {"a": "0", "b": "IntegrityError"}
 
 
-def place_of(path: Path, name: str) -> Place:
+def place_of(path: Path, name: str) -> RecordLocation:
     database = sqlite3.connect(path / DB)
     (place,) = database.execute("SELECT place FROM records WHERE name = ?", (name,)).fetchone()
     database.close()
     return decode_place(place)
 
 
-def change_row(path: Path, name: str, *, version: int, place: Callable[[Place], Place]) -> None:
+def change_row(
+    path: Path, name: str, *, version: int, place: Callable[[RecordLocation], RecordLocation]
+) -> None:
     """Write another row for ``name``, with checksums that are right."""
     changed = place(place_of(path, name))
     database = sqlite3.connect(path / DB)

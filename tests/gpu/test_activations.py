@@ -11,8 +11,8 @@ from torch import nn
 
 import tierstore as ts
 from tests.gpu.accelerators import ACCELERATOR, IS_SIMULATED, NAME, event, keep_busy, stream
-from tierstore.training import Vault, offload, swap
-from tierstore.training.activations.vault import Parked
+from tierstore.training import ActivationStore, offload, swap
+from tierstore.training.activations.activation_store import OffloadedTensor
 from tierstore.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
@@ -115,17 +115,17 @@ def test_what_was_adopted_is_free_when_nobody_refers_to_it(store: ts.Store) -> N
 _SEVENS = 16 * MIB  # elements
 
 
-def _kept_below(vault: Vault) -> Parked:
-    parked = vault.keep(torch.full((_SEVENS,), 7.0, device=NAME), "k")
+def _kept_below(activation_store: ActivationStore) -> OffloadedTensor:
+    parked = activation_store.keep(torch.full((_SEVENS,), 7.0, device=NAME), "k")
     parked.release()
-    assert vault.store.where("k") == ("host",)
+    assert activation_store.store.where("k") == ("host",)
     return parked
 
 
 def test_memory_that_another_stream_still_reads_is_not_given_back_by_a_sweep_here(store: ts.Store) -> None:
-    """Its twin without an accelerator is in tests/training/test_vault_streams.py."""
-    vault = Vault(store)
-    parked = _kept_below(vault)
+    """Its twin without an accelerator is in tests/training/test_activation_store_streams.py."""
+    activation_store = ActivationStore(store)
+    parked = _kept_below(activation_store)
     store.fetch("k").result(60)  # allocated on the current stream, whose next allocation would get it
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()
@@ -136,7 +136,7 @@ def test_memory_that_another_stream_still_reads_is_not_given_back_by_a_sweep_her
         is_right = (lent == 7).all()
         is_read.record()
     del lent
-    vault.sweep()  # every use has taken it: it goes down, which is done already
+    activation_store.sweep()  # every use has taken it: it goes down, which is done already
     other = torch.zeros(_SEVENS, device=NAME)
     assert not is_read.query()
     assert torch.accelerator.memory_allocated() >= before + other.nbytes
@@ -147,8 +147,8 @@ def test_memory_that_another_stream_still_reads_is_not_given_back_by_a_sweep_her
 
 
 def test_every_stream_waits_for_bytes_that_come_back(store: ts.Store) -> None:
-    vault = Vault(store)
-    parked = _kept_below(vault)
+    activation_store = ActivationStore(store)
+    parked = _kept_below(activation_store)
     torch.accelerator.synchronize()
     lent, found = [], []
     for each in (torch.accelerator.current_stream(), stream(), stream()):

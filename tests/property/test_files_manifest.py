@@ -17,9 +17,9 @@ from tierstore.errors import BackendError, IntegrityError
 from tierstore.spi import Record
 from tierstore_backends.files import DurableFiles
 from tierstore_backends.files.rows import (
-    Damage,
-    Place,
+    RecordLocation,
     Row,
+    RowDamage,
     Sums,
     decode_place,
     decode_text,
@@ -31,7 +31,7 @@ from tierstore_backends.files.rows import (
 
 U64 = st.integers(0, 2**64 - 1)
 PLACES = st.builds(
-    Place,
+    RecordLocation,
     st.lists(st.tuples(U64, U64), max_size=4).map(tuple),
     st.lists(U64, max_size=4).map(tuple),
     st.sampled_from(Sums),
@@ -52,7 +52,7 @@ ROWS = st.builds(
 
 
 @given(TEXTS, TEXTS, st.integers(0, 2**62), PLACES)
-def test_a_row_is_read_as_it_was_made(name: str, note: str, nbytes: int, place: Place) -> None:
+def test_a_row_is_read_as_it_was_made(name: str, note: str, nbytes: int, place: RecordLocation) -> None:
     row = encode(3, 7, encode_text(name), encode_text(note), nbytes, place)
     assert is_whole(*row)
     assert (decode_text(row[2]), decode_text(row[3]), row[4]) == (name, note, nbytes)
@@ -63,7 +63,7 @@ def test_a_row_is_read_as_it_was_made(name: str, note: str, nbytes: int, place: 
 def test_one_flipped_bit_anywhere_in_a_row_is_found_and_put_right(row: Row, data: st.DataObject) -> None:
     damaged = flipped(row, data)
     assert not is_whole(*damaged)
-    assert mend(damaged) == (row, Damage.REPAIRED)
+    assert mend(damaged) == (row, RowDamage.REPAIRED)
 
 
 @given(ROWS, st.data())
@@ -74,7 +74,7 @@ def test_of_a_row_with_more_damage_nothing_wrong_is_told(row: Row, data: st.Data
     if damaged == row:
         return
     mended, damage = mend(damaged)
-    if damage is Damage.ALL:
+    if damage is RowDamage.ALL:
         assert mended is None
     else:
         assert mended is not None
@@ -92,7 +92,7 @@ def test_what_is_no_row_is_not_taken_for_one(
     raw: tuple[object, object, object, object, object, object],
 ) -> None:
     assert not is_whole(*raw)
-    assert mend(raw) == (None, Damage.ALL)
+    assert mend(raw) == (None, RowDamage.ALL)
 
 
 def flipped(row: Row, data: st.DataObject) -> Row:

@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 
 from tests.hostile_tensorfiles import FILES, file_of
 from tierstore.errors import UsageError
-from tierstore.training.tensorfile import Entry, TensorFile, pack, unpack
+from tierstore.training.tensorfile import HeaderEntry, TensorFile, pack, unpack
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.int64, torch.uint16]
 _NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
@@ -72,7 +72,7 @@ def test_what_the_library_writes_is_read_and_what_we_write_it_reads(
     read, told = unpack(torch.frombuffer(bytearray(save(state, metadata or None)), dtype=torch.uint8))
     assert _same(read, state)
     assert told == metadata
-    ours = pack([Entry.of(name, each) for name, each in state.items()], state.values(), metadata)
+    ours = pack([HeaderEntry.of(name, each) for name, each in state.items()], state.values(), metadata)
     assert _same(load(ours.numpy().tobytes()), state)
 
 

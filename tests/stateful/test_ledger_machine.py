@@ -16,7 +16,7 @@ from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Plan, Tier
-from tierstore.core.residency import State
+from tierstore.core.residency import ReplicaState
 from tierstore.errors import BackendError, CapacityError, TierStoreError
 
 KEYS = ["a", "b", "c", "d", "e", "f"]
@@ -33,14 +33,14 @@ class Oracle:
     """
 
     def __init__(self) -> None:
-        self.slots: dict[m.Place, int | None] = {}
-        self.generation_of: dict[m.Place, int] = {}
+        self.slots: dict[m.ReplicaId, int | None] = {}
+        self.generation_of: dict[m.ReplicaId, int] = {}
         self.values: dict[str, int] = {}
         self.generation_values: dict[int, int] = {}
         self.generations: dict[str, int] = {}
-        self.held: dict[m.Place, int] = {}  # what the medium takes for a slot, where it said so
+        self.held: dict[m.ReplicaId, int] = {}  # what the medium takes for a slot, where it said so
 
-    def value_of(self, place: m.Place) -> int:
+    def value_of(self, place: m.ReplicaId) -> int:
         return self.generation_values[self.generation_of[place]]
 
     def key_of(self, generation: int) -> str:
@@ -68,7 +68,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.splits: dict[int, tuple[str, str]] = {}
         self.settled: dict[int, BaseException | None] = {}
         self.commits: dict[int, m.Commit] = {}
-        self.survivors: list[dict[str, tuple[m.Place, int]]] = [{}]  # the last, or any of the doubtful ones
+        self.survivors: list[dict[str, tuple[m.ReplicaId, int]]] = [
+            {}
+        ]  # the last, or any of the doubtful ones
         self.flushes: dict[int, int] = {}  # each began at this moment of the history
         self.history: list[dict[str, int]] = [{}]
         self.acknowledged: dict[str, int] = {}  # of each key, when the last flush began that has ended
@@ -495,7 +497,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 if self.oracle.slots[place] is not None and place not in self.being_written():
                     assert self.ledger.books.replicas[place.replica].charge_bytes == nbytes
 
-    def being_written(self) -> set[m.Place]:
+    def being_written(self) -> set[m.ReplicaId]:
         return {copy.target for copy in self.copies.values()}
 
     def teardown(self) -> None:
@@ -513,7 +515,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.quiesce()
         assert self.settled[number] is None
         for entry in self.ledger.books.entries.values():
-            assert not any(r.state is State.FILLING for r in entry.replicas.values())
+            assert not any(r.state is ReplicaState.FILLING for r in entry.replicas.values())
 
     def quiesce(self) -> None:
         while self.copies or self.frees or self.reads or self.leases or self.commits:

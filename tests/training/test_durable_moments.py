@@ -25,8 +25,8 @@ from tests.training.twins import (
 )
 from tierstore.errors import UsageError
 from tierstore.training import offload, register_optimizer
-from tierstore.training.ahead import StepsAhead
-from tierstore.training.turns import Turn
+from tierstore.training.ahead import SpeculativeSteps
+from tierstore.training.turns import StepUnit
 
 __all__ = ["count_taken"]
 
@@ -166,10 +166,10 @@ def test_after_a_step_that_failed_in_its_midst_it_is_refused_until_a_whole_one(t
 def test_after_a_step_that_failed_when_some_were_taken_over_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = StepsAhead.take
+    take = SpeculativeSteps.take
     taken: list[bool] = []
 
-    def take_once(ahead: StepsAhead, turn: Turn) -> bool:
+    def take_once(ahead: SpeculativeSteps, turn: StepUnit) -> bool:
         if any(taken):
             raise ArithmeticError("torn")
         taken.append(take(ahead, turn))
@@ -182,7 +182,7 @@ def test_after_a_step_that_failed_when_some_were_taken_over_it_is_refused(
         for _ in range(5):
             quiet_step(trial)
         run.checkpoint()
-        monkeypatch.setattr(StepsAhead, "take", take_once)
+        monkeypatch.setattr(SpeculativeSteps, "take", take_once)
         with pytest.raises(ArithmeticError):
             quiet_step(trial)
         with pytest.raises(UsageError, match="a step of Adam is under way, or failed in its midst"):

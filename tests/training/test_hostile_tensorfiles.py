@@ -19,7 +19,7 @@ from tests.hostile_tensorfiles import FILES, UNKNOWN_DTYPES, many_empty, one
 from tierstore.errors import BackendError, CapacityError, UsageError
 from tierstore.training import offload
 from tierstore.training.shards import open_source
-from tierstore.training.tensorfile import Entry, TensorFile, pack, unpack, write_file
+from tierstore.training.tensorfile import HeaderEntry, TensorFile, pack, unpack, write_file
 from tierstore.training.tensorheader import MOST_BYTES
 
 _MOST_MESSAGE_CHARS = 2_000
@@ -172,7 +172,7 @@ _UNNAMEABLE = {
 def test_a_name_that_the_format_cannot_hold_is_refused_before_anything_is_written(
     tmp_path: Path, name: str, why: str, kind: str
 ) -> None:
-    entry, tensor = Entry(name, torch.float32, (2,)), torch.zeros(2)
+    entry, tensor = HeaderEntry(name, torch.float32, (2,)), torch.zeros(2)
     write: Callable[[], object] = (
         (lambda: write_file(tmp_path / "w", [entry], [tensor], {}))
         if kind == "file"
@@ -187,6 +187,6 @@ def test_a_name_that_the_format_cannot_hold_is_refused_before_anything_is_writte
 
 
 def test_a_name_twice_is_refused(tmp_path: Path) -> None:
-    entry = Entry("w", torch.float32, (2,))
+    entry = HeaderEntry("w", torch.float32, (2,))
     with pytest.raises(UsageError, match="'w' is the name of two tensors"):
         write_file(tmp_path / "w", [entry, entry], [torch.zeros(2)] * 2, {})

@@ -37,7 +37,7 @@ from tierstore.errors import CapacityError, ConfigError, UsageError
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Offload, guard, offload
 from tierstore.training.groups import group_parameters
-from tierstore.training.selection import Selection, select
+from tierstore.training.selection import SelectedTensors, select
 
 IGNORED = [r"1\.up", r"2\.norm\.weight"]
 PINNED = [r"0", r"3\.weight"]
@@ -415,7 +415,7 @@ def test_one_name_of_a_shared_parameter_is_enough() -> None:
 
 
 def test_nothing_is_selected_where_nothing_is_said() -> None:
-    assert select(blocks(), [], []) == Selection()
+    assert select(blocks(), [], []) == SelectedTensors()
 
 
 def test_the_work_of_patterns_grows_with_the_names() -> None:

@@ -19,7 +19,7 @@ import tierstore as ts
 from tests.training.twins import LATE_AND_OVERWRITTEN, assert_equal_lists
 from tierstore.errors import UsageError
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training import Vault, create_selective_checkpoint_contexts
+from tierstore.training import ActivationStore, create_selective_checkpoint_contexts
 
 Contexts = Callable[[], tuple[Any, Any]]
 
@@ -43,15 +43,15 @@ STORES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=STORES)
-def vault(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Vault]:
-    """A vault in a store; at its end nothing may be left in it."""
+def activation_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ActivationStore]:
+    """A activation store in a store; at its end nothing may be left in it."""
     options = STORES[request.param]
     late: dict[str, Any] = {"device_options": LATE_AND_OVERWRITTEN} if options["device"] == "emulated" else {}
     config = ts.StoreConfig.default(
         **options, **late, offload_disk_size="8MB", offload_path=str(tmp_path / "files")
     )
     with ts.Store(config) as store:
-        found = Vault(store)
+        found = ActivationStore(store)
         yield found
         gc.collect()
         found.sweep()
@@ -96,18 +96,22 @@ def gradients(context_fn: Contexts | None, steps: int = 2) -> list[Tensor | None
     return [parameter.grad for parameter in layers.parameters()]
 
 
-def contexts(vault: Vault | None, policy: CheckpointPolicy) -> Contexts:
+def contexts(activation_store: ActivationStore | None, policy: CheckpointPolicy) -> Contexts:
     """Return what is passed to PyTorch's checkpoint."""
-    return functools.partial(create_selective_checkpoint_contexts, products(policy), vault=vault)
+    return functools.partial(
+        create_selective_checkpoint_contexts, products(policy), activation_store=activation_store
+    )
 
 
 @every_policy
-def test_offloaded_outputs_give_the_same_bits(vault: Vault, policy: CheckpointPolicy) -> None:
+def test_offloaded_outputs_give_the_same_bits(
+    activation_store: ActivationStore, policy: CheckpointPolicy
+) -> None:
     expected = gradients(None)
-    found = gradients(contexts(vault, policy))
+    found = gradients(contexts(activation_store, policy))
     assert_equal_lists(expected, found)
-    assert vault.stats.kept == 2 * 3 * 2
-    assert vault.stats.kept_bytes == 2 * 3 * 2 * BATCH * DIM * 4
+    assert activation_store.stats.kept == 2 * 3 * 2
+    assert activation_store.stats.kept_bytes == 2 * 3 * 2 * BATCH * DIM * 4
 
 
 @has_policies
@@ -134,7 +138,9 @@ def test_pytorch_itself_computes_them_again_and_we_do_not() -> None:
     )
     assert products_run(functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)) == 3 * 3
     with ts.Store(config) as store:
-        own = functools.partial(create_selective_checkpoint_contexts, policy, vault=Vault(store))
+        own = functools.partial(
+            create_selective_checkpoint_contexts, policy, activation_store=ActivationStore(store)
+        )
         assert products_run(own) == 3 * 2
 
 
@@ -159,26 +165,28 @@ def test_device_memory_is_given_up_between_forward_and_backward(tmp_path: Path) 
         )
     )
     with ts.Store(config) as store:
-        vault = Vault(store)
-        offloaded = live_bytes(functools.partial(create_selective_checkpoint_contexts, policy, vault=vault))
-        assert vault.stats.released == vault.stats.kept == 6
+        activation_store = ActivationStore(store)
+        offloaded = live_bytes(
+            functools.partial(create_selective_checkpoint_contexts, policy, activation_store=activation_store)
+        )
+        assert activation_store.stats.released == activation_store.stats.kept == 6
     # The outputs of layers are inputs of the next ones: those stay.
     assert saved - offloaded == 3 * output_bytes
 
 
-def test_what_is_never_run_backward_leaves_nothing(vault: Vault) -> None:
-    context_fn = contexts(vault, OFFLOAD)
+def test_what_is_never_run_backward_leaves_nothing(activation_store: ActivationStore) -> None:
+    context_fn = contexts(activation_store, OFFLOAD)
     layers = model()
     for _ in range(5):
         loss = forward(layers, context_fn)
-        assert len(vault.store) > 0
+        assert len(activation_store.store) > 0
         del loss
         gc.collect()
-        vault.sweep()
-        assert len(vault.store) == 0
+        activation_store.sweep()
+        assert len(activation_store.store) == 0
 
 
-def test_views_small_outputs_and_changed_inputs_stay(vault: Vault) -> None:
+def test_views_small_outputs_and_changed_inputs_stay(activation_store: ActivationStore) -> None:
     def run(x: Tensor) -> Tensor:
         y = x.t() * 1.0  # a view; then 32 KiB
         y.add_(1)
@@ -188,9 +196,14 @@ def test_views_small_outputs_and_changed_inputs_stay(vault: Vault) -> None:
         return OFFLOAD if operator != aten.mul.Tensor else CheckpointPolicy.MUST_SAVE
 
     x = torch.randn(BATCH, DIM, requires_grad=True)
-    context_fn = functools.partial(create_selective_checkpoint_contexts, everything, True, vault=vault)  # noqa: FBT003
+    context_fn = functools.partial(
+        create_selective_checkpoint_contexts,
+        everything,
+        True,  # noqa: FBT003 - as PyTorch's own
+        activation_store=activation_store,
+    )
     checkpoint.checkpoint(run, x, use_reentrant=False, context_fn=context_fn).backward()
-    assert vault.stats.kept == 1  # the cosine: all others are views, changed in place or small
+    assert activation_store.stats.kept == 1  # the cosine: all others are views, changed in place or small
     plain = x.detach().clone().requires_grad_()
     run(plain).backward()
     assert x.grad is not None
@@ -198,7 +211,9 @@ def test_views_small_outputs_and_changed_inputs_stay(vault: Vault) -> None:
     assert torch.equal(x.grad, plain.grad)
 
 
-def test_an_output_that_is_changed_in_place_is_refused_as_pytorch_refuses_it(vault: Vault) -> None:
+def test_an_output_that_is_changed_in_place_is_refused_as_pytorch_refuses_it(
+    activation_store: ActivationStore,
+) -> None:
     def run(x: Tensor) -> Tensor:
         y = x @ x.t()
         y.add_(1)
@@ -207,28 +222,34 @@ def test_an_output_that_is_changed_in_place_is_refused_as_pytorch_refuses_it(vau
     x = torch.randn(BATCH, DIM, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         checkpoint.checkpoint(
-            run, x, use_reentrant=False, context_fn=contexts(vault, OFFLOAD)
+            run, x, use_reentrant=False, context_fn=contexts(activation_store, OFFLOAD)
         ).sum().backward()
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
 def test_an_output_that_is_changed_by_its_pieces_is_refused_as_well(
-    vault: Vault, cell: type[nn.LSTMCell | nn.GRUCell]
+    activation_store: ActivationStore, cell: type[nn.LSTMCell | nn.GRUCell]
 ) -> None:
     layer = cell(DIM, DIM)  # pieces of its gates are changed in place, and count versions for themselves
     x = torch.randn(BATCH // 4, DIM, requires_grad=True)
-    state = checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=contexts(vault, OFFLOAD))
+    state = checkpoint.checkpoint(
+        layer, x, use_reentrant=False, context_fn=contexts(activation_store, OFFLOAD)
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (state[0] if isinstance(state, tuple) else state).sum().backward()
 
 
-def test_outputs_on_another_device_stay(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_on_another_device_stay(
+    activation_store: ActivationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ts.Store, "device", torch.device("cpu", 1))
-    assert_equal_lists(gradients(None), gradients(contexts(vault, OFFLOAD)))
-    assert vault.stats.kept == 0
+    assert_equal_lists(gradients(None), gradients(contexts(activation_store, OFFLOAD)))
+    assert activation_store.stats.kept == 0
 
 
-def test_a_policy_may_be_a_partial_function_and_wrappers_may_pass_it_on(vault: Vault) -> None:
+def test_a_policy_may_be_a_partial_function_and_wrappers_may_pass_it_on(
+    activation_store: ActivationStore,
+) -> None:
     def choose(
         policy: CheckpointPolicy, context: object, operator: object, *args: object, **kwargs: object
     ) -> CheckpointPolicy:
@@ -238,7 +259,9 @@ def test_a_policy_may_be_a_partial_function_and_wrappers_may_pass_it_on(vault: V
     wrapped = nn.ModuleList(
         checkpoint_wrapper(
             layer,
-            context_fn=functools.partial(create_selective_checkpoint_contexts, policy, vault=vault),
+            context_fn=functools.partial(
+                create_selective_checkpoint_contexts, policy, activation_store=activation_store
+            ),
         )
         for layer in model()
     )
@@ -246,11 +269,11 @@ def test_a_policy_may_be_a_partial_function_and_wrappers_may_pass_it_on(vault: V
     for _ in range(2):
         forward(wrapped, None).backward()
     assert_equal_lists(gradients(None), [parameter.grad for parameter in wrapped.parameters()])
-    assert vault.stats.kept == 2 * 3 * 2
+    assert activation_store.stats.kept == 2 * 3 * 2
 
 
-def test_without_a_vault_offloading_is_refused_and_all_else_works() -> None:
-    with pytest.raises(UsageError, match="vault=Vault"):
+def test_without_a_activation_store_offloading_is_refused_and_all_else_works() -> None:
+    with pytest.raises(UsageError, match="activation_store=ActivationStore"):
         forward(model(), contexts(None, OFFLOAD))
     expected = gradients(None)
     for policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE):

@@ -27,7 +27,7 @@ from tests.training.swap_models import (
 )
 from tierstore.errors import CapacityError
 from tierstore.training import swap
-from tierstore.training.activations.vault import Parked, Vault
+from tierstore.training.activations.activation_store import ActivationStore, OffloadedTensor
 
 MARKS: dict[str, Callable[[int], dict[str, object]]] = {
     "layers": whole_layers,
@@ -131,13 +131,13 @@ def test_what_a_backward_pass_inside_forward_saves_stays(tmp_path: Path, prefetc
     def build() -> nn.Module:
         return nn.Sequential(Penalised(), Penalised())
 
-    keep = Vault.keep
+    keep = ActivationStore.keep
 
-    def kept(self: Vault, tensor: Tensor, name: str) -> Parked:
+    def kept(self: ActivationStore, tensor: Tensor, name: str) -> OffloadedTensor:
         assert torch._C._current_graph_task_id() == -1
         return keep(self, tensor, name)
 
-    with mock.patch.object(Vault, "keep", kept):
+    with mock.patch.object(ActivationStore, "keep", kept):
         assert_same_bits(build, train, config(tmp_path, whole_layers(prefetch)), least=10)
         with swapping(build(), config(tmp_path, whole_layers(prefetch))) as active:
             model = build()

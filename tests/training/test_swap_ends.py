@@ -31,7 +31,7 @@ from tierstore.errors import CapacityError, ConfigError, StoreClosed, UsageError
 from tierstore.store import Store
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Swap, SwapConfig, swap
-from tierstore.training.activations.vault import Vault
+from tierstore.training.activations.activation_store import ActivationStore
 from tierstore.training.hooks_in_force import top_hooks
 
 
@@ -371,7 +371,7 @@ def test_hooks_outside_get_everything_and_what_they_keep_is_swapped(tmp_path: Pa
     everything = saved_outside()
     with (
         swapping(model, config(tmp_path, whole_layers(1))),
-        mock.patch.object(Vault, "keep", autospec=True, side_effect=Vault.keep) as keep,
+        mock.patch.object(ActivationStore, "keep", autospec=True, side_effect=ActivationStore.keep) as keep,
     ):
         assert saved_outside() == everything
         assert keep.call_count > 0

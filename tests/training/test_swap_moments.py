@@ -20,7 +20,11 @@ from tierstore.spi import AdoptingBackend, Slot
 from tierstore.store import Store
 from tierstore.testing.faults import Gate
 from tierstore.training import swap
-from tierstore.training.activations.vault import Parked, Vault, WeakParked
+from tierstore.training.activations.activation_store import (
+    ActivationStore,
+    OffloadedTensor,
+    WeakOffloadedTensor,
+)
 from tierstore_backends.device import open_backend as open_device
 from tierstore_backends.memory import open_backend as open_memory
 
@@ -49,17 +53,20 @@ Event = tuple[str, object]
 def recorded() -> Iterator[list[Event]]:
     """Write down what is brought and taken; `watch_nodes` adds what runs."""
     events: list[Event] = []
-    bring, take = WeakParked.bring, Parked.take
+    bring, take = WeakOffloadedTensor.bring, OffloadedTensor.take
 
-    def noted_bring(self: WeakParked) -> None:
+    def noted_bring(self: WeakOffloadedTensor) -> None:
         events.append(("bring", self.key))
         bring(self)
 
-    def noted_take(self: Parked) -> Tensor:
+    def noted_take(self: OffloadedTensor) -> Tensor:
         events.append(("take", self.key))
         return take(self)
 
-    with mock.patch.object(WeakParked, "bring", noted_bring), mock.patch.object(Parked, "take", noted_take):
+    with (
+        mock.patch.object(WeakOffloadedTensor, "bring", noted_bring),
+        mock.patch.object(OffloadedTensor, "take", noted_take),
+    ):
         yield events
 
 
@@ -254,7 +261,7 @@ def test_what_is_not_wanted_at_once_leaves_when_the_forward_ends(tmp_path: Path)
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators that are no views, outside the vault."""
+    """Counts operators that are no views, outside the activation store."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -269,16 +276,16 @@ class Operators(TorchDispatchMode):
 def test_operators_are_counted_as_the_docs_say(tmp_path: Path) -> None:
     model, x = Llama(), inputs()
     with swapping(model, config(tmp_path, whole_layers())) as active, Operators() as counted:
-        keep = Vault.keep
+        keep = ActivationStore.keep
 
-        def kept(self: Vault, tensor: Tensor, name: str) -> Parked:
+        def kept(self: ActivationStore, tensor: Tensor, name: str) -> OffloadedTensor:
             counted.is_ours = False
             try:
                 return keep(self, tensor, name)
             finally:
                 counted.is_ours = True
 
-        with mock.patch.object(Vault, "keep", kept):
+        with mock.patch.object(ActivationStore, "keep", kept):
             model(x)
         assert active.stats().operators == counted.count > 50
 
@@ -332,11 +339,13 @@ def test_what_is_wanted_while_it_goes_on_to_disk_is_read_from_the_block_being_wr
     store, device, disk = gated(host_bytes=4096)
     device.open()
     with store:
-        vault = Vault(store)
-        first = vault.keep(torch.arange(1024), "first")  # 8 KiB: host memory is too small, and it goes on
-        small = vault.keep(torch.arange(512.0), "small")
+        activation_store = ActivationStore(store)
+        first = activation_store.keep(
+            torch.arange(1024), "first"
+        )  # 8 KiB: host memory is too small, and it goes on
+        small = activation_store.keep(torch.arange(512.0), "small")
         small.release()
-        other = vault.keep(torch.ones(1024), "other")
+        other = activation_store.keep(torch.ones(1024), "other")
         assert store.where("small") == ("host",)
         assert disk.held > 0
         assert torch.equal(small.take(), torch.arange(512.0))

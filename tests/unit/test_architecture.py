@@ -155,3 +155,12 @@ def test_no_file_names_a_place_on_somebody_s_machine() -> None:
         text = path.read_bytes().decode("utf-8", errors="ignore")
         named += [f"{entry}: {found[0]}" for found in places.finditer(text)]
     assert named == []
+
+
+def test_no_class_of_a_module_has_the_name_of_another() -> None:
+    places: dict[str, list[str]] = {}
+    for path in _modules("tierstore", "backends"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(f"{_name(path)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -9,14 +9,14 @@ import pytest
 
 from tests.files_disk import TIMEOUT_S
 from tierstore import forks
-from tierstore_backends.ending import Ending
+from tierstore_backends.ending import BackendLifetime
 
 
 class Owner:
     """Something that owns something."""
 
     def __init__(self, told: list[str]) -> None:
-        self.ending = Ending(self, lambda: told.append("disowned"), told.append, "shut")
+        self.ending = BackendLifetime(self, lambda: told.append("disowned"), told.append, "shut")
 
 
 def test_it_ends_once() -> None:
@@ -39,7 +39,7 @@ def test_an_end_that_fails_is_told_once_and_is_over() -> None:
         raise OSError("the disk is gone")
 
     owner = Owner([])
-    ending = Ending(owner, lambda: None, shut)
+    ending = BackendLifetime(owner, lambda: None, shut)
     with pytest.raises(OSError, match="the disk is gone"):
         ending.close()
     assert ending.is_over
@@ -83,7 +83,7 @@ def test_who_closes_while_another_does_waits_until_that_is_done() -> None:
         told.append("returned")
 
     owner = Owner([])
-    ending = Ending(owner, lambda: None, shut)
+    ending = BackendLifetime(owner, lambda: None, shut)
     ending._closing = queue  # type: ignore[assignment]
     closers = [threading.Thread(target=close) for _ in range(2)]
     closers[0].start()

@@ -224,7 +224,7 @@ class _Cuda:
     """A machine with one CUDA device, as far as torch is asked about it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.link: measure.Link | None = measure.Link(12 * 2**30, 11 * 2**30)
+        self.link: measure.LinkSpeed | None = measure.LinkSpeed(12 * 2**30, 11 * 2**30)
         monkeypatch.setattr(
             torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
         )
@@ -233,7 +233,7 @@ class _Cuda:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H1000")
         monkeypatch.setattr(measure, "link", self._measure)
 
-    def _measure(self, device: str) -> measure.Link:
+    def _measure(self, device: str) -> measure.LinkSpeed:
         if self.link is None:
             raise RuntimeError("CUDA error: out of memory\nmore lines")
         return self.link

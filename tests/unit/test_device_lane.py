@@ -15,8 +15,8 @@ from tierstore.testing.conformance import succeed
 from tierstore.units import GIB, MIB
 from tierstore_backends.device import EmulatedDevice
 from tierstore_backends.device.delivery import LateDelivery, PromptDelivery
-from tierstore_backends.device.lane import INLINE_BELOW_BYTES, Lane
-from tierstore_backends.device.link import Link
+from tierstore_backends.device.lane import INLINE_BELOW_BYTES, EmulatedCopyQueue
+from tierstore_backends.device.link import EmulatedLink
 
 _TIMEOUT_S = 30.0
 
@@ -40,20 +40,20 @@ def _told(tell: Callable[..., object], *arguments: object) -> Completion:
 
 
 def test_a_link_without_limits_takes_no_time() -> None:
-    link = Link()
+    link = EmulatedLink()
     assert link.is_instant
     assert link.due_s(GIB, asked_s=5.0) == 5.0
 
 
 def test_copies_follow_one_another_on_a_link() -> None:
-    link = Link(bandwidth=1000)
+    link = EmulatedLink(bandwidth=1000)
     assert link.due_s(500, asked_s=10.0) == 10.5
     assert link.due_s(500, asked_s=10.1) == 11.0
     assert link.due_s(500, asked_s=20.0) == 20.5
 
 
 def test_latency_delays_each_copy_and_holds_up_none() -> None:
-    link = Link(bandwidth=1000, latency_s=2.0)
+    link = EmulatedLink(bandwidth=1000, latency_s=2.0)
     assert not link.is_instant
     assert link.due_s(1000, asked_s=0.0) == 3.0
     assert link.due_s(1000, asked_s=0.0) == 4.0
@@ -72,7 +72,7 @@ class _Clock(threading.Event):
 
 
 def test_a_copy_takes_as_long_as_its_link_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lane("h2d", Link(bandwidth=MIB), PromptDelivery())
+    lane = EmulatedCopyQueue("h2d", EmulatedLink(bandwidth=MIB), PromptDelivery())
     clock = _Clock()
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     with monkeypatch.context() as patch:
@@ -89,17 +89,22 @@ def test_a_copy_takes_as_long_as_its_link_says(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_small_copies_are_done_before_the_call_returns() -> None:
-    lane = Lane("h2d", Link(), PromptDelivery())
+    lane = EmulatedCopyQueue("h2d", EmulatedLink(), PromptDelivery())
     completion = Completion()
     lane.copy(_buffer(INLINE_BELOW_BYTES - 1), _buffer(INLINE_BELOW_BYTES - 1), completion)
     assert completion.is_done
 
 
 @pytest.mark.parametrize(
-    ("link", "nbytes"), [(Link(), INLINE_BELOW_BYTES), (Link(bandwidth=GIB), 1), (Link(latency_s=1e-6), 1)]
+    ("link", "nbytes"),
+    [
+        (EmulatedLink(), INLINE_BELOW_BYTES),
+        (EmulatedLink(bandwidth=GIB), 1),
+        (EmulatedLink(latency_s=1e-6), 1),
+    ],
 )
-def test_other_copies_end_in_the_thread_of_their_direction(link: Link, nbytes: int) -> None:
-    lane = Lane("h2d", link, PromptDelivery())
+def test_other_copies_end_in_the_thread_of_their_direction(link: EmulatedLink, nbytes: int) -> None:
+    lane = EmulatedCopyQueue("h2d", link, PromptDelivery())
     names: queue.SimpleQueue[str] = queue.SimpleQueue()
     lane.copy(_buffer(nbytes), _buffer(nbytes), _told(lambda: names.put(threading.current_thread().name)))
     assert names.get(timeout=_TIMEOUT_S) == "tierstore-h2d"
@@ -107,7 +112,7 @@ def test_other_copies_end_in_the_thread_of_their_direction(link: Link, nbytes: i
 
 
 def test_a_small_copy_does_not_overtake_a_large_one() -> None:
-    lane = Lane("h2d", Link(), PromptDelivery())
+    lane = EmulatedCopyQueue("h2d", EmulatedLink(), PromptDelivery())
     may_begin = threading.Event()
     order: queue.SimpleQueue[str] = queue.SimpleQueue()
     lane.copy(_buffer(MIB), _buffer(MIB), _told(order.put, "large"), after=may_begin)
@@ -119,7 +124,7 @@ def test_a_small_copy_does_not_overtake_a_large_one() -> None:
 
 
 def test_small_copies_are_done_at_once_again_when_the_large_one_has_ended() -> None:
-    lane = Lane("h2d", Link(), PromptDelivery())
+    lane = EmulatedCopyQueue("h2d", EmulatedLink(), PromptDelivery())
     large, small = Completion(), Completion()
     lane.copy(_buffer(MIB), _buffer(MIB), large)
     succeed(large)
@@ -129,7 +134,7 @@ def test_small_copies_are_done_at_once_again_when_the_large_one_has_ended() -> N
 
 
 def test_a_lane_lets_go_of_its_buffers_before_it_says_so() -> None:
-    lane = Lane("h2d", Link(), PromptDelivery())
+    lane = EmulatedCopyQueue("h2d", EmulatedLink(), PromptDelivery())
     into, source = _buffer(MIB), _buffer(MIB)
     counts: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
@@ -148,7 +153,7 @@ def test_a_callback_that_raises_does_not_stop_later_copies(caplog: pytest.LogCap
     def fail() -> None:
         raise ValueError("a bug of the engine's")
 
-    lane = Lane("h2d", Link(), PromptDelivery())
+    lane = EmulatedCopyQueue("h2d", EmulatedLink(), PromptDelivery())
     may_begin, later = threading.Event(), Completion()
     lane.copy(_buffer(MIB), _buffer(MIB), _told(fail), after=may_begin)
     lane.copy(_buffer(MIB), _buffer(MIB), later)
@@ -159,7 +164,7 @@ def test_a_callback_that_raises_does_not_stop_later_copies(caplog: pytest.LogCap
 
 
 def test_closing_ends_what_was_asked_for_without_waiting_for_the_link() -> None:
-    lane = Lane("h2d", Link(bandwidth=1), PromptDelivery())  # twelve days
+    lane = EmulatedCopyQueue("h2d", EmulatedLink(bandwidth=1), PromptDelivery())  # twelve days
     source, into, completion = torch.ones(MIB, dtype=torch.uint8), _buffer(MIB), Completion()
     lane.copy(into, source, completion)
     lane.close()
@@ -243,13 +248,13 @@ def test_what_is_still_to_be_told_is_told_at_the_end() -> None:
     assert completion.is_done
 
 
-def _interrupted_lane(monkeypatch: pytest.MonkeyPatch) -> Lane:
+def _interrupted_lane(monkeypatch: pytest.MonkeyPatch) -> EmulatedCopyQueue:
     """A lane whose first copy was interrupted before its thread had begun."""
 
     def interrupt(_: threading.Thread) -> None:
         raise KeyboardInterrupt
 
-    lane = Lane("h2d", Link(), PromptDelivery())
+    lane = EmulatedCopyQueue("h2d", EmulatedLink(), PromptDelivery())
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", interrupt)
         with pytest.raises(KeyboardInterrupt):

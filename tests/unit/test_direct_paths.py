@@ -23,7 +23,7 @@ from tierstore_backends.files.options import Direct
 from tierstore_backends.files.probe import probe
 from tierstore_backends.files.segments import Segments
 from tierstore_backends.files.syscalls import KERNEL
-from tierstore_backends.files.transfer import Direction, FileSlot, Transfer, cut
+from tierstore_backends.files.transfer import Direction, FileSlot, IoRequest, cut
 from tierstore_backends.host import HostSlot
 
 
@@ -200,7 +200,7 @@ def gpu_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuFiles:
 def moved(files: GpuFiles, direction: Direction, whole: Buffer) -> BaseException | None:
     """Move a slot that lies across two files, piece by piece; return how it ended."""
     slot = FileSlot(len(whole), ((14 * PAGE, 19 * PAGE),), None, 2 * PAGE)
-    transfer = Transfer(direction, [slot], [whole])
+    transfer = IoRequest(direction, [slot], [whole])
     for piece in cut(transfer, segment_bytes=16 * PAGE):
         files.move(piece)
     transfer.finish()

@@ -6,9 +6,9 @@ import pytest
 
 from tierstore.core.entry import Entry
 from tierstore.core.eviction import POLICIES, size_class
-from tierstore.core.messages import Place
+from tierstore.core.messages import ReplicaId
 from tierstore.core.model import Plan
-from tierstore.core.residency import Replica, State, Step
+from tierstore.core.residency import Replica, ReplicaState, ReplicaStep
 from tierstore.errors import InvariantError
 
 MIB = 1024**2
@@ -17,7 +17,7 @@ MIB = 1024**2
 def replicas(*mebibytes: float) -> list[Replica]:
     """Return candidates, oldest use first, keyed "0", "1", ..."""
     return [
-        Replica(Entry(number, str(number), 0, None), Place(number, 0), int(size * MIB))
+        Replica(Entry(number, str(number), 0, None), ReplicaId(number, 0), int(size * MIB))
         for number, size in enumerate(mebibytes)
     ]
 
@@ -81,9 +81,9 @@ def test_a_replica_takes_no_step_outside_its_table() -> None:
     replica = replicas(1)[0]
     assert replica.key == "0"
     with pytest.raises(InvariantError, match="FILLED while ABSENT"):
-        replica.step(Step.FILLED)
-    replica.step(Step.RESERVE)
-    replica.step(Step.FILLED)
-    assert replica.state is State.READY
+        replica.step(ReplicaStep.FILLED)
+    replica.step(ReplicaStep.RESERVE)
+    replica.step(ReplicaStep.FILLED)
+    assert replica.state is ReplicaState.READY
     with pytest.raises(InvariantError, match="bug in tierstore"):
-        replica.step(Step.FREED)
+        replica.step(ReplicaStep.FREED)

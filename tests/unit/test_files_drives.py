@@ -39,7 +39,7 @@ from tierstore_backends.files.segments import Segments
 from tierstore_backends.files.several import in_common, with_common_alignment
 from tierstore_backends.files.stripes import Stripes
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
-from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transfer, cut
+from tierstore_backends.files.transfer import Direction, FileSlot, Fragment, IoRequest, cut
 
 BLOCK = 64 * KIB
 
@@ -404,12 +404,12 @@ def test_a_directory_that_cannot_be_used_is_named(folders: list[Path]) -> None:
     assert not folders[0].exists()
 
 
-def two_engines(tmp_path: Path) -> tuple[DriveEngine, list[PlainEngine], list[Piece]]:
+def two_engines(tmp_path: Path) -> tuple[DriveEngine, list[PlainEngine], list[Fragment]]:
     """Return engines of two drives, and the pieces of a transfer over both."""
     engines = [PlainEngine([lambda batch: None]) for _ in range(2)]
     whole = DriveEngine(engines, Stripes([], PAGE, PAGE), folders=[tmp_path] * 2, segment_bytes=MIB)
     slot = FileSlot(2 * PAGE, [(0, PAGE), (SPAN_BYTES, SPAN_BYTES + PAGE)], None, PAGE)
-    return whole, engines, cut(Transfer(Direction.READ, [slot], [buffer(2 * PAGE)]), segment_bytes=MIB)
+    return whole, engines, cut(IoRequest(Direction.READ, [slot], [buffer(2 * PAGE)]), segment_bytes=MIB)
 
 
 def test_a_drive_whose_engine_has_ended_fails_what_other_drives_have_begun(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_a_drive_whose_engine_has_ended_fails_what_other_drives_have_begun(tmp_p
     engines[1].close()
     transfer = pieces[0].transfer
     whole.submit(pieces)
-    assert isinstance(transfer, Transfer)
+    assert isinstance(transfer, IoRequest)
     assert isinstance(outcome(transfer.completion), StoreClosed)
 
 

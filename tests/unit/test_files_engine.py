@@ -10,38 +10,38 @@ import torch
 
 from tests.files_disk import PAGE, TIMEOUT_S, finish
 from tierstore.errors import StoreClosed
-from tierstore_backends.files.engine import Engine, Pace
+from tierstore_backends.files.engine import IoEngine, Pace
 from tierstore_backends.files.engines.plain import PlainEngine
 from tierstore_backends.files.engines.threads import ThreadEngine
-from tierstore_backends.files.piece_queue import PieceQueues
-from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transfer, cut
+from tierstore_backends.files.piece_queue import FragmentQueues
+from tierstore_backends.files.transfer import Direction, FileSlot, Fragment, IoRequest, cut
 
 
-def transfer(pages: int = 1, start: int = 0) -> tuple[Transfer, list[Piece]]:
+def transfer(pages: int = 1, start: int = 0) -> tuple[IoRequest, list[Fragment]]:
     """Return a read of ``pages`` pages, cut into pages, and its pieces."""
     slot = FileSlot(pages * PAGE, ((start * PAGE, (start + pages) * PAGE),), None, PAGE)
-    whole = Transfer(Direction.READ, [slot], [torch.zeros(pages * PAGE, dtype=torch.uint8)])
+    whole = IoRequest(Direction.READ, [slot], [torch.zeros(pages * PAGE, dtype=torch.uint8)])
     return whole, cut(whole, segment_bytes=1 << 40)
 
 
 def threads(
-    *moves: Callable[[Sequence[Piece]], None], depth: int = 100, tidy: Callable[[], None] = lambda: None
+    *moves: Callable[[Sequence[Fragment]], None], depth: int = 100, tidy: Callable[[], None] = lambda: None
 ) -> ThreadEngine:
-    return ThreadEngine(moves, PieceQueues(PAGE, 1 << 40), Pace(depth=depth, tidy=tidy, quiet_s=0.0))
+    return ThreadEngine(moves, FragmentQueues(PAGE, 1 << 40), Pace(depth=depth, tidy=tidy, quiet_s=0.0))
 
 
-def do_nothing(batch: Sequence[Piece]) -> None:
+def do_nothing(batch: Sequence[Fragment]) -> None:
     del batch
 
 
 @pytest.fixture(params=["threads", "plain"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest) -> Iterator[IoEngine]:
     made = threads(do_nothing) if request.param == "threads" else PlainEngine([do_nothing])
     yield made
     made.close()
 
 
-def test_a_closed_engine_takes_nothing(engine: Engine) -> None:
+def test_a_closed_engine_takes_nothing(engine: IoEngine) -> None:
     engine.close()
     whole, pieces = transfer()
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_a_closed_engine_takes_nothing(engine: Engine) -> None:
     assert not whole.completion.is_done
 
 
-def test_a_transfer_ends_when_its_last_piece_has_moved(engine: Engine) -> None:
+def test_a_transfer_ends_when_its_last_piece_has_moved(engine: IoEngine) -> None:
     whole, pieces = transfer(5)
     engine.submit(pieces)
     finish(whole.completion)
@@ -60,7 +60,7 @@ def test_a_transfer_ends_when_its_last_piece_has_moved(engine: Engine) -> None:
 def test_the_first_error_of_a_transfer_is_the_one_it_ends_with() -> None:
     first, second = OSError("first"), OSError("second")
 
-    def fail(batch: Sequence[Piece]) -> None:
+    def fail(batch: Sequence[Fragment]) -> None:
         batch[0].error = {1: first, 3: second}.get(batch[0].index)
 
     engine = threads(fail)
@@ -75,7 +75,7 @@ def test_closing_wakes_a_worker_that_waits_for_the_depth() -> None:
     gate = threading.Event()
     waiters = 3
 
-    def wait(batch: Sequence[Piece]) -> None:
+    def wait(batch: Sequence[Fragment]) -> None:
         del batch
         assert gate.wait(TIMEOUT_S)
 
@@ -100,7 +100,7 @@ def test_what_comes_while_the_engine_tidies_moves_afterwards() -> None:
         assert gate.wait(TIMEOUT_S)
         order.append("tidied")
 
-    def move(batch: Sequence[Piece]) -> None:
+    def move(batch: Sequence[Fragment]) -> None:
         del batch
         order.append("moved")
 
@@ -121,7 +121,7 @@ def test_what_comes_while_the_engine_tidies_moves_afterwards() -> None:
 def test_an_interrupted_caller_leaves_room_for_the_next() -> None:
     interruptions: list[BaseException] = [KeyboardInterrupt()]
 
-    def be_interrupted(batch: Sequence[Piece]) -> None:
+    def be_interrupted(batch: Sequence[Fragment]) -> None:
         del batch
         if interruptions:
             raise interruptions.pop()

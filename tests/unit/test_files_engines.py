@@ -33,7 +33,7 @@ from tierstore.spi import Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files import FilesBackend
 from tierstore_backends.files.streams import AioStreams
-from tierstore_backends.files.syscalls import Call
+from tierstore_backends.files.syscalls import KernelCall
 from tierstore_backends.files.transfer import Direction, FileSlot
 
 BLOCK = 64 * KIB
@@ -337,5 +337,5 @@ def test_a_stream_that_falls_short_says_so_and_goes_no_further(tmp_path: Path) -
         streams = AioStreams(lambda _: path, executor)
         streams._open[path] = half  # type: ignore[assignment]
         pages = [memoryview(bytearray(PAGE)) for _ in range(2)]
-        assert asyncio.run(streams.move(Call(Direction.WRITE, -1, 0, pages, 0))) == PAGE // 2
+        assert asyncio.run(streams.move(KernelCall(Direction.WRITE, -1, 0, pages, 0))) == PAGE // 2
     assert half.given == [PAGE]

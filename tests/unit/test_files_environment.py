@@ -29,10 +29,10 @@ from tierstore_backends.files.engine import Pace
 from tierstore_backends.files.engines.threads import ThreadEngine
 from tierstore_backends.files.options import Direct
 from tierstore_backends.files.owner import DirectoryOwner, segment_name
-from tierstore_backends.files.piece_queue import PieceQueues
+from tierstore_backends.files.piece_queue import FragmentQueues
 from tierstore_backends.files.probe import probe
 from tierstore_backends.files.syscalls import KERNEL, _Kernel
-from tierstore_backends.files.transfer import Piece
+from tierstore_backends.files.transfer import Fragment
 
 LOCK = "tierstore.lock"
 
@@ -50,11 +50,11 @@ def test_a_system_without_threads_left_ends_those_that_began(monkeypatch: pytest
         began.append(thread)
         start(thread)
 
-    def do_nothing(batch: Sequence[Piece]) -> None:
+    def do_nothing(batch: Sequence[Fragment]) -> None:
         del batch
 
     monkeypatch.setattr(threading.Thread, "start", start_two)
-    waiting = PieceQueues(PAGE, 1 << 40)
+    waiting = FragmentQueues(PAGE, 1 << 40)
     with pytest.raises(RuntimeError, match="can't start"):
         ThreadEngine([do_nothing] * 4, waiting, Pace(depth=1, tidy=lambda: None, quiet_s=0.0))
     for thread in began:

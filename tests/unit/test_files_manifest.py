@@ -15,7 +15,7 @@ from tests.files_disk import PAGE, buffer, finish, open_durable
 from tierstore.spi import Record
 from tierstore_backends.files.manifest import Manifest
 from tierstore_backends.files.meta import Meta
-from tierstore_backends.files.rows import Place, Sums, encode
+from tierstore_backends.files.rows import RecordLocation, Sums, encode
 
 SEGMENT = 64 * 1024
 SIZES = {"a": 5000, "ä/\n": 0, "lone \ud800": 1, "large": 2 * SEGMENT + 77}
@@ -97,7 +97,7 @@ def test_a_directory_can_be_read_by_its_documentation(tmp_path: Path, block_byte
 def test_a_manifest_that_was_closed_leaves_one_file_without_a_log(tmp_path: Path) -> None:
     meta = Meta(format=1, directory="x", created_by="y", segment_bytes=SEGMENT, alignment_bytes=PAGE)
     manifest = Manifest.create(tmp_path, meta)
-    row = encode(1, 1, b"a", b"", 0, Place((), (), Sums.NONE, 0))
+    row = encode(1, 1, b"a", b"", 0, RecordLocation((), (), Sums.NONE, 0))
     manifest.commit(replace(meta, commit=1, records=1), (), [row])
     manifest.close()
     manifest.close()

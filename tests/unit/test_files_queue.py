@@ -5,33 +5,33 @@ from __future__ import annotations
 import torch
 
 from tests.files_disk import PAGE
-from tierstore_backends.files.piece_queue import BATCH_PIECES, PieceQueue, PieceQueues
-from tierstore_backends.files.transfer import Direction, FileSlot, Piece, Transfer, cut
+from tierstore_backends.files.piece_queue import BATCH_PIECES, FragmentQueue, FragmentQueues
+from tierstore_backends.files.transfer import Direction, FileSlot, Fragment, IoRequest, cut
 
 FAR = 1 << 40
 
 
-def piece(page: int, pages: int = 1, direction: Direction = Direction.READ) -> Piece:
+def piece(page: int, pages: int = 1, direction: Direction = Direction.READ) -> Fragment:
     """Return a piece that lies at ``page``."""
     nbytes = pages * PAGE
     slot = FileSlot(nbytes, ((page * PAGE, page * PAGE + nbytes),), None, nbytes)
-    transfer = Transfer(direction, [slot], [torch.zeros(nbytes, dtype=torch.uint8)])
+    transfer = IoRequest(direction, [slot], [torch.zeros(nbytes, dtype=torch.uint8)])
     (whole,) = cut(transfer, segment_bytes=FAR)
     return whole
 
 
-def filled(*pieces: Piece, batch_pages: int = 1000, segment_pages: int = 1 << 28) -> PieceQueue:
-    queue = PieceQueue(batch_pages * PAGE, segment_pages * PAGE)
+def filled(*pieces: Fragment, batch_pages: int = 1000, segment_pages: int = 1 << 28) -> FragmentQueue:
+    queue = FragmentQueue(batch_pages * PAGE, segment_pages * PAGE)
     for each in pieces:
         queue.put(each)
     return queue
 
 
-def pages(batch: list[Piece]) -> list[int]:
+def pages(batch: list[Fragment]) -> list[int]:
     return [each.address // PAGE for each in batch]
 
 
-def drained(queue: PieceQueue, most: int = 1000) -> list[list[int]]:
+def drained(queue: FragmentQueue, most: int = 1000) -> list[list[int]]:
     """Take everything; return the pages of each batch."""
     batches = []
     while queue:
@@ -90,7 +90,7 @@ def test_what_was_taken_along_does_not_come_again_and_may_be_put_again() -> None
 
 
 def test_a_read_goes_before_a_write_that_came_earlier() -> None:
-    queues = PieceQueues(1000 * PAGE, FAR)
+    queues = FragmentQueues(1000 * PAGE, FAR)
     assert not queues
     queues.put([piece(1, direction=Direction.WRITE)])
     assert queues

@@ -32,7 +32,7 @@ from tierstore.units import KIB, MIB
 from tierstore_backends.files.engines.choice import chosen
 from tierstore_backends.files.options import EngineName, parse_options
 from tierstore_backends.files.ring import UringRing
-from tierstore_backends.files.syscalls import Call, Ring
+from tierstore_backends.files.syscalls import KernelCall, Ring
 from tierstore_backends.files.transfer import Direction
 
 BLOCK = 64 * KIB
@@ -65,7 +65,7 @@ class TwistedRing(ScriptedRing):
         self._before_submit = submit
         self._has_put = False
 
-    def put(self, token: int, call: Call) -> None:
+    def put(self, token: int, call: KernelCall) -> None:
         """See `Ring`."""
         self._has_put = True
         super().put(token, call)
@@ -123,11 +123,11 @@ def test_a_ring_that_moves_no_page_is_not_used(
 @needs_ring
 def test_a_page_that_comes_back_different_is_found_at_opening(tmp_path: Path) -> None:
     class Forgetful(TwistedRing):
-        def put(self, token: int, call: Call) -> None:
+        def put(self, token: int, call: KernelCall) -> None:
             if call.direction is Direction.READ:
                 offset = call.offset + len(call.vector[0])  # where nothing was written
                 os.ftruncate(call.fd, 2 * offset)
-                call = Call(call.direction, call.fd, call.address, call.vector, offset)
+                call = KernelCall(call.direction, call.fd, call.address, call.vector, offset)
             super().put(token, call)
 
     with pytest.raises(BackendError, match="a page came back different"):
@@ -208,9 +208,9 @@ def test_a_ring_takes_no_more_calls_than_it_was_opened_for(tmp_path: Path) -> No
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     page = memoryview(bytearray(PAGE))
     for token in range(2):
-        ring.put(token, Call(Direction.WRITE, fd, 0, [page], token * PAGE))
+        ring.put(token, KernelCall(Direction.WRITE, fd, 0, [page], token * PAGE))
     with pytest.raises(InvariantError, match="more than 2 calls"):
-        ring.put(2, Call(Direction.WRITE, fd, 0, [page], 0))
+        ring.put(2, KernelCall(Direction.WRITE, fd, 0, [page], 0))
     ring.submit()
     ended: dict[int, int] = {}
     while len(ended) < 2:
@@ -230,7 +230,7 @@ class HoldingRing(TwistedRing):
         self.is_waited_for = threading.Event()
         self.is_let_go = False
 
-    def put(self, token: int, call: Call) -> None:
+    def put(self, token: int, call: KernelCall) -> None:
         """See `Ring`."""
         self.put_bytes += sum(len(view) for view in call.vector)
         super().put(token, call)

@@ -9,13 +9,13 @@ import pytest
 
 from tests.unit.test_ledger import DEVICE, DISK, HOST, Desk
 from tierstore.core import messages as m
-from tierstore.core.entry import NOTHING, Entry, Life, Phase
-from tierstore.core.quota import Shelf
-from tierstore.core.residency import State
+from tierstore.core.entry import NOTHING, Entry, EntryLife, WantPhase
+from tierstore.core.quota import TierState
+from tierstore.core.residency import ReplicaState
 from tierstore.errors import InvariantError
 
 
-def resident() -> tuple[Desk, Shelf, Entry]:
+def resident() -> tuple[Desk, TierState, Entry]:
     """Return a desk with one key, READY on the device."""
     desk = Desk()
     desk.store("k", 10, DEVICE)
@@ -30,7 +30,7 @@ def rising() -> tuple[Desk, Entry]:
     return desk, desk.ledger.books.index["k"]
 
 
-def queued() -> tuple[Desk, Shelf, Entry]:
+def queued() -> tuple[Desk, TierState, Entry]:
     """Return a desk with one key that waits for room on the device, where another one drains."""
     desk = Desk(device=100)
     desk.store("old", 100, DEVICE)
@@ -47,7 +47,7 @@ def expect(desk: Desk, message: str) -> None:
 
 def test_an_absent_replica_has_no_place_in_the_books() -> None:
     desk, shelf, entry = resident()
-    entry.replicas[DEVICE].state = State.ABSENT
+    entry.replicas[DEVICE].state = ReplicaState.ABSENT
     shelf.ready_bytes = 0
     shelf.evictable.clear()
     expect(desk, "ABSENT replica")
@@ -110,7 +110,7 @@ def test_the_index_shows_each_entry_under_its_own_key() -> None:
 def test_a_live_key_has_a_ready_replica() -> None:
     desk = Desk()
     desk.put("k", 10)
-    desk.ledger.books.index["k"].life = Life.LIVE
+    desk.ledger.books.index["k"].life = EntryLife.LIVE
     expect(desk, "no READY replica")
 
 
@@ -144,7 +144,7 @@ def test_a_holder_has_a_lease() -> None:
 
 def test_a_want_whose_replica_fills_has_its_room() -> None:
     desk, entry = rising()
-    entry.wants[HOST].phase = Phase.QUEUED
+    entry.wants[HOST].phase = WantPhase.QUEUED
     expect(desk, "in tier 1 is QUEUED")
 
 

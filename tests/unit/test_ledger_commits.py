@@ -333,7 +333,7 @@ def test_close_waits_for_the_commit_under_way_and_fails_the_flushes_after_it() -
 
 def test_what_was_recovered_is_there_and_is_kept_until_a_commit_without_it() -> None:
     desk = durable_desk()
-    desk.tell(m.Recovered(desk.next(), DISK, [m.Found("k", 10, 10, "spec"), m.Found("l", 5, 5, None)]))
+    desk.tell(m.RecordsRecovered(desk.next(), DISK, [m.Found("k", 10, 10, "spec"), m.Found("l", 5, 5, None)]))
     assert list(desk.ledger) == ["k", "l"]
     assert desk.ledger.spec("k") == "spec"
     assert [granted.key for granted in desk.leased[1]] == ["k", "l"]
@@ -351,7 +351,9 @@ def test_what_was_recovered_has_to_fit_into_the_quota() -> None:
     desk = durable_desk()
     with pytest.raises(CapacityError, match=r"2 keys of .* were found in 'disk'") as caught:
         desk.tell(
-            m.Recovered(desk.next(), DISK, [m.Found("k", 700, 700, None), m.Found("l", 800, 800, None)])
+            m.RecordsRecovered(
+                desk.next(), DISK, [m.Found("k", 700, 700, None), m.Found("l", 800, 800, None)]
+            )
         )
     assert (caught.value.needed_bytes, caught.value.free_bytes) == (1500, 1000)
     assert not len(desk.ledger)

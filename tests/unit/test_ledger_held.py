@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.test_ledger import DEVICE, DISK, HOST, Desk
 from tierstore.core import messages as m
-from tierstore.core.quota import Shelf
+from tierstore.core.quota import TierState
 from tierstore.errors import BackendError, InvariantError
 
 
@@ -15,7 +15,7 @@ def end(desk: Desk, charge_bytes: int, index: int = 0) -> None:
     desk.tell(m.CopyDone(desk.copies.pop(index).copy, charge_bytes=charge_bytes))
 
 
-def disk_of(desk: Desk) -> Shelf:
+def disk_of(desk: Desk) -> TierState:
     return desk.ledger.books.shelves[DISK]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore.outputs import ALIGNMENT_BYTES, SMALLEST_BYTES, OutputPool
+from tierstore.outputs import ALIGNMENT_BYTES, SMALLEST_BYTES, OutputBufferPool
 from tierstore.testing.memory import DeviceBudget
 
 SIZES = [0, 1, 100, SMALLEST_BYTES - 1, SMALLEST_BYTES, SMALLEST_BYTES + 1]
@@ -12,7 +12,7 @@ SIZES = [0, 1, 100, SMALLEST_BYTES - 1, SMALLEST_BYTES, SMALLEST_BYTES + 1]
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_outputs_of_any_size_are_host_memory_and_none_of_the_devices(nbytes: int) -> None:
-    pool = OutputPool()
+    pool = OutputBufferPool()
     with DeviceBudget(0) as budget:
         output = pool.take(nbytes)
         assert output.nbytes == nbytes
@@ -21,5 +21,5 @@ def test_outputs_of_any_size_are_host_memory_and_none_of_the_devices(nbytes: int
 
 @pytest.mark.parametrize("nbytes", SIZES[1:])
 def test_outputs_are_aligned_as_torchs_own_tensors_are(nbytes: int) -> None:
-    outputs = [OutputPool().take(nbytes) for _ in range(8)]
+    outputs = [OutputBufferPool().take(nbytes) for _ in range(8)]
     assert [output.data_ptr() % ALIGNMENT_BYTES for output in outputs] == [0] * 8

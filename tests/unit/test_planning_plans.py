@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.planning import Trace, plan_from
-from tierstore.planning.planner import LOOK_AHEAD, Place
+from tierstore.planning.planner import LOOK_AHEAD, PlanPosition
 
 KEYS = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=30)
 
@@ -52,14 +52,14 @@ def test_the_next_use_of_a_key_is_where_the_cycle_comes_by_it_again(keys: list[s
 
 @given(KEYS, st.integers(1, 4))
 def test_a_step_that_goes_as_planned_is_never_a_surprise(keys: list[str], cycles: int) -> None:
-    place = Place(plan_from(keys))
+    place = PlanPosition(plan_from(keys))
     positions = [place.pass_by(key) for _ in range(cycles) for key in keys]
     assert positions == list(range(len(keys))) * cycles
     assert (place.surprises, place.turn) == (0, len(keys) * cycles)
 
 
 def test_what_was_planned_and_is_skipped_is_passed() -> None:
-    place = Place(plan_from("abcde"))
+    place = PlanPosition(plan_from("abcde"))
     place.pass_by("a")
     assert place.pass_by("d") == 3
     assert place.key_at(place.turn) == "e"
@@ -67,7 +67,7 @@ def test_what_was_planned_and_is_skipped_is_passed() -> None:
 
 def test_a_key_that_is_not_near_is_a_surprise_and_moves_nothing() -> None:
     far = [str(number) for number in range(LOOK_AHEAD + 2)]
-    place = Place(plan_from(far))
+    place = PlanPosition(plan_from(far))
     assert place.pass_by("nowhere") is None
     assert place.pass_by(far[-1]) is None
     assert (place.surprises, place.turn) == (2, 0)
@@ -75,7 +75,7 @@ def test_a_key_that_is_not_near_is_a_surprise_and_moves_nothing() -> None:
 
 
 def test_a_new_step_begins_at_the_beginning_of_the_plan() -> None:
-    place = Place(plan_from("abc"))
+    place = PlanPosition(plan_from("abc"))
     place.begin_cycle()
     assert place.turn == 0
     place.pass_by("a")
@@ -84,6 +84,6 @@ def test_a_new_step_begins_at_the_beginning_of_the_plan() -> None:
 
 
 def test_an_empty_plan_knows_nothing() -> None:
-    place = Place(plan_from([]))
+    place = PlanPosition(plan_from([]))
     place.begin_cycle()
     assert place.pass_by("a") is None

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import tierstore as ts
-from tierstore.training.follow import Follower, Window
+from tierstore.training.follow import Prefetcher, PrefetchWindow
 
 
 def test_a_gradient_is_needed_until_the_step_ends() -> None:
     tiers = [ts.TierConfig("host", "memory", 2048), ts.TierConfig("disk", "memory", 65536)]
     with ts.Store(ts.StoreConfig(tiers=tiers, eviction="next-use")) as store:
-        follower = Follower(store, [Window("host", 0)], lambda _: 0, optimizers=1)
+        follower = Prefetcher(store, [PrefetchWindow("host", 0)], lambda _: 0, optimizers=1)
 
         def begin_step() -> None:
             follower.begin_forward()
@@ -41,7 +41,9 @@ def test_an_activation_is_brought_to_host_memory_ahead_of_its_use_and_no_further
         ts.TierConfig("disk", "memory", 65536),
     ]
     with ts.Store(ts.StoreConfig(tiers=tiers, eviction="next-use")) as store:
-        follower = Follower(store, [Window("device", 4096), Window("host", 8192)], lambda _: 0, optimizers=1)
+        follower = Prefetcher(
+            store, [PrefetchWindow("device", 4096), PrefetchWindow("host", 8192)], lambda _: 0, optimizers=1
+        )
         follower.note("first")
         follower.note_passing("activation", 1024)
         follower.note("last")
@@ -63,8 +65,8 @@ def test_an_activation_is_brought_to_host_memory_ahead_of_its_use_and_no_further
 def test_a_window_that_a_key_has_passed_is_free_again_whatever_became_of_its_bytes() -> None:
     tiers = [ts.TierConfig("device", "memory", 4096), ts.TierConfig("host", "memory", 8192)]
     with ts.Store(ts.StoreConfig(tiers=tiers)) as store:
-        window = Window("host", 1024)
-        follower = Follower(store, [window], lambda _: 0, optimizers=1)
+        window = PrefetchWindow("host", 1024)
+        follower = Prefetcher(store, [window], lambda _: 0, optimizers=1)
         for nbytes in (1024, 64, 4096, 512):
             follower.begin_forward()
             follower.note("first")
@@ -79,8 +81,8 @@ def test_a_key_may_be_used_in_the_midst_of_another_use() -> None:
     tiers = [ts.TierConfig("device", "memory", 4096), ts.TierConfig("host", "memory", 8192)]
     keys = [f"key {number}" for number in range(6)]
     with ts.Store(ts.StoreConfig(tiers=tiers)) as store:
-        window = Window("host", 4096)
-        follower = Follower(store, [window], lambda _: 64, optimizers=1)
+        window = PrefetchWindow("host", 4096)
+        follower = Prefetcher(store, [window], lambda _: 64, optimizers=1)
 
         def step() -> None:
             follower.begin_forward()
@@ -119,8 +121,8 @@ def test_threads_may_go_through_a_step_together() -> None:
     tiers = [ts.TierConfig("device", "memory", 4096), ts.TierConfig("host", "memory", 8192)]
     keys = [f"activation/{number}" for number in range(60)]
     with ts.Store(ts.StoreConfig(tiers=tiers)) as store:
-        window = Window("host", 10_000)
-        follower = Follower(store, [window], lambda _: 0, optimizers=1)
+        window = PrefetchWindow("host", 10_000)
+        follower = Prefetcher(store, [window], lambda _: 0, optimizers=1)
         for key in keys:
             follower.note_passing(key, 1000)
         follower.note_step(0)

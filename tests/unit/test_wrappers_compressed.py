@@ -18,7 +18,7 @@ from tierstore.spi import Buffer, PartialError, held_bytes
 from tierstore.testing.batching import Batching
 from tierstore.testing.conformance import contents, finish, stored, succeed
 from tierstore.testing.faults import Faulty, Gate
-from tierstore.wrappers import Compressed, Opened, with_codec
+from tierstore.wrappers import Compressed, OpenedBackend, with_codec
 from tierstore.wrappers.workers import PADS
 from tierstore_backends.memory import MemoryBackend
 
@@ -449,7 +449,7 @@ def test_an_unknown_codec_is_refused() -> None:
 
 def test_no_codec_is_no_wrapper() -> None:
     inner = Watched(MIB)
-    assert with_codec(inner, None, "disk") == Opened(inner)
+    assert with_codec(inner, None, "disk") == OpenedBackend(inner)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tierstore.errors import BackendError, IntegrityError
 from tierstore.spi import BatchBackend, Buffer, DirectBackend, DurableBackend, Record, held_bytes
 from tierstore.testing.conformance import contents, finish, stored, succeed
 from tierstore.wrappers import Compressed, DurableCompressed, notes, with_codec
-from tierstore.wrappers.notes import DamagedNoteError, Line, agree, packed_note, read_note, split_name
+from tierstore.wrappers.notes import ChunkRecord, DamagedNoteError, agree, packed_note, read_note, split_name
 
 CHUNK = 64 * KIB
 ODD_NAMES = ["k", "", "\x1f", "\x1f=k", "\x1f1 k", "\x1e", "a\nb", "\x1f1 ", "schlüssel"]
@@ -412,12 +412,12 @@ def test_a_chunk_that_is_larger_than_there_is_room_to_unpack_it_costs_its_key() 
 
 
 def test_lines_agree_only_if_they_are_of_one_slot() -> None:
-    lines = [Line(100, chunk, 2, 4, 50, 50, (30,), 7) for chunk in (0, 1)]
+    lines = [ChunkRecord(100, chunk, 2, 4, 50, 50, (30,), 7) for chunk in (0, 1)]
     assert agree(lines, [30, 30])
     assert not agree(lines, [30, 31])
     assert not agree(lines[:1], [30])
     assert not agree(lines[::-1], [30, 30])
-    assert not agree([lines[0], Line(100, 1, 2, 8, 50, 50, (30,), 7)], [30, 30])
+    assert not agree([lines[0], ChunkRecord(100, 1, 2, 8, 50, 50, (30,), 7)], [30, 30])
 
 
 def test_a_note_that_is_ours_but_nonsense_is_damaged() -> None:

@@ -9,12 +9,12 @@ import pytest
 
 from tierstore.errors import StoreClosed
 from tierstore.wrappers.blocks import Bytes
-from tierstore.wrappers.workers import Lane, Workers
+from tierstore.wrappers.workers import CodecWorkers, PadUse
 
 
 @pytest.fixture
-def workers() -> Iterator[Workers]:
-    made = Workers(threads=1, pad_bytes=8192, pads=1)
+def workers() -> Iterator[CodecWorkers]:
+    made = CodecWorkers(threads=1, pad_bytes=8192, pads=1)
     made.begin(lambda: None)
     yield made
     made.end()
@@ -24,7 +24,7 @@ def workers() -> Iterator[Workers]:
 class Busy:
     """Keeps the one thread busy, so that what waits can be put in order."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: CodecWorkers) -> None:
         self._gate = threading.Event()
         self._done = threading.Event()
         self.order: list[str] = []
@@ -37,7 +37,7 @@ class Busy:
         begun.set()
         self._gate.wait(30)
 
-    def queue(self, lane: Lane) -> None:
+    def queue(self, lane: PadUse) -> None:
         def job(pad: Bytes) -> None:
             self.order.append(lane.name)
             self._workers.give_back(lane, pad)
@@ -48,22 +48,22 @@ class Busy:
         """Let everything be done; return the order."""
         self._gate.set()
         ends = threading.Semaphore(0)
-        self._workers.submit_with_pad(Lane.WRITE, lambda pad: ends.release())
+        self._workers.submit_with_pad(PadUse.WRITE, lambda pad: ends.release())
         assert ends.acquire(timeout=30)
         assert len(self.order) == count
         return self.order
 
 
-def test_jobs_without_a_pad_go_first_then_reads_then_writes(workers: Workers) -> None:
+def test_jobs_without_a_pad_go_first_then_reads_then_writes(workers: CodecWorkers) -> None:
     busy = Busy(workers)
-    busy.queue(Lane.WRITE)
-    busy.queue(Lane.READ)
+    busy.queue(PadUse.WRITE)
+    busy.queue(PadUse.READ)
     workers.submit(lambda: busy.order.append("job"))
-    busy.queue(Lane.READ)
+    busy.queue(PadUse.READ)
     assert busy.go(4) == ["job", "READ", "READ", "WRITE"]
 
 
-def test_a_job_waits_for_a_pad_and_others_do_not_wait_for_it(workers: Workers) -> None:
+def test_a_job_waits_for_a_pad_and_others_do_not_wait_for_it(workers: CodecWorkers) -> None:
     taken: list[Bytes] = []
     has_taken, second, job_done = threading.Event(), threading.Event(), threading.Event()
 
@@ -71,17 +71,17 @@ def test_a_job_waits_for_a_pad_and_others_do_not_wait_for_it(workers: Workers) -
         taken.append(pad)
         has_taken.set()
 
-    workers.submit_with_pad(Lane.WRITE, keep)
+    workers.submit_with_pad(PadUse.WRITE, keep)
     assert has_taken.wait(30)
-    workers.submit_with_pad(Lane.WRITE, lambda pad: second.set())
+    workers.submit_with_pad(PadUse.WRITE, lambda pad: second.set())
     workers.submit(job_done.set)
     assert job_done.wait(30)
     assert not second.is_set()
-    workers.give_back(Lane.WRITE, taken.pop())
+    workers.give_back(PadUse.WRITE, taken.pop())
     assert second.wait(30)
 
 
-def test_a_pad_begins_at_a_page(workers: Workers) -> None:
+def test_a_pad_begins_at_a_page(workers: CodecWorkers) -> None:
     pads: list[Bytes] = []
     done = threading.Event()
 
@@ -89,13 +89,13 @@ def test_a_pad_begins_at_a_page(workers: Workers) -> None:
         pads.append(pad)
         done.set()
 
-    workers.submit_with_pad(Lane.READ, job)
+    workers.submit_with_pad(PadUse.READ, job)
     assert done.wait(30)
     assert pads[0].ctypes.data % 4096 == 0
     assert len(pads[0]) == 8192
 
 
-def test_a_job_that_raises_costs_no_thread(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_raises_costs_no_thread(workers: CodecWorkers, caplog: pytest.LogCaptureFixture) -> None:
     def job() -> None:
         raise RuntimeError("a bug")
 
@@ -108,7 +108,7 @@ def test_a_job_that_raises_costs_no_thread(workers: Workers, caplog: pytest.LogC
 
 def test_no_thread_is_started_before_it_is_needed() -> None:
     before = threading.active_count()
-    workers = Workers(threads=2, pad_bytes=8192)
+    workers = CodecWorkers(threads=2, pad_bytes=8192)
     assert threading.active_count() == before
     workers.begin(lambda: None)
     assert threading.active_count() == before + 2
@@ -123,7 +123,7 @@ def test_no_thread_is_started_before_it_is_needed() -> None:
 def test_an_operation_whose_threads_could_not_all_be_started_is_none_and_the_next_one_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    workers = Workers(threads=2, pad_bytes=8192)
+    workers = CodecWorkers(threads=2, pad_bytes=8192)
     start = threading.Thread.start
     done = threading.Event()
     interrupted = iter([True, False, True])

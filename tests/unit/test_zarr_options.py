@@ -22,7 +22,7 @@ from tierstore.units import MIB
 from tierstore_backends.zarr import open_backend
 from tierstore_backends.zarr.options import parse_options
 from tierstore_backends.zarr.owner import MARKER
-from tierstore_backends.zarr.places import Place, open_place
+from tierstore_backends.zarr.places import OpenStore, open_place
 
 
 def fault(**options: object) -> str:
@@ -149,7 +149,7 @@ def test_a_place_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -
 
 
 def test_every_backend_has_a_file_system_of_its_own() -> None:
-    async def both() -> list[Place]:
+    async def both() -> list[OpenStore]:
         return [await open_place("s3://bucket/x", {"key": "k", "secret": "s"}) for _ in range(2)]
 
     first, second = (place.store for place in asyncio.run(both()))

@@ -45,14 +45,14 @@ def add_patterns(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Access(enum.Enum):
+class DirectoryAccess(enum.Enum):
     """What a verb may do to a directory."""
 
     LOOK = enum.auto()  # nothing
     CHANGE = enum.auto()  # put tensors there; where there is no store, make one
 
 
-def open_store(text: str, access: Access = Access.LOOK) -> Store:
+def open_store(text: str, access: DirectoryAccess = DirectoryAccess.LOOK) -> Store:
     """Open the directory ``text`` as a store of one durable tier.
 
     Args:
@@ -63,7 +63,7 @@ def open_store(text: str, access: Access = Access.LOOK) -> Store:
         UsageError: it is not a directory, or no durable store; or a live process owns it.
         BackendError: it is damaged, or another version's, or cannot be read.
     """
-    is_changed = access is Access.CHANGE
+    is_changed = access is DirectoryAccess.CHANGE
     paths = _folders(text)
     for path in paths:
         if not path.is_dir() and not (is_changed and not path.exists()):

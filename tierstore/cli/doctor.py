@@ -55,11 +55,11 @@ class Device:
     memory_bytes: int | None = None
     free_bytes: int | None = None
     pinning: str = _PINNING_NOT_NEEDED
-    link: measure.Link | None = None
+    link: measure.LinkSpeed | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PathReport:
     """The directory that was asked about."""
 
     path: str
@@ -81,10 +81,10 @@ class Report:
     host: Host
     devices: list[Device]
     backends: dict[str, str | None]
-    place: Place
+    place: PathReport
     findings: dict[str, dict[str, str | None]]
     missing: list[str]
-    more_places: list[Place] = field(default_factory=list)
+    more_places: list[PathReport] = field(default_factory=list)
 
 
 def add_to(
@@ -207,9 +207,11 @@ def _findings(backends: dict[str, str | None], path: Path) -> dict[str, dict[str
     return findings
 
 
-def _place(path: Path) -> Place:
+def _place(path: Path) -> PathReport:
     free_bytes = shutil.disk_usage(path).free
-    return Place(str(path), _file_system(path), free_bytes, measure.disk(path, room_bytes=free_bytes // 2))
+    return PathReport(
+        str(path), _file_system(path), free_bytes, measure.disk(path, room_bytes=free_bytes // 2)
+    )
 
 
 def _file_system(path: Path) -> str:
@@ -238,7 +240,7 @@ def _missing_pinning(device: Device, host: Host) -> Iterator[str]:
         yield f"the limit of locked memory is {format_bytes(host.lockable_bytes)}: raise it with 'ulimit -l'"
 
 
-def _missing_disk(place: Place) -> Iterator[str]:
+def _missing_disk(place: PathReport) -> Iterator[str]:
     if place.file_system in _IN_MEMORY:
         yield f"{place.path} is a {place.file_system}: host memory that no quota counts, not a disk"
     elif not place.disk.is_direct:

@@ -19,7 +19,7 @@ _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OURS_TO_TAKE: Final = (signal.SIG_DFL, signal.default_int_handler)
 
 
-class _State:
+class _InterruptState:
     """What the handler knows.  Only the main thread has it."""
 
     held = 0
@@ -44,20 +44,20 @@ def ended_by_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """Note signals and raise afterwards."""
-    _State.held += 1
+    _InterruptState.held += 1
     try:
         yield
     finally:
-        _State.held -= 1
-        if not _State.held and _State.noted is not None:
-            number, _State.noted = _State.noted, None
+        _InterruptState.held -= 1
+        if not _InterruptState.held and _InterruptState.noted is not None:
+            number, _InterruptState.noted = _InterruptState.noted, None
             _raise(number)
 
 
 def _note_or_raise(number: int, frame: FrameType | None) -> None:
     del frame
-    if _State.held:
-        _State.noted = number
+    if _InterruptState.held:
+        _InterruptState.noted = number
     else:
         _raise(number)
 

@@ -29,7 +29,7 @@ from tierstore.cli.groups import KEY, read_group
 from tierstore.errors import BackendError, KeyExists, UsageError
 from tierstore.regular import NotRegularError, open_regular
 from tierstore.store import Store
-from tierstore.training.tensorfile import Entry, TensorFile, write_file
+from tierstore.training.tensorfile import HeaderEntry, TensorFile, write_file
 from tierstore.units import format_bytes
 
 _FORMATS = ("safetensors", "zarr")
@@ -109,7 +109,7 @@ def _read(store: Store, keys: Sequence[str], sizes: Sequence[int]) -> Iterator[t
 
 
 def _to_safetensors(store: Store, keys: Sequence[str], sizes: Sequence[int], target: Path) -> None:
-    entries = [Entry(key, store.spec(key).dtype, tuple(store.spec(key).shape)) for key in keys]
+    entries = [HeaderEntry(key, store.spec(key).dtype, tuple(store.spec(key).shape)) for key in keys]
     with _in_the_end(target) as fresh:
         write_file(fresh, entries, (tensor for _, tensor in _read(store, keys, sizes)), {})
 
@@ -202,7 +202,7 @@ def _import(options: argparse.Namespace) -> int:
     count = nbytes = 0
     tensors = read_group(source) if _format(options, source) == "zarr" else _from_safetensors(Path(source))
     first = list(itertools.islice(tensors, 1))  # what cannot be read makes no store
-    store = directory.open_store(options.store, directory.Access.CHANGE)
+    store = directory.open_store(options.store, directory.DirectoryAccess.CHANGE)
     try:
         for key, tensor in itertools.chain(first, tensors):
             try:

@@ -33,7 +33,7 @@ _ALIGNMENTS = (512, 4096)  # in the order of how much they allow
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpeed:
     """What copies between pinned host memory and a device reach."""
 
     to_device_bytes_per_s: int
@@ -64,7 +64,7 @@ def host_copy_bytes_per_s() -> int:
     return _best_bytes_per_s(lambda: destination.copy_(source))
 
 
-def link(device: str) -> Link:
+def link(device: str) -> LinkSpeed:
     """Measure copies from and to pinned memory of the accelerator ``device``.
 
     Raises:
@@ -81,7 +81,7 @@ def link(device: str) -> Link:
         host.copy_(there, non_blocking=True)
         torch.accelerator.synchronize(device)
 
-    return Link(_best_bytes_per_s(up), _best_bytes_per_s(down))
+    return LinkSpeed(_best_bytes_per_s(up), _best_bytes_per_s(down))
 
 
 def _best_bytes_per_s(copy: Callable[[], object]) -> int:

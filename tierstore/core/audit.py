@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
-from tierstore.core.entry import Entry, Life, Phase
-from tierstore.core.quota import Shelf
-from tierstore.core.residency import Replica, State
+from tierstore.core.entry import Entry, EntryLife, WantPhase
+from tierstore.core.quota import TierState
+from tierstore.core.residency import Replica, ReplicaState
 from tierstore.errors import InvariantError
 
 if TYPE_CHECKING:
-    from tierstore.core.commits import Commits
-    from tierstore.core.moving import Moving
+    from tierstore.core.commits import DurableCommits
+    from tierstore.core.moving import CopyScheduler
 
 
 def _fail(message: str, entry: Entry | None = None) -> NoReturn:
@@ -23,7 +23,7 @@ def _fail(message: str, entry: Entry | None = None) -> NoReturn:
     raise InvariantError(f"{message}.{story}", key=None if entry is None else entry.key)
 
 
-def audit(moving: Moving, commits: Commits) -> None:
+def audit(moving: CopyScheduler, commits: DurableCommits) -> None:
     """Raise `InvariantError` if any rule of the books is broken."""
     books = moving.books
     for shelf in books.shelves:
@@ -32,7 +32,7 @@ def audit(moving: Moving, commits: Commits) -> None:
         _audit_sets(shelf, replicas)
         _audit_queues(shelf)
     for key, entry in books.index.items():
-        if entry.key != key or entry.life is Life.GONE or books.entries.get(entry.uid) is not entry:
+        if entry.key != key or entry.life is EntryLife.GONE or books.entries.get(entry.uid) is not entry:
             _fail(f"the index shows an entry under {key!r} that is not its own", entry)
     for entry in books.entries.values():
         _audit_entry(entry)
@@ -43,16 +43,16 @@ def audit(moving: Moving, commits: Commits) -> None:
         _audit_changes(commits)
 
 
-def _audit_sums(shelf: Shelf, replicas: list[Replica]) -> None:
+def _audit_sums(shelf: TierState, replicas: list[Replica]) -> None:
     """Rule 2: charged until freed, never above the quota."""
-    by_state = {state: sum(r.charge_bytes for r in replicas if r.state is state) for state in State}
-    held = sum(r.charge_bytes for r in replicas if r.state is State.DRAINING and r.leases)
+    by_state = {state: sum(r.charge_bytes for r in replicas if r.state is state) for state in ReplicaState}
+    held = sum(r.charge_bytes for r in replicas if r.state is ReplicaState.DRAINING and r.leases)
     expected = {
         "charged_bytes": sum(by_state.values()) + shelf.lost_bytes,
-        "filling_bytes": by_state[State.FILLING],
-        "ready_bytes": by_state[State.READY],
-        "draining_bytes": by_state[State.DRAINING] - held,
-        "retained_bytes": by_state[State.RETAINED],
+        "filling_bytes": by_state[ReplicaState.FILLING],
+        "ready_bytes": by_state[ReplicaState.READY],
+        "draining_bytes": by_state[ReplicaState.DRAINING] - held,
+        "retained_bytes": by_state[ReplicaState.RETAINED],
         "promised_bytes": sum(r.charge_bytes for r in replicas if r.promises),
         "leased_bytes": sum(r.charge_bytes for r in replicas if r.leases),
         "leaving_bytes": sum(r.charge_bytes for r in shelf.leaving.values()),
@@ -63,18 +63,18 @@ def _audit_sums(shelf: Shelf, replicas: list[Replica]) -> None:
     for replica in replicas:
         if not 0 <= replica.charge_bytes <= shelf.charge(replica.entry.nbytes):
             _fail(f"{shelf.tier.name}: a replica is charged {replica.charge_bytes}", replica.entry)
-    if by_state[State.ABSENT]:
+    if by_state[ReplicaState.ABSENT]:
         _fail(f"{shelf.tier.name}: an ABSENT replica is in the books")
     if shelf.charged_bytes > shelf.tier.capacity_bytes:
         _fail(f"{shelf.tier.name}: {shelf.charged_bytes} charged of {shelf.tier.capacity_bytes}")
 
 
-def _audit_sets(shelf: Shelf, replicas: list[Replica]) -> None:
+def _audit_sets(shelf: TierState, replicas: list[Replica]) -> None:
     """A READY replica is leased, evictable, leaving, stuck or kept: exactly one of these."""
     sets = (shelf.evictable, shelf.leaving, shelf.stuck, shelf.kept)
     for replica in replicas:
         member_of = sum(group.get(replica.entry.uid) is replica for group in sets)
-        is_free = replica.state is State.READY and not replica.leases
+        is_free = replica.state is ReplicaState.READY and not replica.leases
         if member_of != int(is_free):
             _fail(f"{shelf.tier.name}: a {replica.state.name} replica is in {member_of} sets", replica.entry)
     if sum(len(group) for group in sets) > len(replicas):
@@ -86,12 +86,12 @@ def _audit_sets(shelf: Shelf, replicas: list[Replica]) -> None:
             _fail(f"{shelf.tier.name}: a replica leaves, but no lower tier wants it", replica.entry)
 
 
-def _audit_queues(shelf: Shelf) -> None:
+def _audit_queues(shelf: TierState) -> None:
     if shelf.waiting != sum(len(queue) for queue in shelf.queues.values()):
         _fail(f"{shelf.tier.name}: {shelf.waiting} wants are said to wait")
     for urgency, queue in shelf.queues.items():
         for want in queue:
-            if want.phase is not Phase.QUEUED or want.urgency is not urgency:
+            if want.phase is not WantPhase.QUEUED or want.urgency is not urgency:
                 _fail(f"{shelf.tier.name}: a want waits in the wrong queue", want.entry)
             if want.entry.wants.get(shelf.index) is not want:
                 _fail(f"{shelf.tier.name}: a want waits that its entry does not know", want.entry)
@@ -100,13 +100,13 @@ def _audit_queues(shelf: Shelf) -> None:
 def _audit_life(entry: Entry) -> None:
     """Rules 1 and 10."""
     ready = entry.ready()
-    if entry.life is Life.LIVE and not ready:
+    if entry.life is EntryLife.LIVE and not ready:
         _fail(f"the live key {entry.key!r} has no READY replica", entry)
-    if entry.life is Life.COMING and not any(want.put is not None for want in entry.wants.values()):
+    if entry.life is EntryLife.COMING and not any(want.put is not None for want in entry.wants.values()):
         _fail(f"{entry.key!r} waits for a put that nobody makes", entry)
-    if entry.life is Life.PARTING and not (ready and entry.is_kept):
+    if entry.life is EntryLife.PARTING and not (ready and entry.is_kept):
         _fail(f"{entry.key!r} parts, and no flush needs it", entry)
-    if entry.life is Life.GONE and not entry.replicas:
+    if entry.life is EntryLife.GONE and not entry.replicas:
         _fail(f"{entry.key!r} is gone, but not forgotten", entry)
 
 
@@ -119,19 +119,19 @@ def _audit_entry(entry: Entry) -> None:
         _fail(f"{entry.key!r} has holders without leases", entry)
     for tier, want in entry.wants.items():
         replica = entry.replicas.get(tier)
-        is_filling = replica is not None and replica.state is State.FILLING
-        if is_filling != (want.phase is not Phase.QUEUED):
+        is_filling = replica is not None and replica.state is ReplicaState.FILLING
+        if is_filling != (want.phase is not WantPhase.QUEUED):
             _fail(f"a want of {entry.key!r} in tier {tier} is {want.phase.name}", entry)
 
 
-def _audit_changes(commits: Commits) -> None:
+def _audit_changes(commits: DurableCommits) -> None:
     """Rule 10: who is as he was committed is not dirty, and nobody else is."""
     books = commits.books
     dirty = set(commits.changes.dirty())
     for key in {*books.index, *commits.committed} - dirty:
         entry = books.index.get(key)
         replica = None if entry is None else entry.replicas.get(commits.durable_tier)
-        if entry is None or entry.life is not Life.LIVE or replica is not commits.committed.get(key):
+        if entry is None or entry.life is not EntryLife.LIVE or replica is not commits.committed.get(key):
             _fail(f"{key!r} is not as it was committed, and no flush would know", entry)
     for key in commits.changes.unknown():
         _fail(f"nobody knows whose bytes were committed as {key!r}")
@@ -139,10 +139,10 @@ def _audit_changes(commits: Commits) -> None:
         _fail("bytes were committed under two keys")
 
 
-def _audit_copies(moving: Moving, entry: Entry) -> None:
+def _audit_copies(moving: CopyScheduler, entry: Entry) -> None:
     """Rule 3: at most one copy writes a replica, and every FILLING one has a want."""
     for tier, replica in entry.replicas.items():
-        if replica.state is State.FILLING and tier not in entry.wants:
+        if replica.state is ReplicaState.FILLING and tier not in entry.wants:
             _fail(f"nobody wants the FILLING replica of {entry.key!r} in tier {tier}", entry)
         if replica.copy is None:
             continue
@@ -153,7 +153,7 @@ def _audit_copies(moving: Moving, entry: Entry) -> None:
             _fail(f"{entry.key!r} is copied onto itself", entry)
 
 
-def _audit_lanes(moving: Moving) -> None:
+def _audit_lanes(moving: CopyScheduler) -> None:
     for (source, target), lane in moving.traffic.lanes.items():
         waiting = {number for group in lane.waiting.values() for number in group}
         copies = [c for c in moving.traffic.copies.values() if (c.source, c.target) == (source, target)]
@@ -169,7 +169,7 @@ def _audit_lanes(moving: Moving) -> None:
             _fail(f"lane {source} -> {target}: {in_flight} B in flight exceed the window")
 
 
-def _audit_promises(moving: Moving, commits: Commits) -> None:
+def _audit_promises(moving: CopyScheduler, commits: DurableCommits) -> None:
     """Rule 9: what commits name and flushes have found is there, and nothing else is kept for them."""
     promised = [*commits.committed.values(), *commits.doubtful.values()]
     if commits.underway is not None:
@@ -182,5 +182,5 @@ def _audit_promises(moving: Moving, commits: Commits) -> None:
     for number, replica in moving.books.replicas.items():
         if replica.promises != counts[number]:
             _fail(f"{replica.promises} promises of {replica.key!r}, not {counts[number]}", replica.entry)
-        if replica.state is State.RETAINED and not (replica.promises and replica.is_idle):
+        if replica.state is ReplicaState.RETAINED and not (replica.promises and replica.is_idle):
             _fail(f"{replica.key!r} is retained for nobody", replica.entry)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from tierstore.core.entry import NOTHING, STORY_EVENTS, Entry, Life
-from tierstore.core.messages import Command, Found, FreeSlot, Place
+from tierstore.core.entry import NOTHING, STORY_EVENTS, Entry, EntryLife
+from tierstore.core.messages import Command, Found, FreeSlot, ReplicaId
 from tierstore.core.model import Tier
-from tierstore.core.quota import Shelf
-from tierstore.core.residency import Replica, State, Step
+from tierstore.core.quota import TierState
+from tierstore.core.residency import Replica, ReplicaState, ReplicaStep
 from tierstore.errors import InvariantError
 
 
@@ -27,7 +27,7 @@ class Books:
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        self.shelves = [Shelf(index, tier) for index, tier in enumerate(tiers)]
+        self.shelves = [TierState(index, tier) for index, tier in enumerate(tiers)]
         self.index: dict[str, Entry] = {}
         self.entries: dict[int, Entry] = {}
         self.replicas: dict[int, Replica] = {}
@@ -51,9 +51,9 @@ class Books:
     def reserve(self, entry: Entry, tier: int) -> Replica:
         """Charge room for a replica: it is FILLING."""
         shelf = self.shelves[tier]
-        place = Place(next(self._replica_numbers), tier)
+        place = ReplicaId(next(self._replica_numbers), tier)
         replica = Replica(entry, place, shelf.charge(entry.nbytes))
-        replica.step(Step.RESERVE)
+        replica.step(ReplicaStep.RESERVE)
         self.replicas[place.replica] = replica
         entry.replicas[tier] = replica
         shelf.charged_bytes += replica.charge_bytes
@@ -64,7 +64,7 @@ class Books:
 
     def filled(self, replica: Replica) -> None:
         """A FILLING replica has its bytes: it is READY."""
-        replica.step(Step.FILLED)
+        replica.step(ReplicaStep.FILLED)
         shelf = self.shelves[replica.tier]
         shelf.filling_bytes -= replica.charge_bytes
         shelf.ready_bytes += replica.charge_bytes
@@ -89,9 +89,9 @@ class Books:
             return
         shelf = self.shelves[replica.tier]
         shelf.charged_bytes -= less
-        if replica.state is State.FILLING:
+        if replica.state is ReplicaState.FILLING:
             shelf.filling_bytes -= less
-        elif replica.state is State.READY:
+        elif replica.state is ReplicaState.READY:
             shelf.ready_bytes -= less
         elif not replica.leases:
             shelf.draining_bytes -= less
@@ -103,7 +103,7 @@ class Books:
         self.note(replica.entry, f"takes {charge_bytes} B", replica.tier)
         self._stir(replica)
 
-    def fill_failed(self, replica: Replica, step: Step = Step.FAILED) -> None:
+    def fill_failed(self, replica: Replica, step: ReplicaStep = ReplicaStep.FAILED) -> None:
         """A FILLING replica will not get its bytes (``step`` FAILED or DROP): it drains."""
         replica.step(step)
         shelf = self.shelves[replica.tier]
@@ -120,9 +120,9 @@ class Books:
             InvariantError: it is the last of a live key, or leased and its key is not gone.
         """
         entry = replica.entry
-        if entry.life is not Life.GONE and (replica.leases or len(entry.ready()) == 1):
+        if entry.life is not EntryLife.GONE and (replica.leases or len(entry.ready()) == 1):
             raise InvariantError(f"dropping the last or a leased replica of {entry.key!r}", key=entry.key)
-        replica.step(Step.DROP)
+        replica.step(ReplicaStep.DROP)
         shelf = self.shelves[replica.tier]
         shelf.ready_bytes -= replica.charge_bytes
         if not replica.leases:
@@ -138,7 +138,7 @@ class Books:
 
     def free_if_idle(self, replica: Replica) -> None:
         """Give a DRAINING replica back once nobody holds, reads or writes it, or keep it for a commit."""
-        if replica.state is not State.DRAINING or not replica.is_idle:
+        if replica.state is not ReplicaState.DRAINING or not replica.is_idle:
             return
         if replica.promises:
             self._retain(replica)
@@ -147,7 +147,7 @@ class Books:
 
     def freed(self, replica: Replica) -> None:
         """The backend gave a DRAINING replica's bytes back: it is ABSENT and no longer charged."""
-        replica.step(Step.FREED)
+        replica.step(ReplicaStep.FREED)
         shelf = self.shelves[replica.tier]
         shelf.draining_bytes -= replica.charge_bytes
         shelf.charged_bytes -= replica.charge_bytes
@@ -172,7 +172,7 @@ class Books:
 
     def forget_if_empty(self, entry: Entry) -> None:
         """Forget a GONE entry of which nothing is left."""
-        if entry.life is Life.GONE and not entry.replicas:
+        if entry.life is EntryLife.GONE and not entry.replicas:
             self.entries.pop(entry.uid, None)
 
     def hold(self, replica: Replica) -> None:
@@ -194,7 +194,7 @@ class Books:
         if replica.leases:
             return
         shelf.leased_bytes -= replica.charge_bytes
-        if replica.state is State.READY:
+        if replica.state is ReplicaState.READY:
             (shelf.kept if replica.promises else shelf.evictable)[replica.entry.uid] = replica
         else:
             shelf.draining_bytes += replica.charge_bytes
@@ -222,11 +222,11 @@ class Books:
         replicas: list[Replica] = []
         for key, nbytes, charge_bytes, spec in found:
             entry = self.new_entry(key, nbytes, spec)
-            entry.life = Life.LIVE
+            entry.life = EntryLife.LIVE
             self.index[key] = entry
-            place = Place(next(self._replica_numbers), tier)
+            place = ReplicaId(next(self._replica_numbers), tier)
             replica = Replica(entry, place, charge_bytes)
-            replica.state = State.READY
+            replica.state = ReplicaState.READY
             replica.promises = 1
             self.replicas[place.replica] = entry.replicas[tier] = shelf.kept[entry.uid] = replica
             replicas.append(replica)
@@ -248,7 +248,7 @@ class Books:
         self.stay(replica)
         shelf.evictable.pop(uid, None)
         shelf.stuck.pop(uid, None)
-        if replica.state is State.READY and not replica.leases:
+        if replica.state is ReplicaState.READY and not replica.leases:
             shelf.kept[uid] = replica
 
     def unpromise(self, replica: Replica) -> None:
@@ -260,8 +260,8 @@ class Books:
         shelf.promised_bytes -= replica.charge_bytes
         if shelf.kept.pop(replica.entry.uid, None) is not None:
             shelf.evictable[replica.entry.uid] = replica
-        if replica.state is State.RETAINED:
-            replica.step(Step.RELEASE)
+        if replica.state is ReplicaState.RETAINED:
+            replica.step(ReplicaStep.RELEASE)
             shelf.retained_bytes -= replica.charge_bytes
             shelf.draining_bytes += replica.charge_bytes
             self.free_if_idle(replica)
@@ -269,16 +269,16 @@ class Books:
 
     def _retain(self, replica: Replica) -> None:
         """Keep an idle DRAINING replica for the commits that name it, out of its key's way."""
-        replica.step(Step.RETAIN)
+        replica.step(ReplicaStep.RETAIN)
         shelf = self.shelves[replica.tier]
         shelf.draining_bytes -= replica.charge_bytes
         shelf.retained_bytes += replica.charge_bytes
         former = replica.entry
         self.note(former, "kept for the last flush", replica.tier)
         self._stir(replica)
-        if former.life is not Life.GONE:
+        if former.life is not EntryLife.GONE:
             entry = self.new_entry(former.key, former.nbytes, former.spec)
-            entry.life = Life.GONE
+            entry.life = EntryLife.GONE
             entry.replicas[replica.tier] = former.replicas.pop(replica.tier)
             replica.entry = entry
 
@@ -290,7 +290,7 @@ class Books:
         self.note(former, f"split off as {key!r}", replica.tier)
         self._stir(replica)
         entry = self.new_entry(key, former.nbytes, former.spec)
-        entry.life = Life.LIVE
+        entry.life = EntryLife.LIVE
         self.index[key] = entry
         entry.writer, former.writer = former.writer, None
         entry.holders, former.holders = former.holders, NOTHING

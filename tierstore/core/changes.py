@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tierstore.core.books import Books
-from tierstore.core.entry import Entry, Life
+from tierstore.core.entry import Entry, EntryLife
 from tierstore.core.residency import Replica
 
 Image = dict[str, Replica]
@@ -90,7 +90,7 @@ class Changes:
                 if entry is not None:
                     names[entry.uid].append(key)
                     uids[key].append(entry.uid)
-                    if entry.life is not Life.LIVE:
+                    if entry.life is not EntryLife.LIVE:
                         gone[key] = None
         found = self._closure(keys, names, uids)
         for key in gone:
@@ -117,7 +117,7 @@ class Changes:
 
     def _is_there(self, key: str) -> bool:
         entry = self._books.index.get(key)
-        return entry is not None and entry.life is Life.LIVE
+        return entry is not None and entry.life is EntryLife.LIVE
 
     def _relatives(self, key: str, uids: Iterable[int]) -> Iterator[str]:
         """Yield what a key was committed as, and the names of what is or will be committed under it."""
@@ -157,13 +157,13 @@ class Changes:
 
     def _is_live(self, uid: int) -> bool:
         entry = self._books.entries.get(uid)
-        return entry is not None and entry.life is Life.LIVE
+        return entry is not None and entry.life is EntryLife.LIVE
 
     def _is_clean(self, key: str) -> bool:
         entry = self._books.index.get(key)
         if entry is None:
             return key not in self.committed
-        if entry.life is not Life.LIVE or entry.writer is not None:
+        if entry.life is not EntryLife.LIVE or entry.writer is not None:
             return False
         assert self._tier is not None
         return entry.replicas.get(self._tier) is self.committed.get(key, entry)

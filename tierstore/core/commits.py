@@ -23,11 +23,19 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from tierstore.core.changes import Changes, Image
-from tierstore.core.entry import Entry, Life
-from tierstore.core.messages import Commit, CommitDone, FlushRequested, Grant, Granted, Recovered, Settle
-from tierstore.core.moving import Moving
+from tierstore.core.entry import Entry, EntryLife
+from tierstore.core.messages import (
+    Commit,
+    CommitDone,
+    FlushRequested,
+    Grant,
+    Granted,
+    RecordsRecovered,
+    Settle,
+)
+from tierstore.core.moving import CopyScheduler
 from tierstore.core.quota import advice
-from tierstore.core.requests import Desk, Flush, Stage, granted, refuse_if_written
+from tierstore.core.requests import Desk, FlushRequest, StageRequest, granted, refuse_if_written
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, StoreClosed, TierStoreError, UsageError
 from tierstore.units import format_bytes
@@ -45,7 +53,7 @@ class Difference:
     names: dict[str, Replica | None] = field(default_factory=dict)
     uids: dict[str, int] = field(default_factory=dict)
 
-    def add(self, flush: Flush) -> None:
+    def add(self, flush: FlushRequest) -> None:
         """Let what a flush has found be found."""
         for key, entry in flush.names.items():
             if entry is None:
@@ -60,7 +68,7 @@ class Difference:
         return [replica for replica in self.names.values() if replica is not None]
 
 
-class Commits:
+class DurableCommits:
     """The commits of the one durable tier, and the flushes that wait for them.
 
     Attributes:
@@ -72,7 +80,7 @@ class Commits:
             many as the tier holds.
     """
 
-    def __init__(self, moving: Moving) -> None:
+    def __init__(self, moving: CopyScheduler) -> None:
         self.moving = moving
         self.books = moving.books
         self.tier = next((shelf.index for shelf in self.books.shelves if shelf.tier.is_durable), None)
@@ -80,8 +88,8 @@ class Commits:
         self.underway: Difference | None = None
         self.doubtful: dict[int, Replica] = {}
         self._unsure: dict[str, None] = {}  # keys that failed commits were about
-        self._flushes: list[Flush] = []  # in the order of their moments, after those that await theirs
-        self._served: list[Flush] = []  # by the commit under way
+        self._flushes: list[FlushRequest] = []  # in the order of their moments, after those that await theirs
+        self._served: list[FlushRequest] = []  # by the commit under way
         self._numbers = count(1)
 
     @property
@@ -101,11 +109,11 @@ class Commits:
         return self.tier
 
     @property
-    def flushes(self) -> Sequence[Flush]:
+    def flushes(self) -> Sequence[FlushRequest]:
         """All that have not ended."""
         return self._flushes + self._served
 
-    def recover(self, event: Recovered) -> None:
+    def recover(self, event: RecordsRecovered) -> None:
         """Enter what an earlier process made durable.
 
         Raises:
@@ -145,8 +153,8 @@ class Commits:
             entries = [index[key] for key in self.changes.dirty() if key in index]
         for entry in entries:
             refuse_if_written(entry, "flush")
-        coming = [entry for entry in entries if entry.life is Life.COMING]
-        flush = Flush(desk, event.request, coming, tier, event.keys)
+        coming = [entry for entry in entries if entry.life is EntryLife.COMING]
+        flush = FlushRequest(desk, event.request, coming, tier, event.keys)
         self._flushes.append(flush)
         self.moving.begin(flush)
 
@@ -164,21 +172,23 @@ class Commits:
             self.cancel(StoreClosed("the store was closed while this waited."))
             return False
         has_taken = False
-        for flush in [each for each in self._flushes if each.stage is Stage.AWAITING and not each.pending]:
+        for flush in [
+            each for each in self._flushes if each.stage is StageRequest.AWAITING and not each.pending
+        ]:
             self._take_moment(flush)
             has_taken = True
-        self._flushes = [each for each in self._flushes if each.stage is not Stage.ENDED]
+        self._flushes = [each for each in self._flushes if each.stage is not StageRequest.ENDED]
         if self.underway is None and not has_taken:
             has_taken = self._commit_next()
         return has_taken
 
-    def _take_moment(self, flush: Flush) -> None:
+    def _take_moment(self, flush: FlushRequest) -> None:
         """Let a flush be about the store as it is now, and bring what it is about to the durable tier."""
         index = self.books.index
         keys = self._keys_of(flush)
         entries = {key: index.get(key) for key in keys}
         names = {
-            key: None if entry is None or entry.life is not Life.LIVE else entry
+            key: None if entry is None or entry.life is not EntryLife.LIVE else entry
             for key, entry in entries.items()
         }
         self._flushes.remove(flush)
@@ -193,7 +203,7 @@ class Commits:
                 flush.undo()
                 flush.fail(error)
 
-    def _keys_of(self, flush: Flush) -> list[str]:
+    def _keys_of(self, flush: FlushRequest) -> list[str]:
         if flush.keys is None:
             return self.changes.dirty()
         return self.changes.joined(flush.keys, [each.names for each in self.flushes])
@@ -205,7 +215,7 @@ class Commits:
         last = max((n for n, each in enumerate(self._flushes) if _is_ready_for_all(each)), default=-1)
         if last >= 0:
             # Its moment is one of all the older ones', too.
-            older = [each for each in self._flushes[: last + 1] if each.stage is not Stage.AWAITING]
+            older = [each for each in self._flushes[: last + 1] if each.stage is not StageRequest.AWAITING]
             self._commit(older)
             return True
         chosen, overtaken = self._choose()
@@ -218,16 +228,16 @@ class Commits:
             self._take_moment(flush)
         return bool(chosen)
 
-    def _choose(self) -> tuple[list[Flush], list[Flush]]:
+    def _choose(self) -> tuple[list[FlushRequest], list[FlushRequest]]:
         """Return the flushes of some keys that may be committed now, and older ones that begin again then."""
-        chosen: list[Flush] = []
-        overtaken: list[Flush] = []
-        waiting: list[Flush] = []  # older than the one that is looked at
+        chosen: list[FlushRequest] = []
+        overtaken: list[FlushRequest] = []
+        waiting: list[FlushRequest] = []  # older than the one that is looked at
         for flush in self._flushes:
-            if flush.stage is Stage.AWAITING:
+            if flush.stage is StageRequest.AWAITING:
                 continue
             before = [each for each in waiting if _shares_keys(each, flush)]
-            if flush.stage is Stage.READY and all(map(self._may_begin_again, before)):
+            if flush.stage is StageRequest.READY and all(map(self._may_begin_again, before)):
                 chosen.append(flush)
                 overtaken += before
                 waiting = [each for each in waiting if each not in before]
@@ -235,24 +245,24 @@ class Commits:
                 waiting.append(flush)
         return chosen, overtaken
 
-    def _may_begin_again(self, flush: Flush) -> bool:
+    def _may_begin_again(self, flush: FlushRequest) -> bool:
         """Whether a flush may have another moment: now, as nobody writes to what it is about."""
         index = self.books.index
         entries = [index[key] for key in self._keys_of(flush) if key in index]
         return flush.rounds > 0 and all(entry.writer is None for entry in entries)
 
-    def _commit(self, flushes: list[Flush]) -> None:
+    def _commit(self, flushes: list[FlushRequest]) -> None:
         """Begin a commit of what some flushes are about; of those that still copy, a later one of them is."""
         difference = Difference(
             {key: self.committed.get(key) for key in self._unsure}, self.changes.uids(self._unsure)
         )
         for flush in flushes:
-            if flush.stage is Stage.READY:
+            if flush.stage is StageRequest.READY:
                 difference.add(flush)
             else:
                 self.moving.forget(flush)
-            flush.stage = Stage.ENDED
-        self._flushes = [each for each in self._flushes if each.stage is not Stage.ENDED]
+            flush.stage = StageRequest.ENDED
+        self._flushes = [each for each in self._flushes if each.stage is not StageRequest.ENDED]
         self._served, self.underway = flushes, difference
         for replica in difference.replicas():
             self.books.promise(replica)
@@ -302,15 +312,15 @@ class Commits:
         """Fail the flushes that no commit under way is about."""
         flushes, self._flushes = self._flushes, []
         for flush in flushes:
-            if flush.stage is not Stage.ENDED:
+            if flush.stage is not StageRequest.ENDED:
                 self.moving.forget(flush)
                 flush.undo()
                 flush.fail(error)
 
 
-def _is_ready_for_all(flush: Flush) -> bool:
-    return flush.keys is None and flush.stage is Stage.READY
+def _is_ready_for_all(flush: FlushRequest) -> bool:
+    return flush.keys is None and flush.stage is StageRequest.READY
 
 
-def _shares_keys(one: Flush, other: Flush) -> bool:
+def _shares_keys(one: FlushRequest, other: FlushRequest) -> bool:
     return one.keys is None or not one.names.keys().isdisjoint(other.names)

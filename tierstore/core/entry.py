@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tierstore.core.messages import Urgency
-from tierstore.core.residency import Replica, State
+from tierstore.core.residency import Replica, ReplicaState
 
 if TYPE_CHECKING:
     from tierstore.core.requests import Request
@@ -44,7 +44,7 @@ def _speed(replica: Replica) -> int:
     return replica.tier
 
 
-class Life(enum.Enum):
+class EntryLife(enum.Enum):
     """Who can see an entry."""
 
     COMING = enum.auto()  # its put is under way: an older generation may still be the visible one
@@ -53,7 +53,7 @@ class Life(enum.Enum):
     GONE = enum.auto()  # dropped or replaced: what was begun is finished, then it vanishes
 
 
-class Phase(enum.Enum):
+class WantPhase(enum.Enum):
     """How far a want has come."""
 
     QUEUED = enum.auto()  # waits for room in its tier
@@ -89,7 +89,7 @@ class Want:
         self.entry = entry
         self.tier = tier
         self.urgency = urgency
-        self.phase = Phase.QUEUED
+        self.phase = WantPhase.QUEUED
         self.requests: dict[int, Request] = {}
         self.dependents: tuple[Want, ...] = ()  # most have none
         self.slack_bytes = 0
@@ -132,7 +132,7 @@ class Entry:
         self.key = key
         self.nbytes = nbytes
         self.spec = spec
-        self.life = Life.COMING
+        self.life = EntryLife.COMING
         self.replicas: dict[int, Replica] = {}
         self.wants: Mapping[int, Want] = NOTHING
         self.watchers: Mapping[int, Request] = NOTHING
@@ -149,7 +149,7 @@ class Entry:
         """Return the READY replicas, fastest first."""
         ready: list[Replica] = []
         for replica in self.replicas.values():
-            if replica.state is State.READY:
+            if replica.state is ReplicaState.READY:
                 ready.append(replica)  # noqa: PERF401 - for one or two, a comprehension takes longer
         if len(ready) > 1:
             ready.sort(key=_speed)
@@ -158,7 +158,7 @@ class Entry:
     def is_ready(self, tier: int) -> bool:
         """Whether there is a READY replica in ``tier``."""
         replica = self.replicas.get(tier)
-        return replica is not None and replica.state is State.READY
+        return replica is not None and replica.state is ReplicaState.READY
 
     def is_settled(self, tier: int) -> bool:
         """Whether there is a READY replica in ``tier`` whose bytes have all arrived."""
@@ -177,5 +177,5 @@ class Entry:
         if self.is_kept:
             return False
         others = (replica for other, replica in self.replicas.items() if other != tier)
-        is_copied = any(r.state is State.FILLING and r.copy is not None for r in others)
+        is_copied = any(r.state is ReplicaState.FILLING and r.copy is not None for r in others)
         return not self.replicas[tier].readers and not is_copied

@@ -30,20 +30,20 @@ from typing import Any
 
 from tierstore.core import messages as m
 from tierstore.core.audit import audit
-from tierstore.core.commits import Commits
-from tierstore.core.entry import Entry, Life, Want
+from tierstore.core.commits import DurableCommits
+from tierstore.core.entry import Entry, EntryLife, Want
 from tierstore.core.eviction import Policy
 from tierstore.core.model import Tier
-from tierstore.core.moving import Moving
+from tierstore.core.moving import CopyScheduler
 from tierstore.core.naming import can_split, check_names
 from tierstore.core.quota import advice
 from tierstore.core.requests import (
-    Evict,
-    Fetch,
-    Flush,
-    Lease,
-    Put,
-    Read,
+    EvictRequest,
+    FetchRequest,
+    FlushRequest,
+    LeaseRequest,
+    PutRequest,
+    ReadRequest,
     Request,
     granted,
     refuse_if_leased,
@@ -92,10 +92,10 @@ class Ledger:
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         stride: int = DEFAULT_STRIDE,
     ) -> None:
-        self.moving = Moving(tiers, policy, window_bytes, stride)
+        self.moving = CopyScheduler(tiers, policy, window_bytes, stride)
         self.books = self.moving.books
-        self.commits = Commits(self.moving)
-        self._leases: dict[int, Lease] = {}
+        self.commits = DurableCommits(self.moving)
+        self._leases: dict[int, LeaseRequest] = {}
         self._reads: dict[int, Replica] = {}
         self._closing: int | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -107,7 +107,7 @@ class Ledger:
             m.FetchRequested: self._fetch,
             m.EvictRequested: self._evict,
             m.FlushRequested: self._flush,
-            m.Recovered: self.commits.recover,
+            m.RecordsRecovered: self.commits.recover,
             m.DropRequested: self._drop,
             m.SplitRequested: self._split,
             m.RenameRequested: self._rename,
@@ -178,7 +178,7 @@ class Ledger:
         self.note_change(event.key)
         if existing is None:
             self.books.index[event.key] = entry
-        self.moving.begin(Put(self, event.request, entry, possible))
+        self.moving.begin(PutRequest(self, event.request, entry, possible))
 
     def _can_ever_hold(self, tier: int, nbytes: int) -> bool:
         shelf = self.books.shelves[tier]
@@ -213,7 +213,7 @@ class Ledger:
                 tier=tier.name,
             )
         entries = self._entries(event.keys)
-        lease = Lease(self, event.request, entries, event.tier, event.access, event.holder)
+        lease = LeaseRequest(self, event.request, entries, event.tier, event.access, event.holder)
         for entry in entries:
             lease.check(entry)
         self._count_access(entries, event.tier)
@@ -227,7 +227,7 @@ class Ledger:
         lease.undo()
         for replica in replicas:
             entry = replica.entry
-            if entry.life is Life.GONE:
+            if entry.life is EntryLife.GONE:
                 continue
             if is_written:
                 self.books.note(entry, "written", replica.tier)
@@ -236,7 +236,7 @@ class Ledger:
                         self.books.drop(other)
 
     def _read(self, event: m.ReadRequested) -> None:
-        read = Read(self, event.request, [self._entry(event.key)])
+        read = ReadRequest(self, event.request, [self._entry(event.key)])
         self.moving.begin(read)
 
     def _read_done(self, event: m.ReadDone) -> None:
@@ -255,7 +255,7 @@ class Ledger:
             # Advice about a key that is being written is advice that comes too late.
             entries = [entry for entry in entries if entry.writer is None]
         self._end_evictions(entries, event.tier)
-        self.moving.begin(Fetch(self, event.request, entries, event.tier, event.urgency))
+        self.moving.begin(FetchRequest(self, event.request, entries, event.tier, event.urgency))
 
     def _end_evictions(self, entries: Sequence[Entry], tier: int) -> None:
         """Whoever asks last is heard: a key that is wanted in ``tier`` is no longer to leave it.
@@ -264,7 +264,7 @@ class Ledger:
         """
         for entry in entries:
             for request in list(entry.watchers.values()):
-                if isinstance(request, Evict) and request.targets[entry.uid] > tier:
+                if isinstance(request, EvictRequest) and request.targets[entry.uid] > tier:
                     name = self.books.shelves[tier].tier.name
                     wanted = LeaseError(
                         f"{entry.key!r} is wanted in {name!r} again: it stays.", key=entry.key
@@ -279,7 +279,7 @@ class Ledger:
                 fastest = min(entry.replicas, default=0)
                 to = min(fastest + 1, len(self.books.shelves) - 1)
             targets[entry] = to
-        self.moving.begin(Evict(self, event.request, targets))
+        self.moving.begin(EvictRequest(self, event.request, targets))
 
     def _flush(self, event: m.FlushRequested) -> None:
         entries = None if event.keys is None else self._entries(event.keys)
@@ -326,12 +326,12 @@ class Ledger:
     def _bury(self, entry: Entry, error: BaseException) -> None:
         """An entry is nobody's: fail who waits for it; its replicas drain once no flush needs them."""
         self.note_change(entry.key)
-        entry.life = Life.PARTING
+        entry.life = EntryLife.PARTING
         if self.books.index.get(entry.key) is entry:
             del self.books.index[entry.key]
         self.commits.changes.note_end(entry)
         for request in list(entry.watchers.values()):
-            if not isinstance(request, Flush):
+            if not isinstance(request, FlushRequest):
                 self.moving.abandon(request, error)
             elif not request.keeps_bytes:
                 self.moving.meet(request, entry)
@@ -379,7 +379,7 @@ class Ledger:
         """Let ``entry`` be found under its key; the entry it replaces goes."""
         self.note_change(entry.key)
         former = self.books.index.get(entry.key)
-        entry.life = Life.LIVE
+        entry.life = EntryLife.LIVE
         if entry.watchers:  # a flush may wait for this, and have been asked before
             self.books.changed[entry.uid] = entry
         self.books.index[entry.key] = entry
@@ -390,7 +390,7 @@ class Ledger:
 
     def withdraw(self, entry: Entry, error: BaseException) -> None:
         """Forget an entry whose bytes will not come."""
-        if entry.life is not Life.GONE:
+        if entry.life is not EntryLife.GONE:
             self._bury(entry, error)
 
     def promise(self, replica: Replica) -> None:
@@ -413,7 +413,7 @@ class Ledger:
         """Note a use of a READY replica."""
         self.books.touch(replica)
 
-    def start_lease(self, lease: Lease) -> None:
+    def start_lease(self, lease: LeaseRequest) -> None:
         """Count a lease that was granted."""
         self._leases[lease.number] = lease
 
@@ -446,13 +446,13 @@ class Ledger:
 
     def __contains__(self, key: object) -> bool:
         entry = self.books.index.get(key) if isinstance(key, str) else None
-        return entry is not None and entry.life is Life.LIVE
+        return entry is not None and entry.life is EntryLife.LIVE
 
     def __len__(self) -> int:
-        return sum(entry.life is Life.LIVE for entry in self.books.index.values())
+        return sum(entry.life is EntryLife.LIVE for entry in self.books.index.values())
 
     def __iter__(self) -> Iterator[str]:
-        return iter([key for key, entry in self.books.index.items() if entry.life is Life.LIVE])
+        return iter([key for key, entry in self.books.index.items() if entry.life is EntryLife.LIVE])
 
     def where(self, key: str) -> tuple[int, ...]:
         """Return the tiers that hold a READY replica, fastest first."""

@@ -31,7 +31,7 @@ class Access(enum.Enum):
     WRITE = enum.auto()
 
 
-class Place(NamedTuple):
+class ReplicaId(NamedTuple):
     """Names one replica's bytes from their reservation until they are freed, whatever key they are under."""
 
     replica: int  # a number that is never used again
@@ -127,7 +127,7 @@ class Found(NamedTuple):
 
 
 @dataclass(slots=True)
-class Recovered:
+class RecordsRecovered:
     """The medium of ``tier`` holds what its last commit named.  Granted with one replica for each."""
 
     request: int
@@ -151,7 +151,7 @@ class SplitRequested:
 
     request: int
     lease: int
-    names: Mapping[Place, str]
+    names: Mapping[ReplicaId, str]
 
 
 @dataclass(slots=True)
@@ -237,7 +237,7 @@ class CommitDone:
 class Freed:
     """A backend gave a replica's bytes back, or could not."""
 
-    place: Place
+    place: ReplicaId
     error: BaseException | None = None
 
 
@@ -250,7 +250,7 @@ Event = (
     | FetchRequested
     | EvictRequested
     | FlushRequested
-    | Recovered
+    | RecordsRecovered
     | DropRequested
     | SplitRequested
     | RenameRequested
@@ -270,7 +270,7 @@ class Granted(NamedTuple):
     """One replica that a grant keeps READY."""
 
     key: str
-    place: Place
+    place: ReplicaId
     spec: object
 
 
@@ -284,8 +284,8 @@ class StartCopy:
     copy: int
     key: str
     nbytes: int
-    source: Place | None
-    target: Place
+    source: ReplicaId | None
+    target: ReplicaId
     request: int  # of the put, when source is None
 
 
@@ -293,7 +293,7 @@ class StartCopy:
 class FreeSlot:
     """Give a replica's bytes back."""
 
-    place: Place
+    place: ReplicaId
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Wants on their way: room, then a source, then a copy.
 
-A want goes through the phases of `Phase`.  It holds its room while it waits for a source, and asks for
+A want goes through the phases of `WantPhase`.  It holds its room while it waits for a source, and asks for
 room in the host tier only then: room is taken from the fastest tier down.
 """
 
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from itertools import count
 
 from tierstore.core.books import Books
-from tierstore.core.entry import Entry, Life, Phase, Want, entered, without
+from tierstore.core.entry import Entry, EntryLife, Want, WantPhase, entered, without
 from tierstore.core.eviction import Policy
 from tierstore.core.messages import CopyDone, CopyOrdered, CopyRefused, StartCopy, Urgency
 from tierstore.core.model import Tier
-from tierstore.core.quota import Shelf
+from tierstore.core.quota import TierState
 from tierstore.core.requests import Request, refuse_if_written
-from tierstore.core.residency import Replica, State, Step
-from tierstore.core.resizing import Resizes
-from tierstore.core.rooms import Room, Rooms
-from tierstore.core.traffic import Copy, Traffic
+from tierstore.core.residency import Replica, ReplicaState, ReplicaStep
+from tierstore.core.resizing import QuotaResizes
+from tierstore.core.rooms import Admission, SpaceAdmission
+from tierstore.core.traffic import Copy, CopyTraffic
 from tierstore.errors import CapacityError, KeyNotFound, TierStoreError
 
 PUT = -1
 """The source of a copy that the caller of ``put`` makes."""
 
 
-class Moving:
+class CopyScheduler:
     """Carries wants to READY replicas, or fails them.
 
     Args:
@@ -44,9 +44,9 @@ class Moving:
 
     def __init__(self, tiers: Sequence[Tier], policy: Policy, window_bytes: int, stride: int) -> None:
         self.books = Books(tiers)
-        self.rooms = Rooms(self.books, policy, self.push_down)
-        self.resizes = Resizes(self.books, self.rooms)
-        self.traffic = Traffic(window_bytes)
+        self.rooms = SpaceAdmission(self.books, policy, self.push_down)
+        self.resizes = QuotaResizes(self.books, self.rooms)
+        self.traffic = CopyTraffic(window_bytes)
         self.stride = stride
         self.host = next((index for index, tier in enumerate(tiers) if tier.is_host), None)
         self.is_closed = False  # nothing new is begun
@@ -75,7 +75,7 @@ class Moving:
     def _hurry(self, want: Want, urgency: Urgency) -> None:
         """Let a want, and what it waits for, go with those of ``urgency``."""
         shelf = self.books.shelves[want.tier]
-        if want.phase is Phase.QUEUED:
+        if want.phase is WantPhase.QUEUED:
             shelf.dequeue(want)
             want.urgency = urgency
             shelf.enqueue(want)
@@ -110,12 +110,12 @@ class Moving:
             self._serve(shelf)
             self.rooms.keep_watermark(shelf)
 
-    def _serve(self, shelf: Shelf) -> None:
+    def _serve(self, shelf: TierState) -> None:
         while (want := shelf.first()) is not None:
             if shelf.index in want.entry.replicas:
                 return  # its former replica still drains
             try:
-                if self.rooms.ask(shelf, want) is Room.LATER:
+                if self.rooms.ask(shelf, want) is Admission.LATER:
                     return
             except CapacityError as error:
                 shelf.counters.refusals += want.urgency is not Urgency.PREFETCH
@@ -123,7 +123,7 @@ class Moving:
                 continue
             shelf.dequeue(want)
             self.books.reserve(want.entry, want.tier)
-            want.phase = Phase.RESERVED
+            want.phase = WantPhase.RESERVED
             self._find_source(want)
 
     # --- sources and copies -------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Moving:
     def _start(self, want: Want, source: int) -> None:
         entry = want.entry
         copy = Copy(next(self._copy_numbers), want, source, want.tier, entry.nbytes)
-        want.phase = Phase.COPYING
+        want.phase = WantPhase.COPYING
         entry.replicas[want.tier].copy = copy.number
         if source != PUT:
             entry.replicas[source].readers += 1
@@ -182,7 +182,7 @@ class Moving:
         """The target may be used: later work on its device is ordered behind the copy."""
         copy = self.traffic.copies[event.copy]
         replica = copy.want.entry.replicas[copy.target]
-        if replica.state is State.FILLING:
+        if replica.state is ReplicaState.FILLING:
             self._met(copy.want, replica)
 
     def copy_refused(self, event: CopyRefused) -> None:
@@ -190,12 +190,12 @@ class Moving:
         copy = self.traffic.copies[event.copy]
         want, replica = copy.want, copy.want.entry.replicas[copy.target]
         self._end(copy, is_moved=False)
-        if replica.state is State.DRAINING or (want.urgency is Urgency.PREFETCH and want.slack_bytes):
+        if replica.state is ReplicaState.DRAINING or (want.urgency is Urgency.PREFETCH and want.slack_bytes):
             self._abandon(want, replica, event.error)
             return
         shelf = self.books.shelves[copy.target]
         self.books.fill_failed(replica)
-        want.phase = Phase.QUEUED
+        want.phase = WantPhase.QUEUED
         want.refusal = event.error
         want.slack_bytes += max(replica.charge_bytes, 1)
         shelf.enqueue(want)
@@ -207,7 +207,7 @@ class Moving:
         if event.charge_bytes is not None:
             self.books.shrink(replica, event.charge_bytes)
         self._end(copy, is_moved=event.error is None)
-        if replica.state is not State.FILLING:
+        if replica.state is not ReplicaState.FILLING:
             self._settle_late(replica, event.error)
         elif event.error is None:
             self._met(want, replica)
@@ -219,7 +219,7 @@ class Moving:
         entry = replica.entry
         if (
             error is not None
-            and replica.state is State.READY
+            and replica.state is ReplicaState.READY
             and not replica.leases
             and len(entry.ready()) > 1
         ):
@@ -247,12 +247,12 @@ class Moving:
             if (faster := shelf.leaving.get(entry.uid)) is not None:
                 self.books.drop(faster)
         for waiting in list(entry.wants.values()):
-            if waiting.phase is Phase.RESERVED:
+            if waiting.phase is WantPhase.RESERVED:
                 self._find_source(waiting)
 
     def _abandon(self, want: Want, replica: Replica, error: BaseException) -> None:
         """A want's copy failed."""
-        if replica.state is State.FILLING:
+        if replica.state is ReplicaState.FILLING:
             self.books.fill_failed(replica)
         self.fail(want, error)
 
@@ -266,8 +266,8 @@ class Moving:
             entry.wants = without(entry.wants, want.tier)
         shelf.dequeue(want)
         replica = entry.replicas.get(want.tier)
-        if want.phase is Phase.RESERVED and replica is not None and replica.state is State.FILLING:
-            self.books.fill_failed(replica, Step.DROP)
+        if want.phase is WantPhase.RESERVED and replica is not None and replica.state is ReplicaState.FILLING:
+            self.books.fill_failed(replica, ReplicaStep.DROP)
         self.books.note(entry, f"failed: {type(error).__name__}", want.tier)
         for dependent in want.dependents:
             self._go_direct(dependent, error)
@@ -280,7 +280,7 @@ class Moving:
 
     def _go_direct(self, want: Want, error: BaseException) -> None:
         """The host replica on the way could not be had: go without, or fail with its reason."""
-        if want.phase is not Phase.RESERVED:
+        if want.phase is not WantPhase.RESERVED:
             return
         if isinstance(error, CapacityError) and want.urgency is not Urgency.PREFETCH:
             want.is_direct = True
@@ -309,9 +309,13 @@ class Moving:
                 source = entry.replicas[copy.source]
                 source.readers -= 1
                 self.books.free_if_idle(source)
-                want.phase = Phase.RESERVED
-            elif want.phase is Phase.COPYING and replica is not None and replica.state is State.FILLING:
-                self.books.fill_failed(replica, Step.DROP)
+                want.phase = WantPhase.RESERVED
+            elif (
+                want.phase is WantPhase.COPYING
+                and replica is not None
+                and replica.state is ReplicaState.FILLING
+            ):
+                self.books.fill_failed(replica, ReplicaStep.DROP)
             self.fail(want, error)
 
     # --- requests -----------------------------------------------------------------------------
@@ -387,12 +391,12 @@ class Moving:
         entry.watchers = without(entry.watchers, request.number)
         if request.keeps_bytes:
             self._ask_again(entry)
-            if entry.life is Life.PARTING and not entry.is_kept:
+            if entry.life is EntryLife.PARTING and not entry.is_kept:
                 self.parting[entry.uid] = entry
 
     def part_with(self, entry: Entry, error: BaseException) -> None:
         """Let an entry go that is nobody's and that no flush needs."""
-        entry.life = Life.GONE
+        entry.life = EntryLife.GONE
         for replica in entry.ready():
             self.books.drop(replica)
         self.cancel_wants(entry, error)
@@ -401,7 +405,7 @@ class Moving:
     def _part_with_all(self) -> None:
         while self.parting:
             _, entry = self.parting.popitem()
-            if entry.life is Life.PARTING and not entry.is_kept:
+            if entry.life is EntryLife.PARTING and not entry.is_kept:
                 self.part_with(entry, KeyNotFound(f"{entry.key!r} is not there any more.", key=entry.key))
 
     def _ask_again(self, entry: Entry) -> None:

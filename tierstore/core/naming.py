@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tierstore.core.books import Books
-from tierstore.core.entry import Life
+from tierstore.core.entry import EntryLife
 from tierstore.core.residency import Replica
 from tierstore.errors import KeyExists, KeyNotFound, UsageError
 
@@ -38,7 +38,7 @@ def check_names(books: Books, names: Mapping[str, str], *, replace: bool) -> Non
     """
     for key, name in names.items():
         entry = books.index.get(key)
-        if entry is None or entry.life is not Life.LIVE:
+        if entry is None or entry.life is not EntryLife.LIVE:
             raise KeyNotFound(f"no key {key!r} in the store: it was never put, or it was dropped.", key=key)
         if name in names:
             raise UsageError(f"{key!r} cannot become {name!r}, which is given another name as well.", key=key)

@@ -1,6 +1,6 @@
 """Capacity and watermarks of one tier, in bytes.
 
-A `Shelf` keeps the sums that decisions need beside the replicas they are made of, so that no
+A `TierState` keeps the sums that decisions need beside the replicas they are made of, so that no
 decision walks over all keys.  `Ledger.check` recomputes every sum.
 """
 
@@ -27,7 +27,7 @@ class Counters:
     refusals: int = 0
 
 
-def advice(shelves: Sequence[Shelf], otherwise: str) -> str:
+def advice(shelves: Sequence[TierState], otherwise: str) -> str:
     """Say what makes room in tiers: their settings, if they have some; else ``otherwise`` with capacities."""
     if any(shelf.tier.setting is None for shelf in shelves):
         names = " or ".join(repr(shelf.tier.name) for shelf in shelves)
@@ -35,13 +35,13 @@ def advice(shelves: Sequence[Shelf], otherwise: str) -> str:
     return f"Raise {' or '.join(map(_setting, shelves))}."
 
 
-def _setting(shelf: Shelf) -> str:
+def _setting(shelf: TierState) -> str:
     is_shared = not (shelf.tier.is_host or shelf.tier.is_storage)  # a device's, with what a program has there
     there = f"{format_bytes(shelf.limit_bytes)}{' for the store' if is_shared else ''}"
     return f"{shelf.tier.setting} ({there})"
 
 
-class Shelf:
+class TierState:
     """The books of one tier.
 
     Attributes:

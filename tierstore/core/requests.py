@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from tierstore.core.entry import Entry, Life, Want, entered, without
+from tierstore.core.entry import Entry, EntryLife, Want, entered, without
 from tierstore.core.messages import Access, Grant, Granted, Settle, Urgency
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, LeaseError
@@ -57,7 +57,7 @@ class Desk(Protocol):
         """Forget an entry whose bytes will not come."""
         ...
 
-    def start_lease(self, lease: Lease) -> None:
+    def start_lease(self, lease: LeaseRequest) -> None:
         """Count a lease that is granted."""
         ...
 
@@ -158,7 +158,7 @@ class Request(abc.ABC):
         return False
 
 
-class Fetch(Request):
+class FetchRequest(Request):
     """The keys are to be READY in a tier."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Fetch(Request):
         return self.urgency is Urgency.PREFETCH
 
 
-class Lease(Request):
+class LeaseRequest(Request):
     """The keys are to be READY in a tier, and to stay so until released."""
 
     def __init__(
@@ -247,7 +247,7 @@ class Lease(Request):
         self.held = []
 
 
-class Read(Request):
+class ReadRequest(Request):
     """One key's bytes are to be read, from wherever they are."""
 
     replica: Replica | None = None
@@ -272,7 +272,7 @@ class Read(Request):
         self.desk.emit(Grant(self.number, [granted(self.replica)]))
 
 
-class Evict(Request):
+class EvictRequest(Request):
     """The keys are to have no replica above a tier."""
 
     def __init__(self, desk: Desk, number: int, targets: dict[Entry, int]) -> None:
@@ -308,7 +308,7 @@ class Evict(Request):
         return False
 
 
-class Stage(enum.Enum):
+class StageRequest(enum.Enum):
     """How far a flush has come."""
 
     AWAITING = enum.auto()  # puts of new keys that had begun before it
@@ -317,7 +317,7 @@ class Stage(enum.Enum):
     ENDED = enum.auto()  # a commit has it, or it failed
 
 
-class Flush(Request):
+class FlushRequest(Request):
     """Keys are to be found, as they were at one moment, if the power fails.
 
     Attributes:
@@ -335,7 +335,7 @@ class Flush(Request):
         super().__init__(desk, number, entries)
         self.tier = tier
         self.keys = keys
-        self.stage = Stage.AWAITING
+        self.stage = StageRequest.AWAITING
         self.names: dict[str, Entry | None] = {}
         self.found: dict[int, Replica] = {}
         self.rounds = FLUSH_ROUNDS
@@ -343,7 +343,7 @@ class Flush(Request):
     @property
     def keeps_bytes(self) -> bool:
         """See `Request.keeps_bytes`."""
-        return self.stage is Stage.COPYING
+        return self.stage is StageRequest.COPYING
 
     def take(self, names: dict[str, Entry | None]) -> None:
         """Let this be its moment.
@@ -354,7 +354,7 @@ class Flush(Request):
         entries = [entry for entry in names.values() if entry is not None]
         for entry in entries:
             self.check(entry)
-        self.stage = Stage.COPYING
+        self.stage = StageRequest.COPYING
         self.names = names
         self.pending = {entry.uid: entry for entry in entries}
 
@@ -364,8 +364,8 @@ class Flush(Request):
 
     def examine(self, entry: Entry) -> bool:
         """See `Request.examine`."""
-        if self.stage is Stage.AWAITING:
-            return entry.life is not Life.COMING
+        if self.stage is StageRequest.AWAITING:
+            return entry.life is not EntryLife.COMING
         if entry.is_settled(self.tier):
             replica = entry.replicas[self.tier]
             self.found[entry.uid] = replica
@@ -377,12 +377,12 @@ class Flush(Request):
 
     def finish(self) -> None:
         """See `Request.finish`: its moment is still to be taken, or committed."""
-        if self.stage is Stage.COPYING:
-            self.stage = Stage.READY
+        if self.stage is StageRequest.COPYING:
+            self.stage = StageRequest.READY
 
     def fail(self, error: BaseException) -> None:
         """See `Request.fail`."""
-        self.stage = Stage.ENDED
+        self.stage = StageRequest.ENDED
         super().fail(error)
 
     def undo(self) -> None:
@@ -392,7 +392,7 @@ class Flush(Request):
         self.found = {}
 
 
-class Put(Request):
+class PutRequest(Request):
     """A new entry's bytes are to come from the caller, into the first of ``tiers`` that has room."""
 
     def __init__(self, desk: Desk, number: int, entry: Entry, tiers: Sequence[int]) -> None:
@@ -423,7 +423,7 @@ class Put(Request):
 
     def fail(self, error: BaseException) -> None:
         """Try the next lower tier if this one has no room; else the entry vanishes."""
-        if isinstance(error, CapacityError) and self.tiers and self.entry.life is Life.COMING:
+        if isinstance(error, CapacityError) and self.tiers and self.entry.life is EntryLife.COMING:
             self.pending = {self.entry.uid: self.entry}
             self.entry.watchers = entered(self.entry.watchers, self.number, self)
             self._try_next()

@@ -12,14 +12,14 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from tierstore.core.messages import Place
+from tierstore.core.messages import ReplicaId
 from tierstore.errors import InvariantError
 
 if TYPE_CHECKING:
     from tierstore.core.entry import Entry
 
 
-class State(enum.Enum):
+class ReplicaState(enum.Enum):
     """What may be done with a replica's bytes."""
 
     ABSENT = enum.auto()  # nothing: there are none
@@ -31,7 +31,7 @@ class State(enum.Enum):
     __hash__ = object.__hash__  # an enum's own is a call into Python, for every step
 
 
-class Step(enum.Enum):
+class ReplicaStep(enum.Enum):
     """What can happen to a replica."""
 
     RESERVE = enum.auto()  # room was charged for it
@@ -45,15 +45,15 @@ class Step(enum.Enum):
     __hash__ = object.__hash__  # as above
 
 
-TABLE: dict[tuple[State, Step], State] = {
-    (State.ABSENT, Step.RESERVE): State.FILLING,
-    (State.FILLING, Step.FILLED): State.READY,
-    (State.FILLING, Step.FAILED): State.DRAINING,
-    (State.FILLING, Step.DROP): State.DRAINING,
-    (State.READY, Step.DROP): State.DRAINING,
-    (State.DRAINING, Step.RETAIN): State.RETAINED,
-    (State.RETAINED, Step.RELEASE): State.DRAINING,
-    (State.DRAINING, Step.FREED): State.ABSENT,
+TABLE: dict[tuple[ReplicaState, ReplicaStep], ReplicaState] = {
+    (ReplicaState.ABSENT, ReplicaStep.RESERVE): ReplicaState.FILLING,
+    (ReplicaState.FILLING, ReplicaStep.FILLED): ReplicaState.READY,
+    (ReplicaState.FILLING, ReplicaStep.FAILED): ReplicaState.DRAINING,
+    (ReplicaState.FILLING, ReplicaStep.DROP): ReplicaState.DRAINING,
+    (ReplicaState.READY, ReplicaStep.DROP): ReplicaState.DRAINING,
+    (ReplicaState.DRAINING, ReplicaStep.RETAIN): ReplicaState.RETAINED,
+    (ReplicaState.RETAINED, ReplicaStep.RELEASE): ReplicaState.DRAINING,
+    (ReplicaState.DRAINING, ReplicaStep.FREED): ReplicaState.ABSENT,
 }
 
 
@@ -84,12 +84,12 @@ class Replica:
         "tier",
     )
 
-    def __init__(self, entry: Entry, place: Place, charge_bytes: int) -> None:
+    def __init__(self, entry: Entry, place: ReplicaId, charge_bytes: int) -> None:
         self.entry = entry
         self.place = place
         self.tier = place.tier
         self.charge_bytes = charge_bytes
-        self.state = State.ABSENT
+        self.state = ReplicaState.ABSENT
         self.leases = 0
         self.readers = 0
         self.copy: int | None = None
@@ -105,7 +105,7 @@ class Replica:
         """Whether nobody holds, reads or writes the bytes, so that they may be freed."""
         return not (self.leases or self.readers or self.copy is not None)
 
-    def step(self, step: Step) -> None:
+    def step(self, step: ReplicaStep) -> None:
         """Change the state.
 
         Raises:

@@ -10,16 +10,16 @@ from collections import deque
 
 from tierstore.core.books import Books
 from tierstore.core.messages import ResizeRequested, SetCapacity, Settle, Urgency
-from tierstore.core.quota import Shelf
-from tierstore.core.rooms import Rooms
+from tierstore.core.quota import TierState
+from tierstore.core.rooms import SpaceAdmission
 from tierstore.errors import CapacityError
 from tierstore.units import format_bytes
 
 
-class Resizes:
+class QuotaResizes:
     """The resizes that wait for bytes to leave, by tier."""
 
-    def __init__(self, books: Books, rooms: Rooms) -> None:
+    def __init__(self, books: Books, rooms: SpaceAdmission) -> None:
         self.books = books
         self.rooms = rooms
         self.waiting: dict[int, deque[ResizeRequested]] = {}
@@ -38,13 +38,13 @@ class Resizes:
         if len(queue) == 1:
             self._start(shelf, event)
 
-    def _start(self, shelf: Shelf, event: ResizeRequested) -> None:
+    def _start(self, shelf: TierState, event: ResizeRequested) -> None:
         shelf.is_resizing = True
         shelf.limit_bytes = min(event.capacity_bytes, shelf.tier.capacity_bytes)
         self.rooms.reconsider(shelf)
         self.books.restless.add(shelf.index)
 
-    def serve(self, shelf: Shelf) -> None:
+    def serve(self, shelf: TierState) -> None:
         """Finish the first resize of a tier if it can be, or let more go, or fail it."""
         queue = self.waiting.get(shelf.index)
         if not queue:
@@ -64,7 +64,7 @@ class Resizes:
             shelf.limit_bytes = shelf.tier.capacity_bytes
             self._end(shelf, queue, self._refusal(shelf, event.capacity_bytes))
 
-    def _end(self, shelf: Shelf, queue: deque[ResizeRequested], error: BaseException | None) -> None:
+    def _end(self, shelf: TierState, queue: deque[ResizeRequested], error: BaseException | None) -> None:
         self.books.out.append(Settle(queue.popleft().request, error))
         shelf.is_resizing = False
         self.books.restless.add(shelf.index)
@@ -77,7 +77,7 @@ class Resizes:
             while queue:
                 self.books.out.append(Settle(queue.popleft().request, error))
 
-    def _refusal(self, shelf: Shelf, capacity_bytes: int) -> CapacityError:
+    def _refusal(self, shelf: TierState, capacity_bytes: int) -> CapacityError:
         held = shelf.charged_bytes - sum(replica.charge_bytes for replica in shelf.evictable.values())
         holders = {
             holder

@@ -15,21 +15,21 @@ from tierstore.core.entry import Want
 from tierstore.core.eviction import Policy, by_next_use
 from tierstore.core.messages import Urgency
 from tierstore.core.model import Plan
-from tierstore.core.quota import Shelf
-from tierstore.core.requests import Flush
+from tierstore.core.quota import TierState
+from tierstore.core.requests import FlushRequest
 from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError
 from tierstore.units import format_bytes
 
 
-class Room(enum.Enum):
+class Admission(enum.Enum):
     """The answer to a want that asks for room."""
 
     NOW = enum.auto()  # it is free
     LATER = enum.auto()  # the hardware is making it
 
 
-class Rooms:
+class SpaceAdmission:
     """Decides about room, by the policy and the plan.
 
     Args:
@@ -50,7 +50,7 @@ class Rooms:
         """Return the accesses until ``key`` is used next; None: no plan knows it."""
         return None if self.plan is None else self.plan.distance(key, self.position)
 
-    def ask(self, shelf: Shelf, want: Want) -> Room:
+    def ask(self, shelf: TierState, want: Want) -> Admission:
         """Say whether ``want`` can have room now or later, and set the hardware to it.
 
         Raises:
@@ -58,21 +58,26 @@ class Rooms:
         """
         needed = shelf.charge(want.entry.nbytes) + want.slack_bytes
         if needed <= shelf.free_bytes:
-            return Room.NOW
+            return Admission.NOW
         self._refuse_if_hopeless(shelf, want, needed)
         missing = needed - shelf.coming_free_bytes
         if missing > 0:
             self.evict(shelf, missing, self._candidates(shelf, want), want.urgency, needed)
         if needed <= shelf.coming_free_bytes:
-            return Room.LATER
+            return Admission.LATER
         if want.urgency is Urgency.PREFETCH:
             raise CapacityError("a prefetch only takes what is free or what is needed later")
         if shelf.is_in_motion:
-            return Room.LATER
+            return Admission.LATER
         raise self._refusal(shelf, want, needed)
 
     def evict(
-        self, shelf: Shelf, missing_bytes: int, candidates: Iterable[Replica], urgency: Urgency, needed: int
+        self,
+        shelf: TierState,
+        missing_bytes: int,
+        candidates: Iterable[Replica],
+        urgency: Urgency,
+        needed: int,
     ) -> None:
         """Let candidates go, in the policy's order, until ``missing_bytes`` more are coming free."""
         target = shelf.coming_free_bytes + missing_bytes
@@ -81,7 +86,7 @@ class Rooms:
                 return
             self.let_go(shelf, victim, urgency)
 
-    def let_go(self, shelf: Shelf, victim: Replica, urgency: Urgency) -> None:
+    def let_go(self, shelf: TierState, victim: Replica, urgency: Urgency) -> None:
         """Evict one replica: drop it if another is READY, else push it down first."""
         if shelf.evictable.get(victim.entry.uid) is not victim:
             return
@@ -100,13 +105,13 @@ class Rooms:
         shelf.stuck[victim.entry.uid] = victim
         self.books.restless.add(shelf.index)
 
-    def reconsider(self, shelf: Shelf) -> None:
+    def reconsider(self, shelf: TierState) -> None:
         """What was stuck may find room below again."""
         if shelf.stuck:
             shelf.evictable.update(shelf.stuck)
             shelf.stuck.clear()
 
-    def keep_watermark(self, shelf: Shelf) -> None:
+    def keep_watermark(self, shelf: TierState) -> None:
         """Above ``high``, evict down to ``low``, over what can be evicted."""
         leaving = shelf.draining_bytes + shelf.leaving_bytes
         if shelf.charged_bytes - leaving <= shelf.tier.high_bytes or not shelf.evictable:
@@ -114,11 +119,11 @@ class Rooms:
         excess = shelf.charged_bytes - leaving - shelf.tier.low_bytes
         self.evict(shelf, excess, self.evictable(shelf), Urgency.WRITE_BACK, excess)
 
-    def evictable(self, shelf: Shelf) -> list[Replica]:
+    def evictable(self, shelf: TierState) -> list[Replica]:
         """Return what may be evicted, oldest use first."""
         return list(shelf.evictable.values())
 
-    def _candidates(self, shelf: Shelf, want: Want) -> list[Replica]:
+    def _candidates(self, shelf: TierState, want: Want) -> list[Replica]:
         """A prefetch may only push out what the plan needs later than the prefetched."""
         candidates = self.evictable(shelf)
         if want.urgency is not Urgency.PREFETCH:
@@ -129,12 +134,12 @@ class Rooms:
         distances = ((replica, self.distance(replica.key)) for replica in candidates)
         return [replica for replica, distance in distances if distance is None or distance > own]
 
-    def _refuse_if_hopeless(self, shelf: Shelf, want: Want, needed: int) -> None:
+    def _refuse_if_hopeless(self, shelf: TierState, want: Want, needed: int) -> None:
         """Refuse at once what only a lease's holder, or nobody, could make room for."""
         if needed > shelf.limit_bytes - shelf.bound_bytes:
             raise self._refusal(shelf, want, needed)
 
-    def _refusal(self, shelf: Shelf, want: Want, needed: int) -> CapacityError:
+    def _refusal(self, shelf: TierState, want: Want, needed: int) -> CapacityError:
         """Say what was needed, what there is and who holds the rest."""
         leased = [
             entry
@@ -180,6 +185,6 @@ class Rooms:
 
 
 def _about_flushes(want: Want) -> str:
-    if any(isinstance(request, Flush) for request in want.requests.values()):
+    if any(isinstance(request, FlushRequest) for request in want.requests.values()):
         return "A flush needs room beside them: flush some keys at a time"
     return "Flush, so that newer bytes take their place"

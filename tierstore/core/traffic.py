@@ -31,7 +31,7 @@ class Copy:
 
 
 @dataclass(slots=True)
-class Lane:
+class CopyWindow:
     """One direction: what is under way and what waits, by urgency."""
 
     in_flight_bytes: int = 0
@@ -44,7 +44,7 @@ class Lane:
     )
 
 
-class Traffic:
+class CopyTraffic:
     """All copies: which may start now, which wait for their window.
 
     A copy larger than the window goes alone.
@@ -52,14 +52,14 @@ class Traffic:
 
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
-        self.lanes: dict[Direction, Lane] = {}
+        self.lanes: dict[Direction, CopyWindow] = {}
         self.copies: dict[int, Copy] = {}
 
-    def lane(self, source: int, target: int) -> Lane:
+    def lane(self, source: int, target: int) -> CopyWindow:
         """Return the lane of a direction."""
         lane = self.lanes.get((source, target))
         if lane is None:
-            lane = self.lanes[source, target] = Lane()
+            lane = self.lanes[source, target] = CopyWindow()
         return lane
 
     def submit(self, copy: Copy) -> list[Copy]:
@@ -99,17 +99,17 @@ class Traffic:
             lane.moved_bytes += copy.nbytes
         return self._start(lane)
 
-    def _may_start(self, lane: Lane, copy: Copy) -> bool:
+    def _may_start(self, lane: CopyWindow, copy: Copy) -> bool:
         # A put is made by its own caller: it is never held back.
         if copy.source < 0 or not lane.in_flight_bytes:
             return True
         return lane.in_flight < MOST_IN_FLIGHT and lane.in_flight_bytes + copy.nbytes <= self.window_bytes
 
-    def _count(self, lane: Lane, copy: Copy) -> None:
+    def _count(self, lane: CopyWindow, copy: Copy) -> None:
         lane.in_flight_bytes += copy.nbytes
         lane.in_flight += 1
 
-    def _start(self, lane: Lane) -> list[Copy]:
+    def _start(self, lane: CopyWindow) -> list[Copy]:
         started: list[Copy] = []
         for group in lane.waiting.values():
             while group:

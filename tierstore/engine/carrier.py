@@ -36,7 +36,7 @@ from tierstore.spi import (
 Tell = Callable[[Sequence[m.Event]], None]
 
 
-class Carrier:
+class DataMover:
     """The slots of all replicas, and what is under way between them.  Safe from any thread.
 
     Args:
@@ -59,17 +59,17 @@ class Carrier:
         self._direct = {i: b for i, b in enumerate(backends) if isinstance(b, DirectBackend)}
         # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
         # its FreeSlot, which the ledger never has under way at the same time.
-        self._slots: dict[m.Place, Slot] = {}
+        self._slots: dict[m.ReplicaId, Slot] = {}
 
-    def slot(self, place: m.Place) -> Slot:
+    def slot(self, place: m.ReplicaId) -> Slot:
         """Return the slot of a replica that is kept READY."""
         return self._slots[place]
 
-    def adopt(self, place: m.Place, slot: Slot) -> None:
+    def adopt(self, place: m.ReplicaId, slot: Slot) -> None:
         """Take a recovered replica's slot."""
         self._slots[place] = slot
 
-    def charge_bytes(self, place: m.Place) -> int | None:
+    def charge_bytes(self, place: m.ReplicaId) -> int | None:
         """Return what a replica that was just written takes of its medium, where that may be less."""
         if not self._shrinking.get(place.tier):
             return None
@@ -164,9 +164,9 @@ class Carrier:
 
     def _move_many(self, copies: Sequence[m.StartCopy]) -> Completion:
         """Begin copies of one direction, between host memory and a medium that takes many at a time."""
-        sources = [self._slots[cast("m.Place", copy.source)] for copy in copies]
+        sources = [self._slots[cast("m.ReplicaId", copy.source)] for copy in copies]
         targets = [self._slots[copy.target] for copy in copies]
-        source, target = cast("m.Place", copies[0].source).tier, copies[0].target.tier
+        source, target = cast("m.ReplicaId", copies[0].source).tier, copies[0].target.tier
         if self._media[source] is Medium.HOST:
             return self._batching[target].write_many(targets, _memories(sources))
         return self._batching[source].read_many(sources, _memories(targets))
@@ -221,7 +221,7 @@ class Carrier:
         self._backends[source].read(source_slot, buffer).add_done_callback(begin_second)
         return both
 
-    def free(self, place: m.Place) -> None:
+    def free(self, place: m.ReplicaId) -> None:
         """Give a replica's bytes back."""
         slot = self._slots.get(place)
         if slot is None:  # the medium had refused it: there is nothing to give back

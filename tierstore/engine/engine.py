@@ -1,7 +1,7 @@
 """The engine as the store sees it: requests, waits for what they come to, and the end.
 
-Requests and outcomes go through `Turns`, which has the books and the one lock; what the books command is
-carried out by `CommandHands`.  Here is who waits for what, and how a put fills its room.
+Requests and outcomes go through `Dispatcher`, which has the books and the one lock; what the books command is
+carried out by `CommandExecutor`.  Here is who waits for what, and how a put fills its room.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from tierstore import forks
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
-from tierstore.engine.carrier import Carrier
-from tierstore.engine.hands import CommandHands, Opening, orphaned
+from tierstore.engine.carrier import DataMover
+from tierstore.engine.hands import CommandExecutor, Opening, orphaned
 from tierstore.engine.holds import when_granted
 from tierstore.engine.transfer import Transfer
-from tierstore.engine.turns import Turns
+from tierstore.engine.turns import Dispatcher
 from tierstore.errors import StoreClosed, TierStoreError
 from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import AddressableSlot, Backend, Medium, Record, Slot, held_bytes
@@ -60,9 +60,9 @@ class Engine:
         self.media = tuple(backend.capabilities.medium for backend in backends)
         self._numbers = count(1)
         self.told: list[m.Event] = []
-        self._carrier = Carrier(self.backends, self.names, self.told.extend, self._report)
-        self._hands = CommandHands(self._carrier, note_of)
-        self._turns = Turns(ledger, self._hands, self.told)
+        self._carrier = DataMover(self.backends, self.names, self.told.extend, self._report)
+        self._hands = CommandExecutor(self._carrier, note_of)
+        self._turns = Dispatcher(ledger, self._hands, self.told)
         self._is_closed = False
         self._process = forks.here()
         self._closing = threading.Lock()  # held by whoever closes; guards the next two
@@ -93,7 +93,7 @@ class Engine:
             for name, note, slot in map(_RECORD_FIELDS, records)
         ]
         number = self.number()
-        granted = self.request(m.Recovered(number, tier, found), number).result()
+        granted = self.request(m.RecordsRecovered(number, tier, found), number).result()
         for replica, record in zip(granted, records, strict=True):
             self._carrier.adopt(replica.place, record.slot)
 

@@ -13,7 +13,7 @@ import torch
 
 from tierstore.core import messages as m
 from tierstore.engine.batches import batches
-from tierstore.engine.carrier import Carrier
+from tierstore.engine.carrier import DataMover
 from tierstore.engine.transfer import Transfer
 from tierstore.engine.turns import Work
 from tierstore.errors import BackendError
@@ -32,7 +32,7 @@ class Opening:
     """
 
     end: m.CopyDone
-    place: m.Place
+    place: m.ReplicaId
     slot: Slot
 
     @property
@@ -46,7 +46,7 @@ def orphaned(key: str) -> BackendError:
     return BackendError(f"the call that was putting {key!r} was interrupted.", key=key)
 
 
-class CommandHands:
+class CommandExecutor:
     """See `tierstore.engine.turns.Hands`.  Safe from any thread.
 
     Args:
@@ -60,7 +60,7 @@ class CommandHands:
         quotas: by tier, what its medium was last told to hold at most, if it was told and took it.
     """
 
-    def __init__(self, carrier: Carrier, note_of: Callable[[object], str]) -> None:
+    def __init__(self, carrier: DataMover, note_of: Callable[[object], str]) -> None:
         self.carrier = carrier
         self._note_of = note_of
         self.waiting: dict[int, Transfer[Sequence[m.Granted]]] = {}

@@ -47,7 +47,7 @@ class Hands(Protocol):
         ...
 
 
-class Turns:
+class Dispatcher:
     """The books, and the one lock around them.  Safe from any thread.
 
     Args:

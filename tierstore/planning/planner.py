@@ -1,7 +1,7 @@
 """From a trace to a plan, and where in the plan a running step is.
 
 A plan is advice.  A step that does something else than the plan says costs bandwidth and nothing
-more: `Place` finds its way back.
+more: `PlanPosition` finds its way back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def plan_from(
     return Plan(accesses, aliases or {}, residents)
 
 
-class Place:
+class PlanPosition:
     """Follows a step along a plan.
 
     Attributes:

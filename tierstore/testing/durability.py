@@ -433,7 +433,7 @@ class DurableBackendSuite:
         """Write, commit, lose power, open again by chance; a dict knows what must be found."""
         chance = random.Random(7)
         backend = opened()
-        life = _Life(backend)
+        life = _BackendLife(backend)
         for turn in range(150):
             life.write(chance.choice("abcdefghij"), chance.choice((0, 1, 511, 5_000, 100_001)), turn)
             if chance.random() < 0.3:
@@ -446,7 +446,7 @@ class DurableBackendSuite:
         life.check()
 
 
-class _Life:
+class _BackendLife:
     """A backend, what it holds, and what it must find again."""
 
     def __init__(self, backend: DurableBackend) -> None:

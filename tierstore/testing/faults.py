@@ -138,7 +138,7 @@ class Faulty:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldOperation:
     """An operation that was asked for and has not begun."""
 
     begin: Callable[[], Completion]
@@ -165,7 +165,7 @@ class Gate:
         self._backend = backend
         self._holds = frozenset(holds)
         self._changed = threading.Condition()
-        self._held: list[_Held] = []  # guarded by _changed, as is all below
+        self._held: list[_HeldOperation] = []  # guarded by _changed, as is all below
         self._is_open = False
         self.reads = 0
         self.writes = 0
@@ -255,7 +255,7 @@ class Gate:
 
     def _pass(self, kind: Operation, begin: Callable[[], Completion]) -> Completion:
         # Not stream-ordered, whatever the wrapped backend says: a held copy has not been queued.
-        operation = _Held(begin, Completion())
+        operation = _HeldOperation(begin, Completion())
         with self._changed:
             if kind in self._holds and not self._is_open:
                 self._held.append(operation)

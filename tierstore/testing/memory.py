@@ -79,7 +79,7 @@ class DeviceBudget:
 
     def __init__(self, capacity: int | str) -> None:
         self._capacity_bytes = parse_bytes(capacity)
-        self._books = _Books(self._capacity_bytes)
+        self._books = _LiveBytes(self._capacity_bytes)
         self._metering: contextlib.ExitStack | None = None
 
     @property
@@ -105,12 +105,12 @@ class DeviceBudget:
         """
         if self._metering is not None:
             raise UsageError("this DeviceBudget is in use: make another")
-        self._books = _Books(self._capacity_bytes)
+        self._books = _LiveBytes(self._capacity_bytes)
         self._metering = contextlib.ExitStack()
         self._metering.callback(self._books.close)
         device_storage_listeners.append(self._books.announce)
         self._metering.callback(device_storage_listeners.remove, self._books.announce)
-        self._metering.enter_context(_Watch(self._books))
+        self._metering.enter_context(_AllocationWatch(self._books))
         return self
 
     def __exit__(
@@ -122,7 +122,7 @@ class DeviceBudget:
             metering.close()
 
 
-class _Entry(weakref.ref[torch.UntypedStorage]):
+class _LiveStorage(weakref.ref[torch.UntypedStorage]):
     """One storage that counts, and for how much."""
 
     __slots__ = ("key", "nbytes")
@@ -131,7 +131,7 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
     nbytes: int
 
 
-class _Books:
+class _LiveBytes:
     """What is live.  Thread-safe.
 
     A storage dies in any thread, also inside the lock (a garbage collection may run anywhere), so
@@ -141,9 +141,9 @@ class _Books:
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
-        self._dead: collections.deque[_Entry] = collections.deque()
+        self._dead: collections.deque[_LiveStorage] = collections.deque()
         self._lock = threading.Lock()
-        self._entries: dict[int, _Entry] = {}  # by id(); guarded by _lock, as is all below
+        self._entries: dict[int, _LiveStorage] = {}  # by id(); guarded by _lock, as is all below
         self._live_bytes = 0
         self.peak_bytes = 0
 
@@ -208,13 +208,13 @@ class _Books:
             self._live_bytes = 0
 
     def _enter(self, storage: torch.UntypedStorage) -> None:
-        entry = _Entry(storage, self._dead.append)
+        entry = _LiveStorage(storage, self._dead.append)
         entry.key = id(storage)
         entry.nbytes = storage.nbytes()
         self._entries[entry.key] = entry
         self._live_bytes += entry.nbytes
 
-    def _update(self, entry: _Entry, storage: torch.UntypedStorage) -> None:
+    def _update(self, entry: _LiveStorage, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
         self._live_bytes += nbytes - entry.nbytes
         entry.nbytes = nbytes
@@ -232,12 +232,12 @@ class _Books:
             del self._entries[entry.key]
 
 
-class _Watch(TorchDispatchMode):
+class _AllocationWatch(TorchDispatchMode):
     """Sees every operation of its thread, and counts the storages that come out of it anew."""
 
     is_meter = True  # steps are made ahead under it, as they are without
 
-    def __init__(self, books: _Books) -> None:
+    def __init__(self, books: _LiveBytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._books = books
 

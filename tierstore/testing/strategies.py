@@ -94,7 +94,7 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
-class Held(NamedTuple):
+class HeldLease(NamedTuple):
     """A lease, the key that it was asked for, and the one that its bytes are under now."""
 
     asked: str
@@ -138,7 +138,7 @@ class StoreMachine(RuleBasedStateMachine):
         ]
         self.store = Store(StoreConfig(tiers, eviction=self.eviction))
         self.model: dict[str, torch.Tensor] = {}
-        self.leases: list[Held] = []
+        self.leases: list[HeldLease] = []
         self.transfers: list[Transfer[None]] = []
 
     # --- rules that block: the hardware runs freely -----------------------------------------
@@ -173,7 +173,7 @@ class StoreMachine(RuleBasedStateMachine):
         except (CapacityError, BackendError):
             return
         assert same_bytes(lease.tensor, self.model[key])
-        self.leases.append(Held(key, key, lease, write))
+        self.leases.append(HeldLease(key, key, lease, write))
 
     @rule(index=st.integers(0, 9), changes=st.booleans())
     def release(self, index: int, changes: bool) -> None:

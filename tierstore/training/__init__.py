@@ -7,15 +7,16 @@ from pathlib import Path
 
 from tierstore import signals
 from tierstore.training.activations import RecomputeConfig, SwapConfig
+from tierstore.training.activations.activation_store import ActivationStore
 from tierstore.training.activations.recompute import Recompute, RecomputeStats, recompute
 from tierstore.training.activations.selective import create_selective_checkpoint_contexts
 from tierstore.training.activations.swap import Swap, SwapStats, swap
-from tierstore.training.activations.vault import Vault
 from tierstore.training.former import Resumed
 from tierstore.training.known import register_optimizer
 from tierstore.training.offload import Offload, RunStats, offload
 
 __all__ = [
+    "ActivationStore",
     "Offload",
     "Recompute",
     "RecomputeConfig",
@@ -25,7 +26,6 @@ __all__ = [
     "Swap",
     "SwapConfig",
     "SwapStats",
-    "Vault",
     "create_selective_checkpoint_contexts",
     "offload",
     "recompute",

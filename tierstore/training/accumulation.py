@@ -71,14 +71,14 @@ class Keeper(Protocol):
         ...
 
 
-class _Flight(NamedTuple):
+class _GradientInAutograd(NamedTuple):
     """A gradient that autograd works on."""
 
     gradient: Gradient
     node: object  # that accumulates it
 
 
-class _Ending:
+class _PassEndHook:
     """What autograd calls when a pass ends, and drops however it ends.
 
     Args:
@@ -107,8 +107,8 @@ class _Ending:
 class _Pass(NamedTuple):
     """A backward pass that runs, or was interrupted."""
 
-    flights: dict[int, _Flight]  # by thread
-    ending: weakref.ref[_Ending]
+    flights: dict[int, _GradientInAutograd]  # by thread
+    ending: weakref.ref[_PassEndHook]
 
 
 class Accumulation:
@@ -142,11 +142,11 @@ class Accumulation:
         if gradient is not None:
             number = _current_pass()
             found = self._passes.get(number) or self._open(number)
-            found.flights[threading.get_ident()] = _Flight(gradient, _current_node())
+            found.flights[threading.get_ident()] = _GradientInAutograd(gradient, _current_node())
 
     def _open(self, number: int) -> _Pass:
         self._keeper.begin_pass()
-        ending = _Ending(lambda: self._end(number, PassEnd.COMPLETE))
+        ending = _PassEndHook(lambda: self._end(number, PassEnd.COMPLETE))
         ending.ask_for()
         # Another thread of the pass may have been faster: either ending is as good.
         return self._passes.setdefault(number, _Pass({}, weakref.ref(ending)))
@@ -189,6 +189,6 @@ class Accumulation:
             for flight in found.flights.values():
                 stack.callback(self._take, flight)
 
-    def _take(self, flight: _Flight) -> None:
+    def _take(self, flight: _GradientInAutograd) -> None:
         self._keeper.take(flight.gradient)
         self._landed(flight.gradient.parameter)

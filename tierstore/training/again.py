@@ -24,7 +24,7 @@ _ACTIVATIONS = "activation/"
 log = logging.getLogger("tierstore")
 
 
-class Run(Protocol):
+class OpenRun(Protocol):
     """An open run, as this module sees it.
 
     Attributes:
@@ -40,11 +40,11 @@ class Run(Protocol):
         ...
 
 
-_open: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Run], weakref.ref[Session]]]
+_open: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[OpenRun], weakref.ref[Session]]]
 _open = weakref.WeakKeyDictionary()
 
 
-class Noted:
+class NotedRun:
     """Notes that a model has a run, until this is removed; keeps the run, so that it can be closed.
 
     Args:
@@ -53,7 +53,7 @@ class Noted:
         session: the run's, which is to keep this.
     """
 
-    def __init__(self, model: nn.Module, run: Run, session: Session) -> None:
+    def __init__(self, model: nn.Module, run: OpenRun, session: Session) -> None:
         self._model = weakref.ref(model)
         self._run = run
         _open[model] = weakref.ref(run), weakref.ref(session)
@@ -90,7 +90,7 @@ def make_way(model: nn.Module) -> None:
     run.close(restore=True)
 
 
-def _why_not(run: Run, session: Session) -> str:
+def _why_not(run: OpenRun, session: Session) -> str:
     """Say what stands in the way of closing a run for another; empty: nothing."""
     session.sweep_activations()
     shortage = session.leaving.shortage()

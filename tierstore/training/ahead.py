@@ -43,7 +43,7 @@ from tierstore.training.binding import Binding, natively
 from tierstore.training.groups import next_version
 from tierstore.training.known import is_of_torch
 from tierstore.training.own_work import are_modes_on, ordinary_mode
-from tierstore.training.turns import Group, Trainer, Turn, options_of, own_step, placed
+from tierstore.training.turns import Group, StepTrainer, StepUnit, options_of, own_step, placed
 
 Entries = dict[str, Any]
 MOST_STEPS_TO_WAIT = 1024
@@ -70,7 +70,7 @@ class MadeStep:
         later: what the small ones are to become.
     """
 
-    turn: Turn
+    turn: StepUnit
     written: list[tuple[Binding, int]]
     read: list[tuple[Binding, int]]
     options: list[Group]
@@ -93,8 +93,8 @@ class Expectations:
     """
 
     def __init__(self) -> None:
-        self.of: dict[torch.Tensor, dict[StepsAhead, None]] = {}
-        self.made: dict[Binding, StepsAhead] = {}
+        self.of: dict[torch.Tensor, dict[SpeculativeSteps, None]] = {}
+        self.made: dict[Binding, SpeculativeSteps] = {}
 
     def offer(self, parameter: torch.Tensor) -> float:
         """A gradient has been accumulated: make steps of which it was the last; return how long that took."""
@@ -111,7 +111,7 @@ class Expectations:
             steps.forget(tenant.binding)
 
 
-class StepsAhead:
+class SpeculativeSteps:
     """Makes steps of one optimizer during backward.
 
     Args:
@@ -125,9 +125,9 @@ class StepsAhead:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        trainer: Trainer,
+        trainer: StepTrainer,
         expectations: Expectations,
-        turn_of: Callable[[Binding], Turn | None],
+        turn_of: Callable[[Binding], StepUnit | None],
         state_of: Callable[[Binding], Binding | None],
     ) -> None:
         self.optimizer = optimizer
@@ -202,7 +202,7 @@ class StepsAhead:
         gradient = self._gradients.find(parameter)
         return gradient is not None and gradient.accumulations == expected
 
-    def _may_make(self, turn: Turn) -> bool:
+    def _may_make(self, turn: StepUnit) -> bool:
         is_plain = not any(_is_special(group) for group, _ in turn.groups) and not _is_scaled(self.optimizer)
         stashed = self._gradients.bindings_of(turn.parameters)
         needed = [turn.bundle, *self._states(turn)]
@@ -215,7 +215,7 @@ class StepsAhead:
             and not self._writes_to_gradients(turn)
         )
 
-    def _writes_to_gradients(self, turn: Turn) -> bool:
+    def _writes_to_gradients(self, turn: StepUnit) -> bool:
         """Say whether a step writes to gradients, as ``SGD``'s with ``nesterov`` and ``foreach`` does."""
         device = self._trainer.computes_on(turn.bundle)
         for group, members in turn.groups:
@@ -230,7 +230,7 @@ class StepsAhead:
                     return True
         return False
 
-    def _states(self, turn: Turn) -> list[Binding]:
+    def _states(self, turn: StepUnit) -> list[Binding]:
         state = self._state_of(turn.bundle)
         return [] if state is None else [state]
 
@@ -248,7 +248,7 @@ class StepsAhead:
             and tiers[self._trainer.optimizer_tier].capacity_bytes >= new_bytes + gradient_bytes
         )
 
-    def _make_or_leave(self, turn: Turn) -> None:
+    def _make_or_leave(self, turn: StepUnit) -> None:
         """Make a step; leave it to its own time if the store cannot help, and all of them if it fails."""
         try:
             self._make(turn)
@@ -258,7 +258,7 @@ class StepsAhead:
             log.debug("steps of %s are not made ahead any more", type(self.optimizer).__name__, exc_info=True)
             self._is_possible = False
 
-    def _make(self, turn: Turn) -> None:
+    def _make(self, turn: StepUnit) -> None:
         needed = [turn.bundle, *self._states(turn)]
         stashed = self._gradients.bindings_of(turn.parameters)
         lease = self._lease_beside(needed)
@@ -299,7 +299,7 @@ class StepsAhead:
                     lease.release(written=False)
             return lease if is_split else None
 
-    def _run(self, turn: Turn, lease: Lease, gradients: Mapping[torch.Tensor, torch.Tensor]) -> MadeStep:
+    def _run(self, turn: StepUnit, lease: Lease, gradients: Mapping[torch.Tensor, torch.Tensor]) -> MadeStep:
         """Let the optimizer step on stand-ins in leased bytes.
 
         Raises:
@@ -329,7 +329,7 @@ class StepsAhead:
 
     # --- taking -------------------------------------------------------------------------------
 
-    def take(self, turn: Turn) -> bool:
+    def take(self, turn: StepUnit) -> bool:
         """Let the new values of a bundle take the place of the old ones; return whether it was so."""
         made = self._pop(turn.bundle)
         if made is None:
@@ -354,7 +354,7 @@ class StepsAhead:
         self._next_wait = 1
         return True
 
-    def _put_in_place(self, made: MadeStep, turn: Turn) -> bool:
+    def _put_in_place(self, made: MadeStep, turn: StepUnit) -> bool:
         """Rename new values to old keys if they are right; drop them if not, or if anything fails."""
         is_done = False
         try:
@@ -369,7 +369,7 @@ class StepsAhead:
                 self._drop(made)
         return is_done
 
-    def _is_right(self, made: MadeStep, turn: Turn) -> bool:
+    def _is_right(self, made: MadeStep, turn: StepUnit) -> bool:
         """Whether nothing was touched that the new values were made from."""
         given = [turn.bundle, *self._states(turn)]
         read = [binding for _, binding in self._gradients.bindings_of(turn.parameters)]
@@ -385,7 +385,7 @@ class StepsAhead:
             and all(_is_equal(self.optimizer.state.get(p, {}), made.former[p]) for p in turn.parameters)
         )
 
-    def push_down(self, turn: Turn) -> None:
+    def push_down(self, turn: StepUnit) -> None:
         """A bundle was stepped in place: if only because its one copy is in the way, bring it down.
 
         Else it would be in the way of the next step ahead, too.
@@ -425,7 +425,7 @@ class StepsAhead:
 # ---------------------------------------------------------------------- stand-ins and small state
 
 
-def _options(turn: Turn) -> list[Group]:
+def _options(turn: StepUnit) -> list[Group]:
     """Return copies of the options of a turn's groups: lists among them can be changed in place."""
     return [copy.deepcopy(options_of(group)) for group, _ in turn.merged]
 

@@ -48,9 +48,9 @@ from tierstore.training.homes import (
     wear,
 )
 from tierstore.training.own_work import has_hands_on_tensors, ordinary_mode
-from tierstore.training.pinning import Leasing, State
+from tierstore.training.pinning import Leasing, LeasingState
 from tierstore.training.returning import copy_home, fit_as_they_are, laid_out_anew, lay, that_may_return
-from tierstore.training.storages import Storages
+from tierstore.training.storages import LeaseStorages
 from tierstore.training.unseen import may_have_changed, watch
 
 __all__ = ["Access", "Binding", "Bindings", "natively", "set_data"]
@@ -66,7 +66,7 @@ MakeRoom = Callable[[int], bool]
 log = logging.getLogger("tierstore")
 
 
-class _Here(threading.local):
+class _BindingThread(threading.local):
     """What is known of a thread."""
 
     is_known = False
@@ -112,7 +112,7 @@ class Bindings:
         self._abroad: dict[Binding, None] = {}
         self._addressed: dict[Binding, torch.Tensor] = {}  # with an alias that keeps the bytes where they are
         self._told_parts: set[str] = set()
-        self._here = _Here()
+        self._here = _BindingThread()
         self._threads: list[threading.Thread] = []  # that use the model and that Python has started
         self.are_several = False
 
@@ -355,7 +355,7 @@ class Bindings:
 
         Where there is no room they stay where they are.
         """
-        if not self._abroad or self.leasing.state is State.SUSPENDED:
+        if not self._abroad or self.leasing.state is LeasingState.SUSPENDED:
             return
         with self._lock, self.apart():
             travellers = that_may_return(self._abroad, self.store.device)
@@ -449,7 +449,7 @@ class Bindings:
             binding.lease = lease
         flat = binding.lease.tensor
         binding.versions = versions_of(binding)
-        binding.storages = shown = Storages(flat, binding.places, binding.pieces, binding.offsets)
+        binding.storages = shown = LeaseStorages(flat, binding.places, binding.pieces, binding.offsets)
         self._by_storage.update(dict.fromkeys(shown.keys, binding))
         if self._note_lent is not None:
             shown.tell_of_slices(self._note_lent)

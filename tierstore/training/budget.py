@@ -38,7 +38,7 @@ MARGIN = 1.1
 """Steps differ a little: allocations overlap otherwise, a metric is kept a while longer."""
 
 
-class Phase(enum.Enum):
+class StepPhase(enum.Enum):
     """What the program does."""
 
     MODEL = enum.auto()  # forward and backward
@@ -58,7 +58,7 @@ class _Lesson:
     needed_bytes: int = 0  # by them
 
 
-class DeviceBudget:
+class DeviceQuota:
     """Sets the quota of the store's device tier.
 
     `prepare`, `grow` and `settle` are safe from any thread; the rest is for the one that trains.
@@ -104,19 +104,21 @@ class DeviceBudget:
         pinned_bytes = sum(each.pinned_bytes for each in sets)
         homeless_bytes = max(pinned_bytes, self._all_bytes + self._step_ahead_bytes - sum(below))
         self._floor_bytes = min(limit_bytes, homeless_bytes)
-        self._own = dict.fromkeys(Phase, self._floor_bytes)
-        self._program: dict[Phase, int] = {}  # its peaks in the last use that was measured
+        self._own = dict.fromkeys(StepPhase, self._floor_bytes)
+        self._program: dict[StepPhase, int] = {}  # its peaks in the last use that was measured
         self._standing_bytes = 0  # what of them was there before the use, and does not vary
-        self._seen: dict[Phase, int] = {}  # in the one that is being measured
-        self._unseen = dict.fromkeys(Phase, 0)  # by the meter, as the allocator told afterwards
-        self._leased: dict[Phase, int] = dict.fromkeys(Phase, 0)  # the most that leases needed together
+        self._seen: dict[StepPhase, int] = {}  # in the one that is being measured
+        self._unseen = dict.fromkeys(StepPhase, 0)  # by the meter, as the allocator told afterwards
+        self._leased: dict[StepPhase, int] = dict.fromkeys(
+            StepPhase, 0
+        )  # the most that leases needed together
         self._at_gradients_bytes = 0
         self._step_bytes = 0
         self._before_step_bytes = 0
         self._quota_bytes = -1
-        self._phase = Phase.BETWEEN
-        self._around_evaluation = Phase.BETWEEN
-        self._lessons = {Phase.MODEL: _Lesson(), Phase.EVALUATION: _Lesson()}
+        self._phase = StepPhase.BETWEEN
+        self._around_evaluation = StepPhase.BETWEEN
+        self._lessons = {StepPhase.MODEL: _Lesson(), StepPhase.EVALUATION: _Lesson()}
         self._learning: _Lesson | None = None
         self._elements = 0  # the most of inputs in the use that is learned from
         self._has_ended = False  # the use that is learned from, as far as is known
@@ -125,10 +127,10 @@ class DeviceBudget:
 
     # --- a step -------------------------------------------------------------------------------
 
-    def begin_forward(self, inputs: Sequence[object], phase: Phase) -> None:
+    def begin_forward(self, inputs: Sequence[object], phase: StepPhase) -> None:
         """The model begins to run on ``inputs``: in a step (``MODEL``) or for itself (``EVALUATION``)."""
         self._conclude()
-        if phase is Phase.EVALUATION and self._phase is not phase:
+        if phase is StepPhase.EVALUATION and self._phase is not phase:
             self._around_evaluation = self._phase
         self._enter(phase)
         lesson = self._lessons[phase]
@@ -159,11 +161,11 @@ class DeviceBudget:
             free_bytes=self._limit_bytes,
         )
 
-    def _expect_more(self, phase: Phase, lesson: _Lesson, elements: int) -> None:
+    def _expect_more(self, phase: StepPhase, lesson: _Lesson, elements: int) -> None:
         """The inputs are larger than any before: so will be what is made of them."""
         if phase in self._program:
             # Inputs, and what was computed of them, are there as well when the optimizer steps.
-            for each in (phase, Phase.OPTIMIZER) if phase is Phase.MODEL else (phase,):
+            for each in (phase, StepPhase.OPTIMIZER) if phase is StepPhase.MODEL else (phase,):
                 program_bytes = self._program.get(each, 0)
                 self._program[each] = program_bytes * elements // max(1, lesson.seen_elements)
             lesson.steps_to_learn = LEARNING_STEPS
@@ -173,22 +175,22 @@ class DeviceBudget:
 
     def begin_optimizer(self) -> None:
         """An optimizer begins to step."""
-        self._enter(Phase.OPTIMIZER)
-        if self._learning is self._lessons[Phase.MODEL]:
+        self._enter(StepPhase.OPTIMIZER)
+        if self._learning is self._lessons[StepPhase.MODEL]:
             self._meter.begin_step()
             self._has_ended = False
             self._before_step_bytes = self._meter.live_bytes()
 
     def end_evaluation(self) -> None:
         """The model has run for itself."""
-        if self._phase is Phase.EVALUATION:  # and it may have run in the midst of a step
-            self._end(self._lessons[Phase.EVALUATION], self._around_evaluation)
+        if self._phase is StepPhase.EVALUATION:  # and it may have run in the midst of a step
+            self._end(self._lessons[StepPhase.EVALUATION], self._around_evaluation)
 
     def end_step(self) -> None:
         """An optimizer has stepped, or a model without one was used."""
-        self._end(self._lessons[Phase.MODEL])
+        self._end(self._lessons[StepPhase.MODEL])
 
-    def _end(self, lesson: _Lesson, then: Phase = Phase.BETWEEN) -> None:
+    def _end(self, lesson: _Lesson, then: StepPhase = StepPhase.BETWEEN) -> None:
         """A use has ended, unless another optimizer steps, too."""
         self._enter(then)
         if self._learning is lesson:
@@ -238,7 +240,7 @@ class DeviceBudget:
         self._learning = None
         self._meter.end()
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: StepPhase) -> None:
         if phase is not self._phase:
             whole_bytes = self._meter.take_whole_peak() or 0
             self._note_peak(whole_bytes)
@@ -263,19 +265,19 @@ class DeviceBudget:
             quota_bytes = max(self._own[self._phase], self._leased[self._phase])
             peak_bytes = max(peak_bytes, former_bytes, whole_bytes - quota_bytes)
             self._seen[self._phase] = max(self._seen.get(self._phase, 0), peak_bytes)
-            if self._phase is Phase.OPTIMIZER:
+            if self._phase is StepPhase.OPTIMIZER:
                 self._step_bytes = max(self._step_bytes, peak_bytes - self._before_step_bytes)
 
     def _note_excess(self, excess_bytes: int) -> None:
         """Where the phase that ends had more than the budget, let the store have less from now on."""
         phase = self._phase
-        if excess_bytes <= 0 or phase is Phase.BETWEEN:
+        if excess_bytes <= 0 or phase is StepPhase.BETWEEN:
             return
         if self._own[phase] > self._floor_bytes:
             self._unseen[phase] += max(excess_bytes, self._unseen[phase])
             self._divide()
             return
-        lesson = self._lessons[Phase.EVALUATION if phase is Phase.EVALUATION else Phase.MODEL]
+        lesson = self._lessons[StepPhase.EVALUATION if phase is StepPhase.EVALUATION else StepPhase.MODEL]
         lesson.too_many_elements = lesson.elements
         lesson.needed_bytes = self._limit_bytes + excess_bytes
 
@@ -289,16 +291,16 @@ class DeviceBudget:
     @property
     def has_room_for_gradients(self) -> bool:
         """Whether it is known that all there is fits beside the program, so that gradients may be its own."""
-        needed_bytes = self._spared(self._program.get(Phase.MODEL, 0)) + self._all_bytes
-        return not self._lessons[Phase.MODEL].steps_to_learn and needed_bytes <= self._limit_bytes
+        needed_bytes = self._spared(self._program.get(StepPhase.MODEL, 0)) + self._all_bytes
+        return not self._lessons[StepPhase.MODEL].steps_to_learn and needed_bytes <= self._limit_bytes
 
     @property
     def allows_steps_in_backward(self) -> bool:
         """Whether an optimizer may step while there are activations: it is known what both take."""
         return (
-            Phase.OPTIMIZER in self._program
-            and not self._lessons[Phase.MODEL].steps_to_learn
-            and min(self._own[Phase.MODEL], self._beside_steps_bytes) >= self._step_ahead_bytes
+            StepPhase.OPTIMIZER in self._program
+            and not self._lessons[StepPhase.MODEL].steps_to_learn
+            and min(self._own[StepPhase.MODEL], self._beside_steps_bytes) >= self._step_ahead_bytes
         )
 
     @property
@@ -320,10 +322,10 @@ class DeviceBudget:
             rest_bytes = (
                 self._limit_bytes - self._spared(program_bytes) - gradient_bytes - self._unseen[phase]
             )
-            if phase is Phase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
+            if phase is StepPhase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
                 rest_bytes = min(rest_bytes, self._beside_steps_bytes)
             self._own[phase] = max(self._floor_bytes, rest_bytes)
-        self._own[Phase.BETWEEN] = self._own[Phase.MODEL]
+        self._own[StepPhase.BETWEEN] = self._own[StepPhase.MODEL]
 
     def _give(self, quota_bytes: int) -> None:
         if quota_bytes != self._quota_bytes:

@@ -26,7 +26,7 @@ from torch import nn
 from tierstore.training import guard
 from tierstore.training.bundles import Adopter, is_deserted
 from tierstore.training.checkpoint import buffer_names
-from tierstore.training.ending import Ending
+from tierstore.training.ending import RunEnding
 from tierstore.training.groups import Content, Group
 from tierstore.training.homes import Binding, natively
 from tierstore.training.hooks import ModuleWindows
@@ -177,7 +177,7 @@ def _say_what_stays(
 # ---------------------------------------------------------------------- while they travel
 
 
-class Buffers:
+class TravelingBuffers:
     """The buffers of one model: those that travel, and those that were brought to where it computes.
 
     Args:
@@ -236,7 +236,7 @@ class Buffers:
                 self._moved.append((buffer, buffer.device))
                 buffer.data = buffer.data.to(self._device)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: RunEnding) -> None:
         """Bring those back that `move` has moved.
 
         Args:

@@ -19,12 +19,12 @@ from tierstore.outputs import host_memory
 from tierstore.store import Store
 from tierstore.training import entries, guard, guarded
 from tierstore.training.binding import Binding, Bindings, natively, set_data
-from tierstore.training.ending import Ending
+from tierstore.training.ending import RunEnding
 from tierstore.training.homes import Where
 from tierstore.training.identity import aliases_of, has_bytes
 from tierstore.training.layout import (
-    Place,
-    Region,
+    OverlapRegion,
+    TensorLayout,
     fill,
     flat_bytes,
     lay_out,
@@ -33,7 +33,7 @@ from tierstore.training.layout import (
     raw_bytes,
     unpack,
 )
-from tierstore.training.parts import Part, ground_of
+from tierstore.training.parts import MemoryPart, ground_of
 from tierstore.training.placeholders import Placeholder, looks_of, origin_of, placeholder_of
 from tierstore.training.poisons import Poisons, poison_for
 from tierstore.training.returning import that_may_return
@@ -73,7 +73,7 @@ class Adopter:
         warden: who looks after the tensors.
     """
 
-    def __init__(self, store: Store, bindings: Bindings, warden: guard.Warden) -> None:
+    def __init__(self, store: Store, bindings: Bindings, warden: guard.FaultHandler) -> None:
         self._store = store
         self._bindings = bindings
         self._warden = warden
@@ -128,7 +128,7 @@ class Adopter:
     def bind(
         self,
         key: str,
-        places: Sequence[Place],
+        places: Sequence[TensorLayout],
         tensors: Sequence[torch.Tensor],
         placement: Placement,
         origins: list[torch.device],
@@ -148,7 +148,7 @@ class Adopter:
     def _bind(
         self,
         key: str,
-        places: Sequence[Place],
+        places: Sequence[TensorLayout],
         tensors: Sequence[torch.Tensor],
         placement: Placement,
         origins: list[torch.device],
@@ -176,7 +176,9 @@ class Adopter:
             tensor.__class__ = kind
         return binding
 
-    def _poisons_for(self, places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _poisons_for(
+        self, places: Sequence[TensorLayout], tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         return [
             self._poisons.like(place)
             if isinstance(tensor, torch.nn.Parameter)
@@ -186,7 +188,7 @@ class Adopter:
 
     @contextmanager
     def _gathered(
-        self, places: Sequence[Place], nbytes: int, tensors: Sequence[torch.Tensor]
+        self, places: Sequence[TensorLayout], nbytes: int, tensors: Sequence[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
         """Give the bytes of a bundle; they are valid inside the context.  Safe from any thread."""
         if len(tensors) == 1:
@@ -244,7 +246,7 @@ class Adopter:
 
         Where it fails or is interrupted it may be called again: what it had not done is done then.
         """
-        aliases: Sequence[tuple[torch.Tensor, Place]] = ()
+        aliases: Sequence[tuple[torch.Tensor, TensorLayout]] = ()
         try:
             with natively():
                 aliases = [
@@ -257,7 +259,7 @@ class Adopter:
                     self._hand_out(binding, self._store.get(binding.key, device="cpu"), aliases)
         self._drop(binding)
 
-    def restore_all(self, first: Sequence[Binding], ending: Ending) -> None:
+    def restore_all(self, first: Sequence[Binding], ending: RunEnding) -> None:
         """Restore everything that was adopted; what cannot be is lost, and the rest goes on.
 
         Args:
@@ -289,7 +291,7 @@ class Adopter:
             binding.note_parts(abroad, is_larger=False)
 
     def _hand_out(
-        self, binding: Binding, flat: torch.Tensor, aliases: Sequence[tuple[torch.Tensor, Place]]
+        self, binding: Binding, flat: torch.Tensor, aliases: Sequence[tuple[torch.Tensor, TensorLayout]]
     ) -> None:
         """Give tensors their bytes for good; what else is a view of these bytes is one of them then."""
         devices = self._origins[binding]
@@ -316,7 +318,7 @@ class Adopter:
         guard.dismiss(binding)
         del self._origins[binding]
 
-    def lose(self, binding: Binding, ending: Ending, reason: BaseException) -> None:
+    def lose(self, binding: Binding, ending: RunEnding, reason: BaseException) -> None:
         """Let the tensors of a bundle that cannot be brought back say so when they are used.
 
         Args:
@@ -331,7 +333,7 @@ class Adopter:
             ),
         )
 
-    def release(self, binding: Binding, text_of: Callable[[Place], str]) -> None:
+    def release(self, binding: Binding, text_of: Callable[[TensorLayout], str]) -> None:
         """Let the tensors of a bundle be placeholders; no byte of it is read.  Aliases of them are, too.
 
         Args:
@@ -490,11 +492,11 @@ _OWN_REFERENCES = _count_own_references()
 
 def _unpack(
     flat: torch.Tensor,
-    places: Sequence[Place],
+    places: Sequence[TensorLayout],
     devices: Sequence[torch.device],
     *,
     is_fresh: bool,
-    parts: Mapping[int, Part | None] = MappingProxyType({}),
+    parts: Mapping[int, MemoryPart | None] = MappingProxyType({}),
 ) -> list[torch.Tensor]:
     """Return a bundle's tensors in memory of their own; in ``flat`` itself if it is fresh, of one region.
 
@@ -506,7 +508,7 @@ def _unpack(
         parts: of which larger memory some are parts, and are in it again.
     """
 
-    def own(part: torch.Tensor, region: Region) -> tuple[torch.Tensor, int]:
+    def own(part: torch.Tensor, region: OverlapRegion) -> tuple[torch.Tensor, int]:
         device = devices[region.members[0]]
         if device.type == "meta":  # what had no memory before gets the host's
             device = torch.device("cpu")
@@ -523,9 +525,9 @@ def _unpack(
 
 def _in_larger_memory(
     flat: torch.Tensor,
-    places: Sequence[Place],
-    region: Region,
-    parts: Mapping[int, Part | None],
+    places: Sequence[TensorLayout],
+    region: OverlapRegion,
+    parts: Mapping[int, MemoryPart | None],
     device: torch.device,
 ) -> tuple[torch.Tensor, int] | None:
     """Bring a region to the larger memory that its tensors are parts of; return that and where it begins."""
@@ -541,7 +543,7 @@ def _in_larger_memory(
     return ground
 
 
-def _moved(tensor: torch.Tensor, part: Part | None, device: torch.device) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, part: MemoryPart | None, device: torch.device) -> torch.Tensor:
     """Return a tensor in memory of another device, and there in one with those that share its memory.
 
     Called natively.

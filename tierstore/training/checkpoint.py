@@ -34,7 +34,7 @@ from tierstore.training.groups import first_names
 from tierstore.training.layout import fill
 from tierstore.training.optimizer_state import order_entries
 from tierstore.training.plain_json import read_json
-from tierstore.training.tensorfile import Entry, TensorFile, check_names, write_file
+from tierstore.training.tensorfile import HeaderEntry, TensorFile, check_names, write_file
 
 MODEL = "model.safetensors"
 STATE = "optimizer.safetensors"
@@ -44,7 +44,7 @@ _FORMAT = 1
 Parameters = Sequence[torch.Tensor]
 
 
-class Access(NamedTuple):
+class BundleAccess(NamedTuple):
     """How a checkpoint gets at the bytes of what may be offloaded.
 
     Attributes:
@@ -60,7 +60,7 @@ class Access(NamedTuple):
     settle: Callable[[int, Parameters], None]
 
 
-def ordinary_access(model: nn.Module) -> Access:
+def ordinary_access(model: nn.Module) -> BundleAccess:
     """Return the access to a model that is not offloaded."""
 
     def write(part: Parameters, values: Sequence[torch.Tensor]) -> None:
@@ -68,7 +68,7 @@ def ordinary_access(model: nn.Module) -> Access:
             for parameter, value in zip(part, values, strict=True):
                 fill(parameter, value)
 
-    return Access([[p] for p in model.parameters()], list, write, lambda *_: None)
+    return BundleAccess([[p] for p in model.parameters()], list, write, lambda *_: None)
 
 
 def all_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -111,7 +111,9 @@ class Checkpoint:
         access: to bytes that may be offloaded.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], access: Access) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], access: BundleAccess
+    ) -> None:
         self._model = model
         self._optimizers = optimizers
         self._access = access
@@ -140,8 +142,8 @@ class Checkpoint:
 
     def _write_model(self, path: Path) -> None:
         buffers = persistent_buffers(self._model)
-        entries = [Entry.of(self._names[p], p) for part in self._access.parts for p in part]  # type: ignore[index]
-        entries += [Entry.of(name, buffer) for name, buffer in buffers.items()]
+        entries = [HeaderEntry.of(self._names[p], p) for part in self._access.parts for p in part]  # type: ignore[index]
+        entries += [HeaderEntry.of(name, buffer) for name, buffer in buffers.items()]
 
         def tensors() -> Iterator[torch.Tensor]:
             for part in self._access.parts:
@@ -159,7 +161,7 @@ class Checkpoint:
                 self._describe(i, optimizer, sources) for i, optimizer in enumerate(self._optimizers)
             ],
         }
-        entries = [Entry.of(name, tensor) for name, tensor in sources.items()]
+        entries = [HeaderEntry.of(name, tensor) for name, tensor in sources.items()]
         write_file(directory / STATE, entries, self._read_runs(sources), {})
         with (directory / SCALARS).open("w", encoding="utf-8") as file:
             json.dump(document, file)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tierstore.training.groups import Content
-from tierstore.training.layout import Place, span_bytes
+from tierstore.training.layout import TensorLayout, span_bytes
 
 DOCUMENT = "training/checkpoint"
 """The key of the document."""
@@ -21,7 +21,7 @@ METADATA = "tierstore"
 FORMAT = 1
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """One tensor of a bundle.
 
     Attributes:
@@ -32,7 +32,7 @@ class Held(NamedTuple):
 
     parameter: str
     entry: str
-    place: Place
+    place: TensorLayout
 
     def to_json(self) -> list[object]:
         """Return it as a document holds it."""
@@ -43,7 +43,7 @@ class Held(NamedTuple):
         return [*described, lazy] if lazy else described
 
     @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Held:
+    def from_json(cls, value: Sequence[Any]) -> HeldTensor:
         """Return what `to_json` was called on."""
         parameter, entry, dtype_name, sizes, steps, offset, *rest = value
         lazy = rest[0] if rest else ()
@@ -52,11 +52,11 @@ class Held(NamedTuple):
         name = f"the optimizer's {entry!r} of {parameter!r}" if entry else parameter
         stride = tuple(steps)
         nbytes = span_bytes(shape, stride, dtype.itemsize)
-        place = Place(name, shape, dtype, stride, offset, nbytes, "conj" in lazy, "neg" in lazy)
+        place = TensorLayout(name, shape, dtype, stride, offset, nbytes, "conj" in lazy, "neg" in lazy)
         return cls(parameter, entry, place)
 
 
-Bundles = dict[str, list[Held]]
+Bundles = dict[str, list[HeldTensor]]
 
 
 def names_of(bundles: Bundles) -> dict[str, str]:

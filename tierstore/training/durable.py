@@ -24,14 +24,14 @@ from tierstore.errors import UsageError
 from tierstore.store import Store
 from tierstore.training import guard, rng
 from tierstore.training.binding import Binding, Bindings
-from tierstore.training.buffers import Buffers
+from tierstore.training.buffers import TravelingBuffers
 from tierstore.training.checkpoint import persistent_buffers
 from tierstore.training.document import (
     DOCUMENT,
     FORMAT,
     METADATA,
     Bundles,
-    Held,
+    HeldTensor,
     buffer_name,
     kind_of,
     names_of,
@@ -41,11 +41,11 @@ from tierstore.training.document import (
 from tierstore.training.encoding import Sources, describe_optimizer, encode, not_in_the_model
 from tierstore.training.hooks import ModuleWindows
 from tierstore.training.pinning import all_unpinned
-from tierstore.training.tensorfile import Entry, pack
+from tierstore.training.tensorfile import HeaderEntry, pack
 from tierstore.training.turns import Steps
 
 
-class DurableState:
+class CheckpointWriter:
     """Makes the state of one model's training durable.
 
     Args:
@@ -73,7 +73,7 @@ class DurableState:
         bundles: Sequence[Binding],
         steps: Sequence[Steps],
         ignored: Mapping[torch.Tensor, str],
-        buffers: Buffers,
+        buffers: TravelingBuffers,
     ) -> None:
         self._buffers = buffers
         self._model = model
@@ -155,14 +155,14 @@ class DurableState:
     def _held(self) -> Bundles:
         """Return what is in which key."""
         held: Bundles = {
-            bundle.key: [Held(place.name, "", place) for place in bundle.places]
+            bundle.key: [HeldTensor(place.name, "", place) for place in bundle.places]
             for bundle in (*self._bundles, *self._buffers.kept())
         }
         for steps in self._steps:
             for bundle, state in steps.state.bindings.items():
                 entries = steps.state.of(bundle)
                 held[state.key] = [
-                    Held(self._name(parameter), entry, place)
+                    HeldTensor(self._name(parameter), entry, place)
                     for (parameter, entry), place in zip(entries, state.places, strict=True)
                 ]
         return held
@@ -191,7 +191,7 @@ class DurableState:
             "rng": rng.save(self._store.device, sources),
             "extra": encode(dict(extra), "extra", sources),
         }
-        entries = [Entry.of(name, tensor) for name, tensor in sources.items()]
+        entries = [HeaderEntry.of(name, tensor) for name, tensor in sources.items()]
         return pack(entries, sources.values(), {METADATA: json.dumps(document)})
 
     def _describe(self, steps: Steps, sources: Sources) -> dict[str, object]:

@@ -24,7 +24,7 @@ from tierstore.training.placeholders import Placeholder
 _TRIES = 2
 
 
-class Ending:
+class RunEnding:
     """Carries out an end part by part, and keeps what fails.
 
     Attributes:

@@ -33,7 +33,7 @@ from tierstore.training.uses import ESCAPES, EXPORTS, LAYOUT, PASSING, Function,
 _LOOKS = PASSING | LAYOUT
 
 
-class _State(NamedTuple):
+class _ValueState(NamedTuple):
     """What is known of a parameter's values: they are the same while this is."""
 
     writes: int
@@ -48,7 +48,7 @@ class Original:
         copy: of it, of the same layout.
     """
 
-    def __init__(self, tenant: guard.Tenant, copy: torch.Tensor) -> None:
+    def __init__(self, tenant: guard.GuardedTensor, copy: torch.Tensor) -> None:
         self._parameter = weakref.ref(tenant.tensor)  # entries do not keep state that was replaced
         self.binding = tenant.binding
         self.copy = copy
@@ -74,9 +74,9 @@ class Original:
         )
         return parameter if is_tied else None
 
-    def _now(self) -> _State:
+    def _now(self) -> _ValueState:
         with natively():
-            return _State(
+            return _ValueState(
                 self.binding.writes,
                 tuple(each._version for each in self.binding.tensors),  # noqa: SLF001
             )
@@ -113,21 +113,21 @@ class Original:
         return bool(tensor.untyped_storage()._cdata == self.copy.untyped_storage()._cdata)  # noqa: SLF001
 
 
-class _Known(NamedTuple):
+class _KnownEntry(NamedTuple):
     """An entry, or a view of one."""
 
     tensor: weakref.ref[torch.Tensor]
     original: Original
 
 
-_known: dict[int, _Known] = {}
+_known: dict[int, _KnownEntry] = {}
 """By the tensor's id."""
 
-_of_bindings: dict[Binding, dict[int, _Known]] = {}
+_of_bindings: dict[Binding, dict[int, _KnownEntry]] = {}
 """The same by bundle, until it is given back."""
 
 
-def entry_for(tenant: guard.Tenant, copy: torch.Tensor) -> torch.Tensor:
+def entry_for(tenant: guard.GuardedTensor, copy: torch.Tensor) -> torch.Tensor:
     """Return an entry of a state dict.
 
     Args:
@@ -155,8 +155,8 @@ def _know(tensor: torch.Tensor, original: Original) -> torch.Tensor:
         _known.pop(number, None)
         same.pop(number, None)
 
-    same[number] = _known[number] = _Known(weakref.ref(tensor, forget), original)
-    tensor.__class__ = Entry
+    same[number] = _known[number] = _KnownEntry(weakref.ref(tensor, forget), original)
+    tensor.__class__ = StateDictEntry
     return tensor
 
 
@@ -179,7 +179,7 @@ def _entries_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from _entries_in(value)
         elif isinstance(value, dict):
             yield from _entries_in(value.values())
-        elif type(value) is Entry:
+        elif type(value) is StateDictEntry:
             yield value
 
 
@@ -224,7 +224,7 @@ def _run_plainly(
         return func(*args, **kwargs)
     finally:
         for entry in entries:
-            entry.__class__ = Entry
+            entry.__class__ = StateDictEntry
 
 
 def _is_one(destination: torch.Tensor, source: object = None) -> bool:
@@ -259,10 +259,10 @@ def _take_in(tensors: Iterable[torch.Tensor], originals: Sequence[Original]) -> 
     """Know which tensors are views of copies by now, and which are no more."""
     with natively():
         for tensor in tensors:
-            if type(tensor) not in (torch.Tensor, Entry) or tensor.layout is not torch.strided:
+            if type(tensor) not in (torch.Tensor, StateDictEntry) or tensor.layout is not torch.strided:
                 continue
             seen = next((each for each in originals if each.is_seen_by(tensor)), None)
-            if seen is None and type(tensor) is Entry:
+            if seen is None and type(tensor) is StateDictEntry:
                 _forget(tensor)
             elif seen is not None and _original_of(tensor) is None:
                 _know(tensor, seen)
@@ -287,7 +287,7 @@ def _for_a_parameter(entry: torch.Tensor) -> torch.Tensor:
     shown = in_place_of(entry)
     if shown is entry:
         shown = cast("torch.Tensor", _run_plainly([entry], torch.Tensor.detach, (entry,), {}))
-    shown.__class__ = Entry
+    shown.__class__ = StateDictEntry
     return shown
 
 
@@ -307,7 +307,7 @@ def _reduce_ex(self: torch.Tensor, protocol: int) -> object:
     return _run_plainly([self], torch.Tensor.__reduce_ex__, (self, protocol), {})
 
 
-class Entry(torch.Tensor):
+class StateDictEntry(torch.Tensor):
     """An entry of a state dict: what is written to it is written to the parameter, or to the state."""
 
     __torch_function__: Any = classmethod(_torch_function)
@@ -315,7 +315,7 @@ class Entry(torch.Tensor):
     __reduce_ex__ = _reduce_ex
 
 
-def _taken_out(binding: Binding) -> list[_Known]:
+def _taken_out(binding: Binding) -> list[_KnownEntry]:
     """Return what is known of a bundle's entries, and know of none any more."""
     same = _of_bindings.pop(binding, {})
     found = list(same.values())

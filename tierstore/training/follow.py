@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from tierstore import forks
 from tierstore.errors import KeyNotFound
 from tierstore.planning import Trace, plan_from
-from tierstore.planning.planner import Place
+from tierstore.planning.planner import PlanPosition
 from tierstore.store import Store
 from tierstore.training.groups import next_version
 
@@ -29,7 +29,7 @@ MOST_STEPS_WITHOUT_ALL = 16
 
 
 @dataclass(slots=True)
-class Window:
+class PrefetchWindow:
     """How far ahead is prefetched into one tier.
 
     Attributes:
@@ -59,7 +59,7 @@ class Window:
         self.ahead_bytes = 0
 
 
-class Follower:
+class Prefetcher:
     """Records steps and follows the plan made of them.
 
     Args:
@@ -74,7 +74,11 @@ class Follower:
     """
 
     def __init__(
-        self, store: Store, windows: Sequence[Window], nbytes_of: Callable[[str], int], optimizers: int
+        self,
+        store: Store,
+        windows: Sequence[PrefetchWindow],
+        nbytes_of: Callable[[str], int],
+        optimizers: int,
     ) -> None:
         self._store = store
         # Guards all below, and the order in which the store is advised, which waits for nobody.
@@ -83,7 +87,7 @@ class Follower:
         self._nbytes_of = nbytes_of
         self._steps = [0] * max(1, optimizers)
         self._trace = Trace()
-        self._place: Place | None = None
+        self._place: PlanPosition | None = None
         self._followed: tuple[str, ...] = ()
         self._last = ""
         self._gradients: dict[str, None] = {}
@@ -122,7 +126,7 @@ class Follower:
             if self._place is not None:
                 self._go_on(self._place, key)
 
-    def _go_on(self, place: Place, key: str) -> None:
+    def _go_on(self, place: PlanPosition, key: str) -> None:
         """Go on to where the plan has ``key``, if it has."""
         position = place.pass_by(key)
         if position is None:
@@ -184,13 +188,13 @@ class Follower:
         )
         self._followed = accesses
         self._store.follow(plan)
-        self._place = Place(plan)
+        self._place = PlanPosition(plan)
         for window in self._windows:
             window.begin_at(0)
 
     # --- prefetch -----------------------------------------------------------------------------
 
-    def _pass(self, window: Window, place: Place) -> None:
+    def _pass(self, window: PrefetchWindow, place: PlanPosition) -> None:
         """What was ahead has been reached.
 
         It may have been by a use in the midst of this one: of what garbage is collected in, say.
@@ -200,7 +204,7 @@ class Follower:
         if window.turn < place.turn:
             window.begin_at(place.turn)
 
-    def _prefetch(self, window: Window, place: Place) -> None:
+    def _prefetch(self, window: PrefetchWindow, place: PlanPosition) -> None:
         """Prefetch within the window, and the next one whatever its size."""
         last = place.turn + place.length - 1
         while window.turn < last:
@@ -212,7 +216,7 @@ class Follower:
             if nbytes:
                 self._advise(key, window.tier)
 
-    def _bytes_in(self, window: Window, key: str) -> int:
+    def _bytes_in(self, window: PrefetchWindow, key: str) -> int:
         """Return what a window has to bring for a key; nothing if somebody else tells when it comes there."""
         nbytes = self._nbytes_of(key)
         return nbytes if nbytes or window.tier == self._store.tier_names[0] else self._passing.get(key, 0)

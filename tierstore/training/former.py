@@ -25,7 +25,7 @@ from tierstore.training.document import (
     FORMAT,
     METADATA,
     Bundles,
-    Held,
+    HeldTensor,
     buffer_name,
     differences,
     group_differences,
@@ -85,7 +85,7 @@ def forget(store: Store) -> None:
     store.drop(*(key for key in store if key.startswith(_OWN_KEYS)))
 
 
-class Former:
+class ResumedCheckpoint:
     """The checkpoint that a store holds.
 
     Args:
@@ -114,7 +114,8 @@ class Former:
                 f"the checkpoint has format {self._document.get('format')!r}; this version reads {FORMAT}."
             )
         bundles: Bundles = {
-            key: [Held.from_json(each) for each in held] for key, held in self._document["bundles"].items()
+            key: [HeldTensor.from_json(each) for each in held]
+            for key, held in self._document["bundles"].items()
         }
         self._key_of = {
             (owner_of(key), held.parameter, held.entry): (key, held.place)
@@ -139,7 +140,7 @@ class Former:
 
     @property
     def kept(self) -> Mapping[str, str]:
-        """See `DurableState.kept`."""
+        """See `CheckpointWriter.kept`."""
         return names_of(self._bundles)
 
     @property

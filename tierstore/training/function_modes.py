@@ -85,7 +85,7 @@ def _return_to_modes(modes: list[object]) -> Iterator[None]:
         _aside.modes.pop()
 
 
-class _Shown:
+class _ShownFunction:
     """A function as modes see it, with what stands in for it.
 
     Args:
@@ -103,7 +103,7 @@ class _Shown:
         return self._member(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return bool(self._function == (other._function if isinstance(other, _Shown) else other))
+        return bool(self._function == (other._function if isinstance(other, _ShownFunction) else other))
 
     def __hash__(self) -> int:
         return hash(self._function)
@@ -123,4 +123,4 @@ def show(function: Callable[..., Any], member: Callable[..., Any], *args: Any) -
         member: what the mode calls in its place.  It is to call this itself as long as modes are on.
         args: a guarded tensor first.
     """
-    return handle_torch_function(_Shown(function, member), (args[0],), *args)
+    return handle_torch_function(_ShownFunction(function, member), (args[0],), *args)

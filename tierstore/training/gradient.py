@@ -68,7 +68,7 @@ def nbytes_of(gradient: torch.Tensor) -> int:
         return gradient.values().nbytes
 
 
-class Stay(enum.Enum):
+class GradientStay(enum.Enum):
     """Where a gradient is while autograd does not work on it."""
 
     IN_STORE = enum.auto()  # stashed, unless there is room for all
@@ -76,7 +76,7 @@ class Stay(enum.Enum):
     ALWAYS = enum.auto()  # an ordinary tensor: somebody reads it where no hook of ours can know
 
 
-class State(enum.Enum):
+class GradientState(enum.Enum):
     """What may be done with a gradient."""
 
     ORDINARY = enum.auto()  # whatever autograd itself sees is all there is
@@ -85,11 +85,11 @@ class State(enum.Enum):
 
 
 _MOVES = {
-    (State.ORDINARY, State.STASHED),  # put under a key
-    (State.STASHED, State.LENT),  # autograd is about to add to it
-    (State.LENT, State.STASHED),  # autograd is done with it
-    (State.STASHED, State.ORDINARY),  # zeroed, replaced, or given back in the end
-    (State.LENT, State.ORDINARY),  # the same, while autograd has it
+    (GradientState.ORDINARY, GradientState.STASHED),  # put under a key
+    (GradientState.STASHED, GradientState.LENT),  # autograd is about to add to it
+    (GradientState.LENT, GradientState.STASHED),  # autograd is done with it
+    (GradientState.STASHED, GradientState.ORDINARY),  # zeroed, replaced, or given back in the end
+    (GradientState.LENT, GradientState.ORDINARY),  # the same, while autograd has it
 }
 
 
@@ -126,8 +126,8 @@ class Gradient:
         self.name = name
         self.parameter = parameter
         self.binding: Binding | None = None
-        self.state = State.ORDINARY
-        self.stay = Stay.IN_STORE
+        self.state = GradientState.ORDINARY
+        self.stay = GradientStay.IN_STORE
         self.flights = 0
         self.accumulations = 0
         self.known_uses = 0
@@ -135,7 +135,7 @@ class Gradient:
         self.lock = forks.free_in_child(threading.RLock())
         self._lent_with = (0, 0)
 
-    def move(self, state: State) -> None:
+    def move(self, state: GradientState) -> None:
         """Change what may be done with it."""
         assert (self.state, state) in _MOVES, (self.state, state)
         self.state = state

@@ -25,11 +25,11 @@ from tierstore.errors import UsageError
 from tierstore.store import Store
 from tierstore.training import guard, guarded
 from tierstore.training.binding import Access, Binding, Bindings, natively, set_data
-from tierstore.training.ending import Ending
+from tierstore.training.ending import RunEnding
 from tierstore.training.gradient import (
     Gradient,
-    State,
-    Stay,
+    GradientState,
+    GradientStay,
     is_alone,
     is_kept,
     native_gradient,
@@ -56,7 +56,9 @@ class Gradients:
         placement: of what is stashed.
     """
 
-    def __init__(self, store: Store, bindings: Bindings, warden: guard.Warden, placement: Placement) -> None:
+    def __init__(
+        self, store: Store, bindings: Bindings, warden: guard.FaultHandler, placement: Placement
+    ) -> None:
         self._store = store
         self._bindings = bindings
         self._warden = warden
@@ -72,7 +74,7 @@ class Gradients:
         """Look after one parameter's gradient; one that is there already becomes a stash."""
         gradient = self._of[parameter] = Gradient(name, parameter)
         if parameter in self._kept:
-            gradient.stay = Stay.ALWAYS
+            gradient.stay = GradientStay.ALWAYS
         self._settle(gradient)
 
     def keep(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -82,7 +84,7 @@ class Gradients:
             gradient = self._of.get(parameter)
             if gradient is not None:
                 with gradient.lock:
-                    gradient.stay = Stay.ALWAYS
+                    gradient.stay = GradientStay.ALWAYS
                     self._restore(gradient)
 
     def find(self, parameter: torch.Tensor) -> Gradient | None:
@@ -95,8 +97,8 @@ class Gradients:
 
     def staying_bytes(self) -> int:
         """Return the bytes of those that are ordinary tensors until they are zeroed."""
-        stay = [each for each in self._of.values() if each.stay is not Stay.IN_STORE]
-        natives = [native_gradient(each.parameter) for each in stay if each.state is State.ORDINARY]
+        stay = [each for each in self._of.values() if each.stay is not GradientStay.IN_STORE]
+        natives = [native_gradient(each.parameter) for each in stay if each.state is GradientState.ORDINARY]
         return sum(nbytes_of(native) for native in natives if native is not None)
 
     def know_uses(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -134,8 +136,8 @@ class Gradients:
             if value is not None and value is gradient.handle:
                 return
             set_native_gradient(parameter, value)
-            if gradient.stay is not Stay.ALWAYS:
-                gradient.stay = Stay.IN_STORE if value is None else Stay.UNTIL_ZEROED
+            if gradient.stay is not GradientStay.ALWAYS:
+                gradient.stay = GradientStay.IN_STORE if value is None else GradientStay.UNTIL_ZEROED
             self._forget(gradient)
 
     def _let_go_of(self, value: torch.Tensor, name: str) -> None:
@@ -151,8 +153,8 @@ class Gradients:
                 key=tenant.binding.key,
             )
         with other.lock:
-            if other.stay is not Stay.ALWAYS:
-                other.stay = Stay.UNTIL_ZEROED
+            if other.stay is not GradientStay.ALWAYS:
+                other.stay = GradientStay.UNTIL_ZEROED
             self._restore(other)
 
     # --- autograd's turn ----------------------------------------------------------------------
@@ -186,20 +188,20 @@ class Gradients:
                     f"a backward pass adds to the gradient of {gradient.name!r} while another thread's "
                     "optimizer steps with it: let one wait for the other."
                 )
-            if gradient.state is State.ORDINARY and not self._may_go(gradient):
+            if gradient.state is GradientState.ORDINARY and not self._may_go(gradient):
                 return None
-            if gradient.state is State.STASHED:
+            if gradient.state is GradientState.STASHED:
                 self._show(gradient)
             gradient.flights += 1
         return gradient
 
     def _may_go(self, gradient: Gradient) -> bool:
         """Whether what autograd makes of an ordinary gradient, or of none, may become a stash."""
-        if gradient.stay is Stay.UNTIL_ZEROED and native_gradient(gradient.parameter) is None:
-            gradient.stay = Stay.IN_STORE
-        if gradient.stay is Stay.IN_STORE and not gradient.flights and not self.must_stash():
-            gradient.stay = Stay.UNTIL_ZEROED
-        return gradient.stay is Stay.IN_STORE
+        if gradient.stay is GradientStay.UNTIL_ZEROED and native_gradient(gradient.parameter) is None:
+            gradient.stay = GradientStay.IN_STORE
+        if gradient.stay is GradientStay.IN_STORE and not gradient.flights and not self.must_stash():
+            gradient.stay = GradientStay.UNTIL_ZEROED
+        return gradient.stay is GradientStay.IN_STORE
 
     def stash_all(self) -> None:
         """Bring every gradient that is an ordinary tensor of its own to a key.  Blocks.
@@ -213,9 +215,13 @@ class Gradients:
 
     def _stash(self, gradient: Gradient) -> None:
         native = native_gradient(gradient.parameter)
-        if gradient.state is not State.ORDINARY or gradient.flights or native is None:
+        if gradient.state is not GradientState.ORDINARY or gradient.flights or native is None:
             return
-        if gradient.stay is not Stay.ALWAYS and _has_plain_bytes(native) and is_alone(gradient.parameter):
+        if (
+            gradient.stay is not GradientStay.ALWAYS
+            and _has_plain_bytes(native)
+            and is_alone(gradient.parameter)
+        ):
             self._put(gradient, native)
             gradient.know_uses()
 
@@ -230,7 +236,7 @@ class Gradients:
         binding.is_dirty = True
         show_gradient(parameter, binding.tensors[0])
         gradient.note_holders()
-        gradient.move(State.LENT)
+        gradient.move(GradientState.LENT)
 
     def take(self, gradient: Gradient) -> None:
         """A pass that `lend` was for is done with a gradient: bring it to its key, if it is to wait there.
@@ -246,7 +252,7 @@ class Gradients:
     def _settle(self, gradient: Gradient) -> None:
         """Nobody works on a gradient: stash what autograd itself sees."""
         native = native_gradient(gradient.parameter)
-        if gradient.state is State.LENT and native is gradient.handle:
+        if gradient.state is GradientState.LENT and native is gradient.handle:
             del native
             if gradient.has_new_holders:
                 return  # autograd keeps it, in the store's bytes, until they are gone or it is zeroed
@@ -254,23 +260,25 @@ class Gradients:
         elif native is not None:
             self._forget(gradient)
             if not (self._is_stashable(gradient, native) and is_alone(gradient.parameter)):
-                gradient.stay = gradient.stay if gradient.stay is Stay.ALWAYS else Stay.UNTIL_ZEROED
+                gradient.stay = (
+                    gradient.stay if gradient.stay is GradientStay.ALWAYS else GradientStay.UNTIL_ZEROED
+                )
                 return
             self._put(gradient, native)
         else:
-            if gradient.state is State.LENT:
+            if gradient.state is GradientState.LENT:
                 self._forget(gradient)
             return
         gradient.accumulations += 1
         gradient.know_uses()
 
     def _is_stashable(self, gradient: Gradient, native: torch.Tensor) -> bool:
-        return gradient.stay is Stay.IN_STORE and _has_plain_bytes(native) and self.must_stash()
+        return gradient.stay is GradientStay.IN_STORE and _has_plain_bytes(native) and self.must_stash()
 
     def _take_back(self, gradient: Gradient) -> None:
         assert gradient.binding is not None
         set_native_gradient(gradient.parameter, None)
-        gradient.move(State.STASHED)
+        gradient.move(GradientState.STASHED)
         self._bindings.close(gradient.binding)
 
     def _put(self, gradient: Gradient, fresh: torch.Tensor) -> None:
@@ -285,7 +293,7 @@ class Gradients:
                 self.note_put(binding)
             self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=self._placement.start)
         gradient.binding = binding
-        gradient.move(State.STASHED)
+        gradient.move(GradientState.STASHED)
         set_native_gradient(gradient.parameter, None)
         guard.enrol(binding, self._warden)
         set_data(fresh, poison)
@@ -297,8 +305,8 @@ class Gradients:
             return
         self.note_change(gradient.parameter)
         binding, gradient.binding = gradient.binding, None
-        is_lent = gradient.state is State.LENT
-        gradient.move(State.ORDINARY)
+        is_lent = gradient.state is GradientState.LENT
+        gradient.move(GradientState.ORDINARY)
         has_keeper = is_kept(binding)
         if has_keeper:
             flat = self._copy(binding)  # which is the program's from now on
@@ -328,7 +336,7 @@ class Gradients:
         with self._bindings.apart():
             self._store.drop(binding.key)
 
-    def restore(self, ending: Ending) -> None:
+    def restore(self, ending: RunEnding) -> None:
         """Make every stashed gradient an ordinary one; what cannot be is lost, and the rest goes on.
 
         Args:
@@ -416,7 +424,7 @@ class Gradients:
         show_gradient(gradient.parameter, handle)
         self._is_given_back(gradient)
 
-    def lose(self, gradient: Gradient, ending: Ending, reason: BaseException) -> None:
+    def lose(self, gradient: Gradient, ending: RunEnding, reason: BaseException) -> None:
         """Let a stashed gradient that cannot be brought back say so when it is used.
 
         Args:
@@ -465,8 +473,8 @@ class Gradients:
         self._is_given_back(gradient)
 
     def _is_given_back(self, gradient: Gradient) -> None:
-        if gradient.state is not State.ORDINARY:
-            gradient.move(State.ORDINARY)
+        if gradient.state is not GradientState.ORDINARY:
+            gradient.move(GradientState.ORDINARY)
         gradient.binding = None
 
     # --- for the optimizer --------------------------------------------------------------------
@@ -502,7 +510,7 @@ class Gradients:
             native = native_gradient(parameter)
             if native is not binding.tensors[0]:
                 changed.append((parameter, native))
-            if self._of[parameter].state is not State.LENT:
+            if self._of[parameter].state is not GradientState.LENT:
                 set_native_gradient(parameter, None)
         return changed
 

@@ -43,7 +43,7 @@ class Content(enum.Enum):
     PASSING_BUFFERS = "passing"  # registered with persistent=False: of this run alone
 
 
-class Kind(NamedTuple):
+class BundleKind(NamedTuple):
     """What tells parameters apart that must not travel together."""
 
     optimizer: int | None
@@ -116,15 +116,15 @@ def group_parameters(
     names = first_names(model)
     owners = _optimizer_of_each(optimizers)
 
-    def kind_of(parameter: nn.Parameter) -> Kind | None:
+    def kind_of(parameter: nn.Parameter) -> BundleKind | None:
         if parameter in ignored:
             return None
-        return Kind(owners.get(parameter), parameter.requires_grad, parameter in pinned)
+        return BundleKind(owners.get(parameter), parameter.requires_grad, parameter in pinned)
 
     groups: list[Group] = []
     home: dict[torch.Tensor, Group] = {}
     kin = _overlapping([parameter for parameter in names if parameter not in ignored])
-    small: dict[tuple[str, Kind], Group] = {}
+    small: dict[tuple[str, BundleKind], Group] = {}
     for path, module in model.named_modules():
         for each, part in _split(module, names, home, kind_of, kin).items():
             kind = (path.rpartition(".")[0], each)
@@ -146,11 +146,11 @@ def _split(
     module: nn.Module,
     names: Mapping[nn.Parameter, str],
     home: Mapping[torch.Tensor, Group],
-    kind_of: Callable[[nn.Parameter], Kind | None],
+    kind_of: Callable[[nn.Parameter], BundleKind | None],
     kin: Mapping[nn.Parameter, Sequence[nn.Parameter]],
-) -> dict[Kind, Group]:
+) -> dict[BundleKind, Group]:
     """Split the direct parameters of a module that travel and have no group yet, with what shares memory."""
-    parts: dict[Kind, Group] = {}
+    parts: dict[BundleKind, Group] = {}
     known: set[nn.Parameter] = set()
     for parameter in direct_parameters(module):
         together = () if parameter in home or parameter in known else kin.get(parameter, (parameter,))
@@ -167,10 +167,10 @@ def _split(
     return parts
 
 
-def _joint(kinds: Sequence[Kind]) -> Kind:
+def _joint(kinds: Sequence[BundleKind]) -> BundleKind:
     """Return the kind of parameters that have to travel together."""
     optimizers = [kind.optimizer for kind in kinds if kind.optimizer is not None]
-    return Kind(
+    return BundleKind(
         optimizers[0] if optimizers else None,
         any(kind.is_trained for kind in kinds),
         any(kind.is_pinned for kind in kinds),

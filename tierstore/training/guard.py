@@ -27,7 +27,15 @@ from tierstore.errors import UsageError
 from tierstore.training.askers import is_asked_by, is_for_a_parameter
 from tierstore.training.binding import Binding, natively
 from tierstore.training.own_work import has_hands_on_tensors
-from tierstore.training.tenants import Needed, Tenant, Warden, dismiss, enrol, is_poisoned, tenant_of
+from tierstore.training.tenants import (
+    FaultHandler,
+    GuardedTensor,
+    Needed,
+    dismiss,
+    enrol,
+    is_poisoned,
+    tenant_of,
+)
 from tierstore.training.unseen import is_foreign_operator
 from tierstore.training.uses import (
     ADDRESSES,
@@ -46,9 +54,9 @@ _set_data: Function = _Tensor.data.__set__
 
 
 __all__ = [
+    "FaultHandler",
+    "GuardedTensor",
     "Needed",
-    "Tenant",
-    "Warden",
     "dismiss",
     "enrol",
     "fault",
@@ -99,7 +107,7 @@ def torch_function(
 # ---------------------------------------------------------------------- faults
 
 
-def tenants_in(values: Iterable[object]) -> Iterator[Tenant]:
+def tenants_in(values: Iterable[object]) -> Iterator[GuardedTensor]:
     """Yield what is known of each guarded tensor in arguments, also in lists and dicts."""
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -131,9 +139,9 @@ def fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obje
     return with_windows(needed_by(tenants), func, args, kwargs)
 
 
-def needed_by(tenants: Iterable[Tenant]) -> Needed:
+def needed_by(tenants: Iterable[GuardedTensor]) -> Needed:
     """Return the bundles of some tensors, by who looks after them: each run has its own store."""
-    needed: dict[Warden, dict[Binding, None]] = {}
+    needed: dict[FaultHandler, dict[Binding, None]] = {}
     for tenant in tenants:
         needed.setdefault(tenant.warden, {})[tenant.binding] = None
     return {warden: list(bindings) for warden, bindings in needed.items()}
@@ -150,7 +158,7 @@ def take_off_in(values: Iterable[object]) -> None:
             value.__class__ = plain_classes[type(value)]
 
 
-def _detach(tenant: Tenant, tensor: torch.Tensor, *_: object) -> torch.Tensor | None:
+def _detach(tenant: GuardedTensor, tensor: torch.Tensor, *_: object) -> torch.Tensor | None:
     """Return an entry, as of a state dict, or an alias for a new parameter; ``None``: nobody wants either.
 
     An average over all parameters wants them all at once: it gets entries where these are in the same memory.
@@ -163,11 +171,11 @@ def _detach(tenant: Tenant, tensor: torch.Tensor, *_: object) -> torch.Tensor | 
     return made
 
 
-def _is_on_host(tenant: Tenant) -> bool:
+def _is_on_host(tenant: GuardedTensor) -> bool:
     return tenant.warden.bindings.store.device.type == "cpu"
 
 
-def _view(tenant: Tenant, tensor: torch.Tensor, *shape: Any) -> torch.Tensor | None:  # noqa: ANN401 - passed on
+def _view(tenant: GuardedTensor, tensor: torch.Tensor, *shape: Any) -> torch.Tensor | None:  # noqa: ANN401 - passed on
     """Return what `parameters_to_vector` copies from: all of it at once, so it is no alias."""
     if not is_asked_by(torch.nn.utils.parameters_to_vector):
         return None
@@ -182,7 +190,7 @@ def _require_that_it_may_be_trained(dtype: torch.dtype, requires_grad: bool = Tr
         torch.Tensor._make_subclass(torch.nn.Parameter, torch.empty(0, dtype=dtype), requires_grad)  # noqa: SLF001
 
 
-def _refuse_to_share(tenant: Tenant, *_: object) -> None:
+def _refuse_to_share(tenant: GuardedTensor, *_: object) -> None:
     raise UsageError(
         f"cannot share the memory of {tenant.place.name!r} with other processes: it is offloaded, and has "
         "none of its own. Share p.detach().clone(), or share it after the run.",

@@ -28,9 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.leases import Lease
 from tierstore.training.function_modes import are_function_modes_on
-from tierstore.training.layout import Place, regions_of
-from tierstore.training.parts import Part, part_of, storage_of
-from tierstore.training.storages import Storages, pieces_of
+from tierstore.training.layout import TensorLayout, regions_of
+from tierstore.training.parts import MemoryPart, part_of, storage_of
+from tierstore.training.storages import LeaseStorages, pieces_of
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
@@ -176,7 +176,7 @@ class Binding:
     def __init__(
         self,
         key: str,
-        places: Sequence[Place],
+        places: Sequence[TensorLayout],
         nbytes: int,
         tensors: Sequence[torch.Tensor],
         guards: Sequence[type],
@@ -190,7 +190,7 @@ class Binding:
         self.lay(places, nbytes, poisons)
         self.where = [Where.HOME] * len(self.tensors)
         self.departures = [0] * len(self.tensors)
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, MemoryPart] = {}
         self.pickled: dict[int, StorageWeakRef] = {}
         self.note_parts(range(len(self.tensors)))
         self.tier = "device"
@@ -208,13 +208,13 @@ class Binding:
         self.after_use: Access | None = None
         self.lease: Lease | None = None
         self.flat: torch.Tensor | None = None
-        self.storages: Storages | None = None
+        self.storages: LeaseStorages | None = None
         self.baseline = 0
         self.versions: list[int] = []
         self.tenants: dict[int, Any] = {}
         self.idle_versions = versions_of(self)
 
-    def lay(self, places: Sequence[Place], nbytes: int, poisons: Sequence[torch.Tensor]) -> None:
+    def lay(self, places: Sequence[TensorLayout], nbytes: int, poisons: Sequence[torch.Tensor]) -> None:
         """Take in where each tensor lies in the bundle."""
         self.places = tuple(places)
         self.dtypes = frozenset(place.dtype for place in places)
@@ -301,7 +301,7 @@ class Binding:
                 _set_data(self.tensors[number], self.poisons[number])
 
 
-def _twin(place: Place, offset: int) -> torch.Tensor:
+def _twin(place: TensorLayout, offset: int) -> torch.Tensor:
     if offset == 0:
         return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
     elements = offset + place.nbytes // place.dtype.itemsize
@@ -416,7 +416,7 @@ def _is_saved(binding: Binding, number: int) -> bool:
     return uses > objects + 1
 
 
-def _is_at(tensor: torch.Tensor, place: Place, begin: int) -> bool:
+def _is_at(tensor: torch.Tensor, place: TensorLayout, begin: int) -> bool:
     """Whether a tensor is the view of a bundle's bytes that its place says, as far as matters."""
     if place.nbytes:
         try:

@@ -53,7 +53,7 @@ class Hook:
         return _nothing, ()
 
 
-class _Entry:
+class _RunningModule:
     """A module that is being run, with what is open for it.
 
     It is there before anything is opened, so that no interrupt leaves open what nobody knows of.
@@ -66,7 +66,7 @@ class _Entry:
         self.opened: list[Binding] = []
         self.pushed: InForce | None = None
         self.natively: AbstractContextManager[None] | None = None
-        self.call: Call | None = None
+        self.call: ModuleCall | None = None
 
     def leave_force(self) -> None:
         """Let nothing of it be in force in this thread any more."""
@@ -78,11 +78,11 @@ class _Entry:
             self.pushed = None
 
 
-class _Running(threading.local):
+class _RunningModules(threading.local):
     """The modules that run in this thread, outermost first."""
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
+        self.entries: list[_RunningModule] = []
 
 
 class ModuleWindows:
@@ -102,7 +102,7 @@ class ModuleWindows:
         self._bindings = bindings
         self._saved = saved
         self.discard_inner: Callable[[bool], None] = lambda _is_beginning: None
-        self._running = _Running()
+        self._running = _RunningModules()
         self._classes: dict[Binding, list[type]] = {}
         self.owners: list[ModuleHooks] = []
 
@@ -119,7 +119,7 @@ class ModuleWindows:
         if not self._running.entries:
             self._bindings.note_thread()
         end_left_checkpoints(owner.module)
-        entry = _Entry(owner)
+        entry = _RunningModule(owner)
         self._running.entries.append(entry)
         self._bindings.open_all(bindings, self._open_classes)
         entry.opened += bindings
@@ -129,7 +129,7 @@ class ModuleWindows:
             self._bindings.watch(owner.written_unseen)
         entry.pushed = self._saved.push()
         if entry.pushed is not None:
-            entry.call = Call(sys._getframe(), self._leave_force)  # noqa: SLF001
+            entry.call = ModuleCall(sys._getframe(), self._leave_force)  # noqa: SLF001
         if owner.asks_for_guards and self._bindings.are_several:
             entry.natively = natively_in_sight()
             entry.natively.__enter__()
@@ -175,7 +175,7 @@ class ModuleWindows:
         for entry in self._interrupted():
             entry.leave_force()
 
-    def _interrupted(self, beginning: nn.Module | None = None) -> list[_Entry]:
+    def _interrupted(self, beginning: nn.Module | None = None) -> list[_RunningModule]:
         """Return the entries of calls that run no more, innermost first."""
         entries = self._running.entries
         if not entries:
@@ -184,7 +184,7 @@ class ModuleWindows:
         if beginning is not None:
             calls[beginning] -= 1
         opened = Counter(entry.owner.module for entry in entries)
-        found: list[_Entry] = []
+        found: list[_RunningModule] = []
         for entry in reversed(entries):
             if opened[entry.owner.module] <= calls[entry.owner.module]:
                 break
@@ -212,7 +212,7 @@ def calls_on_the_stack(frame: FrameType | None) -> Counter[nn.Module]:
     return found
 
 
-class Call:
+class ModuleCall:
     """A call of a module: says whether it runs, and keeps nothing of it alive.
 
     PyTorch calls no hooks where a ``KeyboardInterrupt`` or its like ends a call, but what the call alone
@@ -283,7 +283,7 @@ def _may_leave_force() -> bool:
 Thing = TypeVar("Thing")
 
 
-class Opened(threading.local, Generic[Thing]):
+class OpenedCalls(threading.local, Generic[Thing]):
     """What the calls of modules that run in this thread have opened, outermost first.
 
     A call is known by its frame, so that it is not taken for the module's next one.
@@ -294,7 +294,7 @@ class Opened(threading.local, Generic[Thing]):
 
     def __init__(self, end: Callable[[Thing], None]) -> None:
         self._end = end
-        self._entries: list[tuple[Call, object, Thing]] = []
+        self._entries: list[tuple[ModuleCall, object, Thing]] = []
 
     @property
     def last(self) -> Thing | None:
@@ -308,7 +308,7 @@ class Opened(threading.local, Generic[Thing]):
             owner: of the hook, one a module.
             thing: that is open.
         """
-        self._entries.append((Call(sys._getframe(), self.discard_interrupted), owner, thing))  # noqa: SLF001
+        self._entries.append((ModuleCall(sys._getframe(), self.discard_interrupted), owner, thing))  # noqa: SLF001
 
     def end(self, owner: object) -> Thing | None:
         """Return what ``owner`` has opened for the call that this is called in; ``None``: nothing."""
@@ -361,8 +361,8 @@ class ModuleHooks:
     def register(self) -> Iterator[RemovableHandle]:
         """Hook them to the module: around whatever other hooks it has; yield each when it is there."""
         self.windows.owners.append(self)
-        yield self.module.register_forward_pre_hook(_Before(self), prepend=True, with_kwargs=True)
-        yield self.module.register_forward_hook(_After(self), always_call=True)
+        yield self.module.register_forward_pre_hook(_BeforeForward(self), prepend=True, with_kwargs=True)
+        yield self.module.register_forward_hook(_AfterForward(self), always_call=True)
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module begins to run."""
@@ -374,7 +374,7 @@ class ModuleHooks:
         self.windows.leave(self)
 
 
-class _Before(Hook):
+class _BeforeForward(Hook):
     def __init__(self, hooks: ModuleHooks) -> None:
         self._hooks = hooks
 
@@ -387,7 +387,7 @@ class _Before(Hook):
                 self._hooks.before(args, kwargs or {})
 
 
-class _After(Hook):
+class _AfterForward(Hook):
     def __init__(self, hooks: ModuleHooks) -> None:
         self._hooks = hooks
 

@@ -58,7 +58,7 @@ class _Accumulated(Hook):
             self._act(parameter)
 
 
-class Trainer(Protocol):
+class BackwardTrainer(Protocol):
     """What such steps need of the session that they are made in."""
 
     @property
@@ -93,7 +93,7 @@ class StepsInBackward:
 
     counts_passes = True
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: BackwardTrainer) -> None:
         self._trainer = trainer
         self._bindings = trainer.bindings
         self._gradients = trainer.gradients

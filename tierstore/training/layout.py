@@ -30,7 +30,7 @@ Stride = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLayout:
     """Where one tensor lies in a bundle, and what it looks like.
 
     Attributes:
@@ -96,7 +96,7 @@ class Place:
         return self.dtype, self.shape, self.stride, self.is_conj, self.is_neg
 
 
-class Region(NamedTuple):
+class OverlapRegion(NamedTuple):
     """Places whose bytes overlap, or one alone.
 
     Attributes:
@@ -125,11 +125,11 @@ def span_of(tensor: torch.Tensor) -> int:
 # ---------------------------------------------------------------------- laying out
 
 
-def lay_out(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[Place, ...], int]:
+def lay_out(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorLayout, ...], int]:
     """Place tensors one after another; return the places and the bytes of the bundle."""
     pairs = list(named)
     tensors = [tensor for _, tensor in pairs]
-    places: dict[int, Place] = {}
+    places: dict[int, TensorLayout] = {}
     end_bytes = 0
     for members in overlapping(tensors):
         region_bytes = align_up(end_bytes, ALIGNMENT_BYTES)
@@ -143,10 +143,10 @@ def lay_out(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[tuple[Place, ...
     return found, end_bytes if len(found) == 1 else align_up(end_bytes, ALIGNMENT_BYTES)
 
 
-def place_of(name: str, tensor: torch.Tensor, begin_bytes: int = 0) -> Place:
+def place_of(name: str, tensor: torch.Tensor, begin_bytes: int = 0) -> TensorLayout:
     """Return the place of a tensor that begins at a byte of a bundle."""
     tensor = _as_it_lies(tensor)
-    return Place(
+    return TensorLayout(
         name,
         tensor.shape,
         tensor.dtype,
@@ -198,18 +198,18 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     return _overlapping([range_of(tensor) for tensor in tensors])
 
 
-def regions_of(places: Sequence[Place]) -> list[Region]:
+def regions_of(places: Sequence[TensorLayout]) -> list[OverlapRegion]:
     """Return the regions of a bundle, in the order of their first places."""
     parts = _overlapping([(None, place.begin_bytes, place.end_bytes) for place in places])
     return [_region(places, members) for members in parts]
 
 
-def _region(places: Sequence[Place], members: tuple[int, ...]) -> Region:
+def _region(places: Sequence[TensorLayout], members: tuple[int, ...]) -> OverlapRegion:
     begin_bytes = _align_down(min(places[number].begin_bytes for number in members))
     end_bytes = max(places[number].end_bytes for number in members)
     if len(members) > 1:  # of any element types, and of whole ones each
         end_bytes = align_up(end_bytes, _LARGEST_ELEMENT_BYTES)
-    return Region(begin_bytes, end_bytes, members)
+    return OverlapRegion(begin_bytes, end_bytes, members)
 
 
 def _overlapping(ranges: Sequence[tuple[object, int, int]]) -> list[tuple[int, ...]]:
@@ -252,7 +252,7 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
     target.copy_(values)
 
 
-def flat_bytes(tensor: torch.Tensor, place: Place, nbytes: int) -> torch.Tensor:
+def flat_bytes(tensor: torch.Tensor, place: TensorLayout, nbytes: int) -> torch.Tensor:
     """Return the bytes of a bundle of one tensor: those that it has where they are right."""
     tensor = tensor.detach()
     if nbytes == place.nbytes and place.is_of(tensor):
@@ -262,7 +262,7 @@ def flat_bytes(tensor: torch.Tensor, place: Place, nbytes: int) -> torch.Tensor:
     return flat
 
 
-def pack(flat: torch.Tensor, places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> None:
+def pack(flat: torch.Tensor, places: Sequence[TensorLayout], tensors: Sequence[torch.Tensor]) -> None:
     """Bring tensors to their places in the flat bytes of a bundle."""
     for place, tensor in zip(places, tensors, strict=True):
         values = tensor.detach()
@@ -274,8 +274,8 @@ def pack(flat: torch.Tensor, places: Sequence[Place], tensors: Sequence[torch.Te
 
 def unpack(
     flat: torch.Tensor,
-    places: Sequence[Place],
-    own: Callable[[torch.Tensor, Region], tuple[torch.Tensor, int]],
+    places: Sequence[TensorLayout],
+    own: Callable[[torch.Tensor, OverlapRegion], tuple[torch.Tensor, int]],
 ) -> list[torch.Tensor]:
     """Return the tensors of a bundle in memory of their own, one piece a region.
 

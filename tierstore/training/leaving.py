@@ -29,10 +29,10 @@ import torch
 
 from tierstore.errors import KeyNotFound, StoreClosed, TierStoreError
 from tierstore.training.binding import Binding
-from tierstore.training.ending import Ending
+from tierstore.training.ending import RunEnding
 from tierstore.training.gradient import Gradient
-from tierstore.training.layout import Place
-from tierstore.training.pinning import State, pin
+from tierstore.training.layout import TensorLayout
+from tierstore.training.pinning import LeasingState, pin
 from tierstore.training.room import Need, Shortage, host_tiers, needs_of_bundle, shortage
 from tierstore.units import MIB, format_bytes
 
@@ -54,7 +54,7 @@ class OnClose(enum.Enum):
     RELEASE = "release"  # left where they lie
 
 
-class _Part(NamedTuple):
+class _LeavingKey(NamedTuple):
     """One key of the store, and the tensors that it is for.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Part(NamedTuple):
     """
 
     bring: Callable[[], object]
-    lose: Callable[[Ending, BaseException], object]
+    lose: Callable[[RunEnding, BaseException], object]
     release: Callable[[], object]
 
 
@@ -84,7 +84,7 @@ class Leaving:
         self._unshrunk_bytes = 0
 
     def leave(
-        self, choice: OnClose, ending: Ending, give_buffers_back: Callable[[], object]
+        self, choice: OnClose, ending: RunEnding, give_buffers_back: Callable[[], object]
     ) -> BaseException | None:
         """Bring everything back or release it, and leave nothing on the model and the optimizers.
 
@@ -114,17 +114,17 @@ class Leaving:
         self._session.end(ending)
         return None
 
-    def _parts(self) -> Iterator[_Part]:
+    def _parts(self) -> Iterator[_LeavingKey]:
         """Yield what is in the store: parameters first, then the optimizers' state, then gradients."""
         adopter, gradients = self._session.adopter, self._session.gradients
         for binding in adopter.adopted(self._session.bundles):
-            yield _Part(
+            yield _LeavingKey(
                 functools.partial(self._bring, binding),
                 functools.partial(adopter.lose, binding),
                 functools.partial(adopter.release, binding, self._where_is),
             )
         for gradient in gradients.stashed():
-            yield _Part(
+            yield _LeavingKey(
                 functools.partial(self._bring_gradient, gradient),
                 functools.partial(gradients.lose, gradient),
                 functools.partial(gradients.release, gradient, _where_no_gradient_is),
@@ -152,13 +152,13 @@ class Leaving:
         gradients = self._session.gradients
         gradients.bring_back(gradient, gradients.fetch(gradient, gradient.parameter.device))
 
-    def _restore(self, ending: Ending) -> BaseException | None:
+    def _restore(self, ending: RunEnding) -> BaseException | None:
         """Bring everything back; return why something is in the store still."""
         self._pinned += [each for each in self._session.bindings.pinned if each not in self._pinned]
         self._is_given = True
         ending.attempt(self._session.adopter.note_parts_abroad)
         parts = list(self._parts())
-        gone: list[tuple[_Part, BaseException]] = []
+        gone: list[tuple[_LeavingKey, BaseException]] = []
         stays: list[BaseException] = []
         for part in parts:
             failure = ending.attempt(part.bring)
@@ -259,7 +259,7 @@ class Leaving:
 
     def _pin_again(self) -> None:
         bindings = self._session.bindings
-        if bindings.leasing.state is State.ALLOWED:
+        if bindings.leasing.state is LeasingState.ALLOWED:
             for binding in self._pinned:
                 if binding not in bindings.pinned:
                     pin(bindings, binding)
@@ -267,7 +267,7 @@ class Leaving:
 
     # --- where it lies --------------------------------------------------------------------------
 
-    def _release(self, ending: Ending, found: Shortage | None) -> None:
+    def _release(self, ending: RunEnding, found: Shortage | None) -> None:
         """Let everything that is in the store be placeholders; say so, if nobody has asked for it."""
         nbytes = sum(need.nbytes for need in self._needs())
         for part in self._parts():
@@ -297,7 +297,7 @@ class Leaving:
             "offload(model, optimizer, config) with this offload_path goes on from there."
         )
 
-    def _where_is(self, place: Place) -> str:
+    def _where_is(self, place: TensorLayout) -> str:
         durable = self._session.durable
         begin = f"{place.name!r} was released when its run was closed, and "
         if durable is not None and place.name in durable.kept:

@@ -29,20 +29,20 @@ from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.store import Store
 from tierstore.training import again
 from tierstore.training.activations import Sections, both, read_sections, sections_of
+from tierstore.training.activations.activation_store_stats import ActivationStats
 from tierstore.training.activations.both import Activations
 from tierstore.training.activations.layers import Names
 from tierstore.training.activations.recompute import RecomputeStats
 from tierstore.training.activations.sections import SECTIONS
-from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.checkpoint import Checkpoint, ordinary_access
-from tierstore.training.ending import Ending
+from tierstore.training.ending import RunEnding
 from tierstore.training.former import Resumed
 from tierstore.training.given import check_is_model, optimizers_of
 from tierstore.training.in_backward import Stepping
 from tierstore.training.leaving import OnClose
 from tierstore.training.left_behind import let_go
 from tierstore.training.opening import check_model, find_former, open_session
-from tierstore.training.selection import Selection, patterns, select
+from tierstore.training.selection import SelectedTensors, patterns, select
 from tierstore.training.session import Session
 from tierstore.training.suspension import Suspension
 from tierstore.training.telling import say_ended, say_opened
@@ -78,7 +78,7 @@ class RunStats:
     stall_s: float
     checkpoints: int = 0
     checkpoint_s: float = 0.0
-    activations: VaultStats | None = None
+    activations: ActivationStats | None = None
     recompute: RecomputeStats | None = None
 
     @property
@@ -127,12 +127,12 @@ class Offload:
         self._suspension = None if session is None else Suspension(session)
         self._is_closed = False
         self._closer: int | None = None  # the thread that closes it just now
-        self._ending = Ending()
+        self._ending = RunEnding()
         self._process = forks.here()
         self.is_entered = False
         self.opened_by = opener()
         if session is not None:
-            session.hold(again.Noted(model, self, session))
+            session.hold(again.NotedRun(model, self, session))
 
     @property
     def store(self) -> Store:
@@ -487,7 +487,7 @@ def _open(
     optimizers: tuple[torch.optim.Optimizer, ...],
     settings: OffloadConfig,
     source: Weights | None,
-    selection: Selection,
+    selection: SelectedTensors,
     *,
     resume: bool,
     activations: tuple[Sections, Names],

@@ -15,12 +15,12 @@ from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.store import Store
 from tierstore.training import guard, replicas
-from tierstore.training.budget import DeviceBudget
+from tierstore.training.budget import DeviceQuota
 from tierstore.training.buffers import group_buffers
 from tierstore.training.encoding import not_in_the_model
-from tierstore.training.follow import Follower, Window
+from tierstore.training.follow import Prefetcher, PrefetchWindow
 from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, Meter, beside_bytes, tensors_in
-from tierstore.training.former import Former, forget, is_held
+from tierstore.training.former import ResumedCheckpoint, forget, is_held
 from tierstore.training.groups import SMALL_BYTES, Group, group_parameters
 from tierstore.training.identity import require_sole_reference
 from tierstore.training.in_backward import Stepping
@@ -33,7 +33,7 @@ from tierstore.training.optimizer_needs import (
     working_sets,
 )
 from tierstore.training.placeholders import placeholder_of
-from tierstore.training.selection import Selection, require_one_place
+from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Session
 from tierstore.training.tiers import HOST, Placements
 from tierstore.training.totals import require_together
@@ -143,7 +143,7 @@ def _why_not(parameter: nn.Parameter, *, has_weights: bool) -> str | None:
 
 def find_former(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], store: Store, *, is_wanted: bool
-) -> Former | None:
+) -> ResumedCheckpoint | None:
     """Return the checkpoint that a durable store holds, if it is wanted and there is one.
 
     Raises:
@@ -159,7 +159,7 @@ def find_former(
     if not is_held(store):
         return None
     if is_wanted:
-        return Former(store, model, optimizers)
+        return ResumedCheckpoint(store, model, optimizers)
     forget(store)
     return None
 
@@ -172,8 +172,8 @@ def open_session(
     optimizers: Sequence[torch.optim.Optimizer],
     config: OffloadConfig,
     store: Store,
-    source: Weights | Former | None,
-    selection: Selection,
+    source: Weights | ResumedCheckpoint | None,
+    selection: SelectedTensors,
 ) -> Session:
     """Adopt the model and the optimizers' state, and register the hooks; undo all if that fails.
 
@@ -189,7 +189,7 @@ def open_session(
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes
     check_steps_in_backward(optimizers, config, fastest)
     groups = _groups(model, optimizers, config, store, selection)
-    former = source if isinstance(source, Former) else None
+    former = source if isinstance(source, ResumedCheckpoint) else None
     sets = working_sets(groups, optimizers, former)
     fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
     check_lbfgs(optimizers, sets, fastest, fastest_bytes)
@@ -237,7 +237,7 @@ def _groups(
     optimizers: Sequence[torch.optim.Optimizer],
     config: OffloadConfig,
     store: Store,
-    selection: Selection,
+    selection: SelectedTensors,
 ) -> list[Group]:
     """Return what travels together: of parameters first, then of buffers."""
     fastest_bytes = store.stats().tiers[store.tier_names[0]].capacity_bytes
@@ -263,13 +263,13 @@ def _new_session(
     optimizers: Sequence[torch.optim.Optimizer],
     config: OffloadConfig,
     store: Store,
-    windows: Sequence[Window],
+    windows: Sequence[PrefetchWindow],
     meter: Meter | None,
     ignored: Mapping[torch.Tensor, str],
 ) -> Session:
     """Return a session that has nothing yet; its follower knows the bytes of what will be adopted."""
     nbytes: Mapping[str, int] = {}
-    follower = Follower(store, windows, lambda key: nbytes.get(key, 0), len(optimizers))
+    follower = Prefetcher(store, windows, lambda key: nbytes.get(key, 0), len(optimizers))
     stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
     placements = Placements.of(config, store)
     session = Session(model, optimizers, store, placements, follower, meter, ignored, stepping)
@@ -277,10 +277,10 @@ def _new_session(
     return session
 
 
-def _bound(session: Session, sets: Sequence[WorkingSet], meter: Meter, fastest_bytes: int) -> DeviceBudget:
+def _bound(session: Session, sets: Sequence[WorkingSet], meter: Meter, fastest_bytes: int) -> DeviceQuota:
     """Let the session's store have of the device what activations and workspace leave."""
     fastest, follower = session.store.tier_names[0], session.follower
-    session.budget = budget = DeviceBudget(
+    session.budget = budget = DeviceQuota(
         session.store,
         fastest_bytes,
         sets,
@@ -328,7 +328,7 @@ def _say_if_another_way(model: nn.Module, ignored: Container[torch.Tensor]) -> N
 def _make_way_for_wrappers(session: Session, sets: Sequence[WorkingSet], capacity_bytes: int) -> None:
     """Keep gradients where a wrapper reads them, now or when one is made later."""
     largest_bytes = max((each.bundle_bytes + each.state_bytes for each in sets), default=0)
-    room = replicas.Room(
+    room = replicas.ComputeRoom(
         session.store.tier_names[0],
         sum(each.bundle_bytes for each in sets),
         capacity_bytes,
@@ -343,11 +343,11 @@ def _make_way_for_wrappers(session: Session, sets: Sequence[WorkingSet], capacit
     session.hold(wrapping.watch())
 
 
-def _take_in(session: Session, groups: Sequence[Group], source: Weights | Former | None) -> None:
+def _take_in(session: Session, groups: Sequence[Group], source: Weights | ResumedCheckpoint | None) -> None:
     """Take everything into the store, and register the hooks."""
     if source is not None:
         source.load_buffers({tensor for group in groups for tensor in group.tensors})
-    if isinstance(source, Former):
+    if isinstance(source, ResumedCheckpoint):
         source.prepare(groups)
     session.adopt(groups, source)
     session.buffers.move()
@@ -372,11 +372,11 @@ def _meter(store: Store) -> Meter:
     return AllocatorMeter(store, store.device)
 
 
-def _windows(store: Store) -> list[Window]:
+def _windows(store: Store) -> list[PrefetchWindow]:
     """Return how far ahead is prefetched: to the fastest tier, and from disk to host memory."""
     tiers = store.stats().tiers
     names = [store.tier_names[0], *(name for name in store.tier_names[1:] if name == HOST)]
-    return [Window(name, tiers[name].capacity_bytes // _PREFETCH_SHARE) for name in names]
+    return [PrefetchWindow(name, tiers[name].capacity_bytes // _PREFETCH_SHARE) for name in names]
 
 
 def _say_if_small(store: Store, sets: Sequence[WorkingSet]) -> None:

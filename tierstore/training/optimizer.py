@@ -26,7 +26,7 @@ import torch
 
 from tierstore.errors import CapacityError
 from tierstore.training import guard
-from tierstore.training.ahead import Expectations, StepsAhead
+from tierstore.training.ahead import Expectations, SpeculativeSteps
 from tierstore.training.binding import Binding
 from tierstore.training.function_modes import in_sight
 from tierstore.training.optimizer_state import OptimizerState, order_entries
@@ -37,8 +37,8 @@ from tierstore.training.turns import (
     Members,
     Parameters,
     Progress,
-    Trainer,
-    Turn,
+    StepTrainer,
+    StepUnit,
     by_bundle,
     not_whole,
     only,
@@ -65,7 +65,7 @@ class StepsByBundle:
         self,
         optimizer: torch.optim.Optimizer,
         state: OptimizerState,
-        trainer: Trainer,
+        trainer: StepTrainer,
         expectations: Expectations,
     ) -> None:
         self.optimizer = optimizer
@@ -81,7 +81,7 @@ class StepsByBundle:
         self._whole: WholeSteps | None = None  # makes the step that is under way
         self._progress = Progress.WHOLE
         self._own_seconds = 0.0
-        self._ahead = StepsAhead(optimizer, trainer, expectations, self._turn_of, state.bindings.get)
+        self._ahead = SpeculativeSteps(optimizer, trainer, expectations, self._turn_of, state.bindings.get)
 
     @property
     def seconds(self) -> float:
@@ -242,23 +242,23 @@ class StepsByBundle:
         """A whole backward pass has stepped all that it had to."""
         self._progress = Progress.WHOLE
 
-    def _take_ahead(self, turn: Turn) -> bool:
+    def _take_ahead(self, turn: StepUnit) -> bool:
         is_taken = self._ahead.take(turn)
         if is_taken:
             self._progress = Progress.PARTIAL
         return is_taken
 
-    def _turn_of(self, bundle: Binding) -> Turn | None:
+    def _turn_of(self, bundle: Binding) -> StepUnit | None:
         """Return what the step of one bundle would be about, by the groups of the last step."""
         return turn_of(bundle, self._members.get(bundle, []), self._gradients.has)
 
-    def _keys(self, turn: Turn) -> list[str]:
+    def _keys(self, turn: StepUnit) -> list[str]:
         keys = [turn.bundle.key]
         keys += [binding.key for _, binding in self._gradients.bindings_of(turn.parameters)]
         state = self.state.bindings.get(turn.bundle)
         return keys if state is None else [*keys, state.key]
 
-    def _step(self, turn: Turn, kwargs: dict[str, Any], held: Sequence[Binding] = ()) -> None:
+    def _step(self, turn: StepUnit, kwargs: dict[str, Any], held: Sequence[Binding] = ()) -> None:
         bindings = self._trainer.bindings
         stashed = self._gradients.bindings_of(turn.parameters)
         state = self.state.bindings.get(turn.bundle)

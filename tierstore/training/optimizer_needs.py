@@ -10,7 +10,7 @@ import torch
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
 from tierstore.training import known, layout
-from tierstore.training.former import Former
+from tierstore.training.former import ResumedCheckpoint
 from tierstore.training.groups import Content, Group
 from tierstore.training.tiers import HOST
 from tierstore.training.working_sets import (
@@ -32,7 +32,7 @@ PAGED_FROM_BYTES = 64 * KIB
 
 
 def working_sets(
-    groups: Sequence[Group], optimizers: Sequence[torch.optim.Optimizer], former: Former | None
+    groups: Sequence[Group], optimizers: Sequence[torch.optim.Optimizer], former: ResumedCheckpoint | None
 ) -> list[WorkingSet]:
     """Return what is needed together to train each bundle.
 
@@ -62,7 +62,7 @@ def _working_set(
     group: Group,
     optimizers: Sequence[torch.optim.Optimizer],
     options: Sequence[Mapping[torch.Tensor, Options]],
-    former: Former | None,
+    former: ResumedCheckpoint | None,
 ) -> WorkingSet:
     own_bytes = bundle_bytes(group)
     pinned_bytes = own_bytes if group.is_pinned else 0

@@ -23,7 +23,7 @@ from tierstore.training import guard
 from tierstore.training.binding import Binding
 from tierstore.training.bundles import Adopter, is_deserted
 from tierstore.training.entries import Links
-from tierstore.training.layout import Place
+from tierstore.training.layout import TensorLayout
 from tierstore.training.tiers import Placement
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001 - else aliases would go stale unseen
@@ -184,7 +184,7 @@ class OptimizerState:
     def bind(
         self,
         bundle: Binding,
-        places: Sequence[Place],
+        places: Sequence[TensorLayout],
         tensors: Sequence[torch.Tensor],
         origins: list[torch.device],
     ) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.outputs import host_memory
-from tierstore.training.layout import Place, span_of
+from tierstore.training.layout import TensorLayout, span_of
 
 _UNIT_BYTES = 16  # of the largest element: complex128
 
@@ -34,7 +34,7 @@ class Memory:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.nbytes = storage.nbytes()
-        self._parts: weakref.WeakSet[Part] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[MemoryPart] = weakref.WeakSet()
         self._storages: dict[torch.device, StorageWeakRef] = {}
         self._know(storage)
 
@@ -46,9 +46,9 @@ class Memory:
         self._storages[storage.device] = StorageWeakRef(storage)
         _memories[storage._cdata] = self  # noqa: SLF001 - what a storage is known by
 
-    def part(self, begin_bytes: int) -> Part:
+    def part(self, begin_bytes: int) -> MemoryPart:
         """Return a new part that begins at a byte."""
-        part = Part(self, begin_bytes)
+        part = MemoryPart(self, begin_bytes)
         self._parts.add(part)
         return part
 
@@ -63,7 +63,7 @@ class Memory:
         return None if storage is None else _bytes_of(storage)
 
 
-class Part:
+class MemoryPart:
     """The bytes of one tensor in a larger memory.
 
     Args:
@@ -82,7 +82,7 @@ _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionar
 """By what each storage is known by."""
 
 
-def part_of(tensor: torch.Tensor, *, is_larger: bool = True) -> Part | None:
+def part_of(tensor: torch.Tensor, *, is_larger: bool = True) -> MemoryPart | None:
     """Return of which memory a tensor is a part; ``None``: of none that counts.
 
     Called natively, while the tensor has its bytes.
@@ -102,7 +102,7 @@ def part_of(tensor: torch.Tensor, *, is_larger: bool = True) -> Part | None:
 
 
 def ground_of(
-    places: Sequence[Place], parts: Mapping[int, Part | None], device: torch.device
+    places: Sequence[TensorLayout], parts: Mapping[int, MemoryPart | None], device: torch.device
 ) -> tuple[torch.Tensor, int] | None:
     """Return the larger memory that tensors which overlap are parts of.
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from tierstore.training.binding import Binding, Bindings
 
 
-class State(enum.Enum):
+class LeasingState(enum.Enum):
     """What may be done with the bytes of a model."""
 
     ALLOWED = enum.auto()  # brought, leased, computed with
     SUSPENDED = enum.auto()  # copied out of the store, dropped: nothing where computing happens
 
 
-_MOVES = {(State.ALLOWED, State.SUSPENDED), (State.SUSPENDED, State.ALLOWED)}
+_MOVES = {(LeasingState.ALLOWED, LeasingState.SUSPENDED), (LeasingState.SUSPENDED, LeasingState.ALLOWED)}
 
 
 class Leasing:
@@ -36,10 +36,10 @@ class Leasing:
     """
 
     def __init__(self) -> None:
-        self.state = State.ALLOWED
+        self.state = LeasingState.ALLOWED
         self._process = forks.here()
 
-    def move(self, state: State) -> None:
+    def move(self, state: LeasingState) -> None:
         """Change what may be done; to nothing only while nothing is leased."""
         assert (self.state, state) in _MOVES, (self.state, state)
         self.state = state
@@ -55,7 +55,7 @@ class Leasing:
             StoreForked: this is the child of a fork.
         """
         forks.require_here(self._process, f"the offloaded model ({what})")
-        if self.state is State.SUSPENDED:
+        if self.state is LeasingState.SUSPENDED:
             raise UsageError(f"the run is suspended, and {what}: call run.resume() first.")
 
 

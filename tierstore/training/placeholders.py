@@ -20,7 +20,7 @@ import torch
 
 from tierstore.errors import StoreClosed
 from tierstore.training.homes import natively, set_data
-from tierstore.training.layout import LOOKS, Place, regions_of
+from tierstore.training.layout import LOOKS, TensorLayout, regions_of
 from tierstore.training.uses import LAYOUT, PASSING, Function
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
@@ -32,7 +32,7 @@ _set: Function = torch.Tensor.set_
 _OWN = "_tierstore_placeholder"  # the attribute of the class that says that it is one
 
 
-def looks_of(places: Sequence[Place]) -> list[torch.Tensor]:
+def looks_of(places: Sequence[TensorLayout]) -> list[torch.Tensor]:
     """Return what tensors of a bundle look like, on the meta device; what shared memory shares it there."""
     found: dict[int, torch.Tensor] = {}
     for region in regions_of(places):

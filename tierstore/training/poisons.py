@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from tierstore.training.layout import Place
+from tierstore.training.layout import TensorLayout
 
 
-def poison_for(place: Place, device: torch.device) -> torch.Tensor:
+def poison_for(place: TensorLayout, device: torch.device) -> torch.Tensor:
     """Return one element that cannot be read and that looks like the tensor."""
     return _unreadable(_single(place.dtype, device)).expand(place.shape)
 
@@ -49,7 +49,7 @@ class Poisons:
         self._device = device
         self._shared: dict[torch.dtype, torch.Tensor] = {}
 
-    def like(self, place: Place) -> torch.Tensor:
+    def like(self, place: TensorLayout) -> torch.Tensor:
         """Return what looks like the parameter at ``place``."""
         if place.shape.numel() == 0:  # for which autograd goes by strides as well
             return poison_for(place, self._device).as_strided(place.shape, place.stride)
@@ -63,13 +63,13 @@ class Poisons:
         return shared.as_strided(place.shape, place.stride)
 
 
-def _needs_strides(place: Place) -> bool:
+def _needs_strides(place: TensorLayout) -> bool:
     """Whether autograd would take a parameter of other strides for another one."""
     usual = torch.empty(place.shape, device="meta").stride()
     return place.stride != usual and _is_dense(place)
 
 
-def _is_dense(place: Place) -> bool:
+def _is_dense(place: TensorLayout) -> bool:
     """Whether every byte between the first element and the last is one element's."""
     expected = 1
     for step, size in sorted(zip(place.stride, place.shape, strict=True)):

@@ -52,7 +52,7 @@ Alike = Callable[[torch.Size, torch.Size], bool]
 log = logging.getLogger("tierstore")
 
 
-class Look(NamedTuple):
+class StorageLook(NamedTuple):
     """How a tensor is stored.
 
     Attributes:
@@ -68,7 +68,7 @@ class Look(NamedTuple):
     is_expanded: bool
 
 
-class Kind(NamedTuple):
+class RefusalKind(NamedTuple):
     """What an optimizer may look at before it refuses a parameter.
 
     Attributes:
@@ -80,9 +80,9 @@ class Kind(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    look: Look
-    gradient: Look
-    state: tuple[tuple[str, Look], ...]
+    look: StorageLook
+    gradient: StorageLook
+    state: tuple[tuple[str, StorageLook], ...]
     is_fitting: bool
 
     @property
@@ -127,7 +127,9 @@ def _has_momentum(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
     return optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
 
 
-def _unusual(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Iterator[tuple[Group, Kind, Entries]]:
+def _unusual(
+    optimizer: torch.optim.Optimizer, gradients: Gradients
+) -> Iterator[tuple[Group, RefusalKind, Entries]]:
     """Yield each kind that some optimizer may refuse, once for each group, with the first one's state.
 
     Others cost next to nothing.
@@ -135,7 +137,7 @@ def _unusual(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Iterator
     is_alike: Alike = _is_mean_of if isinstance(optimizer, torch.optim.Adafactor) else operator.eq
     takes_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     for group in optimizer.param_groups:
-        found: dict[Kind, Entries] = {}
+        found: dict[RefusalKind, Entries] = {}
         with natively():
             for parameter in group["params"]:
                 gradient = gradients.look_at(parameter)
@@ -170,9 +172,11 @@ def _is_usual(parameter: torch.Tensor, gradient: torch.Tensor, entries: Entries,
     )
 
 
-def _kind_of(parameter: torch.Tensor, gradient: torch.Tensor, entries: Entries, is_alike: Alike) -> Kind:
+def _kind_of(
+    parameter: torch.Tensor, gradient: torch.Tensor, entries: Entries, is_alike: Alike
+) -> RefusalKind:
     state = {name: entries[name] for name in sorted(entries) if _is_computed_with(name, entries[name])}
-    return Kind(
+    return RefusalKind(
         tuple(min(size, 1) for size in parameter.shape),
         _look_of(parameter),
         _look_of(gradient),
@@ -193,12 +197,12 @@ def _is_mean_of(shape: torch.Size, whole: torch.Size) -> bool:
     )
 
 
-def _look_of(tensor: torch.Tensor) -> Look:
+def _look_of(tensor: torch.Tensor) -> StorageLook:
     if tensor.layout is torch.strided:
-        return Look(tensor.dtype, torch.strided, 0, _is_expanded(tensor))
+        return StorageLook(tensor.dtype, torch.strided, 0, _is_expanded(tensor))
     with ordinary_mode():  # a dispatch mode would see that somebody asks
         sparse_dim = tensor.sparse_dim() if tensor.layout is torch.sparse_coo else 0
-        return Look(tensor.dtype, tensor.layout, sparse_dim, is_expanded=False)
+        return StorageLook(tensor.dtype, tensor.layout, sparse_dim, is_expanded=False)
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
@@ -213,7 +217,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def _is_refused(
-    optimizer: torch.optim.Optimizer, group: Group, kind: Kind, entries: Entries, device: torch.device
+    optimizer: torch.optim.Optimizer, group: Group, kind: RefusalKind, entries: Entries, device: torch.device
 ) -> bool:
     if not kind.is_fitting:
         return True
@@ -247,7 +251,7 @@ def _small(entries: Entries) -> Entries:
     }
 
 
-def _looking(values: torch.Tensor, look: Look) -> torch.Tensor:
+def _looking(values: torch.Tensor, look: StorageLook) -> torch.Tensor:
     """Return a copy of a dense tensor with another look."""
     values = values.to(look.dtype, copy=True)
     if look.layout is torch.strided:

@@ -114,7 +114,7 @@ def refuse_to_average(reduced: Iterable[torch.Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ComputeRoom:
     """What there is where the model computes.
 
     Attributes:
@@ -180,7 +180,7 @@ class Wrapping:
         room: for what a wrapper needs.
     """
 
-    def __init__(self, model: nn.Module, keep: LetBe, release: LetBe, room: Room) -> None:
+    def __init__(self, model: nn.Module, keep: LetBe, release: LetBe, room: ComputeRoom) -> None:
         self._own = frozenset(model.modules())
         self._keep = keep
         self._release = release

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tierstore.training.homes import REFERENCES_OF_ONE, Binding, Where, natively, references, values_of
-from tierstore.training.layout import ALIGNMENT_BYTES, Place, lay_out, overlapping, pack, raw_bytes
+from tierstore.training.layout import ALIGNMENT_BYTES, TensorLayout, lay_out, overlapping, pack, raw_bytes
 from tierstore.training.poisons import Poisons
 
 
@@ -79,7 +79,7 @@ def fit_as_they_are(binding: Binding, numbers: Sequence[int]) -> bool:
         )
 
 
-def _is_aligned_as(tensor: torch.Tensor, place: Place) -> bool:
+def _is_aligned_as(tensor: torch.Tensor, place: TensorLayout) -> bool:
     remainder_bytes = (tensor.data_ptr() - place.begin_bytes) % ALIGNMENT_BYTES
     return remainder_bytes == 0 or place.nbytes == 0
 
@@ -95,7 +95,7 @@ def copy_home(binding: Binding, numbers: Sequence[int]) -> None:
     binding.is_dirty = True
 
 
-def laid_out_anew(binding: Binding, numbers: Sequence[int]) -> tuple[tuple[Place, ...], torch.Tensor]:
+def laid_out_anew(binding: Binding, numbers: Sequence[int]) -> tuple[tuple[TensorLayout, ...], torch.Tensor]:
     """Return new places for a bundle with some tensors come home, and its bytes, in host memory."""
     assert binding.flat is not None
     with natively(), torch.no_grad():
@@ -113,7 +113,7 @@ def laid_out_anew(binding: Binding, numbers: Sequence[int]) -> tuple[tuple[Place
     return places, flat
 
 
-def lay(binding: Binding, places: Sequence[Place], nbytes: int, numbers: Sequence[int]) -> None:
+def lay(binding: Binding, places: Sequence[TensorLayout], nbytes: int, numbers: Sequence[int]) -> None:
     """Take in new places, at which some tensors are at home."""
     fresh = Poisons(binding.poisons[0].device)
     poisons = [

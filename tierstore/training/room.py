@@ -108,13 +108,13 @@ def shortage(store: Store, needs: Iterable[Need]) -> Shortage | None:
     return None
 
 
-class _Room(NamedTuple):
+class _FreeMemory(NamedTuple):
     name: str
     available_bytes: int
     freed_bytes: int
 
 
-def _rooms(store: Store, device: torch.device) -> Iterator[_Room]:
+def _rooms(store: Store, device: torch.device) -> Iterator[_FreeMemory]:
     if device.type != CPU:
         with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
             cached_bytes = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(
@@ -122,11 +122,11 @@ def _rooms(store: Store, device: torch.device) -> Iterator[_Room]:
             )
             free_bytes = free_device_bytes(str(device)) + max(0, cached_bytes)
             freed_bytes = store.stats().tiers[store.tier_names[0]].charged_bytes
-            yield _Room(f"the device {device}", free_bytes + freed_bytes, freed_bytes)
+            yield _FreeMemory(f"the device {device}", free_bytes + freed_bytes, freed_bytes)
         return
     for room in host_rooms():
         freed_bytes = 0 if room.counts_addresses else _freed_host_bytes(store)
-        yield _Room(room.name, room.nbytes + freed_bytes, freed_bytes)
+        yield _FreeMemory(room.name, room.nbytes + freed_bytes, freed_bytes)
 
 
 def _freed_host_bytes(store: Store) -> int:

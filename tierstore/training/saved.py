@@ -48,7 +48,7 @@ from tierstore.training.hooks_in_force import (
     top_hooks,
     whose,
 )
-from tierstore.training.layout import Place
+from tierstore.training.layout import TensorLayout
 from tierstore.training.own_work import ordinary_mode
 
 _autograd: Any = torch._C._autograd  # noqa: SLF001
@@ -60,7 +60,7 @@ class Reference(NamedTuple):
     """An alias of a bundle's bytes, without the bytes."""
 
     binding: Binding
-    places: Sequence[Place]  # of the bundle, as it was laid out then
+    places: Sequence[TensorLayout]  # of the bundle, as it was laid out then
     owners: Sequence[torch.Tensor]  # whose version counter tells of changes; of several one, not known which
     version: int | None  # None: the alias had a counter of its own
     dtype: torch.dtype
@@ -106,7 +106,7 @@ def in_packed(kind: type, change: Hook, packed: object) -> Any:  # noqa: ANN401 
     return tree_map_only((kind, Displayed), changed, packed)
 
 
-class _Away:
+class _AwayAlias:
     """A bundle's alias among what a user's hook has packed."""
 
     __slots__ = ("bring",)
@@ -294,7 +294,7 @@ class SavedTensors:
                 return cast("torch.Tensor", self.unpack(packed))
         self.before_unpacking()
         if isinstance(packed, Displayed):
-            brought = in_packed(_Away, lambda away: away.bring(), packed.packed)
+            brought = in_packed(_AwayAlias, lambda away: away.bring(), packed.packed)
             with in_sight():
                 unpacked = cast("torch.Tensor", packed.unpack(brought))
             return self._bring_for_backward(unpacked.packed) if isinstance(unpacked, StandIn) else unpacked
@@ -331,14 +331,14 @@ class SavedTensors:
             set_data(counted, brought)
             return counted
 
-    def away(self, tensor: torch.Tensor) -> torch.Tensor | _Away:
+    def away(self, tensor: torch.Tensor) -> torch.Tensor | _AwayAlias:
         """Return what a user's hook keeps in the place of a tensor that it packed."""
         packed = self.refer(tensor)
         if packed is None:
             return tensor
         if isinstance(packed, Kept):
-            return _Away(lambda: packed.tensor)
-        return _Away(lambda: self._bring(packed))
+            return _AwayAlias(lambda: packed.tensor)
+        return _AwayAlias(lambda: self._bring(packed))
 
     def _bring(self, packed: Reference) -> torch.Tensor:
         flat = self._bindings.reach(packed.binding)
@@ -358,7 +358,7 @@ class SavedTensors:
             return view
 
 
-class Before(Inside):
+class PacksBefore(Inside):
     """What packs before hooks that were in force already.
 
     Args:
@@ -372,7 +372,7 @@ class Before(Inside):
         self._pack_before, self._unpack_before = outer
 
 
-class Chained(Before):
+class Chained(PacksBefore):
     """Packs bundles, and leaves the rest to the hooks that were there before."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -384,7 +384,7 @@ class Chained(Before):
         return Delegated(self._pack_before(tensor), self._unpack_before)
 
 
-class Shown(Before):
+class PacksShown(PacksBefore):
     """Shows everything to a user's hooks; of what they pack, aliases of bundles become references."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -394,7 +394,7 @@ class Shown(Before):
         return Displayed(packed, self._unpack_before)
 
 
-class Repeated(Before):
+class Repeated(PacksBefore):
     """Lets ``torch.utils.checkpoint`` count all that is saved; what it keeps of bundles are stand-ins."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -417,7 +417,7 @@ def _kind_of(hook: Hook, *, are_on_host: bool) -> Callable[[SavedTensors, tuple[
     """
     if getattr(hook, "__module__", None) == checkpoint.__name__:
         return Repeated
-    return Shown if sees_all(hook, are_on_host=are_on_host) else Chained
+    return PacksShown if sees_all(hook, are_on_host=are_on_host) else Chained
 
 
 def sees_all(hook: Hook, *, are_on_host: bool) -> bool:
@@ -446,7 +446,7 @@ def _is_a_users(hook: Hook) -> bool:
 def refers() -> SavedTensors | None:
     """Return whoever turns aliases of bundles into references in this thread; ``None``: nobody does."""
     for owner in map(whose, chain()):
-        found = owner.saved if isinstance(owner, Before) else owner
+        found = owner.saved if isinstance(owner, PacksBefore) else owner
         if isinstance(found, SavedTensors):
             return found
     return None

@@ -36,7 +36,7 @@ Names = Mapping[torch.Tensor, Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Selection:
+class SelectedTensors:
     """What patterns mean in one model.
 
     Attributes:
@@ -50,7 +50,7 @@ class Selection:
     ignored_buffers: Mapping[torch.Tensor, str] = field(default_factory=dict)
 
 
-def select(model: nn.Module, ignored: Sequence[str], pinned: Sequence[str]) -> Selection:
+def select(model: nn.Module, ignored: Sequence[str], pinned: Sequence[str]) -> SelectedTensors:
     """Return what patterns mean in ``model``; log those that mean nothing.
 
     Raises:
@@ -61,7 +61,7 @@ def select(model: nn.Module, ignored: Sequence[str], pinned: Sequence[str]) -> S
     buffers = names_of_buffers(model) if ignored or pinned else {}
     names: Names = {tensor: each for part in (parameters, buffers) for tensor, each in part.items()}
     left = _meant("ignored", ignored, names)
-    selection = Selection(
+    selection = SelectedTensors(
         {each: name for each, name in left.items() if each not in buffers},
         _meant("pinned", pinned, names),
         {each: name for each, name in left.items() if each in buffers},
@@ -78,7 +78,7 @@ def select(model: nn.Module, ignored: Sequence[str], pinned: Sequence[str]) -> S
     return selection
 
 
-def require_one_place(selection: Selection, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def require_one_place(selection: SelectedTensors, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Make sure that optimizers which compute in host memory, beside a device, can step what they train.
 
     Raises:

@@ -1,7 +1,7 @@
 """One offloaded model: everything that hooks and guards ask for, in one place.
 
 A `Session` adopts the model's parameters and the optimizers' state, registers the hooks, and undoes it
-all at the end.  It is the guard's `Warden`.
+all at the end.  It is the guard's `FaultHandler`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tierstore.store import Store
 from tierstore.training import guard, hooks, known, scripts
 from tierstore.training.accumulation import Accumulation, PassEnd, is_in_backward
 from tierstore.training.activations import both
+from tierstore.training.activations.activation_store import ActivationStore
 from tierstore.training.activations.both import Activations
 from tierstore.training.activations.layers import Names
 from tierstore.training.activations.sections import Sections
-from tierstore.training.activations.swap import vaults
-from tierstore.training.activations.vault import Vault
+from tierstore.training.activations.swap import activation_stores
 from tierstore.training.ahead import Expectations
 from tierstore.training.binding import Binding, Bindings
-from tierstore.training.budget import DeviceBudget, Phase
-from tierstore.training.buffers import Buffers
+from tierstore.training.budget import DeviceQuota, StepPhase
+from tierstore.training.buffers import TravelingBuffers
 from tierstore.training.bundles import Adopter, give_values, part_from_base
-from tierstore.training.checkpoint import Access
+from tierstore.training.checkpoint import BundleAccess
 from tierstore.training.clock import Clock
-from tierstore.training.durable import DurableState
-from tierstore.training.ending import Ending
+from tierstore.training.durable import CheckpointWriter
+from tierstore.training.ending import RunEnding
 from tierstore.training.everywhere import HookEverywhere, Removable
-from tierstore.training.follow import Follower
+from tierstore.training.follow import Prefetcher
 from tierstore.training.footprint import Meter
-from tierstore.training.former import Former
+from tierstore.training.former import ResumedCheckpoint
 from tierstore.training.function_modes import out_of_sight
 from tierstore.training.grads import Gradients
 from tierstore.training.groups import Content, Group
@@ -80,7 +80,7 @@ class Session:
         optimizers: Sequence[torch.optim.Optimizer],
         store: Store,
         placements: Placements,
-        follower: Follower,
+        follower: Prefetcher,
         meter: Meter | None,
         ignored: Mapping[torch.Tensor, str] = MappingProxyType({}),
         stepping: Stepping = Stepping.WHEN_ASKED,
@@ -93,7 +93,7 @@ class Session:
         self.placements = placements
         self.ignored = ignored
         self._meter = meter
-        self.budget: DeviceBudget | None = None
+        self.budget: DeviceQuota | None = None
         self.bindings = Bindings(
             store,
             self._note,
@@ -117,22 +117,22 @@ class Session:
         self.state_dicts = StateDicts(self.adopter, self.bindings)
         self.clock = Clock()
         self.bundles: list[Binding] = []
-        self.buffers = Buffers(model, self.adopter, self.windows, store.device)
+        self.buffers = TravelingBuffers(model, self.adopter, self.windows, store.device)
         self.order: dict[Binding, int] = {}
         self.steps: list[Steps] = []
         self._under_way = UnderWay()
         self._stepped_in_backward: dict[Steps, None] = {}  # since the model ran last
-        self.durable: DurableState | None = None
+        self.durable: CheckpointWriter | None = None
         self.activations = Activations()
-        vaults[store] = weakref.WeakMethod(self._new_vault)
+        activation_stores[store] = weakref.WeakMethod(self._new_activation_store)
         self._handles: list[Removable] = []
         self._step_hooks: dict[int, int] = {}  # the number of ours, by the optimizer's id
         self._watched: set[torch.Tensor] = set()
-        self._vaults: weakref.WeakSet[Vault] = weakref.WeakSet()
+        self._activation_stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
 
     # --- the beginning ------------------------------------------------------------------------
 
-    def adopt(self, groups: Sequence[Group], source: Weights | Former | None) -> None:
+    def adopt(self, groups: Sequence[Group], source: Weights | ResumedCheckpoint | None) -> None:
         """Take the parameters, gradients and optimizer state into the store.
 
         Args:
@@ -157,7 +157,7 @@ class Session:
             bundle.holders = [holders[tensor] for tensor in bundle.tensors]
         self._add_steps()
         for steps in self.steps:
-            if isinstance(source, Former):
+            if isinstance(source, ResumedCheckpoint):
                 source.give_optimizer(steps.state, self.adopter.origins(), self.ignored)
             steps.state.take_in_first()
         self.adopter.end_adoption()
@@ -169,15 +169,15 @@ class Session:
             if isinstance(tensor, nn.Parameter):
                 self.gradients.add(name, tensor)
 
-    def _adopt_pinned(self, group: Group, source: Weights | Former | None) -> Binding:
+    def _adopt_pinned(self, group: Group, source: Weights | ResumedCheckpoint | None) -> Binding:
         bundle = self._adopt_group(group, source)
         pin(self.bindings, bundle)
         return bundle
 
-    def _adopt_group(self, group: Group, source: Weights | Former | None) -> Binding:
+    def _adopt_group(self, group: Group, source: Weights | ResumedCheckpoint | None) -> Binding:
         named = list(zip(group.names, group.tensors, strict=True))
         placement = self.placements.parameters
-        if isinstance(source, Former) and source.has_bundle(group.key):
+        if isinstance(source, ResumedCheckpoint) and source.has_bundle(group.key):
             return self.adopter.adopt_held(group.key, named, placement)
         for tensor in group.tensors if group.content is not Content.PARAMETERS else ():
             part_from_base(tensor)
@@ -186,9 +186,9 @@ class Session:
         values = [source.read(name).to(tensor.dtype) for name, tensor in named]
         return self.adopter.adopt(group.key, named, placement, values)
 
-    def make_durable(self, former: Former | None) -> None:
+    def make_durable(self, former: ResumedCheckpoint | None) -> None:
         """Let checkpoints be made, after the one that the run goes on from."""
-        self.durable = DurableState(
+        self.durable = CheckpointWriter(
             self.model,
             self.store,
             self.bindings,
@@ -203,21 +203,21 @@ class Session:
 
     def apply_to_activations(self, sections: Sections, layers: Names) -> None:
         """Swap and recompute what a document says, in this store and its quotas."""
-        self.activations = both.apply(self.model, sections, layers, self._new_vault)
+        self.activations = both.apply(self.model, sections, layers, self._new_activation_store)
         self.windows.discard_inner = self._discard_swap
 
     def _discard_swap(self, is_beginning: bool) -> None:
         if self.activations.swap is not None:
             self.activations.swap.discard_interrupted(int(is_beginning))
 
-    def _new_vault(self) -> Vault:
+    def _new_activation_store(self) -> ActivationStore:
         ask_budget = self.bindings.ask_for_more
 
         def make_room(needed_bytes: int) -> bool:
             self.bindings.sweep()
             return ask_budget(needed_bytes)
 
-        vault = Vault(
+        activation_store = ActivationStore(
             self.store,
             self.bindings.apart,
             note_use=self._note_activation,
@@ -227,14 +227,14 @@ class Session:
             before_unpacking=self._settle_for_backward,
         )
 
-        self._vaults.add(vault)
+        self._activation_stores.add(activation_store)
 
         def ask_all(needed_bytes: int) -> bool:
-            vault.sweep()
+            activation_store.sweep()
             return ask_budget(needed_bytes)
 
         self.bindings.ask_for_more = ask_all
-        return vault
+        return activation_store
 
     def _add_steps(self) -> None:
         for index, optimizer in enumerate(self.optimizers):
@@ -252,7 +252,7 @@ class Session:
                 self.steps.append(WholeSteps(optimizer, state, self))
 
     def computes_on(self, bundle: Binding) -> torch.device:
-        """See `Trainer.computes_on`."""
+        """See `StepTrainer.computes_on`."""
         is_in_host = self.optimizer_tier == HOST and bundle not in self.bindings.pinned
         return torch.device("cpu") if is_in_host else self.store.device
 
@@ -398,8 +398,8 @@ class Session:
 
     def sweep_activations(self) -> None:
         """Drop swapped activations that nobody waits for."""
-        for vault in list(self._vaults):
-            vault.sweep()
+        for activation_store in list(self._activation_stores):
+            activation_store.sweep()
 
     def _begin_forward(self, inputs: Sequence[object]) -> None:
         self._require("the model is called")
@@ -410,7 +410,7 @@ class Session:
             self.budget.end_step()
         self._stepped_in_backward.clear()
         if self.budget is not None:
-            phase = Phase.MODEL if torch.is_grad_enabled() else Phase.EVALUATION
+            phase = StepPhase.MODEL if torch.is_grad_enabled() else StepPhase.EVALUATION
             self.budget.begin_forward(inputs, phase)
         if self._in_backward is not None:
             self._in_backward.watch()
@@ -432,7 +432,7 @@ class Session:
             self.budget.end_evaluation()
 
     def note_step_in_backward(self, steps: StepsByBundle, seconds: float) -> None:
-        """See `in_backward.Trainer.note_step_in_backward`."""
+        """See `in_backward.BackwardTrainer.note_step_in_backward`."""
         self.clock.note_backward()
         self._settle_budget()
         self._look()
@@ -521,7 +521,7 @@ class Session:
             handle.remove()
         self._handles.clear()
 
-    def come_to_rest(self, ending: Ending) -> None:
+    def come_to_rest(self, ending: RunEnding) -> None:
         """Let go of what an exception has interrupted.  The run may go on after it."""
         ending.attempt(self.windows.discard_interrupted)
         for steps in self.steps:
@@ -532,7 +532,7 @@ class Session:
         self.adopter.forget_given()
         self.gradients.forget_given()
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: RunEnding) -> None:
         """Leave nothing on the model and the optimizers, whose tensors are nobody's any more.
 
         Args:
@@ -555,7 +555,7 @@ class Session:
         Raises:
             TierStoreError: something cannot be brought back.
         """
-        ending = Ending()
+        ending = RunEnding()
         self.come_to_rest(ending)
         self.adopter.restore_all(self.bundles, ending)
         self.gradients.restore(ending)
@@ -565,10 +565,10 @@ class Session:
 
     # --- checkpoints --------------------------------------------------------------------------
 
-    def access(self) -> Access:
+    def access(self) -> BundleAccess:
         """Return how a checkpoint gets at the bytes."""
         parts = [*(b.tensors for b in self.bundles), *([each] for each in self.ignored)]
-        return Access(parts, self._read, self._write, self._settle)
+        return BundleAccess(parts, self._read, self._write, self._settle)
 
     def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [self.state_dicts.read(tensor) for tensor in tensors]

@@ -66,7 +66,7 @@ def _open_directory(path: Path) -> TensorSource:
     return Shards(path, path, shards)
 
 
-class _Look(NamedTuple):
+class _ShardLook(NamedTuple):
     """What a file's header says of one tensor, and which file that is."""
 
     file: str
@@ -93,7 +93,7 @@ class Shards:
     ) -> None:
         self.path = path
         self._directory = directory
-        self._looks: dict[str, _Look] = {}
+        self._looks: dict[str, _ShardLook] = {}
         self._open: OrderedDict[str, TensorFile] = OrderedDict()
         faults: list[str] = []
         for file in files:
@@ -146,7 +146,7 @@ class Shards:
                         f"{named(name)} is in {quoted(self._looks[name].file)} and in {quoted(file)}"
                     )
                 else:
-                    self._looks[name] = _Look(file, opened.shape(name), opened.dtype(name))
+                    self._looks[name] = _ShardLook(file, opened.shape(name), opened.dtype(name))
         return faults
 
     @property

@@ -63,8 +63,8 @@ class StateDicts:
         for module in model.modules():
             if isinstance(module, RecursiveScriptModule):  # it takes none, and nothing of it is offloaded
                 continue
-            yield module.register_state_dict_pre_hook(_Call(self._begin))
-            yield module.register_state_dict_post_hook(_Call(self._end))
+            yield module.register_state_dict_pre_hook(_CallHook(self._begin))
+            yield module.register_state_dict_post_hook(_CallHook(self._end))
 
     def entry(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return an entry for a guarded tensor while a model's state dict is being made, else ``None``."""
@@ -253,7 +253,7 @@ class _Cast:
         return cast.to(device=parameter.device, copy=True)
 
 
-class _Call(Hook):
+class _CallHook(Hook):
     """A hook that has no use for its arguments."""
 
     def __init__(self, act: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from tierstore.training.layout import Place, Region
+from tierstore.training.layout import OverlapRegion, TensorLayout
 
 # As C++ has it: none of these is a guarded parameter, which `torch.Tensor.set_` would look for.
 _set = torch._C.TensorBase.set_  # noqa: SLF001
@@ -33,7 +33,7 @@ class Pieces(NamedTuple):
     bounds: tuple[tuple[int, int], ...]
     owners: tuple[int, ...]
 
-    def offsets(self, places: Sequence[Place]) -> list[int]:
+    def offsets(self, places: Sequence[TensorLayout]) -> list[int]:
         """Return where each tensor begins in its storage, in elements."""
         return [
             (place.begin_bytes - self.bounds[owner][0]) // place.dtype.itemsize
@@ -41,7 +41,7 @@ class Pieces(NamedTuple):
         ]
 
 
-def pieces_of(places: Sequence[Place], regions: Sequence[Region]) -> Pieces:
+def pieces_of(places: Sequence[TensorLayout], regions: Sequence[OverlapRegion]) -> Pieces:
     """Return what of a bundle's bytes is a storage of its own.
 
     Args:
@@ -53,14 +53,14 @@ def pieces_of(places: Sequence[Place], regions: Sequence[Region]) -> Pieces:
     return Pieces(tuple(bounds), tuple(owners[number] for number in range(len(places))))
 
 
-def _bounds(members: Sequence[Place], region: Region) -> tuple[int, int]:
+def _bounds(members: Sequence[TensorLayout], region: OverlapRegion) -> tuple[int, int]:
     begin = min(place.begin_bytes for place in members)
     if any((place.begin_bytes - begin) % place.dtype.itemsize for place in members):
         begin = region.begin_bytes  # of several types: a tensor begins at a multiple of its element
     return begin, max(place.end_bytes for place in members)
 
 
-class Storages:
+class LeaseStorages:
     """The storages of one lease, and its tensors in them.
 
     Args:
@@ -78,7 +78,7 @@ class Storages:
     __slots__ = ("_device", "_pieces", "_slices", "all", "keys", "views")
 
     def __init__(
-        self, flat: torch.Tensor, places: Sequence[Place], pieces: Pieces, offsets: Sequence[int]
+        self, flat: torch.Tensor, places: Sequence[TensorLayout], pieces: Pieces, offsets: Sequence[int]
     ) -> None:
         whole = flat.untyped_storage()
         self._device = flat.device
@@ -89,7 +89,7 @@ class Storages:
         self.keys = tuple(storage._cdata for storage in self.all)  # noqa: SLF001
         self.views = tuple(map(self._view, places, pieces.owners, offsets))
 
-    def _view(self, place: Place, piece: int, offset: int) -> torch.Tensor:
+    def _view(self, place: TensorLayout, piece: int, offset: int) -> torch.Tensor:
         return self._in_piece(
             piece, place.dtype, place.shape, place.stride, offset, place.is_conj, place.is_neg
         )

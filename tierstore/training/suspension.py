@@ -31,7 +31,7 @@ from tierstore.training.activations.operators import is_backward
 from tierstore.training.binding import Binding, set_data
 from tierstore.training.buffers import ordinary_buffers
 from tierstore.training.gradient import native_gradient
-from tierstore.training.pinning import State, pin, unpin_all
+from tierstore.training.pinning import LeasingState, pin, unpin_all
 from tierstore.training.session import Session
 from tierstore.training.tiers import DISK, HOST
 from tierstore.training.turns import runs_of_step
@@ -63,11 +63,11 @@ class Suspension:
     def suspend(self, to: str) -> None:
         """Empty every tier above ``to``.  Blocks until that is done.  See `Offload.suspend`."""
         tiers = self._tiers_above(to)
-        if self._bindings.leasing.state is State.ALLOWED:
+        if self._bindings.leasing.state is LeasingState.ALLOWED:
             self._session.leaving.go_on()
         with self._bindings.alone():
             fresh = [tier for tier in tiers if tier not in self._emptied]
-            if self._bindings.leasing.state is State.SUSPENDED and not fresh:
+            if self._bindings.leasing.state is LeasingState.SUSPENDED and not fresh:
                 return
             self._require_between_steps()
             with contextlib.ExitStack() as undo:
@@ -90,13 +90,13 @@ class Suspension:
 
     def _let_go(self, undo: contextlib.ExitStack) -> None:
         """Let what is pinned travel, and nothing be leased any more."""
-        if self._bindings.leasing.state is State.ALLOWED:
+        if self._bindings.leasing.state is LeasingState.ALLOWED:
             self._bindings.bring_home()
             self._residents.clear()
             self._pinned = unpin_all(self._bindings)
             undo.callback(self._pin_again)
-            self._bindings.leasing.move(State.SUSPENDED)
-            undo.callback(self._bindings.leasing.move, State.ALLOWED)
+            self._bindings.leasing.move(LeasingState.SUSPENDED)
+            undo.callback(self._bindings.leasing.move, LeasingState.ALLOWED)
 
     def _leave(self, tiers: Sequence[str], undo: contextlib.ExitStack) -> None:
         for key in self._store if tiers else ():
@@ -137,14 +137,14 @@ class Suspension:
 
     def resume(self) -> None:
         """Let the run go on.  Blocks for what is pinned; the rest is on its way.  See `Offload.resume`."""
-        if self._bindings.leasing.state is State.ALLOWED:
+        if self._bindings.leasing.state is LeasingState.ALLOWED:
             return
         with self._bindings.alone(), contextlib.ExitStack() as undo:
             for tier in reversed(list(self._emptied)):
                 undo.callback(self._empty, tier)
                 self._refill(tier)
-            undo.callback(self._bindings.leasing.move, State.SUSPENDED)
-            self._bindings.leasing.move(State.ALLOWED)
+            undo.callback(self._bindings.leasing.move, LeasingState.SUSPENDED)
+            self._bindings.leasing.move(LeasingState.ALLOWED)
             undo.callback(unpin_all, self._bindings)
             self._pin_again()
             self.give_buffers_back()

@@ -17,11 +17,11 @@ import torch
 
 from tierstore.training.binding import Binding, Bindings, natively
 from tierstore.training.homes import Where
-from tierstore.training.layout import Place
+from tierstore.training.layout import TensorLayout
 from tierstore.training.placeholders import Placeholder, looks_of
 
 
-class Warden(Protocol):
+class FaultHandler(Protocol):
     """Who looks after guarded tensors: one for each offloaded model."""
 
     bindings: Bindings
@@ -59,16 +59,16 @@ class Warden(Protocol):
         ...
 
 
-class Tenant(NamedTuple):
+class GuardedTensor(NamedTuple):
     """What is known of one guarded tensor."""
 
     tensor: torch.Tensor  # keeps its id taken as long as the binding lives
     binding: Binding
     number: int
-    warden: Warden
+    warden: FaultHandler
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TensorLayout:
         """Where it lies in its bundle."""
         return self.binding.places[self.number]
 
@@ -78,14 +78,14 @@ class Tenant(NamedTuple):
         return self.binding.where[self.number] is Where.ABROAD
 
 
-Needed = dict[Warden, list[Binding]]
+Needed = dict[FaultHandler, list[Binding]]
 """Which bundles something needs, by who looks after them."""
 
 _bindings: dict[int, weakref.ref[Binding]] = {}
 """By the tensor's id."""
 
 
-def enrol(binding: Binding, warden: Warden) -> None:
+def enrol(binding: Binding, warden: FaultHandler) -> None:
     """Let the guard know whom to ask about a binding's tensors."""
     left = [
         (id(tensor), weakref.ref(tensor), plain)
@@ -93,7 +93,7 @@ def enrol(binding: Binding, warden: Warden) -> None:
     ]
     home = weakref.ref(binding, functools.partial(_desert, left, binding.places))
     for number, tensor in enumerate(binding.tensors):
-        binding.tenants[id(tensor)] = Tenant(tensor, binding, number, warden)
+        binding.tenants[id(tensor)] = GuardedTensor(tensor, binding, number, warden)
         _bindings[id(tensor)] = home
 
 
@@ -106,7 +106,7 @@ def dismiss(binding: Binding) -> None:
 
 def _desert(
     left: Sequence[tuple[int, weakref.ref[torch.Tensor], type]],
-    places: Sequence[Place],
+    places: Sequence[TensorLayout],
     home: weakref.ref[Binding],
 ) -> None:
     """A binding has died with tensors that were not given back: whoever has one is told when it is used."""
@@ -124,16 +124,16 @@ def _desert(
             Placeholder(plain, name, text, looks_of(places)[index], tensor.device).put_on(tensor)
 
 
-def tenant_of(tensor: object) -> Tenant | None:
+def tenant_of(tensor: object) -> GuardedTensor | None:
     """Return what is known of a tensor; ``None`` if nobody guards it."""
     number = id(tensor)
     home = _bindings.get(number)
     binding = None if home is None else home()
-    tenant: Tenant | None = None if binding is None else binding.tenants.get(number)
+    tenant: GuardedTensor | None = None if binding is None else binding.tenants.get(number)
     return tenant if tenant is not None and tenant.tensor is tensor else None
 
 
-def is_poisoned(tenant: Tenant) -> bool:
+def is_poisoned(tenant: GuardedTensor) -> bool:
     """Say whether a tensor's bytes are away: what it has natively is its poison."""
     binding, tensor = tenant.binding, tenant.tensor
     poison = next(p for t, p in zip(binding.tensors, binding.poisons, strict=True) if t is tensor)

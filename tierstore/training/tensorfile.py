@@ -19,16 +19,16 @@ from tierstore.errors import BackendError, CapacityError, UsageError
 from tierstore.quoting import listed, named, quoted
 from tierstore.regular import open_regular
 from tierstore.training import tensorheader
-from tierstore.training.tensorheader import LENGTH_BYTES, Entry, Look
+from tierstore.training.tensorheader import LENGTH_BYTES, HeaderEntry, TensorLook
 
-__all__ = ["Entry", "TensorFile", "TensorSource", "check_names", "pack", "unpack", "write_file"]
+__all__ = ["HeaderEntry", "TensorFile", "TensorSource", "check_names", "pack", "unpack", "write_file"]
 
 _PIECE_BYTES = 1 << 30  # one call reads at most 2 GiB
 _MOST_FAULTS = 1000
 
 
 def write_file(
-    path: Path, entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
+    path: Path, entries: Sequence[HeaderEntry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
     """Write ``tensors``, which come in the order of ``entries``, and bring them to the disk.
 
@@ -49,7 +49,7 @@ def write_file(
 
 
 def pack(
-    entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
+    entries: Sequence[HeaderEntry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
 ) -> torch.Tensor:
     """Return what `write_file` would write, as bytes in host memory.
 
@@ -81,13 +81,13 @@ def unpack(flat: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, str]]
         raise UsageError(f"these {flat.numel()} bytes are not packed tensors: {error}") from error
 
 
-def _require_dtypes(tensors: Mapping[str, Look]) -> None:
+def _require_dtypes(tensors: Mapping[str, TensorLook]) -> None:
     faults = tensorheader.faults_of_dtypes(tensors.items())
     if faults:
         raise ValueError(listed(faults, show=str))
 
 
-def _cut(flat: torch.Tensor, look: Look) -> torch.Tensor:
+def _cut(flat: torch.Tensor, look: TensorLook) -> torch.Tensor:
     assert look.dtype is not None
     return flat[look.begin : look.end].clone().view(look.dtype).reshape(look.shape)
 

@@ -80,7 +80,7 @@ _INT = re.compile(rb"(?:0|[1-9][0-9]{0,18})")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a file that is written: what it is called and looks like."""
 
     name: str
@@ -88,7 +88,7 @@ class Entry:
     shape: Sequence[int]
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> Entry:
+    def of(cls, name: str, tensor: torch.Tensor) -> HeaderEntry:
         """Describe a tensor."""
         return cls(name, tensor.dtype, tuple(tensor.shape))
 
@@ -98,7 +98,7 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Look(NamedTuple):
+class TensorLook(NamedTuple):
     """One tensor of a file that is read.
 
     Attributes:
@@ -118,11 +118,11 @@ class Look(NamedTuple):
 class Header(NamedTuple):
     """What a header says: every tensor by name, in the order of their bytes, and the metadata."""
 
-    tensors: Mapping[str, Look]
+    tensors: Mapping[str, TensorLook]
     metadata: Mapping[str, str]
 
 
-def build(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def build(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """Return a header and its length before it.
 
     Raises:
@@ -153,7 +153,7 @@ def build(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(content)) + content
 
 
-def _require_nameable(entry: Entry, taken: Mapping[str, object]) -> None:
+def _require_nameable(entry: HeaderEntry, taken: Mapping[str, object]) -> None:
     name = entry.name
     if name == _METADATA:
         raise UsageError(
@@ -207,7 +207,7 @@ def parse(content: bytes, data_bytes: int) -> Header:
     Raises:
         ValueError: it is none, or one of bytes that are not there; the message says where and why.
     """
-    tensors: dict[str, Look] = {}
+    tensors: dict[str, TensorLook] = {}
     metadata: dict[str, str] | None = None
     at = _after(_BEGIN, content, 0, "a header begins with '{'")
     is_empty = content[at : at + 1] == b"}"
@@ -262,7 +262,7 @@ def _metadata(content: bytes, at: int) -> tuple[dict[str, str], int]:
     return metadata, _after(_END, content, at, "'}' is due, or a comma and another key")
 
 
-def _tensor(name: str, content: bytes, at: int) -> tuple[Look, int]:
+def _tensor(name: str, content: bytes, at: int) -> tuple[TensorLook, int]:
     due = f"of {named(name)} a mapping with dtype, shape and data_offsets is due"
     found = _match(_TENSOR, content, at, due)
     if None in (found["dtype"], found["shape"], found["offsets"]):
@@ -271,7 +271,7 @@ def _tensor(name: str, content: bytes, at: int) -> tuple[Look, int]:
     shape, offsets = _ints(found["shape"], name), _ints(found["offsets"], name)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"the data_offsets of {named(name)} are {quoted(offsets)}; accepted: begin and end")
-    look = Look(_DTYPE_OF.get(kind), kind, shape, *offsets)
+    look = TensorLook(_DTYPE_OF.get(kind), kind, shape, *offsets)
     _check_size(name, look)
     return look, found.end()
 
@@ -284,7 +284,7 @@ def _ints(text: bytes, name: str) -> tuple[int, ...]:
     return tuple(map(int, each))
 
 
-def _check_size(name: str, look: Look) -> None:
+def _check_size(name: str, look: TensorLook) -> None:
     """See to it that a tensor's bytes are those of its shape."""
     spread = 1
     for length in look.shape:
@@ -301,7 +301,7 @@ def _check_size(name: str, look: Look) -> None:
         )
 
 
-def _in_order(tensors: Mapping[str, Look], data_bytes: int) -> dict[str, Look]:
+def _in_order(tensors: Mapping[str, TensorLook], data_bytes: int) -> dict[str, TensorLook]:
     """Return the tensors in the order of their bytes, each of which belongs to one of them."""
     ordered = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     end = 0
@@ -315,7 +315,7 @@ def _in_order(tensors: Mapping[str, Look], data_bytes: int) -> dict[str, Look]:
     return dict(ordered)
 
 
-def faults_of_dtypes(tensors: Iterable[tuple[str, Look]]) -> list[str]:
+def faults_of_dtypes(tensors: Iterable[tuple[str, TensorLook]]) -> list[str]:
     """Return what is said of tensors whose dtype PyTorch has not."""
     return [
         f"{named(name)} is {quoted(look.kind)}, a dtype that PyTorch has not"

@@ -32,7 +32,7 @@ class Progress(enum.Enum):
     PARTIAL = enum.auto()  # some are stepped and others are not: only a whole step makes it good
 
 
-class Trainer(Protocol):
+class StepTrainer(Protocol):
     """What steps need of the session that they are made in."""
 
     @property
@@ -135,7 +135,7 @@ class Steps(Protocol):
         ...
 
 
-class Turn(NamedTuple):
+class StepUnit(NamedTuple):
     """What one bundle's step is about."""
 
     bundle: Binding
@@ -151,10 +151,10 @@ class Turn(NamedTuple):
         """Each group once, with all its parameters."""
         return _merged(self.groups)
 
-    def is_same(self, other: Turn) -> bool:
+    def is_same(self, other: StepUnit) -> bool:
         """Whether it is about the same parameters in the same groups."""
 
-        def names(turn: Turn) -> list[tuple[int, list[int]]]:
+        def names(turn: StepUnit) -> list[tuple[int, list[int]]]:
             return [(id(group), [id(member) for member in members]) for group, members in turn.groups]
 
         return self.bundle is other.bundle and names(self) == names(other)
@@ -188,18 +188,20 @@ def by_bundle(optimizer: torch.optim.Optimizer) -> dict[Binding, Members]:
     return members
 
 
-def turn_of(bundle: Binding, members: Members, has_gradient: Callable[[torch.Tensor], bool]) -> Turn | None:
+def turn_of(
+    bundle: Binding, members: Members, has_gradient: Callable[[torch.Tensor], bool]
+) -> StepUnit | None:
     """Return what the step of one bundle is about; ``None``: there is no gradient."""
     parts = ((group, [p for p in parameters if has_gradient(p)]) for group, parameters in members)
     groups = [(group, parameters) for group, parameters in parts if parameters]
-    return Turn(bundle, groups) if groups else None
+    return StepUnit(bundle, groups) if groups else None
 
 
 def turns_of(
     members: Mapping[Binding, Members],
     order: Mapping[Binding, int],
     has_gradient: Callable[[torch.Tensor], bool],
-) -> list[Turn]:
+) -> list[StepUnit]:
     """Return the turns of a step, in the order of the forward pass; other runs' bundles are theirs."""
     turns = (turn_of(bundle, members[bundle], has_gradient) for bundle in members if bundle in order)
     return sorted((turn for turn in turns if turn is not None), key=lambda turn: order[turn.bundle])

@@ -27,7 +27,7 @@ from tierstore.errors import CapacityError
 from tierstore.training.binding import Binding, natively
 from tierstore.training.known import is_per_parameter
 from tierstore.training.optimizer_state import OptimizerState
-from tierstore.training.turns import Progress, Trainer, not_whole, own_step, runs_of_step
+from tierstore.training.turns import Progress, StepTrainer, not_whole, own_step, runs_of_step
 
 Closure = Callable[..., object]
 
@@ -79,7 +79,7 @@ class WholeSteps:
         trainer: the session that they are made in.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, state: OptimizerState, trainer: Trainer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, state: OptimizerState, trainer: StepTrainer) -> None:
         self.optimizer = optimizer
         self.state = state
         self.seconds = 0.0

@@ -16,7 +16,7 @@ __all__ = ["CodecStats", "Compressed", "DurableCompressed", "Opened", "with_code
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedBackend:
     """A tier's backend, ready for the engine.
 
     Attributes:
@@ -28,7 +28,7 @@ class Opened:
     found: Sequence[Record] = ()
 
 
-def with_codec(backend: Backend, codec: str | None, tier: str) -> Opened:
+def with_codec(backend: Backend, codec: str | None, tier: str) -> OpenedBackend:
     """Return a backend that packs what ``backend`` holds, or ``backend`` itself if there is nothing to do.
 
     One that finds its slots again is asked for them here: where some were packed earlier, it is wrapped even
@@ -50,14 +50,14 @@ def with_codec(backend: Backend, codec: str | None, tier: str) -> Opened:
         raise ConfigError(f"TierConfig {tier!r}: {fault}", tier=tier) from None
 
 
-def _opened(backend: Backend, codec: str | None) -> Opened:
+def _opened(backend: Backend, codec: str | None) -> OpenedBackend:
     if not backend.capabilities.is_durable or not isinstance(backend, DurableBackend):
-        return Opened(backend if codec is None else Compressed(backend, codec))
+        return OpenedBackend(backend if codec is None else Compressed(backend, codec))
     if codec is not None:
         wrapped = DurableCompressed(backend, codec)  # which may refuse: before anything is asked
-        return Opened(wrapped, wrapped.recovered())
+        return OpenedBackend(wrapped, wrapped.recovered())
     found = backend.recovered()
     if backend.capabilities.medium is not Medium.STORAGE or not any(is_ours(record.note) for record in found):
-        return Opened(backend, found)
+        return OpenedBackend(backend, found)
     wrapped = DurableCompressed(backend, codec)
-    return Opened(wrapped, wrapped.unpacked(found))
+    return OpenedBackend(wrapped, wrapped.unpacked(found))

@@ -11,7 +11,7 @@ import xxhash
 from tierstore.errors import IntegrityError
 from tierstore.units import KIB, align_up
 from tierstore.wrappers.blocks import Bytes, pack, spans, unpack
-from tierstore.wrappers.slots import Chunk, Shape
+from tierstore.wrappers.slots import Chunk, PackedShape
 
 PAGE: Final = 4 * KIB
 """Chunks begin at multiples of it in a pad: disks reach such memory directly."""
@@ -19,7 +19,7 @@ PAGE: Final = 4 * KIB
 _HASHED_AT_ONCE: Final = 256 * KIB  # a hash holds the interpreter's lock: let others have it in between
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """One chunk of one slot of an operation, and its place in the slot's bytes."""
 
     position: int
@@ -28,9 +28,9 @@ class Part(NamedTuple):
     stop: int
 
 
-def grouped(parts: Iterable[Part], pad_bytes: int) -> Iterator[list[Part]]:
+def grouped(parts: Iterable[ChunkPart], pad_bytes: int) -> Iterator[list[ChunkPart]]:
     """Yield parts that fit into one pad together, in their order."""
-    group: list[Part] = []
+    group: list[ChunkPart] = []
     used = 0
     for part in parts:
         room = align_up(part.stop - part.start, PAGE)
@@ -43,13 +43,15 @@ def grouped(parts: Iterable[Part], pad_bytes: int) -> Iterator[list[Part]]:
         yield group
 
 
-def pack_chunk(raw: Bytes, shape: Shape, pad: Bytes) -> tuple[tuple[int, ...], int]:
+def pack_chunk(raw: Bytes, shape: PackedShape, pad: Bytes) -> tuple[tuple[int, ...], int]:
     """Pack a chunk into the beginning of ``pad``; return its blocks' lengths and its digest."""
     lengths = tuple(pack(raw, shape.width, shape.block_bytes, pad))
     return lengths, _digest(pad[: sum(lengths)])
 
 
-def unpack_chunk(stored: Bytes, chunk: Chunk, part: Part, shape: Shape, into: Bytes, begin: int) -> None:
+def unpack_chunk(
+    stored: Bytes, chunk: Chunk, part: ChunkPart, shape: PackedShape, into: Bytes, begin: int
+) -> None:
     """Unpack as much of a chunk as falls into ``into``, whose bytes begin at ``begin`` in the slot.
 
     Raises:

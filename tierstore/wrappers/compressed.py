@@ -24,13 +24,13 @@ from tierstore.errors import ConfigError, UsageError
 from tierstore.spi import Backend, Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import KIB, align_up
 from tierstore.wrappers.chunks import PAGE
-from tierstore.wrappers.counts import CodecStats, Counts
-from tierstore.wrappers.reading import Reader
+from tierstore.wrappers.counts import CodecCounters, CodecStats
+from tierstore.wrappers.reading import SlotReader
 from tierstore.wrappers.slots import CHUNK_BYTES, CodecSlot
 from tierstore.wrappers.together import Errors, first_error
-from tierstore.wrappers.within import Within
-from tierstore.wrappers.workers import Workers
-from tierstore.wrappers.writing import Writer
+from tierstore.wrappers.within import InnerBackend
+from tierstore.wrappers.workers import CodecWorkers
+from tierstore.wrappers.writing import SlotWriter
 
 SMALLEST_BYTES: Final = 4 * KIB
 """Shorter tensors are stored as they are."""
@@ -66,12 +66,12 @@ class Compressed:
                 f"those of {capabilities.medium.name} memory are used where they lie. Leave it out there"
             )
         self._capabilities = capabilities
-        self._within = Within(backend)
-        self._counts = Counts()
+        self._within = InnerBackend(backend)
+        self._counts = CodecCounters()
         chunk_bytes = align_up(chunk_bytes, math.lcm(PAGE, capabilities.alignment_bytes))
-        self._workers = Workers(threads, chunk_bytes)
-        self._reader = Reader(self._within, chunk_bytes, self._workers, self._counts)
-        self._writer = Writer(
+        self._workers = CodecWorkers(threads, chunk_bytes)
+        self._reader = SlotReader(self._within, chunk_bytes, self._workers, self._counts)
+        self._writer = SlotWriter(
             self._within,
             capabilities.alignment_bytes,
             chunk_bytes,

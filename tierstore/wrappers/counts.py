@@ -32,7 +32,7 @@ class CodecStats:
         return self.held_bytes / self.raw_bytes if self.raw_bytes else 1.0
 
 
-class Counts:
+class CodecCounters:
     """Adds up.  Thread-safe."""
 
     def __init__(self) -> None:

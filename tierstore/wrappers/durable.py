@@ -8,8 +8,8 @@ from tierstore.errors import ConfigError, IntegrityError
 from tierstore.spi import Completion, DurableBackend, Record, held_bytes
 from tierstore.wrappers.compressed import Compressed
 from tierstore.wrappers.notes import (
+    ChunkRecord,
     DamagedNoteError,
-    Line,
     agree,
     first_name,
     is_ours,
@@ -20,7 +20,7 @@ from tierstore.wrappers.notes import (
     read_note,
     split_name,
 )
-from tierstore.wrappers.slots import CHUNK_BYTES, Chunk, CodecSlot, Damage, Shape
+from tierstore.wrappers.slots import CHUNK_BYTES, Chunk, CodecSlot, PackedShape, SlotDamage
 
 
 class DurableCompressed(Compressed):
@@ -121,7 +121,7 @@ class DurableCompressed(Compressed):
             slot = CodecSlot(records[0].slot.nbytes, self, records[0].slot, self._alignment_bytes)
         else:
             slot = CodecSlot(lines[0].nbytes, self, None, self._alignment_bytes)
-            slot.shape = Shape(lines[0].width, lines[0].block_bytes, lines[0].chunk_bytes)
+            slot.shape = PackedShape(lines[0].width, lines[0].block_bytes, lines[0].chunk_bytes)
             slot.chunks = [
                 Chunk(record.slot, line.lengths, line.digest)
                 for record, line in zip(records, lines, strict=True)
@@ -135,7 +135,7 @@ class DurableCompressed(Compressed):
         error.__cause__ = cause.with_traceback(None)
         held = sum(held_bytes(record.slot, self._alignment_bytes) for record in group.values())
         slot = CodecSlot(_told_nbytes(group.values()) or held, self, None, self._alignment_bytes)
-        slot.damage = Damage(error, group)
+        slot.damage = SlotDamage(error, group)
         slot.chunks = [Chunk(record.slot, (), 0) for record in group.values()]
         slot.weigh(self._alignment_bytes)
         notes = [own_note(record.note) for chunk, record in group.items() if chunk == 0]
@@ -166,12 +166,12 @@ def _name(key: str, chunk: int) -> str:
     return later_name(key, chunk) if chunk else first_name(key)
 
 
-def _line(slot: CodecSlot, index: int) -> Line:
+def _line(slot: CodecSlot, index: int) -> ChunkRecord:
     """Describe a packed chunk."""
     chunk, shape = slot.chunks[index], slot.shape
     assert chunk is not None  # guaranteed: whoever commits a slot has written it, whole
     assert shape is not None
-    return Line(
+    return ChunkRecord(
         nbytes=slot.nbytes,
         chunk=index,
         chunks=len(slot.chunks),
@@ -183,7 +183,7 @@ def _line(slot: CodecSlot, index: int) -> Line:
     )
 
 
-def _read(records: Sequence[Record]) -> tuple[list[Line], str]:
+def _read(records: Sequence[Record]) -> tuple[list[ChunkRecord], str]:
     """Return what the chunks' notes say, nothing if the slot is stored as it is, and the slot's own note.
 
     Raises:

@@ -42,7 +42,7 @@ _NAMES: Final = ("nbytes", "chunk", "chunks", "width", "block_bytes", "chunk_byt
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChunkRecord:
     """What is said of one packed chunk.
 
     Attributes:
@@ -102,7 +102,7 @@ def plain_record(key: str, note: str) -> tuple[str, str]:
     return key, note
 
 
-def packed_note(line: Line, note: str) -> str:
+def packed_note(line: ChunkRecord, note: str) -> str:
     """Return the note of a packed chunk; ``note`` is the slot's own, for the first of them."""
     body = {name: getattr(line, name) for name in _NAMES}
     told = {"v": VERSION, **body, "lengths": line.lengths, "digest": f"{line.digest:016x}"}
@@ -110,7 +110,7 @@ def packed_note(line: Line, note: str) -> str:
     return f"{_MARK}lz4 {_digest(text)} {text}\n{note}"
 
 
-def read_note(note: str) -> tuple[Line | None, str]:
+def read_note(note: str) -> tuple[ChunkRecord | None, str]:
     """Return what a record says of its chunk, None if it is stored as it is, and the slot's own note.
 
     Raises:
@@ -127,7 +127,7 @@ def own_note(note: str) -> str:
     return note.partition("\n")[2]
 
 
-def _parsed(head: str) -> Line:
+def _parsed(head: str) -> ChunkRecord:
     codec, _, rest = head.partition(" ")
     digest, _, text = rest.partition(" ")
     if codec != "lz4" or digest != _digest(text):
@@ -144,7 +144,7 @@ def _parsed(head: str) -> Line:
             f"the bytes were compressed in format {version!s:.20}, and this version of tierstore knows "
             f"{VERSION}"
         )
-    line = Line(
+    line = ChunkRecord(
         **{name: _number(told.get(name)) for name in _NAMES},
         lengths=tuple(map(_number, _list(told.get("lengths")))),
         digest=int(str(told.get("digest")), 16),
@@ -171,7 +171,7 @@ def _list(given: object) -> list[object]:
     return given if isinstance(given, list) else [given]
 
 
-def _can_be(line: Line) -> bool:
+def _can_be(line: ChunkRecord) -> bool:
     """Whether bytes can be cut as a line says, and packed into as few as it says."""
     if not (line.width in WIDTHS and line.block_bytes and line.chunk_bytes and line.chunk < line.chunks):
         return False
@@ -193,7 +193,7 @@ def _blocks(nbytes: int, block_bytes: int) -> Iterator[int]:
         nbytes -= block_bytes
 
 
-def agree(lines: Sequence[Line], nbytes_within: Sequence[int]) -> bool:
+def agree(lines: Sequence[ChunkRecord], nbytes_within: Sequence[int]) -> bool:
     """Whether the lines of all chunks, in order, describe one slot, and the slots within as they are."""
     first = lines[0]
     like = (first.nbytes, first.chunks, first.width, first.block_bytes, first.chunk_bytes)

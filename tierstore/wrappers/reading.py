@@ -16,15 +16,15 @@ from tierstore.errors import IntegrityError, UsageError
 from tierstore.spi import Buffer, Completion, Slot
 from tierstore.units import align_up
 from tierstore.wrappers.blocks import Bytes
-from tierstore.wrappers.chunks import PAGE, Part, grouped, unpack_chunk
-from tierstore.wrappers.counts import CodecStats, Counts
-from tierstore.wrappers.slots import Chunk, CodecSlot, Shape
-from tierstore.wrappers.together import Errors, Operation
-from tierstore.wrappers.within import Within
-from tierstore.wrappers.workers import Lane, Workers
+from tierstore.wrappers.chunks import PAGE, ChunkPart, grouped, unpack_chunk
+from tierstore.wrappers.counts import CodecCounters, CodecStats
+from tierstore.wrappers.slots import Chunk, CodecSlot, PackedShape
+from tierstore.wrappers.together import Errors, FanIn
+from tierstore.wrappers.within import InnerBackend
+from tierstore.wrappers.workers import CodecWorkers, PadUse
 
 
-class Reader:
+class SlotReader:
     """Reads slots.  Thread-safe.
 
     Args:
@@ -34,7 +34,9 @@ class Reader:
         counts: what was done.
     """
 
-    def __init__(self, within: Within, pad_bytes: int, workers: Workers, counts: Counts) -> None:
+    def __init__(
+        self, within: InnerBackend, pad_bytes: int, workers: CodecWorkers, counts: CodecCounters
+    ) -> None:
         self.within = within
         self.pad_bytes = pad_bytes
         self.workers = workers
@@ -48,22 +50,22 @@ class Reader:
         Raises:
             StoreClosed: too late.
         """
-        read = _Read(self, slots, into, start)
+        read = _SlotRead(self, slots, into, start)
         self.workers.begin(read.start)
         return read.operation.completion
 
 
-class _Read:
+class _SlotRead:
     """One read under way."""
 
     def __init__(
-        self, reader: Reader, slots: Sequence[CodecSlot], into: Sequence[Buffer], start: int
+        self, reader: SlotReader, slots: Sequence[CodecSlot], into: Sequence[Buffer], start: int
     ) -> None:
         self._reader = reader
         self._slots = slots
         self._start = start
         self._lengths = [buffer.numel() for buffer in into]
-        self.operation = Operation(into, self._finish)
+        self.operation = FanIn(into, self._finish)
 
     def start(self) -> None:
         """Begin with everything."""
@@ -83,7 +85,7 @@ class _Read:
 
     def _read_packed(self, positions: Sequence[int]) -> None:
         parts = [
-            Part(position, chunk, start, stop)
+            ChunkPart(position, chunk, start, stop)
             for position in positions
             for chunk, (start, stop) in enumerate(self._slots[position].cuts(self._shape(position)))
             if stop > self._start and start < self._start + self._lengths[position]
@@ -91,9 +93,9 @@ class _Read:
         groups = list(grouped(parts, self._reader.pad_bytes))
         self.operation.expect(len(groups))
         for group in groups:
-            self._reader.workers.submit_with_pad(Lane.READ, functools.partial(self._read_group, group))
+            self._reader.workers.submit_with_pad(PadUse.READ, functools.partial(self._read_group, group))
 
-    def _read_group(self, group: Sequence[Part], pad: Bytes) -> None:
+    def _read_group(self, group: Sequence[ChunkPart], pad: Bytes) -> None:
         """Begin to read chunks into a pad."""
         slots: list[Slot] = []
         rooms: list[Buffer] = []
@@ -111,7 +113,7 @@ class _Read:
             ),
         )
 
-    def _unpack_group(self, group: Sequence[Part], pad: Bytes, errors: Errors) -> None:
+    def _unpack_group(self, group: Sequence[ChunkPart], pad: Bytes, errors: Errors) -> None:
         began = time.perf_counter()
         at = 0
         ends: list[BaseException | None] = []
@@ -120,10 +122,10 @@ class _Read:
             at += align_up(part.stop - part.start, PAGE)
             ends.append(error if error is not None else self._unpack_part(part, stored))
         self._reader.counts.add(CodecStats(unpack_seconds=time.perf_counter() - began))
-        self._reader.workers.give_back(Lane.READ, pad)
+        self._reader.workers.give_back(PadUse.READ, pad)
         self.operation.note([part.position for part in group], ends)
 
-    def _unpack_part(self, part: Part, stored: Bytes) -> BaseException | None:
+    def _unpack_part(self, part: ChunkPart, stored: Bytes) -> BaseException | None:
         try:
             unpack_chunk(
                 stored,
@@ -137,12 +139,12 @@ class _Read:
             return error.with_traceback(None)
         return None
 
-    def _chunk(self, part: Part) -> Chunk:
+    def _chunk(self, part: ChunkPart) -> Chunk:
         chunk = self._slots[part.position].chunks[part.chunk]
         assert chunk is not None  # a slot that is packed has all of them
         return chunk
 
-    def _shape(self, position: int) -> Shape:
+    def _shape(self, position: int) -> PackedShape:
         shape = self._slots[position].shape
         assert shape is not None  # asked of packed ones only
         return shape

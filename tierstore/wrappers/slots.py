@@ -20,7 +20,7 @@ CHUNK_BYTES: Final = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PackedShape:
     """How bytes were cut and shuffled."""
 
     width: int
@@ -44,7 +44,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class SlotDamage:
     """Why a slot that was found cannot be read.
 
     Attributes:
@@ -76,9 +76,9 @@ class CodecSlot:
         self.nbytes = nbytes
         self.home = home
         self.whole = whole
-        self.shape: Shape | None = None
+        self.shape: PackedShape | None = None
         self.chunks: list[Chunk | None] = []
-        self.damage: Damage | None = None
+        self.damage: SlotDamage | None = None
         self.is_freed = False
         self.held_bytes = align_up(nbytes, alignment_bytes)
 
@@ -101,6 +101,6 @@ class CodecSlot:
         """Take note of what it takes of the medium now."""
         self.held_bytes = sum(held_bytes(slot, alignment_bytes) for slot in self.within)
 
-    def cuts(self, shape: Shape) -> list[tuple[int, int]]:
+    def cuts(self, shape: PackedShape) -> list[tuple[int, int]]:
         """Return where each chunk begins and ends in the bytes."""
         return spans(self.nbytes, shape.chunk_bytes)

@@ -55,7 +55,7 @@ def _is_over(errors: Errors) -> None:
     raise RuntimeError(f"an operation ended twice: {errors}")
 
 
-class Operation:
+class FanIn:
     """A read or a write of some slots, until all of its parts have ended.
 
     A *part* concerns one slot or several.  Parts are expected before they begin, and noted when they end;

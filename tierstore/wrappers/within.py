@@ -11,7 +11,7 @@ from tierstore.wrappers.together import Errors, attempt, each_error, when_all
 Then = Callable[[Errors], None]
 
 
-class Within:
+class InnerBackend:
     """Moves and frees slots of ``backend``; what calls raise is what their operations ended with."""
 
     def __init__(self, backend: Backend) -> None:

@@ -38,14 +38,14 @@ PADS: Final = 4
 _log = logging.getLogger("tierstore")
 
 
-class Lane(enum.Enum):
+class PadUse(enum.Enum):
     """What a pad is needed for: reads never wait for writes."""
 
     READ = enum.auto()
     WRITE = enum.auto()
 
 
-class Workers:
+class CodecWorkers:
     """A few threads, started when the first job comes.  Thread-safe.
 
     Args:
@@ -63,9 +63,11 @@ class Workers:
         self._changed = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []  # guarded by _changed, as is all below
         self._jobs: collections.deque[Job] = collections.deque()
-        self._waiting: dict[Lane, collections.deque[PadJob]] = {lane: collections.deque() for lane in Lane}
-        self._pads: dict[Lane, list[Bytes]] = {lane: [] for lane in Lane}
-        self._unmade = dict.fromkeys(Lane, pads)
+        self._waiting: dict[PadUse, collections.deque[PadJob]] = {
+            lane: collections.deque() for lane in PadUse
+        }
+        self._pads: dict[PadUse, list[Bytes]] = {lane: [] for lane in PadUse}
+        self._unmade = dict.fromkeys(PadUse, pads)
         self._operations = 0
         self._is_closed = False
 
@@ -99,13 +101,13 @@ class Workers:
             self._jobs.append(job)
             self._changed.notify()
 
-    def submit_with_pad(self, lane: Lane, job: PadJob) -> None:
+    def submit_with_pad(self, lane: PadUse, job: PadJob) -> None:
         """Let ``job`` be done when there is a pad for it, which it sees to be given back."""
         with self._changed:
             self._waiting[lane].append(job)
             self._changed.notify()
 
-    def give_back(self, lane: Lane, pad: Bytes) -> None:
+    def give_back(self, lane: PadUse, pad: Bytes) -> None:
         """Let another job have a pad."""
         with self._changed:
             self._pads[lane].append(pad)
@@ -130,7 +132,7 @@ class Workers:
         self.abandon()
         for thread in list(self._threads):
             thread.join()
-        self._pads = {lane: [] for lane in Lane}
+        self._pads = {lane: [] for lane in PadUse}
 
     def abandon(self) -> None:
         """Let the threads end, without waiting for them: nothing is under way."""
@@ -170,7 +172,7 @@ class Workers:
                     return None
                 self._changed.wait()
 
-    def _take_pad(self, lane: Lane) -> Bytes:
+    def _take_pad(self, lane: PadUse) -> Bytes:
         if self._pads[lane]:
             return self._pads[lane].pop()
         self._unmade[lane] -= 1

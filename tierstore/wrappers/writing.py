@@ -20,15 +20,15 @@ from tierstore.errors import BackendError
 from tierstore.spi import Buffer, Completion, Slot
 from tierstore.units import align_up
 from tierstore.wrappers.blocks import WORTHWHILE, Bytes, best_width
-from tierstore.wrappers.chunks import PAGE, Part, grouped, pack_chunk
-from tierstore.wrappers.counts import CodecStats, Counts
-from tierstore.wrappers.slots import Chunk, CodecSlot, Shape
-from tierstore.wrappers.together import Errors, Operation
-from tierstore.wrappers.within import Within
-from tierstore.wrappers.workers import Lane, Workers
+from tierstore.wrappers.chunks import PAGE, ChunkPart, grouped, pack_chunk
+from tierstore.wrappers.counts import CodecCounters, CodecStats
+from tierstore.wrappers.slots import Chunk, CodecSlot, PackedShape
+from tierstore.wrappers.together import Errors, FanIn
+from tierstore.wrappers.within import InnerBackend
+from tierstore.wrappers.workers import CodecWorkers, PadUse
 
 
-class Writer:
+class SlotWriter:
     """Writes slots.  Thread-safe.
 
     Args:
@@ -42,12 +42,12 @@ class Writer:
 
     def __init__(
         self,
-        within: Within,
+        within: InnerBackend,
         alignment_bytes: int,
         chunk_bytes: int,
         smallest_bytes: int | None,
-        workers: Workers,
-        counts: Counts,
+        workers: CodecWorkers,
+        counts: CodecCounters,
     ) -> None:
         self.within = within
         self.alignment_bytes = alignment_bytes
@@ -68,19 +68,19 @@ class Writer:
         Raises:
             StoreClosed: too late.
         """
-        write = _Write(self, slots, sources)
+        write = _SlotWrite(self, slots, sources)
         self.workers.begin(write.look)
         return write.operation.completion
 
 
-class _Write:
+class _SlotWrite:
     """One write under way."""
 
-    def __init__(self, writer: Writer, slots: Sequence[CodecSlot], sources: Sequence[Buffer]) -> None:
+    def __init__(self, writer: SlotWriter, slots: Sequence[CodecSlot], sources: Sequence[Buffer]) -> None:
         self._writer = writer
         self._slots = slots
-        self._shapes: dict[int, Shape] = {}  # of those that are packed, by position
-        self.operation = Operation(sources, self._finish)
+        self._shapes: dict[int, PackedShape] = {}  # of those that are packed, by position
+        self.operation = FanIn(sources, self._finish)
 
     # --- looking --------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class _Write:
             if self._writer.may_be_packed(slot):
                 width = best_width(self._bytes(position, 0, slot.nbytes))
                 if width is not None:
-                    self._shapes[position] = Shape(width, chunk_bytes=self._writer.chunk_bytes)
+                    self._shapes[position] = PackedShape(width, chunk_bytes=self._writer.chunk_bytes)
         except Exception as error:  # noqa: BLE001 - whoever waits for the write must be told
             return error.with_traceback(None)
         return None
@@ -158,17 +158,17 @@ class _Write:
     # --- packed -----------------------------------------------------------------------------------
 
     def _pack(self, positions: Sequence[int]) -> None:
-        parts: list[Part] = []
+        parts: list[ChunkPart] = []
         for position in positions:
             cuts = self._slots[position].cuts(self._shapes[position])
             self._slots[position].chunks = [None] * len(cuts)
-            parts += [Part(position, chunk, *cut) for chunk, cut in enumerate(cuts)]
+            parts += [ChunkPart(position, chunk, *cut) for chunk, cut in enumerate(cuts)]
         groups = list(grouped(parts, self._writer.chunk_bytes))
         self.operation.expect(len(groups))
         for group in groups:
-            self._writer.workers.submit_with_pad(Lane.WRITE, functools.partial(self._pack_group, group))
+            self._writer.workers.submit_with_pad(PadUse.WRITE, functools.partial(self._pack_group, group))
 
-    def _pack_group(self, group: Sequence[Part], pad: Bytes) -> None:
+    def _pack_group(self, group: Sequence[ChunkPart], pad: Bytes) -> None:
         """Pack chunks into a pad, and begin to write them."""
         began = time.perf_counter()
         failures: list[BaseException | None] = []
@@ -187,7 +187,7 @@ class _Write:
         self._writer.counts.add(CodecStats(pack_seconds=time.perf_counter() - began))
 
         def done(errors: Errors) -> None:
-            self._writer.workers.give_back(Lane.WRITE, pad)
+            self._writer.workers.give_back(PadUse.WRITE, pad)
             positions = [part.position for part in group] + [position for position, _, _ in written]
             self.operation.note(positions, [*failures, *errors])
 
@@ -195,7 +195,7 @@ class _Write:
             [slot for _, slot, _ in written], [source for _, _, source in written], done
         )
 
-    def _pack_part(self, part: Part, room: Bytes) -> tuple[Slot, int]:
+    def _pack_part(self, part: ChunkPart, room: Bytes) -> tuple[Slot, int]:
         if self.operation.has_failed(part.position):
             raise BackendError("another part of the same bytes could not be written")
         own = self._slots[part.position]

@@ -20,7 +20,7 @@ import torch
 from tierstore.errors import ConfigError
 from tierstore.spi import Backend
 from tierstore_backends.device.emulated import EmulatedDevice
-from tierstore_backends.device.link import Link
+from tierstore_backends.device.link import EmulatedLink
 from tierstore_backends.device.streams import StreamDevice, find_device
 from tierstore_backends.options import Options
 
@@ -67,7 +67,7 @@ def _open_emulated(capacity_bytes: int, options: Mapping[str, object]) -> Emulat
     latency_s = known.seconds("link_latency_s", default=0.0)
     return EmulatedDevice(
         capacity_bytes,
-        links=(Link(bandwidth, latency_s), Link(bandwidth, latency_s)),
+        links=(EmulatedLink(bandwidth, latency_s), EmulatedLink(bandwidth, latency_s)),
         late_seed=known.number("late_events"),
         is_overwriting=known.flag("overwrite_freed", default=False),
         is_stream_ordered=known.flag("stream_ordered", default=False),

@@ -20,7 +20,7 @@ import torch
 RECYCLED_FROM_BYTES = 65536  # below this the C library recycles well enough
 
 
-class Piece:
+class ArenaBlock:
     """Host memory that may be given out again.
 
     Args:
@@ -48,7 +48,7 @@ class Piece:
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
 
-_UNUSED = Piece(1).references
+_UNUSED = ArenaBlock(1).references
 
 
 class Arena:
@@ -56,7 +56,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[int, list[Piece]] = {}  # by size; guarded by _lock, as is the next
+        self._kept: dict[int, list[ArenaBlock]] = {}  # by size; guarded by _lock, as is the next
         self._kept_bytes = 0
 
     @property
@@ -64,7 +64,7 @@ class Arena:
         """What is kept for the next use."""
         return self._kept_bytes
 
-    def take(self, nbytes: int) -> tuple[torch.Tensor, Piece | None]:
+    def take(self, nbytes: int) -> tuple[torch.Tensor, ArenaBlock | None]:
         """Return memory with a new storage, and the piece to `give` back, if it is one.
 
         Raises:
@@ -74,10 +74,10 @@ class Arena:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), None
         with self._lock:
             piece = self._pop(nbytes) if nbytes in self._kept else None
-        piece = piece or Piece(nbytes)
+        piece = piece or ArenaBlock(nbytes)
         return piece.memory(), piece
 
-    def give(self, piece: Piece) -> None:
+    def give(self, piece: ArenaBlock) -> None:
         """Keep a piece that was given out, unless somebody still refers to its storage."""
         if piece.references != _UNUSED:
             return
@@ -91,7 +91,7 @@ class Arena:
             while self._kept_bytes > max(kept_bytes, 0):
                 self._pop(next(iter(self._kept)))
 
-    def _pop(self, nbytes: int) -> Piece:
+    def _pop(self, nbytes: int) -> ArenaBlock:
         pieces = self._kept[nbytes]
         piece = pieces.pop()
         if not pieces:

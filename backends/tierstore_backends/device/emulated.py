@@ -17,10 +17,10 @@ from tierstore.errors import BackendError, CapacityError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot, device_storage_listeners
 from tierstore.units import format_bytes
 from tierstore_backends import host
-from tierstore_backends.device.arena import Arena, Piece
+from tierstore_backends.device.arena import Arena, ArenaBlock
 from tierstore_backends.device.delivery import Delivery, LateDelivery, PromptDelivery
-from tierstore_backends.device.lane import Lane
-from tierstore_backends.device.link import Link
+from tierstore_backends.device.lane import EmulatedCopyQueue
+from tierstore_backends.device.link import EmulatedLink
 from tierstore_backends.quota import Quota
 
 ALIGNMENT_BYTES = 512  # as CUDA's caching allocator rounds
@@ -46,7 +46,7 @@ class EmulatedDevice:
         self,
         capacity_bytes: int,
         *,
-        links: tuple[Link, Link] | None = None,
+        links: tuple[EmulatedLink, EmulatedLink] | None = None,
         late_seed: int | None = None,
         is_overwriting: bool = False,
         is_stream_ordered: bool = False,
@@ -55,9 +55,9 @@ class EmulatedDevice:
         self._quota = Quota("device", capacity_bytes, ALIGNMENT_BYTES)
         self._arena = Arena()
         self._delivery: Delivery = PromptDelivery() if late_seed is None else LateDelivery(late_seed)
-        inward, outward = links or (Link(), Link())
-        self._inward = Lane("h2d", inward, self._delivery)
-        self._outward = Lane("d2h", outward, self._delivery)
+        inward, outward = links or (EmulatedLink(), EmulatedLink())
+        self._inward = EmulatedCopyQueue("h2d", inward, self._delivery)
+        self._outward = EmulatedCopyQueue("d2h", outward, self._delivery)
         self._is_overwriting = is_overwriting
         self._is_stream_ordered = is_stream_ordered
         self._is_closed = False
@@ -180,7 +180,7 @@ class EmulatedDevice:
         return host.HostSlot(memory, place=piece)
 
     def _take_back(self, piece: object) -> None:
-        if isinstance(piece, Piece):
+        if isinstance(piece, ArenaBlock):
             self._arena.give(piece)
 
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from tierstore.spi import Buffer, Completion
 from tierstore_backends.device.delivery import Delivery, PromptDelivery
-from tierstore_backends.device.link import Link
+from tierstore_backends.device.link import EmulatedLink
 
 INLINE_BELOW_BYTES = 65536  # a copy that is cheaper than waking a thread
 
 
-class _Copy(NamedTuple):
+class _EmulatedCopy(NamedTuple):
     into: Buffer
     source: Buffer
     after: threading.Event | None
@@ -35,7 +35,7 @@ class _Copy(NamedTuple):
             self.moved.set()
 
 
-class Lane:
+class EmulatedCopyQueue:
     """Copies one after another.  `copy` may be called from any thread.
 
     Args:
@@ -44,12 +44,12 @@ class Lane:
         delivery: who tells that they ended.
     """
 
-    def __init__(self, direction: str, link: Link, delivery: Delivery) -> None:
+    def __init__(self, direction: str, link: EmulatedLink, delivery: Delivery) -> None:
         self._direction = direction
         self._link = link
         self._delivery = delivery
         self._is_prompt = link.is_instant and isinstance(delivery, PromptDelivery)
-        self._asked: queue.SimpleQueue[tuple[_Copy, Completion, float] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[_EmulatedCopy, Completion, float] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued = 0  # copies whose bytes have not moved; guarded by _lock, as is the next
         self._thread: threading.Thread | None = None
@@ -75,7 +75,7 @@ class Lane:
             after: waited for first.
             moved: set when the bytes have moved.
         """
-        copy = _Copy(into, source, after, moved)
+        copy = _EmulatedCopy(into, source, after, moved)
         self._delivery.begin()
         if self._is_prompt and self._queued == 0 and into.numel() < INLINE_BELOW_BYTES:
             copy.carry_out()

@@ -6,7 +6,7 @@ Pure arithmetic over a time that is handed in, in seconds.
 from __future__ import annotations
 
 
-class Link:
+class EmulatedLink:
     """One direction of a link.  Not thread-safe.
 
     Args:

@@ -110,7 +110,7 @@ class StreamSlot:
 
     __slots__ = ("_events", "_lock", "_memory", "_streams", "nbytes")
 
-    def __init__(self, memory: torch.Tensor, streams: _Streams, reserved: DeviceEvent) -> None:
+    def __init__(self, memory: torch.Tensor, streams: _DeviceStreams, reserved: DeviceEvent) -> None:
         self.nbytes = memory.numel()
         self._streams = streams
         self._lock = threading.Lock()
@@ -167,7 +167,7 @@ class StreamSlot:
         return memory
 
 
-class _Streams:
+class _DeviceStreams:
     """The streams and events of one device."""
 
     def __init__(self, device: torch.device, module: DeviceModule) -> None:
@@ -242,10 +242,10 @@ def _finish(watched: _Watched, error: BackendError | None) -> None:
     watched.completion.complete(error)
 
 
-class _Lane:
+class _CopyStream:
     """One direction: a stream, and the thread that watches it."""
 
-    def __init__(self, direction: str, streams: _Streams) -> None:
+    def __init__(self, direction: str, streams: _DeviceStreams) -> None:
         self._streams = streams
         self._stream = streams.make()
         self._watcher = _Watcher(direction)
@@ -279,9 +279,9 @@ class StreamDevice:
             medium=Medium.DEVICE, alignment_bytes=ALIGNMENT_BYTES, depth=2, device=device
         )
         self._quota = Quota("device", capacity_bytes, ALIGNMENT_BYTES)
-        self._streams = _Streams(device, module)
-        self._inward = _Lane("h2d", self._streams)
-        self._outward = _Lane("d2h", self._streams)
+        self._streams = _DeviceStreams(device, module)
+        self._inward = _CopyStream("h2d", self._streams)
+        self._outward = _CopyStream("d2h", self._streams)
         self._freeing = _Watcher("free")
         self._is_closed = False
 

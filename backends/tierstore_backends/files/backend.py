@@ -19,17 +19,17 @@ from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
 from tierstore_backends.buffers import check_buffer
-from tierstore_backends.ending import Ending
+from tierstore_backends.ending import BackendLifetime
 from tierstore_backends.files.engines.choice import Started, start
 from tierstore_backends.files.engines.drives import StartedDrives, start_all
-from tierstore_backends.files.ground import Ground, scratch_ground
+from tierstore_backends.files.ground import Volume, scratch_ground
 from tierstore_backends.files.meter import IoStats
 from tierstore_backends.files.options import EngineName, FilesOptions
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.several import Right
 from tierstore_backends.files.space import Space
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
-from tierstore_backends.files.transfer import Direction, FileSlot, SlotState, Transfer, by_piece, cut
+from tierstore_backends.files.transfer import Direction, FileSlot, FileSlotState, IoRequest, by_piece, cut
 
 SEGMENT_BYTES: Final = 64 * GIB
 STRIDE_BYTES: Final = 64 * MIB
@@ -66,7 +66,7 @@ class FilesBackend:
         segment_bytes: int = SEGMENT_BYTES,
         stride_bytes: int = STRIDE_BYTES,
         quiet_s: float = QUIET_S,
-        ground: Ground | None = None,
+        ground: Volume | None = None,
     ) -> None:
         ground = ground or scratch_ground(
             capacity_bytes, options, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
@@ -88,7 +88,7 @@ class FilesBackend:
             depth=1 if self._started.name is EngineName.PLAIN else options.aio_queue_depth,
         )
         disown = functools.partial(_disown, self._segments, owner)
-        self._ending = Ending(self, disown, _shut, self._started, self._segments, owner)
+        self._ending = BackendLifetime(self, disown, _shut, self._started, self._segments, owner)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -149,7 +149,7 @@ class FilesBackend:
         """Fill each buffer; see `read` and `tierstore.spi.BatchBackend`."""
         own = [self._own(slot) for slot in slots]
         for slot, buffer in zip(own, into, strict=True):
-            if slot.state is not SlotState.WRITTEN and slot.nbytes:
+            if slot.state is not FileSlotState.WRITTEN and slot.nbytes:
                 raise UsageError(f"{slot} holds no bytes: nothing was written there, or writing failed")
             check_buffer(buffer, slot.nbytes, accepts=self.accepts)
         return self._move(Direction.READ, own, into)
@@ -161,7 +161,7 @@ class FilesBackend:
             check_buffer(buffer, slot.nbytes, accepts=self.accepts)
         for slot in own:
             # From here to the end of the write the old bytes are gone and the new ones not there.
-            slot.state = SlotState.RESERVED
+            slot.state = FileSlotState.RESERVED
             slot.block_bytes = self._block_bytes
             slot.failed_syncs = self._segments.failed_syncs
         return self._move(Direction.WRITE, own, sources)
@@ -197,7 +197,7 @@ class FilesBackend:
             StoreClosed: after ``close``.
         """
         own = self._own(slot)
-        own.state = SlotState.FREED
+        own.state = FileSlotState.FREED
         if self._space.free(own.extents):
             self._engine.tidy_when_quiet()
         return Completion.done()
@@ -229,7 +229,7 @@ class FilesBackend:
         return self._engine.is_worker()
 
     def _move(self, direction: Direction, slots: Sequence[FileSlot], buffers: Sequence[Buffer]) -> Completion:
-        transfer = Transfer(direction, slots, buffers)
+        transfer = IoRequest(direction, slots, buffers)
         pieces = cut(transfer, segment_bytes=self._segments.segment_bytes)
         if not pieces:  # there are no bytes
             return Completion.done()
@@ -246,7 +246,7 @@ class FilesBackend:
         self._check_open()
         if not isinstance(slot, FileSlot) or slot.home is not self:
             raise UsageError(f"{slot!r} is not a slot of these scratch files")
-        if slot.state is SlotState.FREED:
+        if slot.state is FileSlotState.FREED:
             raise UsageError(f"{slot!r} was freed before")
         return slot
 
@@ -259,7 +259,7 @@ def _after_current_work(memory: torch.Tensor) -> Callable[[], None]:
 
 
 def _start(
-    options: FilesOptions, ground: Ground, syscalls: Syscalls, block_bytes: int, quiet_s: float
+    options: FilesOptions, ground: Volume, syscalls: Syscalls, block_bytes: int, quiet_s: float
 ) -> Started | StartedDrives:
     if isinstance(ground.space, Space):
         return start(options, ground.mode, ground.segments, ground.space, syscalls, block_bytes, quiet_s)

@@ -23,7 +23,7 @@ from typing import Final
 from tierstore.units import GIB, align_up
 from tierstore_backends.files.drives import SPAN_BYTES
 from tierstore_backends.files.meta import LARGEST_NUMBER, Meta
-from tierstore_backends.files.rows import Place, Row, Sums, decode_text
+from tierstore_backends.files.rows import RecordLocation, Row, Sums, decode_text
 from tierstore_backends.files.transfer import parts
 
 LONGEST_NAME_BYTES: Final = 1 << 20
@@ -136,7 +136,7 @@ def number_fault(nbytes: int, meta: Meta) -> str | None:
     return None if 0 <= nbytes <= meta.drives * SPAN_BYTES else f"it has {nbytes} bytes"
 
 
-def place_fault(place: Place, nbytes: int, meta: Meta) -> str | None:
+def place_fault(place: RecordLocation, nbytes: int, meta: Meta) -> str | None:
     """Say why ``nbytes`` cannot be at a place; ``None``: they can."""
     if not _have_room(place, nbytes, meta):
         return f"{nbytes} bytes are in blocks of {place.block_bytes} at {place.extents!s:.200}"
@@ -154,7 +154,7 @@ def place_fault(place: Place, nbytes: int, meta: Meta) -> str | None:
     return None
 
 
-def _have_room(place: Place, nbytes: int, meta: Meta) -> bool:
+def _have_room(place: RecordLocation, nbytes: int, meta: Meta) -> bool:
     alignment_bytes, highest = meta.alignment_bytes, meta.drives * SPAN_BYTES
     room_bytes = 0
     for start, end in place.extents:

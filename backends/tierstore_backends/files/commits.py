@@ -29,10 +29,10 @@ from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.claims import LONGEST_NAME_BYTES
 from tierstore_backends.files.manifest import Manifest
 from tierstore_backends.files.meta import Meta
-from tierstore_backends.files.reader import Reader
-from tierstore_backends.files.recovery import Recovered
+from tierstore_backends.files.reader import SharedLock
+from tierstore_backends.files.recovery import RecoveredRecords
 from tierstore_backends.files.rows import (
-    Place,
+    RecordLocation,
     Row,
     Sums,
     decode_note,
@@ -43,7 +43,7 @@ from tierstore_backends.files.rows import (
 )
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.several import Right
-from tierstore_backends.files.transfer import FileSlot, SlotState
+from tierstore_backends.files.transfer import FileSlot, FileSlotState
 
 _log = logging.getLogger("tierstore.files")
 
@@ -51,7 +51,7 @@ _Entry = tuple[FileSlot | None, str, int, int, int]
 """What the manifest has under a name: the slot, if we know it; the note; the row's id, version and check."""
 
 
-class Commits:
+class DirectoryCommits:
     """The commits of one directory.
 
     Args:
@@ -67,7 +67,7 @@ class Commits:
         owner: Right,
         manifest: Manifest,
         segments: Files,
-        recovered: Recovered,
+        recovered: RecoveredRecords,
         files: FilesBackend,
     ) -> None:
         self._files = files
@@ -137,7 +137,7 @@ class Commits:
     def _commit(self, records: Sequence[Record], gone: Collection[str] | None) -> None:
         if self._is_closed:
             raise StoreClosed("the files were closed")
-        is_read_only = isinstance(self._owner, Reader)
+        is_read_only = isinstance(self._owner, SharedLock)
         if not self._manifest.is_open and not is_read_only:
             self._manifest, rows = self._manifest.reopen()
             self._entries, self._found = None, (rows, None)
@@ -332,15 +332,15 @@ class _Change:
             self.slots[name] = slot
         self._named[name] = (slot, note, id_, self._version, check)
 
-    def _place(self, name: str, slot: Slot) -> Place:
+    def _place(self, name: str, slot: Slot) -> RecordLocation:
         if not isinstance(slot, FileSlot) or slot.home is not self._home:
             raise UsageError(f"{slot!r} of {name!r} is no slot of these files")
         if slot in self._lost:
-            return Place(tuple(slot.extents), slot.sums, Sums.LOST, slot.block_bytes)
-        if slot.nbytes and slot.state is not SlotState.WRITTEN:
+            return RecordLocation(tuple(slot.extents), slot.sums, Sums.LOST, slot.block_bytes)
+        if slot.nbytes and slot.state is not FileSlotState.WRITTEN:
             raise UsageError(f"{slot!r} of {name!r} holds no bytes: no write to it succeeded")
         kind = Sums.KEPT if slot.sums else Sums.NONE
-        return Place(tuple(slot.extents), slot.sums, kind, slot.block_bytes)
+        return RecordLocation(tuple(slot.extents), slot.sums, kind, slot.block_bytes)
 
 
 def _entries(rows: Sequence[Row], slots: Sequence[FileSlot] | None = None) -> dict[str, _Entry]:

@@ -15,14 +15,14 @@ import torch
 
 from tierstore.errors import BackendError, StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, PartialError, Record, Slot
-from tierstore_backends.ending import Ending
+from tierstore_backends.ending import BackendLifetime
 from tierstore_backends.files.backend import QUIET_S, SEGMENT_BYTES, STRIDE_BYTES, FilesBackend
-from tierstore_backends.files.commits import Commits
+from tierstore_backends.files.commits import DirectoryCommits
 from tierstore_backends.files.ground import durable_ground
 from tierstore_backends.files.meter import IoStats
 from tierstore_backends.files.options import FilesOptions
 from tierstore_backends.files.reading import ReadOnly, reading_ground
-from tierstore_backends.files.recovery import Recovered
+from tierstore_backends.files.recovery import RecoveredRecords
 from tierstore_backends.files.rows import decode_note, decode_text
 from tierstore_backends.files.syscalls import KERNEL, Syscalls
 from tierstore_backends.files.transfer import FileSlot
@@ -73,15 +73,15 @@ class DurableFiles:
         self._capabilities = replace(files.capabilities, is_durable=True)
         self._lost = recovered.lost
         self._read_only_folder = ground.owner.folder if options.read_only else None
-        self._commits = Commits(ground.owner, manifest, ground.segments, recovered, files)
-        self._recovered: Recovered | None = recovered
+        self._commits = DirectoryCommits(ground.owner, manifest, ground.segments, recovered, files)
+        self._recovered: RecoveredRecords | None = recovered
         # Above all for who gave no path, and keeps files in one that is relative to where the program began.
         _log.info(
             "a durable store is open in %s: %d keys were found there",
             ", ".join(map(str, options.folders)),
             len(recovered.rows),
         )
-        self._ending = Ending(self, self._commits.disown, _shut, self._commits, files)
+        self._ending = BackendLifetime(self, self._commits.disown, _shut, self._commits, files)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -225,7 +225,7 @@ def _joined(
     return PartialError({**lost, **{there[i]: each for i, each in failed.items()}})
 
 
-def _shut(commits: Commits, files: FilesBackend) -> None:
+def _shut(commits: DirectoryCommits, files: FilesBackend) -> None:
     """End everything: commits first, for the manifest is open only while the directory is owned."""
     if commits.is_committer() or files.is_worker():  # the garbage collector came by there: it may have a lock
         threading.Thread(target=_shut, args=(commits, files), name="tierstore-files-end").start()

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.errors import InvariantError
-from tierstore_backends.files.transfer import Moving, Piece
+from tierstore_backends.files.transfer import Fragment, FragmentOwner
 
 log = logging.getLogger("tierstore.files")
 
-Move = Callable[[Sequence[Piece]], None]
+Move = Callable[[Sequence[Fragment]], None]
 """Moves a batch, in one thread at a time; notes errors at the pieces."""
 
 
@@ -43,7 +43,7 @@ class Pace:
     quiet_s: float
 
 
-class Engine(Protocol):
+class IoEngine(Protocol):
     """Moves pieces and ends their transfers."""
 
     @property
@@ -51,7 +51,7 @@ class Engine(Protocol):
         """The most pieces that were in flight at a time."""
         ...
 
-    def submit(self, pieces: Sequence[Piece]) -> None:
+    def submit(self, pieces: Sequence[Fragment]) -> None:
         """Move all pieces of one transfer.
 
         Raises:
@@ -75,7 +75,7 @@ class Engine(Protocol):
         ...
 
 
-def move_or_note(move: Move, batch: Sequence[Piece]) -> None:
+def move_or_note(move: Move, batch: Sequence[Fragment]) -> None:
     """Move a batch; whatever goes wrong, note it at the pieces: someone waits for each of them."""
     try:
         move(batch)
@@ -83,14 +83,14 @@ def move_or_note(move: Move, batch: Sequence[Piece]) -> None:
         note_unforeseen(batch, error)
 
 
-def note_unforeseen(batch: Sequence[Piece], error: Exception) -> None:
+def note_unforeseen(batch: Sequence[Fragment], error: Exception) -> None:
     """Note a failure that nobody foresaw at the pieces that it met.  Called while it is handled."""
     log.exception("moving scratch bytes failed in an unforeseen way")
     for piece in batch:
         piece.error = InvariantError(f"moving scratch bytes failed in an unforeseen way: {error!r}")
 
 
-def count_off(batch: Sequence[Piece]) -> list[Moving]:
+def count_off(batch: Sequence[Fragment]) -> list[FragmentOwner]:
     """Count pieces as moved; return the transfers that they were the last of, still to be finished."""
     return [piece.transfer for piece in batch if piece.transfer.note()]
 

@@ -21,7 +21,7 @@ from tierstore.alone import fault_alone
 from tierstore.errors import BackendError
 from tierstore_backends.files.owner import PROBE_NAME
 from tierstore_backends.files.segments import Files
-from tierstore_backends.files.transfer import Direction, Piece
+from tierstore_backends.files.transfer import Direction, Fragment
 
 _PAGE_BYTES = 4096
 _TRIAL: Final = str(Path(__file__).with_name("gpu_trial.py"))
@@ -77,7 +77,7 @@ class GpuFiles:
                 self._fault = gpu_fault(self._folder)
             return self._fault is None
 
-    def move(self, piece: Piece) -> None:
+    def move(self, piece: Fragment) -> None:
         """Move a piece whose buffer is a GPU's memory; block until it has moved; note an error at it."""
         memory = piece.buffer[piece.start : piece.stop]
         is_write = piece.transfer.direction is Direction.WRITE

@@ -30,12 +30,12 @@ from tierstore_backends.files.owner import (
 )
 from tierstore_backends.files.premises import check_premises
 from tierstore_backends.files.probe import IoMode, probe
-from tierstore_backends.files.recovery import Recovered, find_missing, recover
+from tierstore_backends.files.recovery import RecoveredRecords, find_missing, recover
 from tierstore_backends.files.rows import Sums, decode_place, encode
 from tierstore_backends.files.scan import digest
 from tierstore_backends.files.segments import Files, Segments
 from tierstore_backends.files.several import (
-    Owners,
+    DirectoryLocks,
     Right,
     bandwidths,
     claim,
@@ -55,7 +55,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class Volume:
     """A directory made ready, or several.
 
     Attributes:
@@ -82,7 +82,7 @@ def scratch_ground(
     *,
     segment_bytes: int,
     stride_bytes: int,
-) -> Ground:
+) -> Volume:
     """Own a directory as scratch space, or several.
 
     Raises:
@@ -97,7 +97,7 @@ def scratch_ground(
         segments = Segments(
             options.path, mode.flags, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
         )
-        return Ground(owner, mode, segments, Space(capacity_bytes, mode.alignment_bytes, segments))
+        return Volume(owner, mode, segments, Space(capacity_bytes, mode.alignment_bytes, segments))
     except BaseException:
         owner.release()
         raise
@@ -105,8 +105,8 @@ def scratch_ground(
 
 def _scratch_drives(
     capacity_bytes: int, options: FilesOptions, syscalls: Syscalls, segment_bytes: int, stride_bytes: int
-) -> Ground:
-    owner = Owners.claim(options.folders, Keeping.SCRATCH)
+) -> Volume:
+    owner = DirectoryLocks.claim(options.folders, Keeping.SCRATCH)
     try:
         modes = [probe(folder, direct_for(options), syscalls) for folder in options.folders]
         modes = with_common_alignment(modes)
@@ -116,7 +116,7 @@ def _scratch_drives(
             for folder, mode in zip(options.folders, modes, strict=True)
         ]
         drives, stripes = share_out(capacity_bytes, options, modes, rates, segments)
-        return Ground(owner, in_common(modes), DriveFiles(segments), stripes, drives=drives)
+        return Volume(owner, in_common(modes), DriveFiles(segments), stripes, drives=drives)
     except BaseException:
         owner.release()
         raise
@@ -129,7 +129,7 @@ def durable_ground(
     *,
     segment_bytes: int,
     stride_bytes: int,
-) -> tuple[Ground, Manifest, Recovered]:
+) -> tuple[Volume, Manifest, RecoveredRecords]:
     """Own a directory to keep files in, or several, and find what is kept there.
 
     Raises:
@@ -167,8 +167,8 @@ def durable_ground(
 
 
 def _open_manifest(
-    owner: DirectoryOwner | Owners, options: FilesOptions, syscalls: Syscalls, segment_bytes: int
-) -> tuple[Manifest, Recovered]:
+    owner: DirectoryOwner | DirectoryLocks, options: FilesOptions, syscalls: Syscalls, segment_bytes: int
+) -> tuple[Manifest, RecoveredRecords]:
     path = options.path / MANIFEST_NAME
     store = store_of(options.folders)  # again, now that nobody else changes it
     if path.exists() or path.is_symlink():
@@ -191,9 +191,9 @@ def _open_manifest(
         bandwidths=bandwidths(options, modes, syscalls),
     )
     if not options.drives:
-        return Manifest.create(options.path, meta), Recovered(())
+        return Manifest.create(options.path, meta), RecoveredRecords(())
     with written(options.folders, meta.directory):
-        return Manifest.create(options.path, meta), Recovered(())
+        return Manifest.create(options.path, meta), RecoveredRecords(())
 
 
 def check_drives(folders: Sequence[Path], store: str | None, manifest: Manifest) -> None:
@@ -287,13 +287,13 @@ def _mode(folder: Path, meta: Meta, options: FilesOptions, syscalls: Syscalls) -
 def _stand(
     capacity_bytes: int,
     options: FilesOptions,
-    owner: DirectoryOwner | Owners,
+    owner: DirectoryOwner | DirectoryLocks,
     modes: Sequence[IoMode],
     manifest: Manifest,
-    recovered: Recovered,
+    recovered: RecoveredRecords,
     syscalls: Syscalls,
     stride_bytes: int,
-) -> Ground:
+) -> Volume:
     segments = [
         Segments(
             folder,
@@ -331,22 +331,22 @@ def settled(
     modes: Sequence[IoMode],
     segments: Sequence[Segments],
     meta: Meta,
-    recovered: Recovered,
-) -> Ground:
+    recovered: RecoveredRecords,
+) -> Volume:
     """Let the files hold what was recovered, and nothing above it."""
     recovered.fit(capacity_bytes)
     if not options.drives:
         space = Space(capacity_bytes, modes[0].alignment_bytes, segments[0], recovered.live)
         space.trim()
-        return Ground(owner, modes[0], segments[0], space, recovered.block_bytes)
+        return Volume(owner, modes[0], segments[0], space, recovered.block_bytes)
     rates = given_bandwidths(options) or meta.bandwidths
     drives, stripes = share_out(capacity_bytes, options, modes, rates, segments, recovered.live)
     for drive in drives:
         drive.space.trim()
-    return Ground(owner, in_common(modes), DriveFiles(segments), stripes, recovered.block_bytes, drives)
+    return Volume(owner, in_common(modes), DriveFiles(segments), stripes, recovered.block_bytes, drives)
 
 
-def _note_losses(manifest: Manifest, recovered: Recovered, positions: list[int]) -> None:
+def _note_losses(manifest: Manifest, recovered: RecoveredRecords, positions: list[int]) -> None:
     """Write down which bytes are lost, where nothing would show it later."""
     if not positions:
         return

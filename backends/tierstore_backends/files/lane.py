@@ -29,10 +29,10 @@ from tierstore.units import KIB
 from tierstore_backends.files.bounce import Bounce
 from tierstore_backends.files.gpu import GpuFiles
 from tierstore_backends.files.layout import Extent
-from tierstore_backends.files.meter import Counts
+from tierstore_backends.files.meter import IoCounts
 from tierstore_backends.files.segments import Files
-from tierstore_backends.files.syscalls import Call, Syscalls
-from tierstore_backends.files.transfer import Direction, Piece, SlotState
+from tierstore_backends.files.syscalls import KernelCall, Syscalls
+from tierstore_backends.files.transfer import Direction, FileSlotState, Fragment
 
 _TRANSIENT = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT})
 _AGAIN = frozenset({errno.EAGAIN, errno.EINTR})
@@ -47,17 +47,17 @@ _HASHED_AT_ONCE = 64 * KIB
 Outcome = int | OSError
 """What came of a call: how many bytes moved, or the error."""
 
-Steps = Generator[Call | None, Outcome, None]
+Steps = Generator[KernelCall | None, Outcome, None]
 """A batch on its way: yields what the kernel is to be asked, and is sent what came of it.
 
 ``None`` asks for nothing: there is no bounce memory, and it goes on, sent 0, after another batch of the
 same lane has come to its end.  Never where a lane moves one batch at a time.
 """
 
-_Failed = Generator[Call | None, Outcome, OSError | None]
+_Failed = Generator[KernelCall | None, Outcome, OSError | None]
 
 
-class Lane:
+class BatchIo:
     """What one thread needs to move batches.
 
     Args:
@@ -92,9 +92,9 @@ class Lane:
         self._is_checked = is_checked
         self._is_joining = is_joining
         self._gpu = gpu
-        self.counts = Counts()
+        self.counts = IoCounts()
 
-    def steps(self, batch: Sequence[Piece]) -> Steps:
+    def steps(self, batch: Sequence[Fragment]) -> Steps:
         """Move pieces that are neighbours in a file, all in one direction; note errors at them."""
         counts = self.counts
         counts.pieces += len(batch)
@@ -116,7 +116,7 @@ class Lane:
         if not is_write:
             self._verify(batch, views)
 
-    def _move_mixed(self, batch: Sequence[Piece], gpu: GpuFiles) -> Steps:
+    def _move_mixed(self, batch: Sequence[Fragment], gpu: GpuFiles) -> Steps:
         """Move pieces of which some are a GPU's: each alone, without checksums."""
         for piece in batch:
             if piece.transfer.ready is None:
@@ -127,7 +127,7 @@ class Lane:
             if piece.transfer.direction is Direction.READ and piece.error is None:
                 self.counts.unchecked_bytes += piece.stop - piece.start
 
-    def _move_alone(self, piece: Piece, view: memoryview) -> Steps:
+    def _move_alone(self, piece: Fragment, view: memoryview) -> Steps:
         error = yield from self._attempt([piece], [view], is_bounced=False)
         if error is not None and error.errno in _BOUNCE_MAY_HELP:
             self.counts.retries += 1
@@ -138,18 +138,22 @@ class Lane:
         if error is not None:
             piece.error = self._explain(piece, error)
 
-    def _try_with_more_room(self, piece: Piece, view: memoryview, full: OSError) -> _Failed:
+    def _try_with_more_room(self, piece: Fragment, view: memoryview, full: OSError) -> _Failed:
         try:
             self._give_back()
             failure = yield from self._attempt([piece], [view], is_bounced=False)
             slot = piece.transfer.slots[piece.part]
-            if failure is not None and slot.state is SlotState.RESERVED:  # not one that is only written again
+            if (
+                failure is not None and slot.state is FileSlotState.RESERVED
+            ):  # not one that is only written again
                 self._segments.punch(piece.address, piece.end)  # what was written of it
         except OSError:
             return full
         return failure
 
-    def _attempt(self, batch: Sequence[Piece], views: Sequence[memoryview], *, is_bounced: bool) -> _Failed:
+    def _attempt(
+        self, batch: Sequence[Fragment], views: Sequence[memoryview], *, is_bounced: bool
+    ) -> _Failed:
         """Move the batch, all of it, or return why not."""
         bodies = [0 if is_bounced else self._straight_bytes(piece) for piece in batch]
         own_bytes = batch[-1].end - batch[0].address - sum(bodies)
@@ -162,7 +166,7 @@ class Lane:
             if lent is not None:
                 self._bounce.give(lent)
 
-    def _straight_bytes(self, piece: Piece) -> int:
+    def _straight_bytes(self, piece: Fragment) -> int:
         """Return how many bytes of a piece the disk can move where they are."""
         if (piece.buffer.data_ptr() + piece.start) % self._memory_alignment_bytes:
             return 0
@@ -171,7 +175,7 @@ class Lane:
 
     def _transfer(
         self,
-        batch: Sequence[Piece],
+        batch: Sequence[Fragment],
         views: Sequence[memoryview],
         bodies: Sequence[int],
         lent: Extent | None,
@@ -187,7 +191,7 @@ class Lane:
             fd, offset = self._segments.locate(start, end)
         except OSError as error:
             return error.with_traceback(None)  # rule 4
-        failure = yield from self._exhaust(Call(direction, fd, start, vector, offset), end - start)
+        failure = yield from self._exhaust(KernelCall(direction, fd, start, vector, offset), end - start)
         if failure is None and direction is Direction.READ:
             for theirs, own in bounced:
                 _copy(own[: len(theirs)], theirs)
@@ -195,7 +199,7 @@ class Lane:
 
     def _vector(
         self,
-        batch: Sequence[Piece],
+        batch: Sequence[Fragment],
         views: Sequence[memoryview],
         bodies: Sequence[int],
         lent: Extent | None,
@@ -216,7 +220,7 @@ class Lane:
                 self.counts.bounced_bytes += len(theirs) - body
         return vector, bounced
 
-    def _exhaust(self, whole: Call, nbytes: int) -> _Failed:
+    def _exhaust(self, whole: KernelCall, nbytes: int) -> _Failed:
         """Have all of a call's bytes moved, or return why not."""
         done = 0
         futile_calls = 0
@@ -239,7 +243,7 @@ class Lane:
                 return OSError(errno.EIO, f"{done + outcome} of {nbytes} bytes, and then no more")
             done += progress
 
-    def _ask(self, call: Call) -> Generator[Call | None, Outcome, Outcome]:
+    def _ask(self, call: KernelCall) -> Generator[KernelCall | None, Outcome, Outcome]:
         began_s = time.perf_counter()
         outcome = yield call
         counts = self.counts
@@ -253,13 +257,13 @@ class Lane:
             counts.read_bytes += nbytes
         return outcome
 
-    def _sum(self, batch: Sequence[Piece], views: Sequence[memoryview]) -> None:
+    def _sum(self, batch: Sequence[Fragment], views: Sequence[memoryview]) -> None:
         began_s = time.perf_counter()
         for piece, view in zip(batch, views, strict=True):
             piece.sum = _digest(view)
         self.counts.checksum_seconds += time.perf_counter() - began_s
 
-    def _verify(self, batch: Sequence[Piece], views: Sequence[memoryview]) -> None:
+    def _verify(self, batch: Sequence[Fragment], views: Sequence[memoryview]) -> None:
         began_s = time.perf_counter()
         for piece, view in zip(batch, views, strict=True):
             if piece.error is not None:
@@ -272,13 +276,13 @@ class Lane:
         if self._is_checked:
             self.counts.checksum_seconds += time.perf_counter() - began_s
 
-    def _other_bytes(self, piece: Piece, found: int, expected: int) -> IntegrityError:
+    def _other_bytes(self, piece: Fragment, found: int, expected: int) -> IntegrityError:
         return IntegrityError(
             f"{piece.stop - piece.start} bytes at {self._where(piece)} are not what was written: "
             f"xxh3_64 is {found:016x}, was {expected:016x}. The disk or its path corrupts data"
         )
 
-    def _explain(self, piece: Piece, cause: OSError) -> BackendError:
+    def _explain(self, piece: Fragment, cause: OSError) -> BackendError:
         verb = "writing" if piece.transfer.direction is Direction.WRITE else "reading"
         code = cause.errno or 0
         error = BackendError(
@@ -289,7 +293,7 @@ class Lane:
         error.__cause__ = cause
         return error
 
-    def _where(self, piece: Piece) -> str:
+    def _where(self, piece: Fragment) -> str:
         return self._segments.where(piece.address)
 
 
@@ -309,7 +313,7 @@ def _copy(source: memoryview, into: memoryview) -> None:
         numpy.copyto(numpy.frombuffer(into, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
 
 
-def _after(call: Call, nbytes: int) -> Call:
+def _after(call: KernelCall, nbytes: int) -> KernelCall:
     """Return ``call`` without its first ``nbytes``."""
     rest: list[memoryview] = []
     skipped = nbytes
@@ -332,7 +336,7 @@ def carry_out(steps: Steps, syscalls: Syscalls) -> None:
         outcome = perform(call, syscalls)
 
 
-def perform(call: Call, syscalls: Syscalls) -> Outcome:
+def perform(call: KernelCall, syscalls: Syscalls) -> Outcome:
     """Ask the kernel once, in the calling thread."""
     ask = syscalls.write if call.direction is Direction.WRITE else syscalls.read
     try:

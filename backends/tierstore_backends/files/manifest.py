@@ -29,7 +29,7 @@ from pathlib import Path
 from tierstore.errors import BackendError, IntegrityError
 from tierstore_backends.files.claims import SCHEMA
 from tierstore_backends.files.meta import Meta, encode_meta
-from tierstore_backends.files.notes import Noted
+from tierstore_backends.files.notes import NotedCommit
 from tierstore_backends.files.owner import MANIFEST_NAME
 from tierstore_backends.files.rows import Row
 from tierstore_backends.files.scan import UNREADABLE, Scan, digest
@@ -91,7 +91,7 @@ class Manifest:
 
     @classmethod
     def open(
-        cls, folder: Path, *, salvage: bool, noted: Sequence[Noted] = ()
+        cls, folder: Path, *, salvage: bool, noted: Sequence[NotedCommit] = ()
     ) -> tuple[Manifest, Sequence[Row]]:
         """Open the manifest of ``folder`` and read its rows, which are whole.
 
@@ -134,7 +134,7 @@ class Manifest:
 
     @classmethod
     def look(
-        cls, folder: Path, *, salvage: bool, noted: Sequence[Noted] = ()
+        cls, folder: Path, *, salvage: bool, noted: Sequence[NotedCommit] = ()
     ) -> tuple[Manifest, Sequence[Row]]:
         """Read the manifest of ``folder`` and change nothing there: its rows, as `open` returns them.
 
@@ -156,7 +156,7 @@ class Manifest:
 
     @classmethod
     def _look(
-        cls, folder: Path, *, salvage: bool, noted: Sequence[Noted]
+        cls, folder: Path, *, salvage: bool, noted: Sequence[NotedCommit]
     ) -> tuple[Manifest, Sequence[Row], bool]:
         """Read a manifest; return whether it is damaged, too."""
         path = folder / MANIFEST_NAME
@@ -178,7 +178,7 @@ class Manifest:
         Raises:
             BackendError: it cannot be read, or is not what it was.
         """
-        manifest, rows = Manifest.open(self.path.parent, salvage=False, noted=[Noted(self.meta.commit)])
+        manifest, rows = Manifest.open(self.path.parent, salvage=False, noted=[NotedCommit(self.meta.commit)])
         if manifest.meta.directory != self.meta.directory:
             manifest.close()
             raise BackendError(f"{self.path} was replaced by another while it was in use")

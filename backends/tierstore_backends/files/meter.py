@@ -1,6 +1,6 @@
 """What moving bytes came to, counted where it happens: cheap enough to be always on.
 
-Rule 1: a `Counts` is written by one thread at a time, its lane's; reading it needs no lock, and what
+Rule 1: a `IoCounts` is written by one thread at a time, its lane's; reading it needs no lock, and what
 is read may be a moment old, each number by itself.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
-class Counts:
+class IoCounts:
     """One lane's numbers since the start.  See `IoStats` for what they mean."""
 
     read_calls: int = 0
@@ -100,10 +100,10 @@ class IoStats:
     drives: tuple[DriveStats, ...] = ()
 
 
-def total(lanes: Iterable[Counts], *, engine: str, is_direct: bool, most_in_flight: int) -> IoStats:
+def total(lanes: Iterable[IoCounts], *, engine: str, is_direct: bool, most_in_flight: int) -> IoStats:
     """Return what all lanes have done together."""
     lanes = list(lanes)
-    sums = {field.name: sum(getattr(lane, field.name) for lane in lanes) for field in fields(Counts)}
+    sums = {field.name: sum(getattr(lane, field.name) for lane in lanes) for field in fields(IoCounts)}
     calls = sums["read_calls"] + sums["write_calls"]
     return IoStats(
         engine=engine,

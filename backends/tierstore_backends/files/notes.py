@@ -29,7 +29,7 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class NotedCommit:
     """A commit that came to its end.
 
     Attributes:
@@ -61,7 +61,7 @@ class LockNote:
 
     pid: int = 0
     made: int = 0
-    noted: Noted = Noted()
+    noted: NotedCommit = NotedCommit()
 
 
 def sum_of(text: str) -> str:
@@ -85,11 +85,11 @@ def read_lock(lock_fd: int, folder: Path) -> LockNote:
     told = _opened(text)
     if told is not None and len(told) == 5:
         made = _number(told[1]) if told[4] == sum_of(str(folder)) else 0
-        return LockNote(_number(told[0]), made, Noted(_number(told[2]), told[3].strip("-"), where))
+        return LockNote(_number(told[0]), made, NotedCommit(_number(told[2]), told[3].strip("-"), where))
     lines = text.decode("ascii", "replace").split("\n")
     if 3 <= len(lines) <= 4 and not lines[-1] and all(map(_is_number, lines[:-1])):
         # As versions before the check wrote it: the process, directories, and the commit of what is kept.
-        return LockNote(_number(lines[0]), 0, Noted(_number(lines[2]), "", where))
+        return LockNote(_number(lines[0]), 0, NotedCommit(_number(lines[2]), "", where))
     return LockNote(_number(lines[0]))
 
 
@@ -125,22 +125,22 @@ class Witness:
             os.close(fd)
 
 
-def read_witness(folder: Path) -> Noted:
+def read_witness(folder: Path) -> NotedCommit:
     """Return what the files of a directory were last written under; nothing where nobody says it."""
     path = folder / WITNESS_NAME
     try:
         fd = os.open(path, os.O_RDONLY | _FLAGS)
     except OSError:
-        return Noted()
+        return NotedCommit()
     try:
         told = _opened(os.pread(fd, _MOST_BYTES, 0))
     except OSError:
-        return Noted()
+        return NotedCommit()
     finally:
         os.close(fd)
     if told is None or len(told) != 3 or told[0] != "tierstore witness":
-        return Noted()
-    return Noted(_number(told[2]), told[1], str(path), is_witness=True)
+        return NotedCommit()
+    return NotedCommit(_number(told[2]), told[1], str(path), is_witness=True)
 
 
 def _sealed(text: bytes) -> bytes:

@@ -30,7 +30,7 @@ from tierstore.callers import opener
 from tierstore.errors import BackendError, UsageError
 from tierstore_backends.files.notes import (
     LockNote,
-    Noted,
+    NotedCommit,
     Witness,
     encode_lock,
     read_lock,
@@ -77,7 +77,7 @@ class DirectoryOwner:
     def __init__(self, folder: Path, lock_fd: int, made: int, keeping: Keeping) -> None:
         self.folder = folder
         self._keeping = keeping
-        self.noted: tuple[Noted, ...] = ()  # commits that are known to have come to their end
+        self.noted: tuple[NotedCommit, ...] = ()  # commits that are known to have come to their end
         self._note = LockNote()
         self._witness = Witness(folder)
         self._lock_fd: int | None = lock_fd
@@ -144,7 +144,7 @@ class DirectoryOwner:
 
     def note_commit(self, commit: int, directory: str) -> None:
         """Note that a commit of the store ``directory`` came to its end."""
-        self._note = replace(self._note, noted=Noted(commit, sum_of(directory)))
+        self._note = replace(self._note, noted=NotedCommit(commit, sum_of(directory)))
         for write in (self._write_note, lambda: self._witness.note(commit, directory)):
             with contextlib.suppress(OSError):  # they are witnesses, no promises
                 write()

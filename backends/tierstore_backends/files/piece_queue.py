@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from tierstore_backends.files.transfer import Direction, Piece
+from tierstore_backends.files.transfer import Direction, Fragment
 
 BATCH_PIECES = 512
 """The most pieces in one call: each needs two I/O vectors at most, and Linux takes 1,024."""
 
 
-class PieceQueue:
+class FragmentQueue:
     """One direction's queue.
 
     Args:
@@ -30,15 +30,15 @@ class PieceQueue:
     def __init__(self, batch_bytes: int, segment_bytes: int) -> None:
         self._batch_bytes = batch_bytes
         self._segment_bytes = segment_bytes
-        self._order: deque[Piece] = deque()  # also those taken along, until they come to the front
-        self._by_start: dict[int, Piece] = {}  # waiting pieces only; two reads of one slot: the later
-        self._by_end: dict[int, Piece] = {}
+        self._order: deque[Fragment] = deque()  # also those taken along, until they come to the front
+        self._by_start: dict[int, Fragment] = {}  # waiting pieces only; two reads of one slot: the later
+        self._by_end: dict[int, Fragment] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: Fragment) -> None:
         """Let ``piece`` wait."""
         piece.is_queued = True
         self._order.append(piece)
@@ -46,7 +46,7 @@ class PieceQueue:
         self._by_end[piece.end] = piece
         self._count += 1
 
-    def take(self, most: int) -> list[Piece]:
+    def take(self, most: int) -> list[Fragment]:
         """Return the oldest piece and its neighbours: at most ``most``, in file order; or none."""
         while self._order:
             oldest = self._order.popleft()
@@ -55,9 +55,9 @@ class PieceQueue:
                 return self._with_neighbours(oldest, min(most, BATCH_PIECES))
         return []
 
-    def _with_neighbours(self, oldest: Piece, most: int) -> list[Piece]:
+    def _with_neighbours(self, oldest: Fragment, most: int) -> list[Fragment]:
         room = self._batch_bytes - (oldest.end - oldest.address)
-        above: list[Piece] = []
+        above: list[Fragment] = []
         end = oldest.end
         while len(above) + 1 < most and end % self._segment_bytes:
             piece = self._by_start.get(end)
@@ -67,7 +67,7 @@ class PieceQueue:
             above.append(piece)
             room -= piece.end - end
             end = piece.end
-        below: list[Piece] = []
+        below: list[Fragment] = []
         start = oldest.address
         while len(above) + len(below) + 1 < most and start % self._segment_bytes:
             piece = self._by_end.get(start)
@@ -80,7 +80,7 @@ class PieceQueue:
         below.reverse()
         return [*below, oldest, *above]
 
-    def _remove(self, piece: Piece) -> None:
+    def _remove(self, piece: Fragment) -> None:
         piece.is_queued = False
         self._count -= 1
         if self._by_start.get(piece.address) is piece:
@@ -89,7 +89,7 @@ class PieceQueue:
             del self._by_end[piece.end]
 
 
-class PieceQueues:
+class FragmentQueues:
     """A queue for each direction; whoever takes gets reads before writes (rule 1 of an engine).
 
     Args:
@@ -98,18 +98,18 @@ class PieceQueues:
     """
 
     def __init__(self, batch_bytes: int, segment_bytes: int) -> None:
-        self.reads = PieceQueue(batch_bytes, segment_bytes)
-        self.writes = PieceQueue(batch_bytes, segment_bytes)
+        self.reads = FragmentQueue(batch_bytes, segment_bytes)
+        self.writes = FragmentQueue(batch_bytes, segment_bytes)
 
     def __bool__(self) -> bool:
         return bool(self.reads or self.writes)
 
-    def put(self, pieces: Sequence[Piece]) -> None:
+    def put(self, pieces: Sequence[Fragment]) -> None:
         """Let pieces of one transfer wait."""
         queue = self.reads if pieces[0].transfer.direction is Direction.READ else self.writes
         for piece in pieces:
             queue.put(piece)
 
-    def take(self, most: int) -> list[Piece]:
+    def take(self, most: int) -> list[Fragment]:
         """Return the oldest read and its neighbours, or else those of a write: at most ``most``; or none."""
         return self.reads.take(most) or self.writes.take(most)

@@ -6,7 +6,7 @@ Rule 2: where there is none nobody is in, and nobody can be kept out, for a file
 So the reader looks at the end whether the manifest is still what it was: what one commit named stays where
 it is until the next, which changes the manifest.
 
-Stands where a `DirectoryOwner` or `Owners` would, and does nothing of what changes a directory.
+Stands where a `DirectoryOwner` or `DirectoryLocks` would, and does nothing of what changes a directory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore.errors import BackendError
-from tierstore_backends.files.notes import Noted, read_lock, read_witness
+from tierstore_backends.files.notes import NotedCommit, read_lock, read_witness
 from tierstore_backends.files.owner import MANIFEST_NAME, lock_shared, unlock
 from tierstore_backends.paths import explain
 
 _Signs = tuple[object, ...]
 
 
-class Reader:
+class SharedLock:
     """The right to look at one directory, or at several of one store.
 
     Args:
@@ -40,7 +40,7 @@ class Reader:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folder = folders[0]
-        self.noted: tuple[Noted, ...] = ()
+        self.noted: tuple[NotedCommit, ...] = ()
         self._locks: list[int] = []
         try:
             for folder in folders:

@@ -17,18 +17,18 @@ from pathlib import Path
 
 from tierstore.errors import BackendError, IntegrityError
 from tierstore_backends.files.drives import DriveFiles, split_by_drive
-from tierstore_backends.files.ground import Ground, check_drives, check_nothing_is_kept, require_kept, settled
+from tierstore_backends.files.ground import Volume, check_drives, check_nothing_is_kept, require_kept, settled
 from tierstore_backends.files.identity import store_of
 from tierstore_backends.files.manifest import Manifest
 from tierstore_backends.files.options import FilesOptions
 from tierstore_backends.files.owner import MANIFEST_NAME, Keeping, segment_name
 from tierstore_backends.files.premises import check_premises
 from tierstore_backends.files.probe import IoMode, probe_reading
-from tierstore_backends.files.reader import Reader
-from tierstore_backends.files.recovery import Recovered, find_missing, recover
+from tierstore_backends.files.reader import SharedLock
+from tierstore_backends.files.recovery import RecoveredRecords, find_missing, recover
 from tierstore_backends.files.rows import Row
 from tierstore_backends.files.segments import Segments
-from tierstore_backends.files.syscalls import Ring, Streams, Syscalls
+from tierstore_backends.files.syscalls import FileStreams, Ring, Syscalls
 from tierstore_backends.paths import explain
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -49,7 +49,7 @@ class ReadOnly:
         del fd, vector, offset
         raise _refusal()
 
-    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> FileStreams:
         """Refuse: streams are opened to be written."""
         del path_of, executor
         raise _refusal()
@@ -87,7 +87,7 @@ def _refusal() -> OSError:
 
 def reading_ground(
     capacity_bytes: int, options: FilesOptions, syscalls: Syscalls, *, stride_bytes: int
-) -> tuple[Ground, Manifest, Recovered]:
+) -> tuple[Volume, Manifest, RecoveredRecords]:
     """Look into a directory, or several of one store; find what is kept there.
 
     Args:
@@ -108,7 +108,7 @@ def reading_ground(
     store = store_of(options.folders)
     if not (options.path / MANIFEST_NAME).exists():
         check_nothing_is_kept(options.folders, store)
-    reader = Reader(options.folders)
+    reader = SharedLock(options.folders)
     try:
         manifest, rows = _manifest(options, reader)
         check_drives(options.folders, store, manifest)
@@ -122,7 +122,7 @@ def reading_ground(
     return ground, manifest, recovered
 
 
-def _manifest(options: FilesOptions, reader: Reader) -> tuple[Manifest, Sequence[Row]]:
+def _manifest(options: FilesOptions, reader: SharedLock) -> tuple[Manifest, Sequence[Row]]:
     try:
         return Manifest.look(options.path, salvage=options.salvage, noted=reader.noted)
     except IntegrityError:
@@ -133,12 +133,12 @@ def _manifest(options: FilesOptions, reader: Reader) -> tuple[Manifest, Sequence
 def _stand(
     capacity_bytes: int,
     options: FilesOptions,
-    reader: Reader,
+    reader: SharedLock,
     manifest: Manifest,
-    recovered: Recovered,
+    recovered: RecoveredRecords,
     syscalls: Syscalls,
     stride_bytes: int,
-) -> Ground:
+) -> Volume:
     meta = manifest.meta
     modes = [
         probe_reading(

@@ -19,21 +19,21 @@ from tierstore_backends.files.layout import Extent
 from tierstore_backends.files.meta import Meta
 from tierstore_backends.files.rows import (
     NOWHERE,
-    Place,
-    PlaceError,
+    RecordLocation,
+    RecordLocationError,
     Row,
     Sums,
     decode_place,
     decode_text,
 )
 from tierstore_backends.files.segments import Files
-from tierstore_backends.files.transfer import FileSlot, SlotState
+from tierstore_backends.files.transfer import FileSlot, FileSlotState
 
 _LONGEST_TOLD = 200  # characters of a name, in a message
 
 
 @dataclass(slots=True)
-class Recovered:
+class RecoveredRecords:
     """What a manifest's rows stand for.
 
     Attributes:
@@ -54,7 +54,7 @@ class Recovered:
 
     def lose(self, slot: FileSlot, why: str) -> None:
         """Say that the bytes of ``slot`` are not there."""
-        slot.state = SlotState.RESERVED
+        slot.state = FileSlotState.RESERVED
         self.lost[slot] = IntegrityError(why)
 
     def fit(self, capacity_bytes: int) -> None:
@@ -66,7 +66,7 @@ class Recovered:
             self.live = sorted(extent for slot in self.slots for extent in slot.extents)
 
 
-def recover(rows: Sequence[Row], meta: Meta, manifest: str, *, is_older: bool = False) -> Recovered:
+def recover(rows: Sequence[Row], meta: Meta, manifest: str, *, is_older: bool = False) -> RecoveredRecords:
     """Make the slots of ``rows``, which are whole.
 
     Args:
@@ -75,12 +75,12 @@ def recover(rows: Sequence[Row], meta: Meta, manifest: str, *, is_older: bool = 
         manifest: its name, for messages.
         is_older: whether the files were written since, so that only checksums tell what is still there.
     """
-    recovered = Recovered(rows)
+    recovered = RecoveredRecords(rows)
     for row in rows:
         nbytes, place, fault = _told(row, meta)
         slot = FileSlot(nbytes, place.extents, None, place.block_bytes)
         slot.sums = place.sums
-        slot.state = SlotState.WRITTEN
+        slot.state = FileSlotState.WRITTEN
         recovered.slots.append(slot)
         if place.kind is Sums.LOST and fault is None:
             recovered.lose(slot, f"the bytes of {_name(row)} were lost: {manifest} says so")
@@ -99,7 +99,7 @@ def recover(rows: Sequence[Row], meta: Meta, manifest: str, *, is_older: bool = 
     return recovered
 
 
-def _told(row: Row, meta: Meta) -> tuple[int, Place, str | None]:
+def _told(row: Row, meta: Meta) -> tuple[int, RecordLocation, str | None]:
     """Return how many bytes a row's record has, and where; without what cannot be, and why it cannot."""
     nbytes = row[4]
     fault = number_fault(nbytes, meta)
@@ -107,7 +107,7 @@ def _told(row: Row, meta: Meta) -> tuple[int, Place, str | None]:
         return 0, NOWHERE, fault
     try:
         place = decode_place(row[5])
-    except PlaceError as error:
+    except RecordLocationError as error:
         return nbytes, NOWHERE, str(error)
     if place == NOWHERE:
         return nbytes, place, None
@@ -121,7 +121,7 @@ def _name(row: Row) -> str:
     return repr(name) if len(name) <= _LONGEST_TOLD else f"{name[:_LONGEST_TOLD]!r}..."
 
 
-def find_missing(recovered: Recovered, segments: Files) -> list[int]:
+def find_missing(recovered: RecoveredRecords, segments: Files) -> list[int]:
     """Find slots that lie beyond the end of their file: their bytes are lost.
 
     Returns:
@@ -152,7 +152,7 @@ def _first_missing(slot: FileSlot, segments: Files) -> int | None:
     return None
 
 
-def _settle(recovered: Recovered, manifest: str) -> None:
+def _settle(recovered: RecoveredRecords, manifest: str) -> None:
     """Find the live extents; where two slots have an address, the older one loses its own."""
     owned = sorted(
         (start, end, position) for position, slot in enumerate(recovered.slots) for start, end in slot.extents
@@ -176,12 +176,12 @@ def _settle(recovered: Recovered, manifest: str) -> None:
     recovered.live = sorted(extent for slot in recovered.slots for extent in slot.extents)
 
 
-def _age(recovered: Recovered, position: int) -> tuple[int, int]:
+def _age(recovered: RecoveredRecords, position: int) -> tuple[int, int]:
     """Return what is greater for the newer of two slots."""
     return recovered.rows[position][1], position
 
 
-def _displace(recovered: Recovered, older: int, newer: int, manifest: str) -> None:
+def _displace(recovered: RecoveredRecords, older: int, newer: int, manifest: str) -> None:
     """Let one slot lose its addresses to another, or to itself."""
     slot = recovered.slots[older]
     slot.extents = ()

@@ -29,7 +29,7 @@ from typing import Final
 
 from tierstore.alone import fault_alone
 from tierstore.errors import BackendError, InvariantError
-from tierstore_backends.files.syscalls import Call
+from tierstore_backends.files.syscalls import KernelCall
 from tierstore_backends.files.transfer import Direction
 
 # <linux/io_uring.h>: opcode, flags, priority, fd, offset, address, length, flags of the operation, user data
@@ -90,7 +90,7 @@ class UringRing:
             self.close()
             raise
 
-    def put(self, token: int, call: Call) -> None:
+    def put(self, token: int, call: KernelCall) -> None:
         """See `Ring`."""
         is_write = call.direction is Direction.WRITE
         if len(call.vector) == 1:

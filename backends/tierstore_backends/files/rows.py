@@ -51,7 +51,7 @@ class Sums(enum.Enum):
     LOST = 2  # an earlier opening found that they are not there
 
 
-class Place(NamedTuple):
+class RecordLocation(NamedTuple):
     """Where a record's bytes are, and what tells that they are right."""
 
     extents: tuple[Extent, ...]
@@ -61,10 +61,10 @@ class Place(NamedTuple):
 
 
 _KINDS = tuple(Sums)
-NOWHERE = Place((), (), Sums.LOST, 0)
+NOWHERE = RecordLocation((), (), Sums.LOST, 0)
 
 
-class Damage(enum.Enum):
+class RowDamage(enum.Enum):
     """What is left of a row."""
 
     NONE = enum.auto()
@@ -91,7 +91,7 @@ def decode_note(encoded: bytes) -> str:
         return encoded.decode("utf-8", "replace")
 
 
-def encode(id_: int, version: int, name: bytes, note: bytes, nbytes: int, place: Place) -> Row:
+def encode(id_: int, version: int, name: bytes, note: bytes, nbytes: int, place: RecordLocation) -> Row:
     """Return the row of a record."""
     head = b"".join((_HEAD.pack(id_, version, nbytes, len(name)), name, note))
     numbers = [address for extent in place.extents for address in extent]
@@ -114,11 +114,11 @@ def row_check(place: bytes) -> int:
     return int.from_bytes(place[:8], "little")
 
 
-class PlaceError(ValueError):
+class RecordLocationError(ValueError):
     """What is in the column ``place`` was never encoded here, although it has its check."""
 
 
-def decode_place(place: bytes) -> Place:
+def decode_place(place: bytes) -> RecordLocation:
     """Return what `encode` was given.  Of a row that is not damaged.
 
     Raises:
@@ -126,14 +126,16 @@ def decode_place(place: bytes) -> Place:
     """
     if len(place) == _SIMPLE.size and place[20:28] == _ONE_EXTENT:
         _, _, block_bytes, _, _, _, start, end, total = _SIMPLE.unpack(place)
-        return Place(((start, end),), (total,), Sums.KEPT, block_bytes)
+        return RecordLocation(((start, end),), (total,), Sums.KEPT, block_bytes)
     _, _, block_bytes, kind, zero, count = _PLACE.unpack_from(place)
     many, rest = divmod(len(place) - _PLACE.size, 8)
     if kind >= len(_KINDS) or zero or rest or many < 2 * count:
-        raise PlaceError(f"{len(place)} bytes that say {count} extents and {kind} as the kind of sums")
+        raise RecordLocationError(
+            f"{len(place)} bytes that say {count} extents and {kind} as the kind of sums"
+        )
     numbers = struct.unpack_from(f"<{many}Q", place, _PLACE.size)
     extents = tuple(zip(numbers[: 2 * count : 2], numbers[1 : 2 * count : 2], strict=True))
-    return Place(extents, numbers[2 * count :], _KINDS[kind], block_bytes)
+    return RecordLocation(extents, numbers[2 * count :], _KINDS[kind], block_bytes)
 
 
 def is_whole(*raw: object) -> bool:
@@ -156,7 +158,7 @@ def as_row(raw: Sequence[object]) -> Row | None:
             return None
 
 
-def mend(raw: Sequence[object], *, search: bool = True) -> tuple[Row | None, Damage]:
+def mend(raw: Sequence[object], *, search: bool = True) -> tuple[Row | None, RowDamage]:
     """Return a whole row with what is left of one that is not, and what that is.
 
     Args:
@@ -165,16 +167,16 @@ def mend(raw: Sequence[object], *, search: bool = True) -> tuple[Row | None, Dam
     """
     broken = as_row(raw)
     if broken is None:
-        return None, Damage.ALL
+        return None, RowDamage.ALL
     id_, version, name, note, nbytes, place = broken
     if search and len(name) + len(note) + len(place) <= MENDED_BYTES:
         for row in _one_bit_away(broken):
             if is_whole(*row):
-                return row, Damage.REPAIRED
+                return row, RowDamage.REPAIRED
     head = b"".join((_HEAD.pack(id_, version, nbytes, len(name)), name, note))
     if xxhash.xxh3_64_digest(head)[::-1] == place[8:16]:
-        return encode(id_, version, name, note, nbytes, NOWHERE), Damage.PLACE
-    return None, Damage.ALL
+        return encode(id_, version, name, note, nbytes, NOWHERE), RowDamage.PLACE
+    return None, RowDamage.ALL
 
 
 def _one_bit_away(row: Row) -> Iterator[Row]:

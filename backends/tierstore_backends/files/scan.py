@@ -28,8 +28,8 @@ from tierstore_backends.files.meta import (
     decode_meta,
     meta_sum,
 )
-from tierstore_backends.files.notes import Noted
-from tierstore_backends.files.rows import MENDED_BYTES, Damage, Row, as_row, flips, is_whole, mend
+from tierstore_backends.files.notes import NotedCommit
+from tierstore_backends.files.rows import MENDED_BYTES, Row, RowDamage, as_row, flips, is_whole, mend
 
 _log = logging.getLogger("tierstore.files")
 
@@ -95,7 +95,7 @@ class Scan:
         finally:
             self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, before)
 
-    def judge(self, *, salvage: bool, noted: Sequence[Noted]) -> None:
+    def judge(self, *, salvage: bool, noted: Sequence[NotedCommit]) -> None:
         """Raise if a name is lost, or the files are not its own, and nobody said to go on."""
         age = self._age(noted)
         self.is_older = age is not None
@@ -116,7 +116,7 @@ class Scan:
             raise IntegrityError(f"{message}. Nothing was changed. salvage=True goes on with what is there")
         _log.error("%s. Going on with what is there", message)
 
-    def _age(self, noted: Sequence[Noted]) -> str | None:
+    def _age(self, noted: Sequence[NotedCommit]) -> str | None:
         """Say how the manifest is not that of the files, if so."""
         directory = self.meta.directory
         for each in noted:
@@ -239,7 +239,7 @@ class Scan:
         self._damage.append(f"{len(broken)} rows have wrong checksums")
         mended = [mend(each, search=self._can_search(each)) for each in broken]
         rows += [row for row, _ in mended if row is not None]
-        return rows, all(damage is Damage.REPAIRED for _, damage in mended)
+        return rows, all(damage is RowDamage.REPAIRED for _, damage in mended)
 
     def _can_search(self, raw: Sequence[object]) -> bool:
         """Whether there is time to look for a flipped bit in a row."""

@@ -15,18 +15,18 @@ from tierstore.units import align_up, format_bytes
 from tierstore_backends.files.bandwidth import measure_all
 from tierstore_backends.files.drives import Drive, disk_bytes, split_by_drive
 from tierstore_backends.files.layout import Extent
-from tierstore_backends.files.notes import Noted
+from tierstore_backends.files.notes import NotedCommit
 from tierstore_backends.files.options import FilesOptions
 from tierstore_backends.files.owner import DirectoryOwner, Keeping
 from tierstore_backends.files.probe import IoMode
-from tierstore_backends.files.reader import Reader
+from tierstore_backends.files.reader import SharedLock
 from tierstore_backends.files.segments import Segments
 from tierstore_backends.files.space import Space
 from tierstore_backends.files.stripes import Stripes, allot
 from tierstore_backends.files.syscalls import Syscalls
 
 
-class Owners:
+class DirectoryLocks:
     """The right to several directories.  See `tierstore_backends.files.owner.DirectoryOwner`."""
 
     def __init__(self, owners: Sequence[DirectoryOwner]) -> None:
@@ -34,7 +34,7 @@ class Owners:
         self._owners = owners
 
     @classmethod
-    def claim(cls, folders: Sequence[Path], keeping: Keeping) -> Owners:
+    def claim(cls, folders: Sequence[Path], keeping: Keeping) -> DirectoryLocks:
         """Own all of ``folders``, or none of them.
 
         Raises:
@@ -50,7 +50,7 @@ class Owners:
         return cls(owners)
 
     @property
-    def noted(self) -> tuple[Noted, ...]:
+    def noted(self) -> tuple[NotedCommit, ...]:
         """Commits that are known to have come to their end."""
         return tuple(noted for owner in self._owners for noted in owner.noted)
 
@@ -88,13 +88,17 @@ class Owners:
             owner.disown()
 
 
-Right = DirectoryOwner | Owners | Reader
+Right = DirectoryOwner | DirectoryLocks | SharedLock
 """What a backend has of its directories."""
 
 
-def claim(folders: Sequence[Path], keeping: Keeping) -> DirectoryOwner | Owners:
-    """Own one directory or several.  See `Owners.claim`."""
-    return Owners.claim(folders, keeping) if len(folders) > 1 else DirectoryOwner.claim(folders[0], keeping)
+def claim(folders: Sequence[Path], keeping: Keeping) -> DirectoryOwner | DirectoryLocks:
+    """Own one directory or several.  See `DirectoryLocks.claim`."""
+    return (
+        DirectoryLocks.claim(folders, keeping)
+        if len(folders) > 1
+        else DirectoryOwner.claim(folders[0], keeping)
+    )
 
 
 def with_common_alignment(modes: Sequence[IoMode]) -> list[IoMode]:

@@ -16,7 +16,7 @@ from tierstore_backends.files.layout import Extent, Layout
 from tierstore_backends.files.segments import Segments
 
 
-class Room(Protocol):
+class FileSpace(Protocol):
     """Room in files, wherever they are.  See `Space`, in one directory, for the rest."""
 
     def reserve(self, nbytes: int) -> tuple[Extent, ...]:

@@ -13,12 +13,12 @@ from pathlib import Path
 import aiofiles
 from aiofiles.threadpool.binary import AsyncFileIO
 
-from tierstore_backends.files.syscalls import Call
+from tierstore_backends.files.syscalls import KernelCall
 from tierstore_backends.files.transfer import Direction
 
 
 class AioStreams:
-    """One task's files.  See `tierstore_backends.files.syscalls.Streams`.
+    """One task's files.  See `tierstore_backends.files.syscalls.FileStreams`.
 
     Args:
         path_of: names the file that holds an address.
@@ -30,8 +30,8 @@ class AioStreams:
         self._executor = executor
         self._open: dict[Path, AsyncFileIO] = {}
 
-    async def move(self, call: Call) -> int:
-        """See `Streams`."""
+    async def move(self, call: KernelCall) -> int:
+        """See `FileStreams`."""
         file = await self._file(self._path_of(call.address))
         await file.seek(call.offset)
         moved = 0
@@ -44,7 +44,7 @@ class AioStreams:
         return moved
 
     async def close(self) -> None:
-        """See `Streams`."""
+        """See `FileStreams`."""
         while self._open:
             _, file = self._open.popitem()
             await file.close()

@@ -132,7 +132,7 @@ def allot(
 
 
 class Stripes:
-    """Room on several drives.  See `tierstore_backends.files.space.Room`.
+    """Room on several drives.  See `tierstore_backends.files.space.FileSpace`.
 
     Args:
         drives: each with its share of the capacity.

@@ -26,7 +26,7 @@ MOST_ENTRIES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """Bytes to move, in one go, between memory and a file.
 
     Attributes:
@@ -44,10 +44,10 @@ class Call:
     offset: int
 
 
-class Streams(Protocol):
+class FileStreams(Protocol):
     """Files that are opened by name and moved through by one task at a time."""
 
-    async def move(self, call: Call) -> int:
+    async def move(self, call: KernelCall) -> int:
         """Carry ``call`` out, or a first part of it; return how many bytes moved.
 
         Raises:
@@ -63,7 +63,7 @@ class Streams(Protocol):
 class Ring(Protocol):
     """Calls that are under way in the kernel, all at a time.  One thread has it, but for `wake`."""
 
-    def put(self, token: int, call: Call) -> None:
+    def put(self, token: int, call: KernelCall) -> None:
         """Have ``call`` carried out from the next `submit` on.
 
         There are at most as many calls between this and `reap` as the ring was opened for.
@@ -106,7 +106,7 @@ class Syscalls(Protocol):
         """Write ``vector`` at ``offset``; return how many bytes went."""
         ...
 
-    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> FileStreams:
         """Return files that are opened when they are first used, in the threads of ``executor``.
 
         Args:
@@ -165,7 +165,7 @@ class _Kernel:
     def write(self, fd: int, vector: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, vector, offset)
 
-    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> Streams:
+    def open_streams(self, path_of: Callable[[int], Path], executor: Executor) -> FileStreams:
         from tierstore_backends.files.streams import AioStreams  # asyncio is only for who asks for it
 
         return AioStreams(path_of, executor)

@@ -16,7 +16,7 @@ from tierstore.units import align_up
 from tierstore_backends.files.layout import Extent
 
 
-class SlotState(enum.Enum):
+class FileSlotState(enum.Enum):
     """What may be done with a slot."""
 
     RESERVED = enum.auto()  # write, free: there are no bytes, or a write of them failed
@@ -42,7 +42,7 @@ class FileSlot:
         self.home = home
         self.block_bytes = block_bytes
         self.failed_syncs = 0  # how many there had been when it was written
-        self.state = SlotState.RESERVED
+        self.state = FileSlotState.RESERVED
         self.sums: tuple[int, ...] = ()  # of each piece, once written; none if none are kept
 
     @property
@@ -63,7 +63,7 @@ class Direction(enum.Enum):
     WRITE = enum.auto()
 
 
-class Moving(Protocol):
+class FragmentOwner(Protocol):
     """What a piece belongs to, and who is to be told when the last of its pieces has ended."""
 
     direction: Direction
@@ -81,7 +81,7 @@ class Moving(Protocol):
         ...
 
 
-class Transfer:
+class IoRequest:
     """One ``read`` or ``write``, of one slot or of a batch of them, under way.
 
     Small on purpose: every object that lives as long as a transfer makes the garbage collector
@@ -100,7 +100,7 @@ class Transfer:
         self.slots = slots
         self.buffers = buffers  # until it has ended
         self.completion = Completion()
-        self.pieces: Sequence[Piece] = ()  # until it has ended
+        self.pieces: Sequence[Fragment] = ()  # until it has ended
         self.ready: Callable[[], None] | None = None  # buffers on a device: waits until they may be used
         self.remaining = 0  # pieces not yet moved; guarded by the engine
 
@@ -125,13 +125,13 @@ class Transfer:
         else:
             self.completion.complete(errors.get(0))
 
-    def _keep(self, pieces: Sequence[Piece], errors: Mapping[int, BaseException]) -> None:
+    def _keep(self, pieces: Sequence[Fragment], errors: Mapping[int, BaseException]) -> None:
         """Note at the slots what was written there."""
         # As many as slots, and each its slot's first: one piece a slot, and none without.
         if len(pieces) == len(self.slots) and not errors and not any(piece.index for piece in pieces):
             for slot, piece in zip(self.slots, pieces, strict=True):
                 slot.sums = () if piece.sum is None else (piece.sum,)
-                slot.state = SlotState.WRITTEN
+                slot.state = FileSlotState.WRITTEN
             return
         sums: list[list[int]] = [[] for _ in self.slots]
         for piece in pieces:
@@ -140,10 +140,10 @@ class Transfer:
         for part, slot in enumerate(self.slots):
             if part not in errors:
                 slot.sums = tuple(sums[part])
-                slot.state = SlotState.WRITTEN
+                slot.state = FileSlotState.WRITTEN
 
 
-class Piece:
+class Fragment:
     """A part of a transfer that one system call can move.
 
     ``[start, stop)`` are bytes of the caller's buffer number ``part``, ``[address, end)`` the
@@ -154,7 +154,7 @@ class Piece:
     __slots__ = ("address", "end", "error", "index", "is_queued", "part", "start", "stop", "sum", "transfer")
 
     def __init__(
-        self, transfer: Moving, part: int, index: int, start: int, stop: int, extent: Extent
+        self, transfer: FragmentOwner, part: int, index: int, start: int, stop: int, extent: Extent
     ) -> None:
         self.transfer = transfer
         self.part = part
@@ -184,22 +184,22 @@ def by_piece(slot: FileSlot, segment_bytes: int) -> Iterator[FileSlot]:
     for extent, total in zip(extents, slot.sums, strict=True):
         part = FileSlot(min(left_bytes, extent[1] - extent[0]), (extent,), slot.home, slot.block_bytes)
         part.sums = (total,)
-        part.state = SlotState.WRITTEN
+        part.state = FileSlotState.WRITTEN
         left_bytes -= part.nbytes
         yield part
 
 
-def cut(transfer: Transfer, *, segment_bytes: int) -> list[Piece]:
+def cut(transfer: IoRequest, *, segment_bytes: int) -> list[Fragment]:
     """Cut a transfer into pieces of at most a block of their slot that lie in one file each."""
-    pieces: list[Piece] = []
+    pieces: list[Fragment] = []
     for part, slot in enumerate(transfer.slots):
         if len(slot.extents) == 1 and _is_whole(slot.extents[0], slot.block_bytes, segment_bytes):
-            pieces.append(Piece(transfer, part, 0, 0, slot.nbytes, slot.extents[0]))
+            pieces.append(Fragment(transfer, part, 0, 0, slot.nbytes, slot.extents[0]))
             continue
         start = 0
         for index, extent in enumerate(parts(slot.extents, slot.block_bytes, segment_bytes)):
             stop = min(slot.nbytes, start + extent[1] - extent[0])
-            pieces.append(Piece(transfer, part, index, start, stop, extent))
+            pieces.append(Fragment(transfer, part, index, start, stop, extent))
             start = stop
     transfer.pieces = pieces
     transfer.remaining = len(pieces)

@@ -64,7 +64,7 @@ _OFFSET_MASK = (1 << _SPAN_BITS) - 1
 _log = logging.getLogger("tierstore")
 
 
-class _Place(NamedTuple):
+class _SlotRange(NamedTuple):
     """Where a slot lies.  A slot without bytes has none."""
 
     start: int
@@ -142,7 +142,7 @@ class PinnedPool:
         except (CapacityError, BackendError):
             self._quota.give(nbytes)
             raise
-        return host.HostSlot(memory, place=_Place(start, room_bytes))
+        return host.HostSlot(memory, place=_SlotRange(start, room_bytes))
 
     def read(self, slot: Slot, into: Buffer) -> Completion:
         """Copy the slot's bytes into ``into`` before returning."""
@@ -160,7 +160,7 @@ class PinnedPool:
         except BackendError as error:
             return Completion.done(error)
         try:
-            if isinstance(owned.place, _Place) and not self._is_closed:
+            if isinstance(owned.place, _SlotRange) and not self._is_closed:
                 self._give(owned.place)
         except BackendError as error:
             return Completion.done(error)
@@ -383,7 +383,7 @@ class PinnedPool:
                 )
         return block
 
-    def _give(self, place: _Place) -> None:
+    def _give(self, place: _SlotRange) -> None:
         number = place.start >> _SPAN_BITS
         with self._lock:
             if number in self._extra:

@@ -27,7 +27,7 @@ from tierstore.errors import IntegrityError
 from tierstore_backends.zarr.codecs import Bytes, Chain, view, wrap
 from tierstore_backends.zarr.failures import brief, explain, is_transient
 from tierstore_backends.zarr.layout import GROUP_DOCUMENT, array_document, chunk_key, document_key
-from tierstore_backends.zarr.places import Place
+from tierstore_backends.zarr.places import OpenStore
 from tierstore_backends.zarr.slots import Form, StoredChunk, ZarrSlot
 
 _PAYS = 15 / 16  # a codec that gains less on a slot's first chunk is not worth decoding
@@ -70,7 +70,7 @@ class Arrays:
 
     def __init__(
         self,
-        place: Place,
+        place: OpenStore,
         group: str,
         codec: Chain,
         *,

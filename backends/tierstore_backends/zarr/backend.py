@@ -11,7 +11,7 @@ from tierstore.errors import CapacityError, StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import format_bytes
 from tierstore_backends.buffers import check_buffer
-from tierstore_backends.ending import Ending
+from tierstore_backends.ending import BackendLifetime
 from tierstore_backends.quota import Quota
 from tierstore_backends.zarr import owner
 from tierstore_backends.zarr.arrays import Arrays, CodecCounts
@@ -19,8 +19,8 @@ from tierstore_backends.zarr.failures import explain, forget_frames
 from tierstore_backends.zarr.layout import cut
 from tierstore_backends.zarr.loop import LoopThread
 from tierstore_backends.zarr.options import ZarrOptions
-from tierstore_backends.zarr.places import Place, open_place
-from tierstore_backends.zarr.slots import SlotState, ZarrSlot
+from tierstore_backends.zarr.places import OpenStore, open_place
+from tierstore_backends.zarr.slots import ArraySlotState, ZarrSlot
 
 
 class ZarrBackend:
@@ -48,7 +48,7 @@ class ZarrBackend:
             self._loop.close()
             raise
         # A fork's child has no loop, and the arrays are its parent's: nothing that it could let go of.
-        self._ending = Ending(self, lambda: None, _shut, self._loop, self._arrays, claim)
+        self._ending = BackendLifetime(self, lambda: None, _shut, self._loop, self._arrays, claim)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -96,7 +96,7 @@ class ZarrBackend:
             StoreClosed: after ``close``.
         """
         own = self._own(slot)
-        if own.state is not SlotState.WRITTEN and own.nbytes:
+        if own.state is not ArraySlotState.WRITTEN and own.nbytes:
             raise UsageError(f"{own} holds no bytes: nothing was written there, or writing failed")
         check_buffer(into, own.nbytes)
         if not own.nbytes:
@@ -117,7 +117,7 @@ class ZarrBackend:
         own = self._own(slot)
         check_buffer(source, own.nbytes)
         if not own.nbytes:
-            own.state = SlotState.WRITTEN
+            own.state = ArraySlotState.WRITTEN
             return Completion.done()
         try:
             self._quota.take(own.shape.padded_bytes - own.taken_bytes)
@@ -125,7 +125,7 @@ class ZarrBackend:
             return Completion.done(error)
         own.taken_bytes = own.shape.padded_bytes
         # From here to the end of the write the old bytes are gone and the new ones not there.
-        own.state = SlotState.RESERVED
+        own.state = ArraySlotState.RESERVED
         arrays, quota = self._arrays, self._quota
         return self._begin(lambda: _write(arrays, quota, own, source))
 
@@ -140,7 +140,7 @@ class ZarrBackend:
             StoreClosed: after ``close``.
         """
         own = self._own(slot)
-        own.state = SlotState.FREED
+        own.state = ArraySlotState.FREED
         if own.form is None:  # nothing was ever stored for it
             self._quota.give(own.taken_bytes)
             return Completion.done()
@@ -204,7 +204,7 @@ class ZarrBackend:
         self._check_open()
         if not isinstance(slot, ZarrSlot) or slot.home is not self._arrays:
             raise UsageError(f"{slot!r} is not a slot of the arrays in {self._arrays.place.name}")
-        if slot.state is SlotState.FREED:
+        if slot.state is ArraySlotState.FREED:
             raise UsageError(f"{slot!r} was freed before")
         return slot
 
@@ -219,14 +219,14 @@ async def _write(arrays: Arrays, quota: Quota, slot: ZarrSlot, source: Buffer) -
     quota.give(slot.taken_bytes - stored_bytes)
     slot.taken_bytes = stored_bytes
     slot.held_bytes = min(stored_bytes, slot.nbytes)
-    slot.state = SlotState.WRITTEN
+    slot.state = ArraySlotState.WRITTEN
 
 
 async def _free(arrays: Arrays, quota: Quota, slot: ZarrSlot) -> None:
     try:
         await arrays.remove(slot)
     except BaseException:
-        slot.state = SlotState.RESERVED
+        slot.state = ArraySlotState.RESERVED
         raise
     quota.give(slot.taken_bytes)
 
@@ -257,7 +257,7 @@ async def _open(options: ZarrOptions) -> tuple[Arrays, owner.Claim]:
     return arrays, claim
 
 
-async def _claim(place: Place) -> owner.Claim:
+async def _claim(place: OpenStore) -> owner.Claim:
     try:
         return await owner.claim(place.store, place.name)
     except Exception as error:

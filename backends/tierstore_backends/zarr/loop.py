@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Work = Callable[[], None]
 
 
-class Workers(ThreadPoolExecutor):
+class LoopWorkers(ThreadPoolExecutor):
     """Daemon threads that take calls, also while the interpreter ends.
 
     A subclass, because asyncio takes no other executor as its default one.
@@ -99,7 +99,7 @@ class LoopThread:
 
     def __init__(self, workers: int) -> None:
         self._loop = asyncio.new_event_loop()
-        self._workers = Workers(workers)
+        self._workers = LoopWorkers(workers)
         self._loop.set_default_executor(self._workers)
         self._tasks: set[asyncio.Task[None]] = set()  # touched in the loop's thread only
         self._guard = threading.Lock()

@@ -32,7 +32,7 @@ _PASSWORD = re.compile(r"//[^/@\s]*@")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OpenStore:
     """An open store.
 
     Attributes:
@@ -81,7 +81,7 @@ def check_store(given: object, storage_options: Mapping[str, object] | None) -> 
         raise ConfigError("storage_options go with the URL of a remote store, which this is not")
 
 
-async def open_place(given: Store | str | Path, storage_options: Mapping[str, object] | None) -> Place:
+async def open_place(given: Store | str | Path, storage_options: Mapping[str, object] | None) -> OpenStore:
     """Open a store in the running loop.
 
     Raises:
@@ -89,11 +89,11 @@ async def open_place(given: Store | str | Path, storage_options: Mapping[str, ob
         BackendError: the store cannot be opened.
     """
     if type(given) is LocalStore:
-        return Place(PrivateStore(given.root), str(given), has_folders=True, keeps_buffers=False)
+        return OpenStore(PrivateStore(given.root), str(given), has_folders=True, keeps_buffers=False)
     if isinstance(given, Store):
-        return Place(given, str(given), keeps_buffers=type(given) not in _COPYING)
+        return OpenStore(given, str(given), keeps_buffers=type(given) not in _COPYING)
     if given == "memory://":
-        return Place(MemoryStore(), "memory://")
+        return OpenStore(MemoryStore(), "memory://")
     if isinstance(given, str) and _is_remote(given):
         return _open_url(given, storage_options or {})
     return _open_folder(Path(str(given).removeprefix("file://")))
@@ -165,7 +165,7 @@ def _is_remote(given: str) -> bool:
     return "://" in given and given != "memory://" and not given.startswith("file://")
 
 
-def _open_folder(folder: Path) -> Place:
+def _open_folder(folder: Path) -> OpenStore:
     root = folder.expanduser().absolute()  # now: the program may change its working directory later
     try:
         made = tuple(each for each in (root, *root.parents) if not each.exists())
@@ -175,10 +175,10 @@ def _open_folder(folder: Path) -> Place:
         if why is not None:
             raise BackendError(f"a zarr store cannot be kept in {root}: {why}") from error
         raise explain(error, f"making {root}") from error
-    return Place(PrivateStore(root), str(root), has_folders=True, keeps_buffers=False, made=made)
+    return OpenStore(PrivateStore(root), str(root), has_folders=True, keeps_buffers=False, made=made)
 
 
-def _open_url(url: str, storage_options: Mapping[str, object]) -> Place:
+def _open_url(url: str, storage_options: Mapping[str, object]) -> OpenStore:
     name = _PASSWORD.sub("//***@", url)
     try:
         store = FsspecStore.from_url(url, storage_options={**_OURS_ALONE, **storage_options})
@@ -189,7 +189,7 @@ def _open_url(url: str, storage_options: Mapping[str, object]) -> Place:
         ) from error
     except Exception as error:
         raise explain(error, f"opening {name}") from error
-    return Place(store, name, keeps_buffers=False)
+    return OpenStore(store, name, keeps_buffers=False)
 
 
 async def _close_sessions(fs: object) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tierstore_backends.zarr.layout import Cut, chunk_key, document_key
 
 
-class SlotState(enum.Enum):
+class ArraySlotState(enum.Enum):
     """What may be done with a slot."""
 
     RESERVED = enum.auto()  # write it, or free it: it holds no bytes
@@ -57,7 +57,7 @@ class ZarrSlot:
     home: object = field(repr=False)
     held_bytes: int = field(init=False)
     taken_bytes: int = field(init=False)
-    state: SlotState = SlotState.RESERVED
+    state: ArraySlotState = ArraySlotState.RESERVED
     form: Form | None = None
     chunks: list[StoredChunk] = field(default_factory=list, repr=False)
 

@@ -66,7 +66,7 @@ class _Buffer(NamedTuple):
         return self.owner.training and self.name.startswith("running_")
 
 
-class Buffers:
+class BufferSnapshot:
     """The buffers of a module and of all under it, taken when its forward begins.
 
     A context manager, as often as wanted: inside, the changed ones are as they were; afterwards they are
@@ -123,7 +123,7 @@ class _Parameter(NamedTuple):
     version: int
 
 
-class Before:
+class ForwardSnapshot:
     """Everything that a forward saw besides its arguments, taken when it begins.
 
     A context manager, as often as wanted: inside, it is as it was, and afterwards as it is now.  One thread
@@ -135,7 +135,7 @@ class Before:
     """
 
     def __init__(self, module: nn.Module, values: Iterable[object]) -> None:
-        self._buffers = Buffers(module)
+        self._buffers = BufferSnapshot(module)
         self._modes = [(each, each.training) for each in module.modules()]
         owned = (each for owner, _ in self._modes for each in vars(owner).values())
         found = {id(each): each for each in (*owned, *values) if isinstance(each, _GENERATORS)}

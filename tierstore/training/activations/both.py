@@ -14,6 +14,8 @@ from typing import Any
 from torch import nn
 
 from tierstore.training.activations import lines, recompute
+from tierstore.training.activations.activation_store import ActivationStore
+from tierstore.training.activations.activation_store_stats import ActivationStats
 from tierstore.training.activations.chosen import match_layers
 from tierstore.training.activations.conflicts import overlaps
 from tierstore.training.activations.layers import Names, find_layers
@@ -22,8 +24,6 @@ from tierstore.training.activations.plan import ActivationPlan, plan_layers
 from tierstore.training.activations.recompute import Recompute, RecomputeStats
 from tierstore.training.activations.sections import Sections
 from tierstore.training.activations.swap import Swap, check_tiers, warn_of_idle
-from tierstore.training.activations.vault import Vault
-from tierstore.training.activations.vault_stats import VaultStats
 
 log = logging.getLogger("tierstore")
 
@@ -41,7 +41,7 @@ class Activations:
         self.swap = swapped
 
     @property
-    def swap_stats(self) -> VaultStats | None:
+    def swap_stats(self) -> ActivationStats | None:
         """What was swapped so far; ``None``: nothing is to be."""
         return None if self.swap is None else self.swap.stats().activations
 
@@ -66,7 +66,7 @@ def apply(
     model: nn.Module,
     sections: Sections,
     layers: Names,
-    new_vault: Callable[[], Vault] | None,
+    new_activation_store: Callable[[], ActivationStore] | None,
 ) -> Activations:
     """Do what a document says about activations; log it once, in the order of the layers.
 
@@ -74,7 +74,8 @@ def apply(
         model: whose.
         sections: of the document.
         layers: names of the containers of its layers; ``None``: to be found.
-        new_vault: makes what keeps swapped activations; ``None``: nothing is offloaded, and they stay.
+        new_activation_store: makes what keeps swapped activations; ``None``: nothing is offloaded, and they
+            stay.
 
     Raises:
         ConfigError: the configuration does not fit the number of layers.
@@ -92,10 +93,10 @@ def apply(
     try:
         if sections.recompute is not None:
             done.recompute = recompute.apply(model, modules, plan)
-        if plan.swap.swap and new_vault is not None:
-            vault = new_vault()
-            check_tiers(vault.store)
-            done.swap = Swap(model, marks, vault, owns_store=False)
+        if plan.swap.swap and new_activation_store is not None:
+            activation_store = new_activation_store()
+            check_tiers(activation_store.store)
+            done.swap = Swap(model, marks, activation_store, owns_store=False)
         elif plan.swap.swap:
             log.warning("memory_offload is OFF: activations are not swapped either.")
     except BaseException:

@@ -1,7 +1,7 @@
 """A run of an operator that can be run again, and references to what it makes.
 
-A `Call` knows the operator and what it was given; a `Made` stands for one of its outputs, as whatever
-refers to it (autograd, or another call that was given the output) wants it.
+A `RecordedOp` knows the operator and what it was given; a `SavedOutput` stands for one of its outputs, as
+whatever refers to it (autograd, or another call that was given the output) wants it.
 
 1. The inputs are kept as they are until somebody saves an output; then as autograd would keep them.
 2. What was made is kept until each reference that there was then has been followed, or is no more.
@@ -37,7 +37,7 @@ Arguments = tuple[object, ...]
 Named = Mapping[str, object]
 
 
-class Input:
+class InputRef:
     """A tensor that an operator was given; kept as it is until somebody saves the operator's output.
 
     Args:
@@ -63,9 +63,9 @@ class Input:
         return None if self._storage is None else self._storage()
 
     @property
-    def call(self) -> Call | None:
+    def call(self) -> RecordedOp | None:
         """The call that made it; ``None``: it was not made by one that can be run again."""
-        return self._packed.call if isinstance(self._packed, Made) else None
+        return self._packed.call if isinstance(self._packed, SavedOutput) else None
 
     def pack(self) -> None:
         """Keep it as autograd would, by the hooks that are in force."""
@@ -79,12 +79,12 @@ class Input:
         return tensor.clone() if self._is_cloned else tensor
 
 
-class Call:
+class RecordedOp:
     """One run of an operator, which can be run again.
 
     Args:
         operator: that ran.
-        args: its arguments, with an `Input` for each tensor.
+        args: its arguments, with an `InputRef` for each tensor.
         kwargs: its named arguments, likewise.
         random: the random state that it began with.
         counts: to tell of runs.
@@ -96,7 +96,7 @@ class Call:
         args: Arguments,
         kwargs: Named,
         random: RandomState | None,
-        counts: Counts,
+        counts: RecomputeCounts,
     ) -> None:
         self.is_packed = False
         self.is_over = False
@@ -112,17 +112,17 @@ class Call:
         self._saved: set[int] = set()  # those of them that somebody has saved
         self._waiting: set[int] = set()
         self._numbers = itertools.count()
-        self._users: list[weakref.ref[Call]] = []
+        self._users: list[weakref.ref[RecordedOp]] = []
         for call in self.sources():
             call.note_user(self)
 
-    def sources(self) -> Iterator[Call]:
+    def sources(self) -> Iterator[RecordedOp]:
         """Yield the calls that made inputs."""
-        for each in found((self._args, self._kwargs), Input):
+        for each in found((self._args, self._kwargs), InputRef):
             if each.call is not None:
                 yield each.call
 
-    def note_user(self, call: Call) -> None:
+    def note_user(self, call: RecordedOp) -> None:
         """Take in that another call was given an output."""
         self._users.append(weakref.ref(call))
 
@@ -132,12 +132,12 @@ class Call:
         while due:
             due += due.pop().pack_this()
 
-    def pack_this(self) -> Sequence[Call]:
+    def pack_this(self) -> Sequence[RecordedOp]:
         """Keep the inputs; return the calls that made inputs, which have to do so as well."""
         if self.is_packed:
             return ()
         self.is_packed = True
-        for each in found((self._args, self._kwargs), Input):
+        for each in found((self._args, self._kwargs), InputRef):
             each.pack()
         return list(self.sources())
 
@@ -153,7 +153,7 @@ class Call:
 
     def was_given(self, storage: torch.UntypedStorage) -> bool:
         """Whether an input lies in a storage, and whoever changes that changes the input."""
-        return any(each.storage is storage for each in found((self._args, self._kwargs), Input))
+        return any(each.storage is storage for each in found((self._args, self._kwargs), InputRef))
 
     def settle(self) -> None:
         """Depend on the inputs no more: they are about to change.
@@ -187,11 +187,11 @@ class Call:
         """Whether somebody has saved an output."""
         return bool(self._saved)
 
-    def users(self) -> Sequence[Call]:
+    def users(self) -> Sequence[RecordedOp]:
         """Return the calls that were given outputs, and want them if they are wanted themselves."""
         return [call for each in self._users if (call := each()) is not None and not call.is_pinned]
 
-    def give_up(self) -> Sequence[Call]:
+    def give_up(self) -> Sequence[RecordedOp]:
         """Be made again no more; return the calls that were given outputs, to which the same happens."""
         if self.is_over or self.is_pinned:
             return ()
@@ -240,7 +240,7 @@ class Call:
                 values = due.pop().make_this()
         return values
 
-    def missing(self) -> Call | None:
+    def missing(self) -> RecordedOp | None:
         """Return a call that has to be made before this one; ``None``: this one can be, or is."""
         return None if self.is_made else next((call for call in self.sources() if not call.is_made), None)
 
@@ -264,19 +264,19 @@ class Call:
         random = contextlib.nullcontext() if self._random is None else self._random.again()
         # Some kernels look whether gradients are wanted.  None of the inputs asks for one.
         with torch.enable_grad(), _DisableAutocast(), natively_in_sight():
-            args = mapped(self._args, Input, Input.get)
-            kwargs = mapped(self._kwargs, Input, Input.get)
+            args = mapped(self._args, InputRef, InputRef.get)
+            kwargs = mapped(self._kwargs, InputRef, InputRef.get)
             with random:
                 result = self._operator(*args, **kwargs)
         return list(tensors_in(result))
 
 
-class Made:
+class SavedOutput:
     """A reference to an output of a run: what is saved instead of the output."""
 
     __slots__ = ("_dtype", "_index", "_is_conj", "_is_neg", "_number", "_offset", "_shape", "_stride", "call")
 
-    def __init__(self, call: Call, index: int, tensor: torch.Tensor, *, is_saved: bool) -> None:
+    def __init__(self, call: RecordedOp, index: int, tensor: torch.Tensor, *, is_saved: bool) -> None:
         self.call = call
         self._index = index
         self._dtype = tensor.dtype
@@ -307,7 +307,7 @@ def unpack(packed: object) -> torch.Tensor:
     Raises:
         RuntimeError: it was changed in place since; the text is PyTorch's.
     """
-    if isinstance(packed, Made):
+    if isinstance(packed, SavedOutput):
         return packed.tensor()
     assert isinstance(packed, Kept | Delegated)
     return restore(packed)
@@ -344,7 +344,7 @@ class RandomState(NamedTuple):
             torch.get_device_module(self.device).set_rng_state(self.state, self.device)
 
 
-class Counts:
+class RecomputeCounts:
     """What came of choosing operators.
 
     Attributes:
@@ -357,16 +357,16 @@ class Counts:
         self.made = 0
 
 
-class Givens:
+class InputIndex:
     """Which calls were given what: asked before something changes.  Storages are told by the live object."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, weakref.WeakSet[Call]] = {}
+        self._calls: dict[int, weakref.WeakSet[RecordedOp]] = {}
         self._limit = 1024  # when those without calls are looked for
 
-    def add(self, call: Call) -> None:
+    def add(self, call: RecordedOp) -> None:
         """Take a call in."""
-        for each in found(call.arguments, Input):
+        for each in found(call.arguments, InputRef):
             if each.storage is not None:
                 self._calls.setdefault(id(each.storage), weakref.WeakSet()).add(call)
         if len(self._calls) > self._limit:

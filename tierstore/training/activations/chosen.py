@@ -14,7 +14,7 @@ from tierstore.training.activations.patterns import Path, Pattern
 from tierstore.training.activations.plan import ActivationPlan, LayerMatches, LayerPlan
 from tierstore.training.activations.recompute_config import RecomputeConfig
 from tierstore.training.activations.regions import Contexts
-from tierstore.training.activations.scopes import Scope, Selection
+from tierstore.training.activations.scopes import OperatorScope, OperatorSelection
 from tierstore.training.activations.slices import Group, groups_of, is_distributed
 
 
@@ -58,11 +58,11 @@ class ChosenLayer:
     """
 
     module: nn.Module
-    selection: Selection
+    selection: OperatorSelection
     regions: list[nn.Module] = field(default_factory=list)
     has_operators: bool = False
     groups: Sequence[Group] = ()
-    _scopes: dict[nn.Module, Scope] = field(default_factory=dict)
+    _scopes: dict[nn.Module, OperatorScope] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -70,7 +70,7 @@ class ChosenLayer:
     ) -> ChosenLayer:
         """Return what a plan means."""
         again = plan.recompute
-        selection = Selection(
+        selection = OperatorSelection(
             tuple(pattern for pattern in again.operators if pattern.is_aten),
             tuple(pattern for pattern in again.exclude if pattern.is_aten),
             keeps_collectives=is_distributed() and not config.mp_comm_recompute,
@@ -84,7 +84,7 @@ class ChosenLayer:
             layer._exclude(path)
         if is_distributed():
             for path in matches.comm_exclude:
-                layer._mark(path, Scope(without_collectives=True))
+                layer._mark(path, OperatorScope(without_collectives=True))
         return layer
 
     def _choose(self, path: Path) -> None:
@@ -94,25 +94,25 @@ class ChosenLayer:
             return
         self.has_operators = True
         if module is not None:
-            self._mark(path, Scope(is_whole=True))
+            self._mark(path, OperatorScope(is_whole=True))
         elif scopes.is_operator(path[-1]):  # else it is a pattern, which the selection knows
-            self._mark(path[:-1], Scope(names=scopes.names_of([path[-1]])))
+            self._mark(path[:-1], OperatorScope(names=scopes.names_of([path[-1]])))
 
     def _exclude(self, path: Path) -> None:
         if submodule(self.module, path) is None and scopes.is_operator(path[-1]):
-            self._mark(path[:-1], Scope(excluded=scopes.names_of([path[-1]])))
+            self._mark(path[:-1], OperatorScope(excluded=scopes.names_of([path[-1]])))
 
-    def _mark(self, path: Path, scope: Scope) -> None:
+    def _mark(self, path: Path, scope: OperatorScope) -> None:
         module = submodule(self.module, path)
         if module is not None:
-            self._scopes[module] = self._scopes.get(module, Scope()) | scope
+            self._scopes[module] = self._scopes.get(module, OperatorScope()) | scope
 
-    def scopes(self) -> list[tuple[nn.Module, Scope]]:
+    def scopes(self) -> list[tuple[nn.Module, OperatorScope]]:
         """Return the scope of each module that has one, or would otherwise be taken for its parent's."""
         found = dict(self._scopes)
         for module, scope in self._scopes.items():
             if scope.names or scope.excluded:
-                found = dict.fromkeys(module.children(), Scope()) | found
+                found = dict.fromkeys(module.children(), OperatorScope()) | found
         return list(found.items())
 
     def contexts(self) -> Contexts | None:

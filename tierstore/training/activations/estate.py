@@ -1,4 +1,4 @@
-"""What the store has under one key of a vault: who may still ask for the bytes, and who uses them now.
+"""What an activation store has under one key: who may still ask for the bytes, and who uses them now.
 
 1. Every device stream that the bytes are taken on uses their lease: it waits for them, and what it was told
    while they were lent is done before they are freed, whoever ends the lease, wherever.
@@ -27,7 +27,7 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 _capsule: Callable[[torch.Tensor], object] = torch._C._to_dlpack  # noqa: SLF001
 
 
-class Stay(enum.Enum):
+class StayOnDevice(enum.Enum):
     """What is known of the bytes' stay on the device, and what the next one to take them counts as."""
 
     UNTAKEN = "handed_over"  # not taken since they were kept, or began to leave; not seen to be away
@@ -35,7 +35,7 @@ class Stay(enum.Enum):
     AWAY = "brought"  # seen to be away, and counted as released
 
 
-class User(weakref.ref[object]):
+class StorageUser(weakref.ref[object]):
     """Somebody who may ask for the bytes of an estate, as long as it lives.
 
     Attributes:
@@ -45,11 +45,11 @@ class User(weakref.ref[object]):
 
     __slots__ = ("estate", "turn")
 
-    estate: Estate
+    estate: OffloadedStorage
     turn: int
 
 
-class Estate:
+class OffloadedStorage:
     """What one key has in the store.
 
     Attributes:
@@ -80,16 +80,16 @@ class Estate:
         self.nbytes = nbytes
         self.version = version
         self.lock = forks.free_in_child(threading.RLock())
-        self.users: dict[int, User] = {}
+        self.users: dict[int, StorageUser] = {}
         self.turn = 0
-        self.stay = Stay.UNTAKEN
+        self.stay = StayOnDevice.UNTAKEN
         self._lease: Lease | None = None
         self._flat: torch.Tensor | None = None
         self._baseline = 0
 
-    def admit(self, owner: object, note_end: Callable[[User], None]) -> User:
+    def admit(self, owner: object, note_end: Callable[[StorageUser], None]) -> StorageUser:
         """Let ``owner`` ask for the bytes; when it has died, ``note_end`` is told, anywhere."""
-        user = User(owner, note_end)
+        user = StorageUser(owner, note_end)
         user.estate, user.turn = self, -1
         self.users[id(user)] = user
         return user

@@ -25,11 +25,21 @@ from torch.autograd import function
 from torch.utils import _pytree, checkpoint
 
 from tierstore.training import saved
+from tierstore.training.activations.activation_store import (
+    ActivationStore,
+    OffloadedTensor,
+    WeakOffloadedTensor,
+)
 from tierstore.training.activations.calls import has_no_bytes
 from tierstore.training.activations.nodes import Triggers
-from tierstore.training.activations.operators import Scope, Scopes, Watch, is_backward, storage_of
+from tierstore.training.activations.operators import (
+    MarkScope,
+    OperatorWatch,
+    ScopeStack,
+    is_backward,
+    storage_of,
+)
 from tierstore.training.activations.regions import is_for_recompute
-from tierstore.training.activations.vault import Parked, Vault, WeakParked
 from tierstore.training.function_modes import in_sight, out_of_sight
 from tierstore.training.hooks_in_force import (
     Hook,
@@ -59,7 +69,7 @@ class Swapped:
 
     __slots__ = ("parked",)
 
-    def __init__(self, parked: Parked) -> None:
+    def __init__(self, parked: OffloadedTensor) -> None:
         self.parked = parked
 
 
@@ -67,11 +77,11 @@ class Unpacker:
     """Gives saved tensors back, long after their forward pass.
 
     Args:
-        vault: where they are.
+        activation store: where they are.
     """
 
-    def __init__(self, vault: Vault) -> None:
-        self._vault = vault
+    def __init__(self, activation_store: ActivationStore) -> None:
+        self._activation_store = activation_store
         self._last_task = -1
 
     def unpack(self, packed: object) -> torch.Tensor:
@@ -80,7 +90,7 @@ class Unpacker:
             return self._unpacked(packed)
 
     def _unpacked(self, packed: object) -> torch.Tensor:
-        self._vault.before_unpacking()
+        self._activation_store.before_unpacking()
         if isinstance(packed, Swapped):
             self._sweep_at_the_end()
             return packed.parked.take()
@@ -96,35 +106,43 @@ class Unpacker:
         task: int = torch._C._current_graph_task_id()  # noqa: SLF001
         if task not in (-1, self._last_task):
             self._last_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._vault.sweep)  # noqa: SLF001
+            torch.autograd.Variable._execution_engine.queue_callback(self._activation_store.sweep)  # noqa: SLF001
 
 
 class ForwardPass(Inside):
     """The hooks of one forward pass, in the thread that makes it.
 
     Args:
-        vault: where activations go.
+        activation store: where activations go.
         unpacker: that gives them back.
         own: ids of the model's parameters and buffers.
         is_paused: says whether what is saved now stays, whatever marks it.
     """
 
     def __init__(
-        self, vault: Vault, unpacker: Unpacker, own: frozenset[int], is_paused: Callable[[], bool]
+        self,
+        activation_store: ActivationStore,
+        unpacker: Unpacker,
+        own: frozenset[int],
+        is_paused: Callable[[], bool],
     ) -> None:
         self.depth = 1
-        self.scopes = Scopes()
+        self.scopes = ScopeStack()
         self.triggers = Triggers()
         self.operators = 0
-        self.watch = Watch(own, self.scopes, self._count_operator, self._is_asked, vault.note_change)
-        self._vault = vault
+        self.watch = OperatorWatch(
+            own, self.scopes, self._count_operator, self._is_asked, activation_store.note_change
+        )
+        self._activation_store = activation_store
         self._unpacker = unpacker
         self._is_paused = is_paused
         self._hooks: InForce | None = None
         self._is_all_shown = False
         self._pack: Hook = self.pack
         self._names: Counter[int] = Counter()
-        self._due: list[tuple[int, int, WeakParked]] = []  # a heap: at which operator, which one, what
+        self._due: list[
+            tuple[int, int, WeakOffloadedTensor]
+        ] = []  # a heap: at which operator, which one, what
         self._issued: set[str] = set()
         self._tickets = itertools.count()
 
@@ -134,7 +152,7 @@ class ForwardPass(Inside):
         """Come into force in this thread, inside whatever hooks there are."""
         self._hooks = bring_into_force(self._pack, self._unpacker.unpack)
         self.outer = before = self._hooks.before
-        are_on_host = self._vault.store.device.type == "cpu"
+        are_on_host = self._activation_store.store.device.type == "cpu"
         self._is_all_shown = before is not None and sees_all(before[0], are_on_host=are_on_host)
         self.watch.begin()
 
@@ -180,12 +198,16 @@ class ForwardPass(Inside):
         scope = None if self._is_paused() or is_backward() else self._scope_of(tensor)
         return tensor if scope is None else self._swap(tensor, scope)
 
-    def _scope_of(self, tensor: torch.Tensor) -> Scope | None:
+    def _scope_of(self, tensor: torch.Tensor) -> MarkScope | None:
         """Return what marks a saved tensor; ``None``: it stays."""
         if type(tensor) is not torch.Tensor or has_no_bytes(tensor):
             return None
         storage = storage_of(tensor)
-        if storage is None or storage.nbytes() < SMALLEST_BYTES or storage.device != self._vault.store.device:
+        if (
+            storage is None
+            or storage.nbytes() < SMALLEST_BYTES
+            or storage.device != self._activation_store.store.device
+        ):
             return None
         scope = self.watch.storages.scope_of(storage)
         if scope is not None and (is_for_recompute() or _is_asked_by_checkpoint(sys._getframe())):  # noqa: SLF001
@@ -193,9 +215,9 @@ class ForwardPass(Inside):
             return None
         return scope
 
-    def _swap(self, tensor: torch.Tensor, scope: Scope) -> Swapped:
+    def _swap(self, tensor: torch.Tensor, scope: MarkScope) -> Swapped:
         number = self._names[scope.layer_id]
-        parked = self._vault.keep(tensor, f"activation/{scope.layer_id}/{number}")
+        parked = self._activation_store.keep(tensor, f"activation/{scope.layer_id}/{number}")
         weakly = parked.weakly()
         if parked.key not in self._issued:
             self._names[scope.layer_id] += 1

@@ -1,4 +1,4 @@
-r"""What a configuration marks in a model: a `Scope` for each module that is meant, and the log's lines.
+r"""What a configuration marks in a model: a `MarkScope` for each module that is meant, and the log's lines.
 
 1. A pattern that names submodules marks all operators that run in them, and in the submodules of these.
    What several layers share is marked only while it runs in what is.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from tierstore.training.activations.operators import ATTENTION, Operator, Reach, Scope, names_of
+from tierstore.training.activations.operators import ATTENTION, MarkScope, Operator, Reach, names_of
 from tierstore.training.activations.patterns import Pattern
 from tierstore.training.activations.plan import ActivationPlan, LayerMatches, LayerPlan, SwapMatch
 
@@ -35,7 +35,7 @@ class Marks:
         idle: patterns that mean nothing in any of their layers.
     """
 
-    scopes: Mapping[nn.Module, Sequence[Scope]]
+    scopes: Mapping[nn.Module, Sequence[MarkScope]]
     layers: frozenset[nn.Module]
     matches: Sequence[LayerMatches]
     idle: Sequence[Pattern]
@@ -43,7 +43,7 @@ class Marks:
 
 def mark(layers: Sequence[nn.Module], plan: ActivationPlan) -> Marks:
     """Return what ``plan`` marks in ``layers``."""
-    scopes: dict[nn.Module, list[Scope]] = {}
+    scopes: dict[nn.Module, list[MarkScope]] = {}
     marked: set[nn.Module] = set()
     found: list[LayerMatches] = []
     asked: dict[Pattern, bool] = {}
@@ -101,21 +101,21 @@ class _Layer:
         for found in self.meant.values():
             yield from found
 
-    def scopes(self) -> Iterator[tuple[nn.Module, Scope]]:
+    def scopes(self) -> Iterator[tuple[nn.Module, MarkScope]]:
         """Yield the modules that are marked, and how."""
         number = self._plan.layer_id
         if self._plan.swap.prefetch is not None:
-            yield self._module, Scope(number, self._plan.swap.prefetch, 0)
+            yield self._module, MarkScope(number, self._plan.swap.prefetch, 0)
         for rank, (pattern, prefetch) in enumerate(self._plan.swap.operators, 1):
             if pattern.is_aten:
-                yield self._module, Scope(number, prefetch, rank, Reach.NAMED, _by_aten_name(pattern))
+                yield self._module, MarkScope(number, prefetch, rank, Reach.NAMED, _by_aten_name(pattern))
                 continue
             for match in self.meant[pattern]:
                 if match.path in self._paths:
-                    yield self._paths[match.path], Scope(number, prefetch, rank)
+                    yield self._paths[match.path], MarkScope(number, prefetch, rank)
                     continue
                 for holder in self._holders(pattern):
-                    yield holder, Scope(number, prefetch, rank, Reach.OWN, _by_level(pattern.levels[-1]))
+                    yield holder, MarkScope(number, prefetch, rank, Reach.OWN, _by_level(pattern.levels[-1]))
 
 
 def _by_aten_name(pattern: Pattern) -> Callable[[Operator], bool]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from tierstore.training.activations.vault import WeakParked
+from tierstore.training.activations.activation_store import WeakOffloadedTensor
 
 _ACCUMULATES = 2**63
 """From here on a sequence number says that the node accumulates a gradient: it runs at once."""
@@ -48,7 +48,7 @@ class _Use:
             walked over yet.
     """
 
-    parked: WeakParked
+    parked: WeakOffloadedTensor
     consumer: int
     ahead: int
     beyond: int | None = None
@@ -68,7 +68,7 @@ class Triggers:
             str, _Use
         ] = {}  # by key: of several uses the last one made is the first in backward
 
-    def expect(self, parked: WeakParked, ahead: int) -> None:
+    def expect(self, parked: WeakOffloadedTensor, ahead: int) -> None:
         """The node that this thread made last uses some bytes; let them come ``ahead`` nodes before."""
         self._waiting[parked.key] = _Use(parked, last_number(), ahead)
 
@@ -77,7 +77,7 @@ class Triggers:
         nodes = _nodes_above(self._known, outputs) if self._waiting else {}
         self._known = last_number()
         order = sorted(nodes)
-        due: dict[int, list[WeakParked]] = {}
+        due: dict[int, list[WeakOffloadedTensor]] = {}
         for key, use in list(self._waiting.items()):
             place = _place(use, order)
             if place is None:
@@ -104,7 +104,7 @@ class Triggers:
         self._waiting.clear()
         return {parked.key for parked in near}
 
-    def _hook(self, node: Node, parked: list[WeakParked]) -> None:
+    def _hook(self, node: Node, parked: list[WeakOffloadedTensor]) -> None:
         self.made += len(parked)
 
         def bring(_: object) -> None:

@@ -1,6 +1,6 @@
 r"""Which storages are outputs of operators that are marked.
 
-1. A mark is a `Scope` of a module: all operators that run while the module does, or those of some names.
+1. A mark is a `MarkScope` of a module: all operators that run while the module does, or those of some names.
    Where several count, the one with the highest rank does.
 2. An operator's output is what its ATen operator returns in a storage that it was not given.  A view is not
    one: it is as its storage is.
@@ -50,7 +50,7 @@ class Reach(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scope:
+class MarkScope:
     """A mark on a module.
 
     Attributes:
@@ -88,12 +88,12 @@ class _Frame:
     """A module that runs, and what its operators are marked by."""
 
     module: nn.Module | None
-    whole: Scope | None = None
-    named: tuple[Scope, ...] = ()
-    own: tuple[Scope, ...] = ()
-    known: dict[object, Scope | None] = field(default_factory=dict)
+    whole: MarkScope | None = None
+    named: tuple[MarkScope, ...] = ()
+    own: tuple[MarkScope, ...] = ()
+    known: dict[object, MarkScope | None] = field(default_factory=dict)
 
-    def find(self, operator: Operator) -> Scope | None:
+    def find(self, operator: Operator) -> MarkScope | None:
         """Return the scope that counts for an operator."""
         if not (self.named or self.own):
             return self.whole
@@ -103,13 +103,13 @@ class _Frame:
         return self.known[operator]
 
 
-class Scopes:
+class ScopeStack:
     """The modules that run, outermost first, with their marks."""
 
     def __init__(self) -> None:
         self._frames = [_Frame(None)]
 
-    def enter(self, module: nn.Module, scopes: Sequence[Scope]) -> None:
+    def enter(self, module: nn.Module, scopes: Sequence[MarkScope]) -> None:
         """A module begins to run."""
         outer = self._frames[-1]
         by = {reach: tuple(scope for scope in scopes if scope.reach is reach) for reach in Reach}
@@ -123,12 +123,12 @@ class Scopes:
             while frames.pop().module is not module:
                 pass
 
-    def find(self, operator: Operator) -> Scope | None:
+    def find(self, operator: Operator) -> MarkScope | None:
         """Return the scope that counts for an operator that runs now."""
         return self._frames[-1].find(operator)
 
 
-def _highest(scopes: Iterable[Scope | None]) -> Scope | None:
+def _highest(scopes: Iterable[MarkScope | None]) -> MarkScope | None:
     return max((scope for scope in scopes if scope is not None), key=lambda scope: scope.rank, default=None)
 
 
@@ -141,16 +141,16 @@ class _Seen(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("key", "scope")
 
     key: int
-    scope: Scope | None  # None: of parameters and buffers alone
+    scope: MarkScope | None  # None: of parameters and buffers alone
 
 
-class Storages:
+class LiveStorages:
     """What is known of live storages.  Forgets those that die."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
 
-    def scope_of(self, storage: torch.UntypedStorage) -> Scope | None:
+    def scope_of(self, storage: torch.UntypedStorage) -> MarkScope | None:
         """Return what a storage is marked by."""
         seen = self._seen.get(id(storage))
         return seen.scope if seen is not None and seen() is storage else None
@@ -160,7 +160,7 @@ class Storages:
         seen = self._seen.get(id(storage))
         return seen is not None and seen.scope is None and seen() is storage
 
-    def note(self, storage: torch.UntypedStorage, scope: Scope | None) -> None:
+    def note(self, storage: torch.UntypedStorage, scope: MarkScope | None) -> None:
         """Take in who wrote a storage; ``None``: it is the model's own."""
         seen = _Seen(storage, self._forget)
         seen.key, seen.scope = id(storage), scope
@@ -196,7 +196,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-class Watch(TorchDispatchMode):
+class OperatorWatch(TorchDispatchMode):
     """Sees every operator of its thread, and marks what the marked ones return.
 
     Args:
@@ -210,13 +210,13 @@ class Watch(TorchDispatchMode):
     def __init__(
         self,
         own: frozenset[int],
-        scopes: Scopes,
+        scopes: ScopeStack,
         note_operator: Callable[[], None],
         is_asked: Callable[[], bool],
         note_change: Callable[[torch.UntypedStorage], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = Storages()
+        self.storages = LiveStorages()
         self.is_paused = False
         self.is_over = False
         self._own = own
@@ -295,7 +295,7 @@ class Watch(TorchDispatchMode):
             elif not given[id(storage)] and _writes(func):
                 self._made(storage, scope, is_own=False)
 
-    def _made(self, storage: torch.UntypedStorage, scope: Scope | None, *, is_own: bool) -> None:
+    def _made(self, storage: torch.UntypedStorage, scope: MarkScope | None, *, is_own: bool) -> None:
         if is_own or scope is not None:
             self.storages.note(storage, None if is_own else scope)
         else:

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 
 from tierstore.training.activations import lines, regions, remade, scopes
-from tierstore.training.activations.calls import Counts, Givens
+from tierstore.training.activations.calls import InputIndex, RecomputeCounts
 from tierstore.training.activations.chosen import ChosenLayer, match_layers, submodule
 from tierstore.training.activations.geometry import Offset
 from tierstore.training.activations.layers import Names, find_layers
 from tierstore.training.activations.plan import ActivationPlan, LayerMatches, plan_layers
 from tierstore.training.activations.recompute_config import RecomputeConfig
-from tierstore.training.activations.regions import Region
-from tierstore.training.activations.remade import RemadeLayer
+from tierstore.training.activations.regions import CheckpointedModule
+from tierstore.training.activations.remade import RecomputedOperators
 from tierstore.training.activations.scopes import ScopeHooks
 from tierstore.training.activations.sections import RECOMPUTE, SWAP, Sections, read_sections, sections_of
 from tierstore.training.activations.slices import groups_of, is_distributed
@@ -64,9 +64,9 @@ class Recompute:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._regions: list[Region] = []
-        self._counts = Counts()
-        self._givens = Givens()
+        self._regions: list[CheckpointedModule] = []
+        self._counts = RecomputeCounts()
+        self._givens = InputIndex()
         self._handles = [model.register_forward_pre_hook(_Tidy(), prepend=True)]
 
     def stats(self) -> RecomputeStats:
@@ -88,11 +88,13 @@ class Recompute:
     def add(self, layer: ChosenLayer) -> None:
         """Recompute what is meant of one layer."""
         for module in layer.regions:
-            region = Region(module, layer.contexts(), layer.groups)
+            region = CheckpointedModule(module, layer.contexts(), layer.groups)
             self._regions.append(region)
             self._handles += region.register()
         if layer.has_operators:
-            self._handles += RemadeLayer(layer.module, layer.selection, self._givens, self._counts).register()
+            self._handles += RecomputedOperators(
+                layer.module, layer.selection, self._givens, self._counts
+            ).register()
         for module, scope in layer.scopes():
             self._handles += ScopeHooks(module, scope).register()
 

@@ -5,7 +5,7 @@
 2. Nothing happens where nothing is kept for backward (`torch.no_grad`), inside a forward that is recomputed
    anyway, by us or by the program, where an argument can be read only once, and where `is_idle` says so.
 3. Random numbers and autocast are as they were: PyTorch sees to it.  So is what else a forward saw, which is
-   not changed a second time (`Before`); lists, dicts and dataclasses among the arguments are copies.
+   not changed a second time (`ForwardSnapshot`); lists, dicts and dataclasses among the arguments are copies.
 4. Whatever ends a forward ends the region: an exception at once, a ``KeyboardInterrupt``, for which PyTorch
    calls no hooks, at the latest when a region begins or ends, or the model runs the next time.
 """
@@ -31,9 +31,9 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import UsageError
 from tierstore.training.activations import slices
-from tierstore.training.activations.before import Before, has_lazy
+from tierstore.training.activations.before import ForwardSnapshot, has_lazy
 from tierstore.training.function_modes import are_hooks_allowed
-from tierstore.training.hooks import Hook, Opened
+from tierstore.training.hooks import Hook, OpenedCalls
 from tierstore.training.hooks_in_force import (
     InForce,
     packs_the_rest,
@@ -51,11 +51,11 @@ Contexts = Callable[[], tuple[Context, Context]]
 _begin: Callable[..., Generator[None]] = checkpoint._checkpoint_without_reentrant_generator  # noqa: SLF001
 
 
-class _Entry(NamedTuple):
+class _RunningRegion(NamedTuple):
     """A module that is being run."""
 
     running: Generator[None]
-    before: Before
+    before: ForwardSnapshot
     hooks: InForce  # of the checkpoint
 
     def close(self) -> None:
@@ -65,15 +65,15 @@ class _Entry(NamedTuple):
         self.running.close()
 
 
-class _Here(threading.local):
+class _RegionThread(threading.local):
     """What happens in this thread."""
 
     def __init__(self) -> None:
         self.is_for_recompute = False
 
 
-_here = _Here()
-_opened: Opened[_Entry] = Opened(_Entry.close)
+_here = _RegionThread()
+_opened: OpenedCalls[_RunningRegion] = OpenedCalls(_RunningRegion.close)
 
 
 def is_recomputed() -> bool:
@@ -142,7 +142,7 @@ def for_recompute() -> Iterator[None]:
         _here.is_for_recompute = before
 
 
-class Region:
+class CheckpointedModule:
     """One module that is recomputed as a whole.
 
     Args:
@@ -168,8 +168,8 @@ class Region:
     def register(self) -> list[RemovableHandle]:
         """Hook it to its module, around the hooks that it has."""
         return [
-            self.module.register_forward_pre_hook(_Enter(self), prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(_Leave(self)),
+            self.module.register_forward_pre_hook(_EnterRegion(self), prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(_LeaveRegion(self)),
             self.module.register_forward_hook(_Abandon(self), always_call=True),
         ]
 
@@ -183,7 +183,7 @@ class Region:
             self._say_what_is_read_once()
             return
         self.forwards += 1
-        before = Before(module, values)
+        before = ForwardSnapshot(module, values)
 
         def contexts() -> tuple[Context, Context]:
             forward, again = self._contexts()
@@ -208,7 +208,7 @@ class Region:
             next(running)
         hooks = top_hooks()
         assert hooks is not None
-        _opened.begin(self, _Entry(running, before, InForce(hooks[0], outer)))
+        _opened.begin(self, _RunningRegion(running, before, InForce(hooks[0], outer)))
 
     def _say_what_is_read_once(self) -> None:
         if not self._has_said:
@@ -247,7 +247,7 @@ def discard_interrupted() -> None:
 class _Again:
     """What a repetition runs in: what the forward saw, then whatever else.  As often as wanted."""
 
-    def __init__(self, region: Region, before: Before, inner: Context) -> None:
+    def __init__(self, region: CheckpointedModule, before: ForwardSnapshot, inner: Context) -> None:
         self._region = region
         self._before = before
         self._inner = inner
@@ -268,8 +268,8 @@ class _Again:
             self._before.__exit__()
 
 
-class _Enter(Hook):
-    def __init__(self, region: Region) -> None:
+class _EnterRegion(Hook):
+    def __init__(self, region: CheckpointedModule) -> None:
         self._region = region
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -277,8 +277,8 @@ class _Enter(Hook):
         self._region.enter(module, args, kwargs)
 
 
-class _Leave(Hook):
-    def __init__(self, region: Region) -> None:
+class _LeaveRegion(Hook):
+    def __init__(self, region: CheckpointedModule) -> None:
         self._region = region
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -288,7 +288,7 @@ class _Leave(Hook):
 
 
 class _Abandon(Hook):
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: CheckpointedModule) -> None:
         self._region = region
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -34,13 +34,13 @@ from tierstore.modes import run_operator
 from tierstore.training.activations import regions, scopes
 from tierstore.training.activations.calls import (
     Arguments,
-    Call,
-    Counts,
-    Givens,
-    Input,
-    Made,
+    InputIndex,
+    InputRef,
     Named,
     RandomState,
+    RecomputeCounts,
+    RecordedOp,
+    SavedOutput,
     alias_of,
     can_repeat,
     is_changing,
@@ -53,8 +53,8 @@ from tierstore.training.activations.calls import (
     updated_unsaid,
     written,
 )
-from tierstore.training.activations.scopes import Selection
-from tierstore.training.hooks import Hook, Opened
+from tierstore.training.activations.scopes import OperatorSelection
+from tierstore.training.hooks import Hook, OpenedCalls
 from tierstore.training.hooks_in_force import Inside, bring_into_force, take_out_of_force, top_hooks
 from tierstore.training.saved import Delegated, keep, refers
 
@@ -65,7 +65,7 @@ class _Live(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("call", "index", "key", "version")
 
     key: int
-    call: Call
+    call: RecordedOp
     index: int
     version: int
 
@@ -73,7 +73,7 @@ class _Live(weakref.ref[torch.UntypedStorage]):
 class _Pack(Inside):
     """Packs what autograd saves while a layer runs."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _LayerForward) -> None:
         self._run = run
         self.outer = top_hooks()
 
@@ -94,10 +94,10 @@ def _as_it_is_wanted() -> contextlib.AbstractContextManager[None]:
     return regions.for_recompute() if scopes.current().is_whole else contextlib.nullcontext()
 
 
-class _Run(TorchDispatchMode):
+class _LayerForward(TorchDispatchMode):
     """One forward of a layer: the mode that sees its operators."""
 
-    def __init__(self, selection: Selection, givens: Givens, counts: Counts) -> None:
+    def __init__(self, selection: OperatorSelection, givens: InputIndex, counts: RecomputeCounts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts
         self._selection = selection
@@ -125,12 +125,12 @@ class _Run(TorchDispatchMode):
         finally:
             self._is_paused = before
 
-    def find(self, tensor: torch.Tensor) -> Made | None:
+    def find(self, tensor: torch.Tensor) -> SavedOutput | None:
         """Return a reference to the run that made ``tensor``; ``None`` if it is to be kept."""
         live = self._look_up(tensor)
         if live is None:
             return None
-        made = Made(live.call, live.index, tensor, is_saved=True)
+        made = SavedOutput(live.call, live.index, tensor, is_saved=True)
         if not live.call.is_packed:
             with self.apart(), _as_it_is_wanted():
                 live.call.pack()
@@ -183,7 +183,7 @@ class _Run(TorchDispatchMode):
         cloned = updated_unsaid(func)
         inputs = tuple(self._taken(each, is_cloned=place in cloned) for place, each in enumerate(args))
         named = {name: self._taken(each, is_cloned=name in cloned) for name, each in kwargs.items()}
-        call = Call(func, inputs, named, random, self.counts)
+        call = RecordedOp(func, inputs, named, random, self.counts)
         self._givens.add(call)
         for index, tensor in fresh:
             storage = tensor.untyped_storage()
@@ -192,18 +192,18 @@ class _Run(TorchDispatchMode):
             self._live[live.key] = live
 
     def _taken(self, argument: object, *, is_cloned: bool) -> object:
-        """Return an argument with an `Input` for each tensor."""
+        """Return an argument with an `InputRef` for each tensor."""
 
-        def taken(tensor: torch.Tensor) -> Input:
+        def taken(tensor: torch.Tensor) -> InputRef:
             live = self._look_up(tensor)
             if live is not None:
-                made = Made(live.call, live.index, tensor, is_saved=False)
-                return Input(made, unpack, is_cloned=is_cloned)
+                made = SavedOutput(live.call, live.index, tensor, is_saved=False)
+                return InputRef(made, unpack, is_cloned=is_cloned)
             reference = None if saved is None else saved.refer(tensor)
             if saved is not None and reference is not None:
-                return Input(reference, saved.unpack, is_cloned=is_cloned)
+                return InputRef(reference, saved.unpack, is_cloned=is_cloned)
             # What is updated without a trace is taken as it is now: who evaluates reads it.
-            return Input(
+            return InputRef(
                 tensor.detach().clone() if is_cloned else alias_of(tensor), None, is_cloned=is_cloned
             )
 
@@ -227,10 +227,10 @@ class _Run(TorchDispatchMode):
 # ---------------------------------------------------------------------- a layer's hooks
 
 
-_opened: Opened[_Run] = Opened(_Run.end)
+_opened: OpenedCalls[_LayerForward] = OpenedCalls(_LayerForward.end)
 
 
-class RemadeLayer:
+class RecomputedOperators:
     """A layer with chosen operators.
 
     Args:
@@ -240,7 +240,9 @@ class RemadeLayer:
         counts: to tell of what came of it.
     """
 
-    def __init__(self, module: nn.Module, selection: Selection, givens: Givens, counts: Counts) -> None:
+    def __init__(
+        self, module: nn.Module, selection: OperatorSelection, givens: InputIndex, counts: RecomputeCounts
+    ) -> None:
         self.module = module
         self._selection = selection
         self._givens = givens
@@ -249,15 +251,15 @@ class RemadeLayer:
     def register(self) -> list[RemovableHandle]:
         """Hook it to its module, around the hooks that it has."""
         return [
-            self.module.register_forward_pre_hook(_Enter(self), prepend=True),
-            self.module.register_forward_hook(_Leave(self), always_call=True),
+            self.module.register_forward_pre_hook(_EnterLayer(self), prepend=True),
+            self.module.register_forward_hook(_LeaveLayer(self), always_call=True),
         ]
 
     def enter(self) -> None:
         """The layer begins to run."""
         discard_interrupted()
         if not regions.is_idle():
-            run = _Run(self._selection, self._givens, self._counts)
+            run = _LayerForward(self._selection, self._givens, self._counts)
             run.begin()
             _opened.begin(self, run)
 
@@ -274,8 +276,8 @@ def discard_interrupted() -> None:
     _opened.discard_interrupted()
 
 
-class _Enter(Hook):
-    def __init__(self, layer: RemadeLayer) -> None:
+class _EnterLayer(Hook):
+    def __init__(self, layer: RecomputedOperators) -> None:
         self._layer = layer
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -284,8 +286,8 @@ class _Enter(Hook):
         self._layer.enter()
 
 
-class _Leave(Hook):
-    def __init__(self, layer: RemadeLayer) -> None:
+class _LeaveLayer(Hook):
+    def __init__(self, layer: RecomputedOperators) -> None:
         self._layer = layer
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

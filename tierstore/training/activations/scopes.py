@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.training.activations.patterns import Pattern
-from tierstore.training.hooks import Hook, Opened
+from tierstore.training.hooks import Hook, OpenedCalls
 
 _COLLECTIVES = "_c10d_functional"
 _KNOWN_AS = {
@@ -47,7 +47,7 @@ def is_operator(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class OperatorScope:
     """What is meant of the operators that run directly in one module's forward.
 
     Attributes:
@@ -62,8 +62,8 @@ class Scope:
     excluded: frozenset[str] = frozenset()
     without_collectives: bool = False
 
-    def __or__(self, other: Scope) -> Scope:
-        return Scope(
+    def __or__(self, other: OperatorScope) -> OperatorScope:
+        return OperatorScope(
             self.is_whole or other.is_whole,
             self.names | other.names,
             self.excluded | other.excluded,
@@ -71,7 +71,7 @@ class Scope:
         )
 
 
-_NOTHING = Scope()
+_NOTHING = OperatorScope()
 
 
 def names_of(operators: Sequence[str]) -> frozenset[str]:
@@ -79,10 +79,10 @@ def names_of(operators: Sequence[str]) -> frozenset[str]:
     return frozenset(each for name in operators for each in (name, *_KNOWN_AS.get(name, ())))
 
 
-_opened: Opened[Scope] = Opened(lambda _: None)
+_opened: OpenedCalls[OperatorScope] = OpenedCalls(lambda _: None)
 
 
-def current() -> Scope:
+def current() -> OperatorScope:
     """Return the scope of the module whose forward runs."""
     return _opened.last or _NOTHING
 
@@ -93,7 +93,7 @@ def is_collective(operator: OpOverload) -> bool:
 
 
 @dataclass
-class Selection:
+class OperatorSelection:
     """The operators of one layer that are meant, by name where a scope says so, and by pattern anywhere.
 
     Attributes:
@@ -146,15 +146,15 @@ class ScopeHooks:
         scope: its operators.
     """
 
-    def __init__(self, module: nn.Module, scope: Scope) -> None:
+    def __init__(self, module: nn.Module, scope: OperatorScope) -> None:
         self.module = module
         self.scope = scope
 
     def register(self) -> list[RemovableHandle]:
         """Hook them to the module, around the hooks that it has."""
         return [
-            self.module.register_forward_pre_hook(_Enter(self), prepend=True),
-            self.module.register_forward_hook(_Leave(self), always_call=True),
+            self.module.register_forward_pre_hook(_EnterScope(self), prepend=True),
+            self.module.register_forward_hook(_LeaveScope(self), always_call=True),
         ]
 
     def enter(self) -> None:
@@ -168,7 +168,7 @@ class ScopeHooks:
         _opened.end(self)
 
 
-class _Enter(Hook):
+class _EnterScope(Hook):
     def __init__(self, hooks: ScopeHooks) -> None:
         self._hooks = hooks
 
@@ -178,7 +178,7 @@ class _Enter(Hook):
         self._hooks.enter()
 
 
-class _Leave(Hook):
+class _LeaveScope(Hook):
     def __init__(self, hooks: ScopeHooks) -> None:
         self._hooks = hooks
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tierstore.errors import UsageError
+from tierstore.training.activations.activation_store import ActivationStore, OffloadedTensor
 from tierstore.training.activations.calls import (
     is_changing,
     is_plain,
@@ -33,7 +34,6 @@ from tierstore.training.activations.calls import (
     versions_are_shared,
     written,
 )
-from tierstore.training.activations.vault import Parked, Vault
 
 SMALL_BYTES = 4096
 """Outputs below this are cached where they are."""
@@ -54,7 +54,7 @@ def create_selective_checkpoint_contexts(
     policy_fn_or_list: Policy | Sequence[OpOverload],
     allow_cache_entry_mutation: bool = False,
     *,
-    vault: Vault | None = None,
+    activation_store: ActivationStore | None = None,
 ) -> Contexts:
     """Return what a checkpointed function runs in, and what its recomputing runs in.
 
@@ -62,7 +62,7 @@ def create_selective_checkpoint_contexts(
     (``checkpoint_wrapper``), as PyTorch's function of this name, which in eager mode recomputes what it is
     told to offload::
 
-        from tierstore.training import Vault, create_selective_checkpoint_contexts
+        from tierstore.training import ActivationStore, create_selective_checkpoint_contexts
 
 
         def policy(context, operator, *args, **kwargs):
@@ -71,8 +71,10 @@ def create_selective_checkpoint_contexts(
             return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-        vault = Vault(ts.Store(ts.StoreConfig.default()))
-        context_fn = functools.partial(create_selective_checkpoint_contexts, policy, vault=vault)
+        activation_store = ActivationStore(ts.Store(ts.StoreConfig.default()))
+        context_fn = functools.partial(
+            create_selective_checkpoint_contexts, policy, activation_store=activation_store
+        )
         output = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
 
     Args:
@@ -81,12 +83,12 @@ def create_selective_checkpoint_contexts(
             where PyTorch's enum has no such members.
         allow_cache_entry_mutation: as PyTorch's: what is saved may be changed in place.  What is offloaded
             may not: recomputing then raises what PyTorch raises.
-        vault: where offloaded outputs go; one for all regions of a model.
+        activation_store: where offloaded outputs go; one for all regions of a model.
 
     Raises:
         TypeError: neither a function nor a list.
         ValueError: the list has something that is no ``OpOverload``.
-        UsageError: an operator is to be offloaded, and there is no vault; raised where it runs.
+        UsageError: an operator is to be offloaded, and there is no activation store; raised where it runs.
     """
     if not callable(policy_fn_or_list) or torch.compiler.is_compiling():
         return cast(
@@ -97,10 +99,10 @@ def create_selective_checkpoint_contexts(
             ),
         )
     storage: dict[Any, Any] = _torch_storage(policy_fn_or_list)
-    parked: list[Parked] = []
+    parked: list[OffloadedTensor] = []
     policy = _Policy(policy_fn_or_list)
     return (
-        _Caching(policy, storage, parked, vault),
+        _Caching(policy, storage, parked, activation_store),
         _Cached(policy, storage, allow_cache_entry_mutation, parked),
     )
 
@@ -129,7 +131,7 @@ class _Policy:
         return answer if saved is None else saved  # type: ignore[return-value]
 
 
-class _Away:
+class _OffloadedValue:
     """A cached value that is in the store: what PyTorch's modes ask for values, they ask of this.
 
     Attributes:
@@ -137,7 +139,7 @@ class _Away:
             ``unsafe_chunk`` returns count versions each for itself.
     """
 
-    def __init__(self, parked: Parked, operator: str) -> None:
+    def __init__(self, parked: OffloadedTensor, operator: str) -> None:
         self.is_changed = False
         self._parked = parked
         self._operator = operator
@@ -157,14 +159,18 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
     """What the forward runs in."""
 
     def __init__(
-        self, policy: _Policy, storage: MutableMapping[Any, Any], parked: list[Parked], vault: Vault | None
+        self,
+        policy: _Policy,
+        storage: MutableMapping[Any, Any],
+        parked: list[OffloadedTensor],
+        activation_store: ActivationStore | None,
     ) -> None:
         super().__init__(policy, storage)
         self._offloading = policy
-        self._vault = vault
+        self._activation_store = activation_store
         self._parked = parked
-        self._due: collections.deque[tuple[int, Parked]] = collections.deque()
-        self._offloaded: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Away]] = {}
+        self._due: collections.deque[tuple[int, OffloadedTensor]] = collections.deque()
+        self._offloaded: dict[int, tuple[weakref.ref[torch.UntypedStorage], _OffloadedValue]] = {}
         self._operators = 0
 
     # torch's signature: the types of arguments and result are those of the operation.
@@ -194,9 +200,10 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
                 away.is_changed = True
 
     def _offload(self, func: OpOverload, given: object) -> None:
-        if self._vault is None:
+        if self._activation_store is None:
             raise UsageError(
-                f"the policy offloads the output of {func}, and there is nowhere to: pass vault=Vault(store)."
+                f"the policy offloads the output of {func}, and there is nowhere to: pass "
+                "activation_store=ActivationStore(store)."
             )
         own = {id(tensor.untyped_storage()) for tensor in tensors_in(given) if is_plain(tensor)}
         entries = self.storage[func]
@@ -205,17 +212,17 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
 
     def _away(self, cached: Any, given: set[int], name: str) -> Any:  # noqa: ANN401 - torch's own entries
         tensor = cached.val
-        if self._vault is None or not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+        if self._activation_store is None or not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             return cached
         storage = tensor.untyped_storage()
-        is_own = id(storage) not in given and tensor.device == self._vault.store.device
+        is_own = id(storage) not in given and tensor.device == self._activation_store.store.device
         if not is_own or storage.nbytes() < SMALL_BYTES:
             return cached
         with versions_are_shared():
-            parked = self._vault.keep(tensor, f"activation/{name}/{self._operators}")
+            parked = self._activation_store.keep(tensor, f"activation/{name}/{self._operators}")
         self._parked.append(parked)
         self._due.append((self._operators, parked))
-        away = _Away(parked, name)
+        away = _OffloadedValue(parked, name)
         self._offloaded[id(storage)] = (weakref.ref(storage), away)
         return away
 
@@ -232,7 +239,11 @@ class _Cached(checkpoint._CachedTorchDispatchMode):  # noqa: SLF001 - to be buil
     """What recomputing runs in."""
 
     def __init__(
-        self, policy: _Policy, storage: MutableMapping[Any, Any], is_mutable: bool, parked: list[Parked]
+        self,
+        policy: _Policy,
+        storage: MutableMapping[Any, Any],
+        is_mutable: bool,
+        parked: list[OffloadedTensor],
     ) -> None:
         super().__init__(policy, storage, is_mutable)
         self._parked = parked

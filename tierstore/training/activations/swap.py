@@ -27,19 +27,19 @@ from tierstore.errors import UsageError
 from tierstore.stats import StoreStats
 from tierstore.store import Store
 from tierstore.training.activations import lines
+from tierstore.training.activations.activation_store import ActivationStore
+from tierstore.training.activations.activation_store_stats import ActivationStats
 from tierstore.training.activations.forward import ForwardPass, Unpacker, are_recomputed
 from tierstore.training.activations.layers import Names, find_layers
 from tierstore.training.activations.marks import Marks, mark
-from tierstore.training.activations.operators import Scope, is_backward
+from tierstore.training.activations.operators import MarkScope, is_backward
 from tierstore.training.activations.plan import plan_layers
 from tierstore.training.activations.regions import is_forward_mode
 from tierstore.training.activations.sections import SECTIONS, Sections, read_sections, sections_of
 from tierstore.training.activations.swap_config import SwapConfig
-from tierstore.training.activations.vault import Vault
-from tierstore.training.activations.vault_stats import VaultStats
 from tierstore.training.footprint import tensors_in
 from tierstore.training.function_modes import are_hooks_allowed, out_of_sight
-from tierstore.training.hooks import Call, Hook, calls_on_the_stack
+from tierstore.training.hooks import Hook, ModuleCall, calls_on_the_stack
 from tierstore.training.tiers import named_by_settings
 
 log = logging.getLogger("tierstore")
@@ -59,7 +59,7 @@ class SwapStats:
         triggers: nodes of backward graphs that begin to bring something back.
     """
 
-    activations: VaultStats
+    activations: ActivationStats
     store: StoreStats
     passes: int
     operators: int
@@ -72,12 +72,14 @@ class Swap:
     Made by `swap`.
     """
 
-    def __init__(self, model: nn.Module, marks: Marks, vault: Vault | None, *, owns_store: bool) -> None:
-        self._vault = vault
+    def __init__(
+        self, model: nn.Module, marks: Marks, activation_store: ActivationStore | None, *, owns_store: bool
+    ) -> None:
+        self._activation_store = activation_store
         self._owns_store = owns_store
         self._is_closed = False
         self._process = forks.here()
-        self._hooks = None if vault is None else SwapHooks(model, marks, vault)
+        self._hooks = None if activation_store is None else SwapHooks(model, marks, activation_store)
         if self._hooks is not None:
             self._hooks.register()
 
@@ -96,14 +98,20 @@ class Swap:
         Raises:
             UsageError: ``swap`` is false: nothing is counted.
         """
-        vault, hooks = self._kept(), self._hooks
+        activation_store, hooks = self._kept(), self._hooks
         assert hooks is not None
-        return SwapStats(vault.stats, vault.store.stats(), hooks.passes, hooks.operators, hooks.triggers)
+        return SwapStats(
+            activation_store.stats,
+            activation_store.store.stats(),
+            hooks.passes,
+            hooks.operators,
+            hooks.triggers,
+        )
 
-    def _kept(self) -> Vault:
-        if self._vault is None:
+    def _kept(self) -> ActivationStore:
+        if self._activation_store is None:
             raise UsageError("nothing is swapped: set swap to true in the configuration.")
-        return self._vault
+        return self._activation_store
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -127,13 +135,18 @@ class Swap:
         Graphs whose activations are in a store that is closed can run backward no more.  In the child of a
         fork it does nothing: the store is the parent's.
         """
-        if self._is_closed or self._hooks is None or self._vault is None or self._process is not forks.here():
+        if (
+            self._is_closed
+            or self._hooks is None
+            or self._activation_store is None
+            or self._process is not forks.here()
+        ):
             return
         self._is_closed = True
         self._hooks.remove()
-        self._vault.sweep()
+        self._activation_store.sweep()
         if self._owns_store:
-            self._vault.store.close()
+            self._activation_store.store.close()
 
     def __enter__(self) -> Self:
         """Return the swap itself."""
@@ -180,23 +193,23 @@ def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store
     kept = Store(named_by_settings(offloading.store_config())) if store is None else store
     try:
         check_tiers(kept)
-        return Swap(model, marks, new_vault(kept), owns_store=store is None)
+        return Swap(model, marks, new_activation_store(kept), owns_store=store is None)
     except BaseException:
         if store is None:
             kept.close()
         raise
 
 
-vaults: weakref.WeakKeyDictionary[Store, weakref.WeakMethod[Callable[[], Vault]]]
-vaults = weakref.WeakKeyDictionary()
-"""Who makes the vaults of stores that others look after, and whose quotas they set."""
+activation_stores: weakref.WeakKeyDictionary[Store, weakref.WeakMethod[Callable[[], ActivationStore]]]
+activation_stores = weakref.WeakKeyDictionary()
+"""Who makes the activation stores of stores that others look after, and whose quotas they set."""
 
 
-def new_vault(store: Store) -> Vault:
-    """Return a vault over a store, under the quotas of whoever looks after it."""
-    maker = vaults.get(store)
+def new_activation_store(store: Store) -> ActivationStore:
+    """Return an activation store over a store, under the quotas of whoever looks after it."""
+    maker = activation_stores.get(store)
     make = None if maker is None else maker()
-    return Vault(store) if make is None else make()
+    return ActivationStore(store) if make is None else make()
 
 
 def _read(config: Config) -> tuple[Sections, OffloadConfig]:
@@ -230,13 +243,13 @@ def check_tiers(store: Store) -> None:
 # ---------------------------------------------------------------------- hooks
 
 
-class _Running(threading.local):
+class _ForwardPasses(threading.local):
     """The forward pass that this thread makes, those that have ended below a mode of others, and pauses."""
 
     def __init__(self) -> None:
         self.pauses = 0  # contexts in which nothing is swapped, one inside another
         self.current: ForwardPass | None = None
-        self.call: Call | None = None  # in which it began
+        self.call: ModuleCall | None = None  # in which it began
         self.stuck: list[ForwardPass] = []
 
 
@@ -246,19 +259,19 @@ class SwapHooks:
     Args:
         model: whose.
         marks: in it.
-        vault: where activations go.
+        activation store: where activations go.
 
     Attributes:
         passes, operators, triggers: see `SwapStats`.
     """
 
-    def __init__(self, model: nn.Module, marks: Marks, vault: Vault) -> None:
+    def __init__(self, model: nn.Module, marks: Marks, activation_store: ActivationStore) -> None:
         self.model = model
         self.passes = self.operators = self.triggers = 0
         self._marks = marks
-        self._vault = vault
-        self._unpacker = Unpacker(vault)
-        self._running = _Running()
+        self._activation_store = activation_store
+        self._unpacker = Unpacker(activation_store)
+        self._running = _ForwardPasses()
         self._handles: list[RemovableHandle] = []
 
     def register(self) -> None:
@@ -267,12 +280,12 @@ class SwapHooks:
             return
         # Inside every other hook that is there: what others put into force for the model stays around ours.
         self._handles = [
-            self.model.register_forward_pre_hook(_Before(self)),
-            self.model.register_forward_hook(_After(self), prepend=True, always_call=True),
+            self.model.register_forward_pre_hook(_BeforeRoot(self)),
+            self.model.register_forward_hook(_AfterRoot(self), prepend=True, always_call=True),
         ]
         for module, scopes in self._marks.scopes.items():
-            self._handles.append(module.register_forward_pre_hook(_Enter(self, scopes)))
-            leave = _Leave(self, is_layer=module in self._marks.layers)
+            self._handles.append(module.register_forward_pre_hook(_EnterSwapped(self, scopes)))
+            leave = _LeaveSwapped(self, is_layer=module in self._marks.layers)
             self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
 
     def remove(self) -> None:
@@ -297,16 +310,16 @@ class SwapHooks:
     def before(self) -> None:
         """The model begins to run."""
         self.discard_interrupted(own_calls=1)
-        self._vault.sweep()
+        self._activation_store.sweep()
         current = self._running.current
         if current is not None:
             current.depth += 1
         elif not self._is_paused() and _is_watched():
             own = frozenset(map(id, (*self.model.parameters(), *self.model.buffers())))
-            current = ForwardPass(self._vault, self._unpacker, own, self._is_paused)
+            current = ForwardPass(self._activation_store, self._unpacker, own, self._is_paused)
             current.begin()
             self._running.current = current
-            self._running.call = Call(sys._getframe(), self.discard_interrupted)  # noqa: SLF001
+            self._running.call = ModuleCall(sys._getframe(), self.discard_interrupted)  # noqa: SLF001
             self.passes += 1
 
     def after(self, output: object) -> None:
@@ -344,7 +357,7 @@ class SwapHooks:
         if current.depth > calls_on_the_stack(sys._getframe())[self.model] - own_calls:  # noqa: SLF001
             self._end(current)
 
-    def enter(self, module: nn.Module, scopes: Sequence[Scope]) -> None:
+    def enter(self, module: nn.Module, scopes: Sequence[MarkScope]) -> None:
         """A module of the model begins to run."""
         current = self._running.current
         if current is not None and not is_backward():
@@ -366,7 +379,7 @@ def _is_watched() -> bool:
     return not is_backward() and are_hooks_allowed() and not are_recomputed()
 
 
-class _Before(Hook):
+class _BeforeRoot(Hook):
     def __init__(self, hooks: SwapHooks) -> None:
         self._hooks = hooks
 
@@ -377,7 +390,7 @@ class _Before(Hook):
             self._hooks.before()
 
 
-class _After(Hook):
+class _AfterRoot(Hook):
     def __init__(self, hooks: SwapHooks) -> None:
         self._hooks = hooks
 
@@ -388,8 +401,8 @@ class _After(Hook):
             self._hooks.after(output)
 
 
-class _Enter(Hook):
-    def __init__(self, hooks: SwapHooks, scopes: Sequence[Scope]) -> None:
+class _EnterSwapped(Hook):
+    def __init__(self, hooks: SwapHooks, scopes: Sequence[MarkScope]) -> None:
         self._hooks = hooks
         self._scopes = tuple(scopes)
 
@@ -400,7 +413,7 @@ class _Enter(Hook):
             self._hooks.enter(module, self._scopes)
 
 
-class _Leave(Hook):
+class _LeaveSwapped(Hook):
     def __init__(self, hooks: SwapHooks, *, is_layer: bool) -> None:
         self._hooks = hooks
         self._is_layer = is_layer

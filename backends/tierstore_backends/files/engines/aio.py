@@ -19,16 +19,16 @@ from typing import ParamSpec, TypeVar
 
 from tierstore.errors import StoreClosed
 from tierstore_backends.files.engine import Pace, count_off, note_unforeseen, tidy_or_log
-from tierstore_backends.files.lane import Lane, Outcome
-from tierstore_backends.files.piece_queue import PieceQueues
-from tierstore_backends.files.syscalls import Streams, Syscalls
-from tierstore_backends.files.transfer import Piece
+from tierstore_backends.files.lane import BatchIo, Outcome
+from tierstore_backends.files.piece_queue import FragmentQueues
+from tierstore_backends.files.syscalls import FileStreams, Syscalls
+from tierstore_backends.files.transfer import Fragment
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-class _Order(enum.Enum):
+class _TaskOrder(enum.Enum):
     """What a task does when it does not move a batch."""
 
     WAIT = enum.auto()
@@ -49,10 +49,10 @@ class AsyncEngine:
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        lanes: Sequence[BatchIo],
         syscalls: Syscalls,
         path_of: Callable[[int], Path],
-        waiting: PieceQueues,
+        waiting: FragmentQueues,
         pace: Pace,
     ) -> None:
         self._lanes = lanes
@@ -79,7 +79,7 @@ class AsyncEngine:
             self._blocking.shutdown()
             raise
 
-    def submit(self, pieces: Sequence[Piece]) -> None:
+    def submit(self, pieces: Sequence[Fragment]) -> None:
         """See `Engine`."""
         with self._lock:
             if self._is_closed:
@@ -126,31 +126,31 @@ class AsyncEngine:
         tasks = [self._work(lane, files) for lane, files in zip(self._lanes, self._streams, strict=True)]
         await asyncio.gather(*tasks)
 
-    async def _work(self, lane: Lane, streams: Streams) -> None:
+    async def _work(self, lane: BatchIo, streams: FileStreams) -> None:
         try:
             while await self._turn(lane, streams):
                 pass  # no local here: what has moved must not be kept alive by a task that waits
         finally:
             await streams.close()
 
-    async def _turn(self, lane: Lane, streams: Streams) -> bool:
+    async def _turn(self, lane: BatchIo, streams: FileStreams) -> bool:
         """Do the next thing; return whether there may be more."""
         order = self._next()
         match order:
-            case _Order.STOP:
+            case _TaskOrder.STOP:
                 self._changed.set()  # those who wait for the depth wait no more
                 return False
-            case _Order.TIDY:
+            case _TaskOrder.TIDY:
                 await asyncio.wrap_future(self._blocking.submit(tidy_or_log, self._pace.tidy))
                 self._is_tidying = False
                 self._changed.set()
-            case _Order.WAIT:
+            case _TaskOrder.WAIT:
                 await self._wait()
             case batch:
                 await self._carry_out(batch, lane, streams)
         return True
 
-    def _next(self) -> list[Piece] | _Order:
+    def _next(self) -> list[Fragment] | _TaskOrder:
         room = self._pace.depth - self._in_flight
         with self._lock:
             if room > 0 and not self._is_tidying:
@@ -160,14 +160,14 @@ class AsyncEngine:
                     self.most_in_flight = max(self.most_in_flight, self._in_flight)
                     return batch
                 if self._is_closed:
-                    return _Order.STOP
+                    return _TaskOrder.STOP
             if self._is_quiet():
                 self._is_tidy_due = False
                 self._is_tidying = True
-                return _Order.TIDY
+                return _TaskOrder.TIDY
             self._is_told = False
             self._changed.clear()
-            return _Order.WAIT
+            return _TaskOrder.WAIT
 
     def _is_quiet(self) -> bool:
         quiet_s = time.monotonic() - self._last_moved_s
@@ -181,7 +181,7 @@ class AsyncEngine:
         except TimeoutError:
             pass
 
-    async def _carry_out(self, batch: Sequence[Piece], lane: Lane, streams: Streams) -> None:
+    async def _carry_out(self, batch: Sequence[Fragment], lane: BatchIo, streams: FileStreams) -> None:
         try:
             await _move(batch, lane, streams)
         except Exception as error:  # noqa: BLE001 - handed to whoever waits, and logged
@@ -193,7 +193,7 @@ class AsyncEngine:
             transfer.finish()
 
 
-async def _move(batch: Sequence[Piece], lane: Lane, streams: Streams) -> None:
+async def _move(batch: Sequence[Fragment], lane: BatchIo, streams: FileStreams) -> None:
     steps = lane.steps(batch)
     outcome: Outcome | None = None
     while True:

@@ -16,32 +16,32 @@ import torch
 
 from tierstore.errors import BackendError
 from tierstore_backends.files.bounce import Bounce
-from tierstore_backends.files.engine import Engine, Move, Pace
+from tierstore_backends.files.engine import IoEngine, Move, Pace
 from tierstore_backends.files.engines.aio import AsyncEngine
 from tierstore_backends.files.engines.plain import PlainEngine
 from tierstore_backends.files.engines.ring import RingEngine
 from tierstore_backends.files.engines.threads import ThreadEngine
 from tierstore_backends.files.engines.trial import ring_fault
 from tierstore_backends.files.gpu import GpuFiles
-from tierstore_backends.files.lane import Lane, carry_out
+from tierstore_backends.files.lane import BatchIo, carry_out
 from tierstore_backends.files.meter import IoStats, total
 from tierstore_backends.files.options import Direct, EngineName, FilesOptions
-from tierstore_backends.files.piece_queue import PieceQueues
+from tierstore_backends.files.piece_queue import FragmentQueues
 from tierstore_backends.files.probe import IoMode
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.space import Space
 from tierstore_backends.files.syscalls import MOST_ENTRIES, Ring, Syscalls
-from tierstore_backends.files.transfer import Piece
+from tierstore_backends.files.transfer import Fragment
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
     """An engine that runs."""
 
-    engine: Engine
+    engine: IoEngine
     name: EngineName
     is_direct: bool
-    lanes: Sequence[Lane]
+    lanes: Sequence[BatchIo]
     gpu: GpuFiles | None  # moves what is a GPU's, where that can be
 
     def accepts(self, memory: torch.Tensor) -> bool:
@@ -103,10 +103,10 @@ def start(
     # Only workers may wait for a GPU, and checksums are made in host memory.
     gpu = GpuFiles(options.path, segments) if name is EngineName.THREADS and not options.checksum else None
     lanes = _lanes(name, options, mode, segments, space, block_bytes, gpu)
-    waiting = PieceQueues(block_bytes, segments.segment_bytes)
+    waiting = FragmentQueues(block_bytes, segments.segment_bytes)
     pace = Pace(depth=options.aio_queue_depth, tidy=space.trim, quiet_s=quiet_s)
     moves: list[Move] = [functools.partial(_move, lane, syscalls) for lane in lanes]
-    engine: Engine
+    engine: IoEngine
     match name:
         case EngineName.PLAIN:
             engine = PlainEngine(moves)
@@ -135,10 +135,10 @@ def _lanes(
     space: Space,
     block_bytes: int,
     gpu: GpuFiles | None,
-) -> list[Lane]:
+) -> list[BatchIo]:
     """Return a lane for each worker; one for all that a ring has in flight."""
     return [
-        Lane(
+        BatchIo(
             segments,
             space.give_back,
             bounce,
@@ -172,5 +172,5 @@ def _open_ring(folder: Path, mode: IoMode, syscalls: Syscalls, entries: int) -> 
         ) from error
 
 
-def _move(lane: Lane, syscalls: Syscalls, batch: Sequence[Piece]) -> None:
+def _move(lane: BatchIo, syscalls: Syscalls, batch: Sequence[Fragment]) -> None:
     carry_out(lane.steps(batch), syscalls)

@@ -18,14 +18,14 @@ import torch
 
 from tierstore.spi import Buffer
 from tierstore_backends.files.drives import SPAN_BYTES, Drive
-from tierstore_backends.files.engine import Engine
+from tierstore_backends.files.engine import IoEngine
 from tierstore_backends.files.engines.choice import Started, start
 from tierstore_backends.files.meter import DriveStats, IoStats, total
 from tierstore_backends.files.options import EngineName, FilesOptions
 from tierstore_backends.files.segments import Files
 from tierstore_backends.files.stripes import Stripes
 from tierstore_backends.files.syscalls import Syscalls
-from tierstore_backends.files.transfer import Direction, FileSlot, Piece, SlotState, Transfer, cut
+from tierstore_backends.files.transfer import Direction, FileSlot, FileSlotState, Fragment, IoRequest, cut
 
 _log = logging.getLogger("tierstore.files")
 
@@ -121,7 +121,7 @@ def start_all(
 
 
 class DriveEngine:
-    """One engine of all drives'.  See `tierstore_backends.files.engine.Engine`.
+    """One engine of all drives'.  See `tierstore_backends.files.engine.IoEngine`.
 
     Args:
         engines: of each drive.
@@ -131,7 +131,7 @@ class DriveEngine:
     """
 
     def __init__(
-        self, engines: Sequence[Engine], stripes: Stripes, *, folders: Sequence[Path], segment_bytes: int
+        self, engines: Sequence[IoEngine], stripes: Stripes, *, folders: Sequence[Path], segment_bytes: int
     ) -> None:
         self._engines = engines
         self._stripes = stripes
@@ -144,18 +144,18 @@ class DriveEngine:
         """The most pieces that were in flight at a time on one drive."""
         return max(engine.most_in_flight for engine in self._engines)
 
-    def submit(self, pieces: Sequence[Piece]) -> None:
-        """See `Engine`."""
+    def submit(self, pieces: Sequence[Fragment]) -> None:
+        """See `IoEngine`."""
         transfer = pieces[0].transfer
-        assert isinstance(transfer, Transfer)  # nobody has cut it into legs yet
+        assert isinstance(transfer, IoRequest)  # nobody has cut it into legs yet
         by_drive = _by_drive(pieces)
         if transfer.direction is Direction.READ and len(by_drive) == 1:
             (drive,) = by_drive
             self._engines[drive].submit(pieces)
         else:
-            _Journey(self, transfer).begin(by_drive)
+            _DrivesRequest(self, transfer).begin(by_drive)
 
-    def submit_leg(self, leg: _Leg) -> None:
+    def submit_leg(self, leg: _DrivePart) -> None:
         """Move the pieces of one leg.
 
         Raises:
@@ -168,7 +168,7 @@ class DriveEngine:
 
         Not one that has bytes, which are only written again: its addresses are no part of this write.
         """
-        if slot.state is not SlotState.RESERVED:
+        if slot.state is not FileSlotState.RESERVED:
             return False
         moved = self._stripes.move(slot.extents, full)
         if moved is None:
@@ -179,37 +179,39 @@ class DriveEngine:
             _log.warning("%s is full: other drives take what was meant for it", self._folders[drive])
         return True
 
-    def cut_again(self, transfer: Transfer, parts: Sequence[int]) -> list[Piece]:
+    def cut_again(self, transfer: IoRequest, parts: Sequence[int]) -> list[Fragment]:
         """Cut the slots ``parts`` of a transfer into pieces anew, at the addresses that they have now."""
         slots = [transfer.slots[part] for part in parts]
         buffers = [transfer.buffers[part] for part in parts]
-        pieces = cut(Transfer(transfer.direction, slots, buffers), segment_bytes=self._segment_bytes)
+        pieces = cut(IoRequest(transfer.direction, slots, buffers), segment_bytes=self._segment_bytes)
         for piece in pieces:
             piece.part = parts[piece.part]
         return pieces
 
     def tidy_when_quiet(self) -> None:
-        """See `Engine`."""
+        """See `IoEngine`."""
         for engine in self._engines:
             engine.tidy_when_quiet()
 
     def close(self) -> None:
-        """See `Engine`."""
+        """See `IoEngine`."""
         with contextlib.ExitStack() as all_of_them:
             for engine in reversed(self._engines):
                 all_of_them.callback(engine.close)
 
     def is_worker(self) -> bool:
-        """See `Engine`."""
+        """See `IoEngine`."""
         return any(engine.is_worker() for engine in self._engines)
 
 
-class _Leg:
-    """The pieces of one transfer on one drive.  See `tierstore_backends.files.transfer.Moving`."""
+class _DrivePart:
+    """The pieces of one transfer on one drive.  See `tierstore_backends.files.transfer.FragmentOwner`."""
 
     __slots__ = ("_journey", "buffers", "direction", "drive", "pieces", "ready", "remaining", "slots")
 
-    def __init__(self, journey: _Journey, transfer: Transfer, drive: int, pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, journey: _DrivesRequest, transfer: IoRequest, drive: int, pieces: Sequence[Fragment]
+    ) -> None:
         self._journey = journey
         self.drive = drive
         self.direction = transfer.direction
@@ -222,33 +224,33 @@ class _Leg:
             piece.transfer = self
 
     def note(self) -> bool:
-        """See `Moving`."""
+        """See `FragmentOwner`."""
         self.remaining -= 1
         return not self.remaining
 
     def finish(self) -> None:
-        """See `Moving`."""
+        """See `FragmentOwner`."""
         self.buffers = self.pieces = ()
         self._journey.note_end()
 
 
-class _Journey:
+class _DrivesRequest:
     """One transfer over several drives, under way."""
 
-    def __init__(self, engine: DriveEngine, transfer: Transfer) -> None:
+    def __init__(self, engine: DriveEngine, transfer: IoRequest) -> None:
         self._engine = engine
         self._transfer = transfer
         self._lock = threading.Lock()  # guards the next
         self._legs = 0  # not yet at their end
         self._full: set[int] = set()
 
-    def begin(self, by_drive: Mapping[int, Sequence[Piece]], *, is_again: bool = False) -> None:
+    def begin(self, by_drive: Mapping[int, Sequence[Fragment]], *, is_again: bool = False) -> None:
         """Move pieces on each drive.
 
         Raises:
             StoreClosed: nothing moves, for the first engine was closed; not raised ``is_again``.
         """
-        legs = [_Leg(self, self._transfer, drive, pieces) for drive, pieces in by_drive.items()]
+        legs = [_DrivePart(self, self._transfer, drive, pieces) for drive, pieces in by_drive.items()]
         self._legs = len(legs)
         for i, leg in enumerate(legs):
             try:
@@ -274,7 +276,7 @@ class _Journey:
                 return
         transfer.finish()
 
-    def _move_elsewhere(self) -> list[Piece]:
+    def _move_elsewhere(self) -> list[Fragment]:
         """Give slots that met a full drive, and nothing worse, other addresses; return their new pieces."""
         transfer = self._transfer
         failed = [piece for piece in transfer.pieces if piece.error is not None]
@@ -291,13 +293,13 @@ class _Journey:
         return again
 
 
-def _is_full(piece: Piece) -> bool:
+def _is_full(piece: Fragment) -> bool:
     cause = piece.error.__cause__ if piece.error is not None else None
     return isinstance(cause, OSError) and cause.errno in _FULL
 
 
-def _by_drive(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
-    by_drive: dict[int, list[Piece]] = {}
+def _by_drive(pieces: Sequence[Fragment]) -> dict[int, list[Fragment]]:
+    by_drive: dict[int, list[Fragment]] = {}
     for piece in pieces:
         by_drive.setdefault(piece.address // SPAN_BYTES, []).append(piece)
     return by_drive

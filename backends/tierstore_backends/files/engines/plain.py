@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tierstore.errors import StoreClosed
 from tierstore_backends.files.engine import Move, move_or_note
-from tierstore_backends.files.transfer import Piece
+from tierstore_backends.files.transfer import Fragment
 
 
 class PlainEngine:
@@ -30,7 +30,7 @@ class PlainEngine:
         for move in moves:
             self._idle.put(move)
 
-    def submit(self, pieces: Sequence[Piece]) -> None:
+    def submit(self, pieces: Sequence[Fragment]) -> None:
         """See `Engine`."""
         move = self._idle.get()
         if move is None:

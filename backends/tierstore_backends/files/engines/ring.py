@@ -23,17 +23,17 @@ from collections.abc import Sequence
 from tierstore.errors import BackendError, StoreClosed
 from tierstore.units import MIB
 from tierstore_backends.files.engine import Pace, count_off, log, note_unforeseen, tidy_or_log
-from tierstore_backends.files.lane import Lane, Outcome
-from tierstore_backends.files.piece_queue import PieceQueues
+from tierstore_backends.files.lane import BatchIo, Outcome
+from tierstore_backends.files.piece_queue import FragmentQueues
 from tierstore_backends.files.syscalls import Ring
-from tierstore_backends.files.transfer import Direction, Piece
+from tierstore_backends.files.transfer import Direction, Fragment
 
 _MOST_WRITE_BYTES = 64 * MIB  # 16 blocks of 4 MiB keep a drive busy; 64 MiB delay a read by 20 ms at 3 GB/s
 _AT_ONCE = 8  # batches that are begun in one turn; a call into the kernel costs as much as preparing one
 _AT_ONCE_BYTES = MIB  # and how many bytes of them: so many are summed in 30 to 100 microseconds
 
 
-class _Order(enum.Enum):
+class _RingOrder(enum.Enum):
     """What the thread does when nothing can begin and nothing has ended."""
 
     GO_ON = enum.auto()
@@ -42,7 +42,7 @@ class _Order(enum.Enum):
     STOP = enum.auto()
 
 
-class _Flight:
+class _RingBatch:
     """A batch that has begun.
 
     Args:
@@ -52,7 +52,7 @@ class _Flight:
 
     __slots__ = ("batch", "nbytes", "outcome", "steps")
 
-    def __init__(self, lane: Lane, batch: Sequence[Piece]) -> None:
+    def __init__(self, lane: BatchIo, batch: Sequence[Fragment]) -> None:
         self.batch = batch
         self.nbytes = batch[-1].end - batch[0].address
         self.steps = lane.steps(batch)
@@ -75,7 +75,7 @@ class RingEngine:
         pace: how much at a time, and what comes after.
     """
 
-    def __init__(self, lane: Lane, ring: Ring, entries: int, waiting: PieceQueues, pace: Pace) -> None:
+    def __init__(self, lane: BatchIo, ring: Ring, entries: int, waiting: FragmentQueues, pace: Pace) -> None:
         self._lane = lane
         self._ring = ring
         self._entries = entries
@@ -87,9 +87,9 @@ class RingEngine:
         self._is_tidy_due = False
         self._broken_by: Exception | None = None
         # The thread alone has the rest.
-        self._flights: dict[int, _Flight] = {}  # in the kernel's hands, by token
-        self._ended: deque[_Flight] = deque()  # out of them
-        self._stalled: deque[_Flight] = deque()  # without bounce memory
+        self._flights: dict[int, _RingBatch] = {}  # in the kernel's hands, by token
+        self._ended: deque[_RingBatch] = deque()  # out of them
+        self._stalled: deque[_RingBatch] = deque()  # without bounce memory
         self._next_token = 0
         self._batches = 0  # in flight, as are the next two: begun, and not yet at their end
         self._in_flight = 0
@@ -99,7 +99,7 @@ class RingEngine:
         self._thread = threading.Thread(target=self._work, name="tierstore-files-ring", daemon=True)
         self._thread.start()
 
-    def submit(self, pieces: Sequence[Piece]) -> None:
+    def submit(self, pieces: Sequence[Fragment]) -> None:
         """See `Engine`."""
         with self._lock:
             if self._broken_by is not None:
@@ -166,7 +166,7 @@ class RingEngine:
                 break
         return True
 
-    def _take(self) -> list[Piece]:
+    def _take(self) -> list[Fragment]:
         room = self._pace.depth - self._in_flight
         with self._lock:
             if not self._may_begin():
@@ -179,9 +179,9 @@ class RingEngine:
             return False
         return bool(self._waiting.reads or (self._waiting.writes and self._write_bytes < _MOST_WRITE_BYTES))
 
-    def _begin_one(self, batch: Sequence[Piece]) -> int:
+    def _begin_one(self, batch: Sequence[Fragment]) -> int:
         """Begin a batch; return how many bytes it moves."""
-        flight = _Flight(self._lane, batch)
+        flight = _RingBatch(self._lane, batch)
         self._batches += 1
         self._in_flight += len(batch)
         self._write_bytes += flight.write_bytes
@@ -189,7 +189,7 @@ class RingEngine:
         self._go_on(flight)
         return flight.nbytes
 
-    def _go_on(self, flight: _Flight) -> None:
+    def _go_on(self, flight: _RingBatch) -> None:
         """Ask the next of the kernel; or end the flight."""
         try:
             call = flight.steps.send(flight.outcome)  # type: ignore[arg-type]  # first None: Python demands it
@@ -216,13 +216,13 @@ class RingEngine:
             flight.outcome = result if result >= 0 else OSError(-result, os.strerror(-result))
             self._ended.append(flight)
 
-    def _settle(self, flight: _Flight) -> None:
+    def _settle(self, flight: _RingBatch) -> None:
         """Look at what came of a call; what else waited for its memory may go on then."""
         self._go_on(flight)
         for _ in range(len(self._stalled)):
             self._go_on(self._stalled.popleft())
 
-    def _end(self, flight: _Flight) -> None:
+    def _end(self, flight: _RingBatch) -> None:
         self._batches -= 1
         self._in_flight -= len(flight.batch)
         self._write_bytes -= flight.write_bytes
@@ -235,30 +235,30 @@ class RingEngine:
         timeout_s: float | None = None
         with self._lock:
             order = self._order()
-            if order is _Order.WAIT:
+            if order is _RingOrder.WAIT:
                 self._is_asleep = True
                 timeout_s = self._pace.quiet_s if self._is_tidy_due else None
-            elif order is _Order.TIDY:
+            elif order is _RingOrder.TIDY:
                 self._is_tidy_due = False
         match order:
-            case _Order.WAIT:
+            case _RingOrder.WAIT:
                 self._ring.wait(timeout_s)
                 with self._lock:
                     self._is_asleep = False
-            case _Order.TIDY:
+            case _RingOrder.TIDY:
                 tidy_or_log(self._pace.tidy)
-        return order is not _Order.STOP
+        return order is not _RingOrder.STOP
 
-    def _order(self) -> _Order:
+    def _order(self) -> _RingOrder:
         """Say what to do.  Called with the lock."""
         if self._may_begin():
-            return _Order.GO_ON
+            return _RingOrder.GO_ON
         if self._flights:
-            return _Order.WAIT
+            return _RingOrder.WAIT
         if self._is_closed:
-            return _Order.STOP
+            return _RingOrder.STOP
         is_quiet = time.monotonic() - self._last_moved_s >= self._pace.quiet_s
-        return _Order.TIDY if self._is_tidy_due and is_quiet else _Order.WAIT
+        return _RingOrder.TIDY if self._is_tidy_due and is_quiet else _RingOrder.WAIT
 
     def _break(self, error: Exception) -> None:
         """Fail everything: the ring itself does not work.

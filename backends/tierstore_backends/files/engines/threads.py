@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from tierstore.errors import StoreClosed
 from tierstore_backends.files.engine import Move, Pace, count_off, move_or_note, tidy_or_log
-from tierstore_backends.files.piece_queue import PieceQueues
-from tierstore_backends.files.transfer import Piece
+from tierstore_backends.files.piece_queue import FragmentQueues
+from tierstore_backends.files.transfer import Fragment
 
 
-class _Order(enum.Enum):
+class _ThreadOrder(enum.Enum):
     """What a worker does when it does not move a batch."""
 
     TIDY = enum.auto()
@@ -36,7 +36,7 @@ class ThreadEngine:
     def __init__(
         self,
         moves: Sequence[Move],
-        waiting: PieceQueues,
+        waiting: FragmentQueues,
         pace: Pace,
     ) -> None:
         self._pace = pace
@@ -62,7 +62,7 @@ class ThreadEngine:
                 raise
             self._workers.append(worker)
 
-    def submit(self, pieces: Sequence[Piece]) -> None:
+    def submit(self, pieces: Sequence[Fragment]) -> None:
         """See `Engine`."""
         with self._lock:
             if self._is_closed:
@@ -98,15 +98,15 @@ class ThreadEngine:
     def _turn(self, move: Move) -> bool:
         """Do the next thing; return whether there may be more."""
         order = self._next()
-        if order is _Order.STOP:
+        if order is _ThreadOrder.STOP:
             return False
-        if order is _Order.TIDY:
+        if order is _ThreadOrder.TIDY:
             self._tidy_now()
         else:
             self._carry_out(move, order)
         return True
 
-    def _next(self) -> list[Piece] | _Order:
+    def _next(self) -> list[Fragment] | _ThreadOrder:
         with self._lock:
             while True:
                 room = self._pace.depth - self._handed_out
@@ -120,11 +120,11 @@ class ThreadEngine:
                         return batch
                     if self._is_closed:
                         self._changed.notify_all()  # those who waited for the depth wait no more
-                        return _Order.STOP
+                        return _ThreadOrder.STOP
                 if self._is_quiet():
                     self._is_tidy_due = False
                     self._is_tidying = True
-                    return _Order.TIDY
+                    return _ThreadOrder.TIDY
                 self._waiting_workers += 1
                 may_tidy = self._is_tidy_due and not self._is_tidying
                 self._changed.wait(self._pace.quiet_s if may_tidy else None)
@@ -145,7 +145,7 @@ class ThreadEngine:
             and time.monotonic() - self._last_moved_s >= self._pace.quiet_s
         )
 
-    def _carry_out(self, move: Move, batch: Sequence[Piece]) -> None:
+    def _carry_out(self, move: Move, batch: Sequence[Fragment]) -> None:
         move_or_note(move, batch)
         with self._lock:
             self._handed_out -= len(batch)

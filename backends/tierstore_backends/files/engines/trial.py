@@ -15,7 +15,7 @@ from pathlib import Path
 from tierstore.errors import BackendError
 from tierstore_backends.files.owner import PROBE_NAME
 from tierstore_backends.files.probe import IoMode
-from tierstore_backends.files.syscalls import Call, Ring, Syscalls
+from tierstore_backends.files.syscalls import KernelCall, Ring, Syscalls
 from tierstore_backends.files.transfer import Direction
 
 _PATIENCE_S = 5.0  # for one page
@@ -56,9 +56,9 @@ def _page_fault(ring: Ring, path: Path, mode: IoMode) -> str | None:
         with mmap.mmap(-1, mode.alignment_bytes) as memory, memoryview(memory) as page:
             written = os.urandom(len(page))
             page[:] = written
-            count = _moved(ring, Call(Direction.WRITE, fd, 0, [page], 0))
+            count = _moved(ring, KernelCall(Direction.WRITE, fd, 0, [page], 0))
             page[:] = bytes(len(page))
-            count = min(count, _moved(ring, Call(Direction.READ, fd, 0, [page], 0)))
+            count = min(count, _moved(ring, KernelCall(Direction.READ, fd, 0, [page], 0)))
             if count != len(page):
                 return f"{count} of {len(page)} bytes were moved through a ring"
             return None if page == written else "a page came back different through a ring"
@@ -67,7 +67,7 @@ def _page_fault(ring: Ring, path: Path, mode: IoMode) -> str | None:
         path.unlink(missing_ok=True)
 
 
-def _moved(ring: Ring, call: Call) -> int:
+def _moved(ring: Ring, call: KernelCall) -> int:
     """Carry one call out; return how many bytes moved."""
     ring.put(1, call)
     ring.submit()

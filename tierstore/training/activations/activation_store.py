@@ -1,21 +1,21 @@
 """Activations under keys of the store, between forward and backward.
 
-`Vault.keep` takes a tensor's storage over and begins the copy down.  What it returns, a `Parked`, is all that
-a graph has to refer to: it tells when the device's bytes may go, when they are wanted again, and gives the
-tensor back.
+`ActivationStore.keep` takes a tensor's storage over and begins the copy down.  What it returns, a
+`OffloadedTensor`, is all that a graph has to refer to: it tells when the device's bytes may go, when they are
+wanted again, and gives the tensor back.
 
 1. Identity is the live storage and its version, never an address: what is kept twice is copied once.
 2. The bytes are the storage's as a whole, or, if a view touches less than half of it, what it touches.  A
    stride of 0 is kept as what it repeats.
-3. A storage must not change while it is kept.  `Parked.take` raises what PyTorch raises if it did: the
-   version counter is kept without the memory.
+3. A storage must not change while it is kept.  `OffloadedTensor.take` raises what PyTorch raises if it did:
+   the version counter is kept without the memory.
 4. What nobody refers to any more is dropped, whether it was ever taken or not.  Ends come anywhere, also
-   inside the store, so they are only noted, by a function that no interrupt can break; `Vault.sweep` and
-   every call of the vault act on it.
-5. A lease that `Parked.take` got is held while anything refers to what it returned.  When nothing does, and
-   every `Parked` of these bytes that is left has been taken since they were last sent down, they are sent
-   down again: a graph that is retained when backward has used it holds no device memory.  While one of them
-   was not taken, they stay until the device's quota demands their room.
+   inside the store, so they are only noted, by a function that no interrupt can break;
+   `ActivationStore.sweep` and every call of the activation store act on it.
+5. A lease that `OffloadedTensor.take` got is held while anything refers to what it returned.  When nothing
+   does, and every `OffloadedTensor` of these bytes that is left has been taken since they were last sent
+   down, they are sent down again: a graph that is retained when backward has used it holds no device memory.
+   While one of them was not taken, they stay until the device's quota demands their room.
 6. Whether bytes are on the device is asked of the store, never remembered.
 7. Only a storage as a whole is adopted.  A part of one is copied into room that the store has made.
 8. Where the fastest tier cannot adopt memory it is host memory itself.  The bytes are copied into it and
@@ -45,8 +45,8 @@ from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, 
 from tierstore.handover import current_stream
 from tierstore.leases import Lease
 from tierstore.store import Store
-from tierstore.training.activations.estate import Estate, Stay, User
-from tierstore.training.activations.vault_stats import Counts, VaultStats
+from tierstore.training.activations.activation_store_stats import ActivationCounts, ActivationStats
+from tierstore.training.activations.estate import OffloadedStorage, StayOnDevice, StorageUser
 from tierstore.training.binding import (
     Apart,
     MakeRoom,
@@ -61,7 +61,7 @@ log = logging.getLogger("tierstore")
 
 NoteAdopted = Callable[[torch.UntypedStorage, Callable[[], bool]], None]
 
-Park = Callable[["Estate"], "Parked"]
+Park = Callable[["OffloadedStorage"], "OffloadedTensor"]
 
 _PART = 2  # a view of less than one part in so many of its storage is kept without the rest
 
@@ -70,7 +70,7 @@ Extent = tuple[int, int]
 """Which bytes of a storage: from the first, to before the second."""
 
 
-class _Known(weakref.ref[torch.UntypedStorage]):
+class _KeptStorage(weakref.ref[torch.UntypedStorage]):
     """A live storage, of which some bytes are kept."""
 
     __slots__ = ("key",)
@@ -79,7 +79,7 @@ class _Known(weakref.ref[torch.UntypedStorage]):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ViewShape:
     """How a tensor lies in kept bytes."""
 
     dtype: torch.dtype
@@ -99,19 +99,24 @@ class Shape:
         return torch._neg_view(view) if self.is_neg else view  # noqa: SLF001
 
 
-class Parked:
-    """A tensor in the store.  Made by `Vault.keep`; the last one of the same bytes drops them."""
+class OffloadedTensor:
+    """A tensor in the store.  Made by `ActivationStore.keep`; the last one of the same bytes drops them."""
 
-    __slots__ = ("__weakref__", "_shape", "_user", "_vault", "_version", "_witness")
+    __slots__ = ("__weakref__", "_activation_store", "_shape", "_user", "_version", "_witness")
 
     def __init__(
-        self, vault: Vault, shape: Shape, witness: torch.Tensor, version: int, estate: Estate
+        self,
+        activation_store: ActivationStore,
+        shape: ViewShape,
+        witness: torch.Tensor,
+        version: int,
+        estate: OffloadedStorage,
     ) -> None:
-        self._vault = vault
+        self._activation_store = activation_store
         self._shape = shape
         self._witness = witness
         self._version = version
-        self._user = estate.admit(self, vault.note_end)
+        self._user = estate.admit(self, activation_store.note_end)
 
     @property
     def key(self) -> str:
@@ -126,29 +131,29 @@ class Parked:
     @property
     def is_here(self) -> bool:
         """Whether the bytes are on the device: neither given up, nor sent down by a quota."""
-        return self._vault.is_here(self._user.estate)
+        return self._activation_store.is_here(self._user.estate)
 
-    def weakly(self) -> WeakParked:
+    def weakly(self) -> WeakOffloadedTensor:
         """Return what can release these bytes and bring them back, but does not keep them."""
-        return WeakParked(self._vault, self._user.estate)
+        return WeakOffloadedTensor(self._activation_store, self._user.estate)
 
     def release(self) -> None:
         """Give the device's memory up; it is free when nobody else refers to it.  Waits for the copy down.
 
         Nothing happens if they have left, if somebody uses the bytes now, or if they are wanted again
-        meanwhile.  If no tier below has room they stay, which `VaultStats.refused` counts.
+        meanwhile.  If no tier below has room they stay, which `ActivationStats.refused` counts.
 
         Raises:
             BackendError: the copy failed; the bytes on the device are unharmed.
         """
-        self._vault.release(self._user.estate)
+        self._activation_store.release(self._user.estate)
 
     def bring(self) -> None:
         """Begin to bring the bytes back to the device, if they are not there.  Does not block.
 
         It is advice: where there is no room, `take` waits for it.
         """
-        self._vault.bring(self._user.estate)
+        self._activation_store.bring(self._user.estate)
 
     def take(self) -> torch.Tensor:
         """Return the tensor, of the same shape, strides and values.  Blocks until its bytes are there.
@@ -163,45 +168,45 @@ class Parked:
         """
         shape = self._shape
         refuse_if_changed(shape.dtype, shape.shape, self._witness._version, self._version)  # noqa: SLF001
-        return self._vault.take(self._user, shape.view)
+        return self._activation_store.take(self._user, shape.view)
 
 
-class WeakParked:
-    """Bytes of a `Parked`, for those who tell when they go and come.  Nothing happens if they were dropped.
+class WeakOffloadedTensor:
+    """An `OffloadedTensor` for those who tell when it goes and comes.  Nothing happens if it was dropped.
 
     Attributes:
         key: in the store.
     """
 
-    __slots__ = ("_estate", "_vault", "key")
+    __slots__ = ("_activation_store", "_estate", "key")
 
-    def __init__(self, vault: Vault, estate: Estate) -> None:
+    def __init__(self, activation_store: ActivationStore, estate: OffloadedStorage) -> None:
         self.key = estate.key
-        self._vault = vault
+        self._activation_store = activation_store
         self._estate = estate
 
     @property
     def is_here(self) -> bool:
-        """See `Parked.is_here`."""
-        return self._vault.is_here(self._estate)
+        """See `OffloadedTensor.is_here`."""
+        return self._activation_store.is_here(self._estate)
 
     def leave(self) -> None:
         """Let the device's memory go when the copy down has ended.  Does not wait for it.
 
         If the bytes are wanted again before that, they stay: no byte comes back.
         """
-        self._vault.leave(self._estate)
+        self._activation_store.leave(self._estate)
 
     def release(self) -> None:
-        """See `Parked.release`."""
-        self._vault.release(self._estate)
+        """See `OffloadedTensor.release`."""
+        self._activation_store.release(self._estate)
 
     def bring(self) -> None:
-        """See `Parked.bring`."""
-        self._vault.bring(self._estate)
+        """See `OffloadedTensor.bring`."""
+        self._activation_store.bring(self._estate)
 
 
-class Vault:
+class ActivationStore:
     """Keeps activations in a store.
 
     Args:
@@ -232,7 +237,7 @@ class Vault:
         self._make_room = make_room
         self._note_adopted = note_adopted
         self._note_lent = note_lent
-        self._counts = Counts()
+        self._counts = ActivationCounts()
         self._can_adopt = store.can_adopt
         self._fastest = store.tier_names[0]
         self._below = store.tier_names[1:] if self._can_adopt else ()
@@ -240,12 +245,14 @@ class Vault:
         self.note_end = self._ended.append
         self._process = forks.here()
         self._lock = forks.free_in_child(threading.Lock())  # guards the rest
-        self._restless: dict[Estate, None] = {}  # they may have leases, or no users: see `_settle`
-        self._known: dict[int, dict[Extent, tuple[_Known, Estate]]] = {}  # by the storage's id
-        self._estates: dict[str, Estate] = {}  # by key, until they are dropped
+        self._restless: dict[OffloadedStorage, None] = {}  # they may have leases, or no users: see `_settle`
+        self._known: dict[
+            int, dict[Extent, tuple[_KeptStorage, OffloadedStorage]]
+        ] = {}  # by the storage's id
+        self._estates: dict[str, OffloadedStorage] = {}  # by key, until they are dropped
 
     @property
-    def stats(self) -> VaultStats:
+    def stats(self) -> ActivationStats:
         """What was done so far."""
         self.sweep()
         with self._lock:
@@ -254,7 +261,7 @@ class Vault:
 
     # --- keeping ------------------------------------------------------------------------------
 
-    def keep(self, tensor: torch.Tensor, name: str) -> Parked:
+    def keep(self, tensor: torch.Tensor, name: str) -> OffloadedTensor:
         """Take over the storage of ``tensor`` and begin to copy it down.
 
         It waits for room where the device's quota is short: something else leaves then, or these bytes
@@ -274,13 +281,13 @@ class Vault:
             storage = tensor.untyped_storage()
             low, high = self._extent(tensor, storage)
             offset = int(tensor.storage_offset()) - low // tensor.element_size()
-            shape = Shape(
+            shape = ViewShape(
                 tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg()
             )
             witness = tensor.detach()
             # The counter of versions stays, the memory does not.
             set_data(witness, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-            park = functools.partial(Parked, self, shape, witness, version)
+            park = functools.partial(OffloadedTensor, self, shape, witness, version)
             parked = self._share(storage, (low, high), version, park)
             return parked or self._keep_anew(storage, (low, high), version, name, park)
 
@@ -296,19 +303,19 @@ class Vault:
         is_large = (part[1] - part[0]) * _PART >= whole[1]
         return whole if is_large or self._look_up(storage, whole) is not None else part
 
-    def _look_up(self, storage: torch.UntypedStorage, extent: Extent) -> Estate | None:
+    def _look_up(self, storage: torch.UntypedStorage, extent: Extent) -> OffloadedStorage | None:
         with self._lock:
             found = self._known.get(id(storage), {}).get(extent)
         is_known = found is not None and found[0]() is storage and self._is_kept(found[1])
         return found[1] if found is not None and is_known else None
 
-    def _is_kept(self, estate: Estate) -> bool:
+    def _is_kept(self, estate: OffloadedStorage) -> bool:
         """Say whether an estate's bytes were not dropped yet.  They are not while its lock is held."""
         return self._estates.get(estate.key) is estate
 
     def _share(
         self, storage: torch.UntypedStorage, extent: Extent, version: int, park: Park
-    ) -> Parked | None:
+    ) -> OffloadedTensor | None:
         """Park what is kept of these very bytes; let former ones of another version leave the device."""
         estate = self._look_up(storage, extent)
         if estate is None:
@@ -321,12 +328,12 @@ class Vault:
 
     def _keep_anew(
         self, storage: torch.UntypedStorage, extent: Extent, version: int, name: str, park: Park
-    ) -> Parked:
+    ) -> OffloadedTensor:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
         flat.set_(storage)
         low, high = extent
-        estate = Estate(high - low, version)
-        known = _Known(storage, self.note_end)
+        estate = OffloadedStorage(high - low, version)
+        known = _KeptStorage(storage, self.note_end)
         known.key = id(storage)
         with estate.lock:
             is_whole = high - low == storage.nbytes()
@@ -338,7 +345,7 @@ class Vault:
         self._note_use(estate.key, estate.nbytes)
         return parked
 
-    def _store(self, estate: Estate, flat: torch.Tensor, name: str, *, is_whole: bool) -> None:
+    def _store(self, estate: OffloadedStorage, flat: torch.Tensor, name: str, *, is_whole: bool) -> None:
         """Put bytes under a key of that name, and begin their way down."""
         while True:
             self._call(estate, name)
@@ -349,7 +356,7 @@ class Vault:
             else:
                 return
 
-    def _call(self, estate: Estate, name: str) -> None:
+    def _call(self, estate: OffloadedStorage, name: str) -> None:
         """Give an estate a key that nothing is under; from now on it is dropped unless somebody uses it."""
         with self._lock:
             estate.key, number = name, 0
@@ -359,7 +366,7 @@ class Vault:
             self._estates[estate.key] = estate
             self._restless[estate] = None
 
-    def _put(self, estate: Estate, flat: torch.Tensor, *, is_whole: bool) -> None:
+    def _put(self, estate: OffloadedStorage, flat: torch.Tensor, *, is_whole: bool) -> None:
         key = estate.key
         if is_whole and self._can_adopt:
             try:
@@ -389,16 +396,16 @@ class Vault:
         with self._lock:
             self._known.pop(id(storage), None)
 
-    # --- what `Parked` does -------------------------------------------------------------------
+    # --- what `OffloadedTensor` does -------------------------------------------------------------------
 
-    def is_here(self, estate: Estate) -> bool:
-        """See `Parked.is_here`."""
+    def is_here(self, estate: OffloadedStorage) -> bool:
+        """See `OffloadedTensor.is_here`."""
         with contextlib.suppress(KeyNotFound, StoreClosed):
             return self._is_kept(estate) and self._fastest in self.store.where(estate.key)
         return False
 
-    def release(self, estate: Estate) -> None:
-        """See `Parked.release`."""
+    def release(self, estate: OffloadedStorage) -> None:
+        """See `OffloadedTensor.release`."""
         with self._working():
             descent = self._send_down(estate)
             if descent is not None:
@@ -406,12 +413,12 @@ class Vault:
                     self._counts.add("stalls")
                 descent.result()
 
-    def leave(self, estate: Estate) -> None:
-        """See `WeakParked.leave`."""
+    def leave(self, estate: OffloadedStorage) -> None:
+        """See `WeakOffloadedTensor.leave`."""
         with self._working():
             self._send_down(estate)
 
-    def _send_down(self, estate: Estate) -> Future[None] | None:
+    def _send_down(self, estate: OffloadedStorage) -> Future[None] | None:
         """Begin to free an estate's memory on the device; ``None``: there is none, or it is in use.
 
         What it comes to is an error only if a medium fails.
@@ -423,12 +430,12 @@ class Vault:
             if not self.is_here(estate):
                 self._note_away(estate)
                 return None
-            estate.stay = Stay.UNTAKEN
+            estate.stay = StayOnDevice.UNTAKEN
         descent: Future[None] = Future()
         self._evict(estate, self._below, descent)
         return descent
 
-    def _evict(self, estate: Estate, tiers: Sequence[str], descent: Future[None]) -> None:
+    def _evict(self, estate: OffloadedStorage, tiers: Sequence[str], descent: Future[None]) -> None:
         """Evict bytes to the first of ``tiers`` that takes them.  Runs anywhere, without a lock."""
         try:
             leaving = self.store.evict(estate.key, to=tiers[0])
@@ -438,7 +445,11 @@ class Vault:
             leaving.add_done_callback(lambda: self._has_ended(estate, leaving.result, tiers, descent))
 
     def _has_ended(
-        self, estate: Estate, come_to: Callable[[], object], tiers: Sequence[str], descent: Future[None]
+        self,
+        estate: OffloadedStorage,
+        come_to: Callable[[], object],
+        tiers: Sequence[str],
+        descent: Future[None],
     ) -> None:
         """Bytes have left, or not.  Runs anywhere, and after an interrupt again."""
         if descent.done():
@@ -455,17 +466,17 @@ class Vault:
         except Exception as error:  # noqa: BLE001 - whoever waits is told
             self._stays(estate, error, descent)
         else:
-            if estate.stay is Stay.UNTAKEN:  # else somebody has seen it before
+            if estate.stay is StayOnDevice.UNTAKEN:  # else somebody has seen it before
                 self._note_away(estate)
             descent.set_result(None)
 
-    def _note_away(self, estate: Estate) -> None:
+    def _note_away(self, estate: OffloadedStorage) -> None:
         """Count bytes that have left, however they did: once."""
-        if estate.stay is not Stay.AWAY:
-            estate.stay = Stay.AWAY
+        if estate.stay is not StayOnDevice.AWAY:
+            estate.stay = StayOnDevice.AWAY
             self._counts.add("released", estate.nbytes)
 
-    def _stays(self, estate: Estate, error: Exception, descent: Future[None]) -> None:
+    def _stays(self, estate: OffloadedStorage, error: Exception, descent: Future[None]) -> None:
         """Bytes do not leave: they are wanted again, nothing below has room, or a medium failed."""
         log.debug("%s stays on the device: %s", estate.key, error)
         let_frames_go(error)  # those of whoever happened to come by, and their activations
@@ -474,8 +485,8 @@ class Vault:
         else:
             descent.set_exception(error)
 
-    def bring(self, estate: Estate) -> None:
-        """See `Parked.bring`."""
+    def bring(self, estate: OffloadedStorage) -> None:
+        """See `OffloadedTensor.bring`."""
         with self._working(), contextlib.suppress(KeyNotFound):
             if not self._is_kept(estate) or estate.is_leased:
                 return
@@ -483,15 +494,15 @@ class Vault:
                 self._note_away(estate)
             self.store.prefetch(estate.key)
 
-    def take(self, user: User, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """See `Parked.take`."""
+    def take(self, user: StorageUser, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """See `OffloadedTensor.take`."""
         estate = user.estate
         with self._working(), estate.lock:
             flat = self._lend(estate)
             user.turn = estate.turn
             return view(flat)
 
-    def _lend(self, estate: Estate) -> torch.Tensor:
+    def _lend(self, estate: OffloadedStorage) -> torch.Tensor:
         is_new = not estate.is_leased
         if is_new and not self.is_here(estate):
             self._counts.add("stalls")
@@ -504,9 +515,9 @@ class Vault:
             flat = estate.lend(lease)
         finally:
             self._restless[estate] = None  # a lease may be held, whatever came between
-        if estate.stay is not Stay.TAKEN:
+        if estate.stay is not StayOnDevice.TAKEN:
             self._counts.add(estate.stay.value, estate.nbytes)
-            estate.stay = Stay.TAKEN
+            estate.stay = StayOnDevice.TAKEN
         if is_new:
             self._note_lent(flat.untyped_storage())
             self._note_use(estate.key, estate.nbytes)
@@ -521,7 +532,7 @@ class Vault:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Do the vault's own work: not the program's, and after what is left over from before."""
+        """Do the activation store's own work: not the program's, and after what is left over from before."""
         forks.require_here(self._process, "the store of swapped activations")
         with self._apart():
             if self._ended:
@@ -535,14 +546,14 @@ class Vault:
         with self._lock:
             while self._ended:
                 end = self._ended[0]
-                if isinstance(end, User):
+                if isinstance(end, StorageUser):
                     end.estate.users.pop(id(end), None)
                     self._restless[end.estate] = None
-                elif isinstance(end, _Known):
+                elif isinstance(end, _KeptStorage):
                     self._known.pop(end.key, None)  # nothing of another storage there was kept before
                 self._ended.popleft()
 
-    def _settle(self, estate: Estate) -> None:
+    def _settle(self, estate: OffloadedStorage) -> None:
         """End leases on bytes that nobody uses; drop the key if nobody will."""
         if not estate.lock.acquire(blocking=False):
             return  # somebody is at it
@@ -560,7 +571,7 @@ class Vault:
         finally:
             estate.lock.release()
 
-    def _drop(self, estate: Estate) -> None:
+    def _drop(self, estate: OffloadedStorage) -> None:
         if self._estates.get(estate.key) is estate:  # else its key may be another's by now
             try:
                 self.store.drop(estate.key)

@@ -1,4 +1,4 @@
-"""What a vault counts."""
+"""What an activation store counts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tierstore import forks
 
 
 @dataclass(frozen=True, slots=True)
-class VaultStats:
-    """What a vault did so far.
+class ActivationStats:
+    """What an activation store did so far.
 
     Attributes:
         kept, kept_bytes: storages that were taken over.
@@ -38,8 +38,8 @@ class VaultStats:
     parked_bytes: int = 0
 
 
-class Counts:
-    """The numbers behind `VaultStats`.  Safe from any thread."""
+class ActivationCounts:
+    """The numbers behind `ActivationStats`.  Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = forks.free_in_child(threading.Lock())  # guards the next
@@ -52,8 +52,8 @@ class Counts:
             if nbytes is not None:
                 self._numbers[f"{what}_bytes"] += nbytes
 
-    def read(self, parked: int, parked_bytes: int) -> VaultStats:
+    def read(self, parked: int, parked_bytes: int) -> ActivationStats:
         """Return all numbers, with those of what is kept now."""
         with self._lock:
-            counted = {each.name: self._numbers[each.name] for each in fields(VaultStats)}
-        return VaultStats(**(counted | {"parked": parked, "parked_bytes": parked_bytes}))
+            counted = {each.name: self._numbers[each.name] for each in fields(ActivationStats)}
+        return ActivationStats(**(counted | {"parked": parked, "parked_bytes": parked_bytes}))

@@ -1,4 +1,4 @@
-"""The vault on a device whose streams run when the test says so: who took bytes where is waited for there."""
+"""The activation store on a device whose streams run when the test says so: uses are waited for there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.training.vaults import base, host
+from tests.training.activation_stores import base, host
 from tests.unit.test_device_streams import Simulated, SimulatedEvent, SimulatedStream
 from tierstore import handover
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.store import Store
-from tierstore.training.activations.vault import Vault
+from tierstore.training.activations.activation_store import ActivationStore
 from tierstore.units import MIB
 from tierstore_backends.device.streams import DeviceModule, StreamDevice
 
@@ -48,7 +48,7 @@ def device() -> Simulated:
 
 
 @pytest.fixture
-def vault(device: Simulated) -> Iterator[Vault]:
+def activation_store(device: Simulated) -> Iterator[ActivationStore]:
     backend = StreamDevice(MIB, torch.device("cpu"), cast("DeviceModule", device))
 
     def current_stream(_: torch.device) -> Current:
@@ -58,7 +58,7 @@ def vault(device: Simulated) -> Iterator[Vault]:
         mock.patch.object(handover, "current_stream", current_stream),
         Store(StoreConfig([TierConfig("device", backend, MIB), host()])) as store,
     ):
-        yield Vault(store)
+        yield ActivationStore(store)
         device.run_everything()
 
 
@@ -69,42 +69,44 @@ def on(device: Simulated, stream: SimulatedStream) -> Iterator[None]:
         yield
 
 
-def _is_freed(vault: Vault) -> bool:
-    return vault.store.stats().tiers["device"].charged_bytes == 0
+def _is_freed(activation_store: ActivationStore) -> bool:
+    return activation_store.store.stats().tiers["device"].charged_bytes == 0
 
 
 def test_memory_is_kept_until_the_stream_that_took_it_is_done_whoever_sweeps(
-    vault: Vault, device: Simulated
+    activation_store: ActivationStore, device: Simulated
 ) -> None:
     x, other = base(), SimulatedStream()
     memory = weakref.ref(x.untyped_storage())
-    parked = vault.keep(x, "k")
+    parked = activation_store.keep(x, "k")
     device.run_everything()
-    vault.store.fetch("k", tier="host").result()
+    activation_store.store.fetch("k", tier="host").result()
     del x
     with on(device, other):
         lent = parked.take()
         other.queue.append(lambda: None)  # what reads it
     del lent
-    vault.sweep()
+    activation_store.sweep()
     assert isinstance(other.queue[-1], SimulatedEvent)  # behind what reads it: what is freed waits for that
     device.run_everything()
     assert not parked.is_here
     assert memory() is not None
-    assert not _is_freed(vault)
+    assert not _is_freed(activation_store)
     other.run()
-    vault.store.evict("k", to="host").result()
+    activation_store.store.evict("k", to="host").result()
     assert memory() is None
-    assert _is_freed(vault)
+    assert _is_freed(activation_store)
     lent = parked.take()
     device.run_everything()
     assert torch.equal(lent, base())
 
 
-def test_memory_is_kept_until_every_stream_that_took_it_is_done(vault: Vault, device: Simulated) -> None:
-    parked = vault.keep(base(), "k")
+def test_memory_is_kept_until_every_stream_that_took_it_is_done(
+    activation_store: ActivationStore, device: Simulated
+) -> None:
+    parked = activation_store.keep(base(), "k")
     device.run_everything()
-    vault.store.fetch("k", tier="host").result()
+    activation_store.store.fetch("k", tier="host").result()
     streams = [SimulatedStream(), SimulatedStream(), device.compute]
     lent = []
     for stream in streams:
@@ -112,17 +114,19 @@ def test_memory_is_kept_until_every_stream_that_took_it_is_done(vault: Vault, de
             lent += [parked.take(), parked.take()]
             stream.queue.append(lambda: None)
     lent.clear()
-    vault.sweep()
+    activation_store.sweep()
     assert all(isinstance(stream.queue[-1], SimulatedEvent) for stream in streams)
     for stream in streams:
-        assert not _is_freed(vault)
+        assert not _is_freed(activation_store)
         stream.run()
-    vault.store.evict("k", to="host").result()
-    assert _is_freed(vault)
+    activation_store.store.evict("k", to="host").result()
+    assert _is_freed(activation_store)
 
 
-def test_every_stream_waits_for_bytes_that_come_back(vault: Vault, device: Simulated) -> None:
-    parked = vault.keep(base(), "k")
+def test_every_stream_waits_for_bytes_that_come_back(
+    activation_store: ActivationStore, device: Simulated
+) -> None:
+    parked = activation_store.keep(base(), "k")
     device.run_everything()
     parked.release()
     device.run_everything()

@@ -1,4 +1,4 @@
-"""The vault where room is short, copies fail, or somebody is interrupted."""
+"""The activation store where room is short, copies fail, or somebody is interrupted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 import tierstore
 from tests.fault.test_interrupts import InterruptAt
-from tests.training.vaults import KINDS, base, emulated, host, late_store, narrow_store
+from tests.training.activation_stores import KINDS, base, emulated, host, late_store, narrow_store
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.errors import BackendError
 from tierstore.store import Store
 from tierstore.testing.faults import Faulty, Gate, Operation
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training.activations.vault import Vault
+from tierstore.training.activations.activation_store import ActivationStore
 from tierstore.units import MIB
 from tierstore_backends.memory import open_backend as open_memory
 
@@ -27,23 +27,30 @@ WRITES: tuple[Operation, ...] = ("write",)
 ROOT = Path(tierstore.__file__).parent
 OURS = tuple(
     str(ROOT / part)
-    for part in ("training/activations/vault.py", "training/activations/estate.py", "store.py", "leases.py")
+    for part in (
+        "training/activations/activation_store.py",
+        "training/activations/estate.py",
+        "store.py",
+        "leases.py",
+    )
 )
 
 
 @pytest.fixture
-def vault() -> Iterator[Vault]:
+def activation_store() -> Iterator[ActivationStore]:
     with late_store() as store:
-        yield Vault(store)
+        yield ActivationStore(store)
         store.check()
 
 
-def test_a_device_that_is_full_of_leases_sends_new_bytes_down_at_once(vault: Vault) -> None:
-    vault.store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
-    with vault.store.lease("parameters"):
-        lent = vault.keep(base(), "first").take()
-        parked = vault.keep(base() + 1, "k")
-        assert vault.store.where("k") == ("host",)
+def test_a_device_that_is_full_of_leases_sends_new_bytes_down_at_once(
+    activation_store: ActivationStore,
+) -> None:
+    activation_store.store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
+    with activation_store.store.lease("parameters"):
+        lent = activation_store.keep(base(), "first").take()
+        parked = activation_store.keep(base() + 1, "k")
+        assert activation_store.store.where("k") == ("host",)
         assert not parked.is_here
         assert torch.equal(lent, base())
         del lent
@@ -55,8 +62,8 @@ def test_a_copy_that_fails_is_an_error_and_the_bytes_are_unharmed() -> None:
     broken = Faulty(storage, fail_at=range(1, 3), on=WRITES)
     tiers = [emulated(), TierConfig("disk", broken, MIB)]
     with Store(StoreConfig(tiers)) as store:
-        vault = Vault(store)
-        parked = vault.keep(base(), "k")
+        activation_store = ActivationStore(store)
+        parked = activation_store.keep(base(), "k")
         with pytest.raises(BackendError):
             parked.release()
         assert torch.equal(parked.take(), base())
@@ -66,8 +73,8 @@ def test_a_copy_that_fails_is_an_error_and_the_bytes_are_unharmed() -> None:
 
 def test_what_host_memory_cannot_hold_goes_to_disk() -> None:
     with narrow_store(4096, MIB) as store:
-        vault = Vault(store)
-        parked = vault.keep(base(), "k")
+        activation_store = ActivationStore(store)
+        parked = activation_store.keep(base(), "k")
         parked.release()
         assert store.where("k") == ("disk",)
         assert torch.equal(parked.take(), base())
@@ -78,11 +85,11 @@ def test_what_the_device_cannot_hold_goes_at_once_to_the_next_tier_that_can(
     host_bytes: int, tier: str
 ) -> None:
     with narrow_store(host_bytes, MIB) as store:
-        vault = Vault(store)
+        activation_store = ActivationStore(store)
         store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
         with store.lease("parameters"):
-            lent = vault.keep(base(), "first").take()
-            parked = vault.keep(base() + 1, "k")
+            lent = activation_store.keep(base(), "first").take()
+            parked = activation_store.keep(base() + 1, "k")
             assert store.where("k") == (tier,)
             del lent
             assert torch.equal(parked.take(), base() + 1)
@@ -90,26 +97,26 @@ def test_what_the_device_cannot_hold_goes_at_once_to_the_next_tier_that_can(
 
 def test_what_no_tier_below_can_hold_stays() -> None:
     with narrow_store(4096, 4096) as store:
-        vault = Vault(store)
-        parked = vault.keep(base(), "k")
+        activation_store = ActivationStore(store)
+        parked = activation_store.keep(base(), "k")
         parked.release()
         assert store.where("k") == ("device",)
         assert parked.is_here
-        assert vault.stats.refused == 1
+        assert activation_store.stats.refused == 1
 
 
 @pytest.mark.parametrize("how", ["leave", "all taken"])
 def test_bytes_that_no_tier_below_can_hold_are_not_said_to_have_left(how: str) -> None:
     with narrow_store(4096, 4096) as store:
-        vault = Vault(store)
-        parked = vault.keep(base(), "k")
+        activation_store = ActivationStore(store)
+        parked = activation_store.keep(base(), "k")
         if how == "leave":
             parked.weakly().leave()
         else:
             parked.take()
-        vault.sweep()
+        activation_store.sweep()
         assert parked.is_here
-        assert (vault.stats.released, vault.stats.refused) == (0, 1)
+        assert (activation_store.stats.released, activation_store.stats.refused) == (0, 1)
         assert torch.equal(parked.take(), base())
 
 
@@ -118,53 +125,53 @@ def test_bytes_whose_copy_fails_are_not_said_to_have_left() -> None:
     broken = Faulty(storage, fail_at=range(1, 10), on=WRITES)
     tiers = [emulated(), TierConfig("disk", broken, MIB)]
     with Store(StoreConfig(tiers)) as store:
-        vault = Vault(store)
-        parked = vault.keep(base(), "k")
+        activation_store = ActivationStore(store)
+        parked = activation_store.keep(base(), "k")
         parked.take()
-        vault.sweep()
+        activation_store.sweep()
         parked.weakly().leave()
         assert parked.is_here
-        assert vault.stats.released == 0
+        assert activation_store.stats.released == 0
         assert torch.equal(parked.take(), base())
 
 
 def test_bytes_are_not_said_to_have_left_before_they_have() -> None:
     disk = Gate(open_memory(capacity_bytes=MIB, options={"storage": True}))
     with Store(StoreConfig([emulated(), TierConfig("disk", disk, MIB)])) as store:
-        vault = Vault(store)
-        parked = vault.keep(base(), "k")
+        activation_store = ActivationStore(store)
+        parked = activation_store.keep(base(), "k")
         parked.take()
-        vault.sweep()
-        before = (parked.is_here, vault.stats.released)
+        activation_store.sweep()
+        before = (parked.is_here, activation_store.stats.released)
         disk.open()
         store.evict("k", to="disk").result()
-        assert (before, (parked.is_here, vault.stats.released)) == ((True, 0), (False, 1))
+        assert (before, (parked.is_here, activation_store.stats.released)) == ((True, 0), (False, 1))
 
 
 def test_what_leaves_without_a_wait_goes_to_the_tier_that_can_hold_it() -> None:
     with narrow_store(4096, MIB) as store:
-        vault = Vault(store)
-        parked = vault.keep(base(), "k")
+        activation_store = ActivationStore(store)
+        parked = activation_store.keep(base(), "k")
         parked.weakly().leave()
         store.evict("k", to="disk").result()
         assert store.where("k") == ("disk",)
-        assert vault.stats.released == 1
+        assert activation_store.stats.released == 1
 
 
-def test_what_a_user_leases_stays_and_goes_when_he_is_done(vault: Vault) -> None:
-    parked = vault.keep(base(), "k")
-    with vault.store.lease("k"):
+def test_what_a_user_leases_stays_and_goes_when_he_is_done(activation_store: ActivationStore) -> None:
+    parked = activation_store.keep(base(), "k")
+    with activation_store.store.lease("k"):
         del parked
-        vault.sweep()
-        assert "k" in vault.store
-        assert vault.keep(base(), "k").key == "k'"
-    vault.sweep()
-    assert len(vault.store) == 0
+        activation_store.sweep()
+        assert "k" in activation_store.store
+        assert activation_store.keep(base(), "k").key == "k'"
+    activation_store.sweep()
+    assert len(activation_store.store) == 0
 
 
-def test_what_a_user_leases_stays(vault: Vault) -> None:
-    parked = vault.keep(base(), "k")
-    with vault.store.lease("k") as lease:
+def test_what_a_user_leases_stays(activation_store: ActivationStore) -> None:
+    parked = activation_store.keep(base(), "k")
+    with activation_store.store.lease("k") as lease:
         parked.release()
         assert parked.is_here
         assert torch.equal(lease.tensor.view(torch.float32), base())
@@ -177,11 +184,11 @@ def test_a_part_gets_room_that_is_made_for_it(kind: str) -> None:
     expected, capacity_bytes = part.clone(), 65536
     storages = [base() + number for number in range(4)]
     with Store(StoreConfig([emulated(capacity_bytes), host()])) as store:
-        vault = Vault(store)
+        activation_store = ActivationStore(store)
         with DeviceBudget(capacity_bytes) as budget:
-            parked = [vault.keep(storages.pop(0), f"k{number}") for number in range(4)]
+            parked = [activation_store.keep(storages.pop(0), f"k{number}") for number in range(4)]
             assert budget.live_bytes == capacity_bytes
-            small = vault.keep(part, "part")
+            small = activation_store.keep(part, "part")
             assert budget.peak_bytes == capacity_bytes
             assert small.is_here
             assert sum(each.is_here for each in parked) == 3
@@ -189,38 +196,42 @@ def test_a_part_gets_room_that_is_made_for_it(kind: str) -> None:
         assert all(torch.equal(each.take(), base() + number) for number, each in enumerate(parked))
 
 
-def test_a_part_goes_below_at_once_where_leases_leave_it_no_room(vault: Vault) -> None:
-    vault.store.put("parameters", torch.zeros(MIB, dtype=torch.uint8), tier="device")
-    with vault.store.lease("parameters"):
-        parked = vault.keep(base()[1000:1100], "part")
-        assert vault.store.where("part") == ("host",)
-        assert (vault.stats.released, vault.stats.stalls) == (1, 1)
-    vault.store.drop("parameters")
+def test_a_part_goes_below_at_once_where_leases_leave_it_no_room(activation_store: ActivationStore) -> None:
+    activation_store.store.put("parameters", torch.zeros(MIB, dtype=torch.uint8), tier="device")
+    with activation_store.store.lease("parameters"):
+        parked = activation_store.keep(base()[1000:1100], "part")
+        assert activation_store.store.where("part") == ("host",)
+        assert (activation_store.stats.released, activation_store.stats.stalls) == (1, 1)
+    activation_store.store.drop("parameters")
     assert torch.equal(parked.take(), base()[1000:1100])
 
 
-def _keep_and_take(vault: Vault) -> None:
+def _keep_and_take(activation_store: ActivationStore) -> None:
     x = torch.arange(8192.0)
-    parked = [vault.keep(x, "k"), vault.keep(x[:10], "k"), vault.keep(base()[:9], "k")]
+    parked = [
+        activation_store.keep(x, "k"),
+        activation_store.keep(x[:10], "k"),
+        activation_store.keep(base()[:9], "k"),
+    ]
     parked[0].release()
     parked[0].weakly().bring()
     lent = [each.take() for each in parked]
     del lent
-    vault.sweep()
+    activation_store.sweep()
     parked[0].weakly().leave()
 
 
 def test_an_interrupt_leaves_no_key_no_lease_and_no_bytes() -> None:
     for number in itertools.count(1):
         with Store(StoreConfig([emulated(), host()])) as store:
-            vault = Vault(store)
+            activation_store = ActivationStore(store)
             interrupted = InterruptAt(number, of=OURS)
             with contextlib.suppress(KeyboardInterrupt), interrupted:
-                _keep_and_take(vault)
-            if vault.stats.parked:
+                _keep_and_take(activation_store)
+            if activation_store.stats.parked:
                 gc.collect()  # the interrupt's frames may refer to it in a circle
-                vault.sweep()
-            assert (vault.stats.parked, len(store)) == (0, 0), interrupted.moment
+                activation_store.sweep()
+            assert (activation_store.stats.parked, len(store)) == (0, 0), interrupted.moment
             store.check()
         if interrupted.moment is None:
             break
@@ -230,13 +241,13 @@ def test_an_interrupt_leaves_no_key_no_lease_and_no_bytes() -> None:
 def test_an_interrupted_take_leaves_no_lease() -> None:
     for number in itertools.count(1):
         with Store(StoreConfig([emulated(), host()])) as store:
-            vault = Vault(store)
-            parked = vault.keep(base(), "k")
+            activation_store = ActivationStore(store)
+            parked = activation_store.keep(base(), "k")
             parked.release()
             interrupted = InterruptAt(number, of=OURS)
             with contextlib.suppress(KeyboardInterrupt), interrupted:
                 parked.take()
-            vault.sweep()
+            activation_store.sweep()
             store.evict("k", to="host").result()
             assert torch.equal(parked.take(), base()), interrupted.moment
         if interrupted.moment is None:

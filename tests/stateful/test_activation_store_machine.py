@@ -1,4 +1,4 @@
-"""The vault against lists that never run out of memory."""
+"""The activation store against lists that never run out of memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from torch import Tensor
 
 import tierstore as ts
+from tests.training.activation_stores import emulated, host
 from tests.training.twins import LATE_AND_OVERWRITTEN
-from tests.training.vaults import emulated, host
-from tierstore.training.activations.vault import Parked, Vault
+from tierstore.training.activations.activation_store import ActivationStore, OffloadedTensor
 from tierstore.units import KIB, align_up
 
 _DEVICE, _HOST, _DISK = 16 * KIB, 12 * KIB, 1024 * KIB
@@ -34,9 +34,9 @@ class Storage:
 
 @dataclass(eq=False)
 class Kept:
-    """Something that the vault keeps, and what it should be."""
+    """Something that the activation store keeps, and what it should be."""
 
-    parked: Parked
+    parked: OffloadedTensor
     expected: Tensor
     storage: Storage
     changes: int
@@ -44,7 +44,7 @@ class Kept:
 
 @dataclass(eq=False)
 class Lent:
-    """What the vault gave back, and what it should stay."""
+    """What the activation store gave back, and what it should stay."""
 
     view: Tensor
     kept: Kept
@@ -64,7 +64,7 @@ VIEWS: list[View] = [
 ]
 
 
-class VaultMachine(RuleBasedStateMachine):
+class ActivationStoreMachine(RuleBasedStateMachine):
     """Keeps, takes, sends down and forgets, in any order; others use the store beside."""
 
     storages: Bundle[Storage] = Bundle("storages")
@@ -75,7 +75,7 @@ class VaultMachine(RuleBasedStateMachine):
         disk = ts.TierConfig("disk", "memory", _DISK)
         tiers = [emulated(_DEVICE, **LATE_AND_OVERWRITTEN), host(_HOST), disk]
         self.store = ts.Store(ts.StoreConfig(tiers))
-        self.vault = Vault(self.store)
+        self.activation_store = ActivationStore(self.store)
         self.count = 0
         self.all_kept: dict[Kept, None] = {}
         self.lent: dict[Lent, None] = {}
@@ -104,7 +104,7 @@ class VaultMachine(RuleBasedStateMachine):
     def forget_storage(self, storage: Storage) -> None:
         del storage.tensor  # what was kept of it stays as it is
 
-    # --- the vault ----------------------------------------------------------------------------
+    # --- the activation store ----------------------------------------------------------------------------
 
     @rule(target=kept, storage=storages, view=st.sampled_from(VIEWS), name=NAMES)
     def keep_some_of(self, storage: Storage, view: View, name: str) -> Kept:
@@ -112,7 +112,7 @@ class VaultMachine(RuleBasedStateMachine):
 
     def keep(self, storage: Storage, view: View, name: str) -> Kept:
         tensor = view(storage.tensor)
-        found = Kept(self.vault.keep(tensor, name), tensor.clone(), storage, storage.changes)
+        found = Kept(self.activation_store.keep(tensor, name), tensor.clone(), storage, storage.changes)
         self.all_kept[found] = None
         return found
 
@@ -165,7 +165,7 @@ class VaultMachine(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        self.vault.sweep()
+        self.activation_store.sweep()
 
     @rule(each=consumes(kept))
     def forget(self, each: Kept) -> None:
@@ -221,7 +221,7 @@ class VaultMachine(RuleBasedStateMachine):
     def keys_are_those_of_what_is_referred_to(self) -> None:
         kept = {each.parked.key: each.parked.nbytes for each in self.all_kept}
         kept |= {lent.key: lent.nbytes for lent in self.lent}
-        stats = self.vault.stats
+        stats = self.activation_store.stats
         assert set(self.store) == kept.keys() | self.others.keys()
         assert (stats.parked, stats.parked_bytes) == (len(kept), sum(kept.values()))
         assert stats.kept >= max(stats.parked, self.most_kept)
@@ -246,12 +246,12 @@ class VaultMachine(RuleBasedStateMachine):
         self.lent.clear()
         for lease in self.leases.values():
             lease.release()
-        self.vault.sweep()
-        stats = self.vault.stats
+        self.activation_store.sweep()
+        stats = self.activation_store.stats
         assert set(self.store) == self.others.keys()
         assert stats.parked == 0
         self.store.check()
         self.store.close()
 
 
-TestVault = VaultMachine.TestCase
+TestActivationStore = ActivationStoreMachine.TestCase
