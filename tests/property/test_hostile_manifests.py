@@ -171,10 +171,11 @@ def stores() -> Iterator[dict[bool, Path]]:
 
 
 def told_rows(path: Path) -> dict[bytes, Forged] | None:
-    """Return what the database says, read with no code of ours; nothing where it cannot be read."""
+    """Return the rows of the database that are whole, read with no code of ours; nothing where it cannot be."""
     try:
         with database(path) as opened:
-            return {row[2]: parsed(row) for row in opened.execute(f"SELECT {FIELDS} FROM records")}
+            rows = list(opened.execute(f"SELECT {FIELDS} FROM records"))
+            return {row[2]: parsed(row) for row in rows if parsed(row).sealed == row}
     except Exception:  # noqa: BLE001 - whatever it is, it is none of ours
         return None
 
