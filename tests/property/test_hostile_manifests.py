@@ -171,7 +171,7 @@ def stores() -> Iterator[dict[bool, Path]]:
 
 
 def told_rows(path: Path) -> dict[bytes, Forged] | None:
-    """Return the rows of the database that are whole, read with no code of ours; nothing where it cannot be."""
+    """Return the whole rows of the database, read with no code of ours; nothing where it cannot be read."""
     try:
         with database(path) as opened:
             rows = list(opened.execute(f"SELECT {FIELDS} FROM records"))
