@@ -19,9 +19,10 @@ from tierstore.spi import Buffer, Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files.backend import FilesBackend
 from tierstore_backends.files.durable import DurableFiles
+from tierstore_backends.files.io.io_request import FileSlot
+from tierstore_backends.files.io.kernel import KERNEL
+from tierstore_backends.files.io.syscalls import FileStreams, KernelCall, Ring, Syscalls
 from tierstore_backends.files.options import parse_options
-from tierstore_backends.files.syscalls import KERNEL, FileStreams, KernelCall, Ring, Syscalls
-from tierstore_backends.files.transfer import FileSlot
 
 _RANDOM = torch.randint(
     0, 256, (8 * MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)

@@ -15,7 +15,7 @@ from tests.files_disk import (
 from tierstore.spi import Record
 from tierstore.units import KIB
 from tierstore_backends.files import DurableFiles
-from tierstore_backends.files.owner import Keeping, segment_name
+from tierstore_backends.files.directory.ownership import Keeping, segment_name
 
 SEGMENT = 64 * KIB
 FIRST = segment_name(0, Keeping.DURABLE)

@@ -10,7 +10,7 @@ from tests.files_disk import PAGE, Nth, ScriptedKernel, blank, buffer, finish, o
 from tierstore.spi import Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files import FilesBackend
-from tierstore_backends.files.transfer import FileSlot
+from tierstore_backends.files.io.io_request import FileSlot
 
 BLOCK = 16 * KIB
 SIZES = (1, PAGE + 1, 3 * BLOCK + 7, BLOCK, 300)

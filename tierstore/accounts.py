@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tierstore.core.quota import TierState
+from tierstore.codec import Compressed
+from tierstore.core.tier_state import TierState
 from tierstore.engine.engine import Engine
 from tierstore.signals import uninterrupted
 from tierstore.spi import Backend
 from tierstore.stats import StoreStats, TierStats, Traffic, io_of
-from tierstore.wrappers import Compressed
 
 
 @uninterrupted

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tierstore.wrappers import CodecStats
+from tierstore.codec import CodecStats
 
 Counted = int | float | str | tuple[Mapping[str, object], ...]
 """What a medium says under one name."""

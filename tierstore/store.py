@@ -21,25 +21,25 @@ import torch
 
 from tierstore.accounts import collect
 from tierstore.callers import opening
+from tierstore.codec import OpenedBackend, with_codec
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Plan, Tier
-from tierstore.engine.collecting import no_collections
 from tierstore.engine.engine import Engine, close_all
-from tierstore.engine.hands import Opening
+from tierstore.engine.executor import Opening
+from tierstore.engine.gc_pause import no_collections
 from tierstore.engine.holds import Hold
 from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
-from tierstore.handover import TensorIo
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium, device_storage_listeners
 from tierstore.stats import StoreStats
+from tierstore.tensor_io import TensorIo
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
-from tierstore.wrappers import OpenedBackend, with_codec
 
 log = logging.getLogger("tierstore")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.codec_bytes import repeating as counting
+from tierstore.codec import Compressed
 from tierstore.spi import Backend, Buffer
 from tierstore.testing import conformance
 from tierstore.testing.batching import Batching
 from tierstore.testing.conformance import BackendConformance
 from tierstore.units import KIB
-from tierstore.wrappers import Compressed
 from tierstore_backends.files import open_backend as open_files
 from tierstore_backends.memory import open_backend as open_memory
 

@@ -12,11 +12,11 @@ import pytest
 
 from tests.conformance.test_compressed import mixed
 from tests.files_disk import ScriptedKernel, failing, open_durable
+from tierstore.codec import DurableCompressed
 from tierstore.spi import DurableBackend
 from tierstore.testing import durability
 from tierstore.testing.durability import DurableBackendSuite
 from tierstore.units import KIB
-from tierstore.wrappers import DurableCompressed
 
 
 @pytest.mark.parametrize("codec", ["lz4", None])

@@ -1,7 +1,7 @@
 """Host memory that runs out at a chosen moment: the one place where outputs allocate fails.
 
-Everything that is handed out as ordinary tensors in host memory comes from `tierstore.outputs`: fresh arrays
-of numpy, and maps.  Here the n-th of them fails, or each from the n-th on, as SQLite's tests do with
+Everything that is handed out as ordinary tensors in host memory comes from `tierstore.output_buffers`: fresh
+arrays of numpy, and maps.  Here the n-th of them fails, or each from the n-th on, as SQLite's tests do with
 ``malloc``.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tierstore import outputs
+from tierstore import output_buffers
 
 Raise = Callable[[], BaseException]
 
@@ -81,8 +81,8 @@ class MemoryOut:
         return getattr(np, name) if hasattr(np, name) else getattr(mmap, name)
 
     def __enter__(self) -> MemoryOut:
-        """Take both modules' place in `tierstore.outputs`."""
-        module: Any = outputs
+        """Take both modules' place in `tierstore.output_buffers`."""
+        module: Any = output_buffers
         module.np, module.mmap = self, self
         return self
 
@@ -90,5 +90,5 @@ class MemoryOut:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Let memory be there again."""
-        module: Any = outputs
+        module: Any = output_buffers
         module.np, module.mmap = np, mmap

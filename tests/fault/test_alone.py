@@ -21,7 +21,7 @@ from tierstore import alone
 from tierstore.alone import fault_alone
 from tierstore.cli import doctor, main, measure
 from tierstore.errors import BackendError
-from tierstore_backends.files.gpu import gpu_fault
+from tierstore_backends.files.engines.gpu import gpu_fault
 
 Package = Callable[[str, str], None]
 

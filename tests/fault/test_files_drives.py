@@ -28,12 +28,12 @@ from tests.files_disk import (
 from tierstore.errors import BackendError, CapacityError, IntegrityError, TierStoreError, UsageError
 from tierstore.spi import Record
 from tierstore.units import KIB, MIB
-from tierstore_backends.files.drives import SPAN_BYTES
+from tierstore_backends.files.addressing.drives import SPAN_BYTES
+from tierstore_backends.files.directory.ownership import DRIVE_NAME, MANIFEST_NAME
+from tierstore_backends.files.durability.meta import Meta
+from tierstore_backends.files.durability.record_codec import RecordLocation, Sums, encode
+from tierstore_backends.files.durability.recovery import recover
 from tierstore_backends.files.durable import DurableFiles
-from tierstore_backends.files.meta import Meta
-from tierstore_backends.files.owner import DRIVE_NAME, MANIFEST_NAME
-from tierstore_backends.files.recovery import recover
-from tierstore_backends.files.rows import RecordLocation, Sums, encode
 
 __all__ = ["disk"]  # a fixture
 

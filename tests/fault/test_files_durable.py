@@ -27,9 +27,9 @@ from tierstore import Store, StoreConfig
 from tierstore.errors import BackendError, CapacityError, IntegrityError, UsageError
 from tierstore.spi import PartialError, Record
 from tierstore_backends.files import DurableFiles
-from tierstore_backends.files import ground as ground_module
-from tierstore_backends.files.owner import Keeping, segment_name
-from tierstore_backends.files.probe import IoMode
+from tierstore_backends.files import volume as ground_module
+from tierstore_backends.files.addressing.direct_io_probe import IoMode
+from tierstore_backends.files.directory.ownership import Keeping, segment_name
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from tests.files_disk import (
 )
 from tests.files_kept import DB, FIRST, SEGMENT, WITNESS, found, kept, look, read, write
 from tierstore.errors import BackendError, IntegrityError, UsageError
-from tierstore_backends.files.meta import meta_sum
-from tierstore_backends.files.rows import RecordLocation, decode_place, encode
-from tierstore_backends.files.scan import digest
+from tierstore_backends.files.durability.meta import meta_sum
+from tierstore_backends.files.durability.record_codec import RecordLocation, decode_place, encode
+from tierstore_backends.files.durability.scan import digest
 
 # ---------------------------------------------------------------------------------------- the manifest
 

@@ -30,9 +30,9 @@ from tests.files_story import Story, at_every_call, no_error
 from tierstore.errors import BackendError, IntegrityError, InvariantError, UsageError
 from tierstore.units import KIB, MIB
 from tierstore_backends.files import FilesBackend
-from tierstore_backends.files.owner import segment_name
-from tierstore_backends.files.syscalls import KERNEL
-from tierstore_backends.files.transfer import FileSlot
+from tierstore_backends.files.directory.ownership import segment_name
+from tierstore_backends.files.io.io_request import FileSlot
+from tierstore_backends.files.io.kernel import KERNEL
 
 BLOCK = 16 * KIB
 every_engine = pytest.mark.parametrize("engine", EVERY_ENGINE)
@@ -130,7 +130,7 @@ def test_a_bad_place_on_disk_fails_its_own_slot_and_none_that_moved_with_it(tmp_
     files.close()
 
 
-def test_one_bad_piece_fails_the_whole_transfer_once(tmp_path: Path) -> None:
+def test_one_bad_fragment_fails_the_whole_transfer_once(tmp_path: Path) -> None:
     kernel = ScriptedKernel()
     files = open_files(tmp_path, syscalls=kernel, aio_block_size=BLOCK)
     slot = files.reserve(10 * BLOCK)

@@ -21,13 +21,13 @@ import torch
 
 import tierstore as ts
 from tests.stores import NAMES, memory_backends, numbered
+from tierstore.codec.compressed import Compressed
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
 from tierstore.errors import BackendError
 from tierstore.spi import Backend, Buffer, Capabilities, Completion, Record, Slot
 from tierstore.testing.faults import Gate
-from tierstore.wrappers.compressed import Compressed
 from tierstore_backends.memory import MemoryBackend
 
 ROOT = Path(ts.__file__).parent

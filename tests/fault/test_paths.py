@@ -11,7 +11,7 @@ import pytest
 
 from tierstore.errors import BackendError
 from tierstore_backends import files, zarr
-from tierstore_backends.files import owner as ownership
+from tierstore_backends.files.directory import ownership
 from tierstore_backends.paths import explain
 
 LOCK = ownership.LOCK_NAME

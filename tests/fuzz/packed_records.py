@@ -18,12 +18,12 @@ import xxhash
 
 from tests.codec_bytes import KIB, MIB, Lasting, Shelf, repeating
 from tests.fuzz import Judge, see_that_it_is_short
+from tierstore.codec import DurableCompressed
+from tierstore.codec.chunk_records import later_name
+from tierstore.codec.slots import CodecSlot
 from tierstore.errors import BackendError
 from tierstore.spi import Record
 from tierstore.testing.conformance import contents, finish, stored
-from tierstore.wrappers import DurableCompressed
-from tierstore.wrappers.notes import later_name
-from tierstore.wrappers.slots import CodecSlot
 
 _END = b"\xff\xfe\xff\xfe"
 _MOST_GAIN = 256  # of lz4

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.codec_bytes import KIB, MIB, Watched, as_bytes, random
+from tierstore.codec import Compressed
 from tierstore.spi import Buffer, held_bytes
 from tierstore.testing.conformance import contents, stored, succeed
-from tierstore.wrappers import Compressed
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float16,

@@ -13,7 +13,7 @@ from tests.files_disk import PAGE, PowerKernel, blank, buffer, failing, finish, 
 from tierstore.errors import BackendError, CapacityError
 from tierstore.spi import Completion, Record
 from tierstore_backends.files import DurableFiles
-from tierstore_backends.files.transfer import FileSlot
+from tierstore_backends.files.io.io_request import FileSlot
 
 SEGMENT = 64 * 1024
 CAPACITY = 6 * SEGMENT

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tierstore.errors import CapacityError
 from tierstore.units import align_up
-from tierstore_backends.files.layout import Extent, Layout
+from tierstore_backends.files.extents import Extent, Layout
 
 UNIT = 4
 LARGEST = 60 * UNIT

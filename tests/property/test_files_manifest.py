@@ -16,7 +16,7 @@ from tests.files_disk import PAGE, blank, buffer, finish, open_durable, outcome
 from tierstore.errors import BackendError, IntegrityError
 from tierstore.spi import Record
 from tierstore_backends.files import DurableFiles
-from tierstore_backends.files.rows import (
+from tierstore_backends.files.durability.record_codec import (
     RecordLocation,
     Row,
     RowDamage,

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.files_disk import PAGE, blank, buffer, disk_taken, finish, open_files
 from tierstore.errors import CapacityError
 from tierstore.units import KIB, MIB, align_up
-from tierstore_backends.files.transfer import FileSlot
+from tierstore_backends.files.io.io_request import FileSlot
 
 CAPACITY = 768 * KIB
 SIZES = st.one_of(

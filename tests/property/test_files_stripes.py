@@ -11,13 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tierstore.errors import CapacityError
 from tierstore.units import KIB, MIB, align_up
-from tierstore_backends.files.drives import SPAN_BYTES, Drive
-from tierstore_backends.files.layout import Extent
-from tierstore_backends.files.probe import OPEN_FLAGS, IoMode
-from tierstore_backends.files.segments import Segments
-from tierstore_backends.files.space import Space
-from tierstore_backends.files.stripes import Stripes, allot
-from tierstore_backends.files.syscalls import KERNEL
+from tierstore_backends.files.addressing.direct_io_probe import OPEN_FLAGS, IoMode
+from tierstore_backends.files.addressing.drives import SPAN_BYTES, Drive
+from tierstore_backends.files.addressing.segments import Segments
+from tierstore_backends.files.addressing.space import Space
+from tierstore_backends.files.addressing.stripes import Stripes, allot
+from tierstore_backends.files.extents import Extent
+from tierstore_backends.files.io.kernel import KERNEL
 
 PAGE = 4096
 MOST = 2 * MIB

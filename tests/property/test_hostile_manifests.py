@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tests.files_disk import PAGE, blank, finish, open_durable, outcome
 from tests.files_kept import DB, FIRST, LOCK, SEGMENT, WITNESS, write
 from tests.hostile_stores import FIELDS, SIZES, Forged, database, parsed, rows_of, write_meta
-from tests.unit.test_files_manifest import read_pieces
+from tests.unit.test_files_manifest import read_fragments
 from tierstore.errors import IntegrityError, TierStoreError
 from tierstore_backends.files import DurableFiles
 
@@ -195,7 +195,7 @@ def check(files: DurableFiles, path: Path, told: dict[bytes, Forged] | None) -> 
             )
             sums = list(row.numbers[2 * row.count :])
             meta = {"segment_bytes": SEGMENT, "alignment_bytes": PAGE}
-            assert bytes(into.numpy()) == read_pieces(path, meta, extents, sums, row.nbytes, row.block)
+            assert bytes(into.numpy()) == read_fragments(path, meta, extents, sums, row.nbytes, row.block)
     more = write(files, {"more": 200}, seed=3)
     finish(files.commit([*(record for record in records if record.name != "more"), *more]))
 

@@ -27,8 +27,8 @@ from torch import nn
 import tierstore as ts
 from tests.training.twins import WIDTH, Block, batch, config_of, loss_of
 from tierstore.training import offload
-from tierstore_backends.files.manifest import Manifest
-from tierstore_backends.files.syscalls import KERNEL
+from tierstore_backends.files.durability.manifest import Manifest
+from tierstore_backends.files.io.kernel import KERNEL
 
 STEPS = 8
 STEPS_A_CHECKPOINT = 2

@@ -13,7 +13,7 @@ import torch
 
 from tests.training.activation_stores import base, host
 from tests.unit.test_device_streams import Simulated, SimulatedEvent, SimulatedStream
-from tierstore import handover
+from tierstore import tensor_io
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.store import Store
 from tierstore.training.activations.activation_store import ActivationStore
@@ -55,7 +55,7 @@ def activation_store(device: Simulated) -> Iterator[ActivationStore]:
         return Current(device, device.current)
 
     with (
-        mock.patch.object(handover, "current_stream", current_stream),
+        mock.patch.object(tensor_io, "current_stream", current_stream),
         Store(StoreConfig([TierConfig("device", backend, MIB), host()])) as store,
     ):
         yield ActivationStore(store)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.files_disk import TIMEOUT_S
 from tierstore import forks
-from tierstore_backends.ending import BackendLifetime
+from tierstore_backends.lifetime import BackendLifetime
 
 
 class Owner:

@@ -17,13 +17,13 @@ from tests.files_disk import PAGE, buffer, finish, open_files, outcome
 from tierstore.errors import BackendError, UsageError
 from tierstore.spi import BatchBackend, Buffer, Completion, DirectBackend, Slot
 from tierstore_backends import device, memory
+from tierstore_backends.files.addressing.direct_io_probe import probe
+from tierstore_backends.files.addressing.segments import Segments
 from tierstore_backends.files.durable import DurableFiles
-from tierstore_backends.files.gpu import GpuFiles, gpu_fault
+from tierstore_backends.files.engines.gpu import GpuFiles, gpu_fault
+from tierstore_backends.files.io.io_request import Direction, FileSlot, IoRequest, cut
+from tierstore_backends.files.io.kernel import KERNEL
 from tierstore_backends.files.options import Direct
-from tierstore_backends.files.probe import probe
-from tierstore_backends.files.segments import Segments
-from tierstore_backends.files.syscalls import KERNEL
-from tierstore_backends.files.transfer import Direction, FileSlot, IoRequest, cut
 from tierstore_backends.host import HostSlot
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore.core.entry import Entry
+from tierstore.core.entry import Entry, Replica
 from tierstore.core.eviction import POLICIES, size_class
 from tierstore.core.messages import ReplicaId
 from tierstore.core.model import Plan
-from tierstore.core.residency import Replica, ReplicaState, ReplicaStep
+from tierstore.core.residency import ReplicaState, ReplicaStep
 from tierstore.errors import InvariantError
 
 MIB = 1024**2

@@ -27,8 +27,8 @@ from tierstore.errors import CapacityError, StoreClosed, UsageError
 from tierstore.spi import Backend, Completion, Medium
 from tierstore.units import KIB, MIB
 from tierstore_backends.files import FilesBackend, open_backend
+from tierstore_backends.files.directory.ownership import segment_name
 from tierstore_backends.files.options import parse_options
-from tierstore_backends.files.owner import segment_name
 
 SMALL = 32 * KIB
 
@@ -65,7 +65,7 @@ def test_bytes_come_back(tmp_path: Path, options: dict[str, object], misalignmen
     files.close()
 
 
-def test_a_piece_longer_than_a_hash_step_is_summed_whole(tmp_path: Path) -> None:
+def test_a_fragment_longer_than_a_hash_step_is_summed_whole(tmp_path: Path) -> None:
     files = open_files(tmp_path, aio_block_size=4 * MIB)
     nbytes = 2 * MIB + 5
     slot = files.reserve(nbytes)
@@ -302,7 +302,7 @@ def test_one_transfer_is_spread_over_all_threads(tmp_path: Path) -> None:
     files.close()
 
 
-def test_the_queue_depth_bounds_the_pieces_under_way(tmp_path: Path) -> None:
+def test_the_queue_depth_bounds_the_fragments_under_way(tmp_path: Path) -> None:
     kernel = ScriptedKernel()
     files = open_files(tmp_path, syscalls=kernel, threads=4, aio_block_size=64 * KIB, aio_queue_depth=1)
     kernel.forget()
@@ -464,7 +464,7 @@ def test_a_negative_slot_is_refused(files: FilesBackend) -> None:
         files.reserve(-1)
 
 
-def test_a_batch_of_an_empty_slot_and_one_of_two_pieces_keeps_each_ones_sums(files: FilesBackend) -> None:
+def test_a_batch_of_an_empty_slot_and_one_of_two_fragments_keeps_each_ones_sums(files: FilesBackend) -> None:
     slots, sources = [files.reserve(96 * KIB), files.reserve(0)], [buffer(96 * KIB), buffer(0)]
     finish(files.write_many(slots, sources))
     into = [blank(96 * KIB), blank(0)]

@@ -11,10 +11,10 @@ import pytest
 from tests.files_disk import OnDrive, ScriptedKernel
 from tierstore.errors import BackendError
 from tierstore.units import MIB
-from tierstore_backends.files.bandwidth import alike, measure_all
+from tierstore_backends.files.addressing.bandwidth import alike, measure_all
+from tierstore_backends.files.addressing.direct_io_probe import IoMode, probe
+from tierstore_backends.files.io.kernel import KERNEL
 from tierstore_backends.files.options import Direct
-from tierstore_backends.files.probe import IoMode, probe
-from tierstore_backends.files.syscalls import KERNEL
 
 
 class Clock:

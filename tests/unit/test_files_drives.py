@@ -28,18 +28,19 @@ from tests.files_disk import (
 )
 from tierstore.errors import BackendError, CapacityError, ConfigError, StoreClosed, UsageError
 from tierstore.units import GIB, KIB, MIB
+from tierstore_backends.files.addressing.direct_io_probe import IoMode
+from tierstore_backends.files.addressing.directory_locks import in_common, with_common_alignment
+from tierstore_backends.files.addressing.drives import SPAN_BYTES, DriveFiles, reach, split_by_drive
+from tierstore_backends.files.addressing.segments import Segments
+from tierstore_backends.files.addressing.stripes import Stripes
 from tierstore_backends.files.backend import FilesBackend
-from tierstore_backends.files.drives import SPAN_BYTES, DriveFiles, reach, split_by_drive
 from tierstore_backends.files.engines.choice import Started, start
-from tierstore_backends.files.engines.drives import DriveEngine
+from tierstore_backends.files.engines.fan_out import DriveEngine
 from tierstore_backends.files.engines.plain import PlainEngine
+from tierstore_backends.files.io.io_request import Direction, FileSlot, Fragment, IoRequest, cut
+from tierstore_backends.files.io.kernel import KERNEL
+from tierstore_backends.files.io.syscalls import Syscalls
 from tierstore_backends.files.options import DriveOption, FilesOptions, parse_options
-from tierstore_backends.files.probe import IoMode
-from tierstore_backends.files.segments import Segments
-from tierstore_backends.files.several import in_common, with_common_alignment
-from tierstore_backends.files.stripes import Stripes
-from tierstore_backends.files.syscalls import KERNEL, Syscalls
-from tierstore_backends.files.transfer import Direction, FileSlot, Fragment, IoRequest, cut
 
 BLOCK = 64 * KIB
 
@@ -405,7 +406,7 @@ def test_a_directory_that_cannot_be_used_is_named(folders: list[Path]) -> None:
 
 
 def two_engines(tmp_path: Path) -> tuple[DriveEngine, list[PlainEngine], list[Fragment]]:
-    """Return engines of two drives, and the pieces of a transfer over both."""
+    """Return engines of two drives, and the fragments of a transfer over both."""
     engines = [PlainEngine([lambda batch: None]) for _ in range(2)]
     whole = DriveEngine(engines, Stripes([], PAGE, PAGE), folders=[tmp_path] * 2, segment_bytes=MIB)
     slot = FileSlot(2 * PAGE, [(0, PAGE), (SPAN_BYTES, SPAN_BYTES + PAGE)], None, PAGE)
@@ -413,19 +414,19 @@ def two_engines(tmp_path: Path) -> tuple[DriveEngine, list[PlainEngine], list[Fr
 
 
 def test_a_drive_whose_engine_has_ended_fails_what_other_drives_have_begun(tmp_path: Path) -> None:
-    whole, engines, pieces = two_engines(tmp_path)
+    whole, engines, fragments = two_engines(tmp_path)
     engines[1].close()
-    transfer = pieces[0].transfer
-    whole.submit(pieces)
+    transfer = fragments[0].transfer
+    whole.submit(fragments)
     assert isinstance(transfer, IoRequest)
     assert isinstance(outcome(transfer.completion), StoreClosed)
 
 
 def test_where_nothing_has_begun_it_is_said_at_once(tmp_path: Path) -> None:
-    whole, _, pieces = two_engines(tmp_path)
+    whole, _, fragments = two_engines(tmp_path)
     whole.close()
     with pytest.raises(StoreClosed):
-        whole.submit(pieces)
+        whole.submit(fragments)
 
 
 def workers() -> set[threading.Thread]:
@@ -442,7 +443,7 @@ def test_an_engine_that_does_not_start_ends_those_of_other_drives(
             raise BackendError("not here")
         return start(options, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tierstore_backends.files.engines.drives.start", start_first)
+    monkeypatch.setattr("tierstore_backends.files.engines.fan_out.start", start_first)
     with pytest.raises(BackendError, match="not here"):
         open_drives(folders)
     assert workers() == before

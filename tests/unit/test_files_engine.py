@@ -1,4 +1,4 @@
-"""Who moves the pieces of scratch transfers, and when they stop."""
+"""Who moves the fragments of scratch transfers, and when they stop."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from tests.files_disk import PAGE, TIMEOUT_S, finish
 from tierstore.errors import StoreClosed
-from tierstore_backends.files.engine import IoEngine, Pace
+from tierstore_backends.files.engines.base import IoEngine, Pace
+from tierstore_backends.files.engines.fragment_queue import FragmentQueues
 from tierstore_backends.files.engines.plain import PlainEngine
 from tierstore_backends.files.engines.threads import ThreadEngine
-from tierstore_backends.files.piece_queue import FragmentQueues
-from tierstore_backends.files.transfer import Direction, FileSlot, Fragment, IoRequest, cut
+from tierstore_backends.files.io.io_request import Direction, FileSlot, Fragment, IoRequest, cut
 
 
 def transfer(pages: int = 1, start: int = 0) -> tuple[IoRequest, list[Fragment]]:
-    """Return a read of ``pages`` pages, cut into pages, and its pieces."""
+    """Return a read of ``pages`` pages, cut into pages, and its fragments."""
     slot = FileSlot(pages * PAGE, ((start * PAGE, (start + pages) * PAGE),), None, PAGE)
     whole = IoRequest(Direction.READ, [slot], [torch.zeros(pages * PAGE, dtype=torch.uint8)])
     return whole, cut(whole, segment_bytes=1 << 40)
@@ -43,16 +43,16 @@ def engine(request: pytest.FixtureRequest) -> Iterator[IoEngine]:
 
 def test_a_closed_engine_takes_nothing(engine: IoEngine) -> None:
     engine.close()
-    whole, pieces = transfer()
+    whole, fragments = transfer()
     for _ in range(2):
         with pytest.raises(StoreClosed):
-            engine.submit(pieces)
+            engine.submit(fragments)
     assert not whole.completion.is_done
 
 
-def test_a_transfer_ends_when_its_last_piece_has_moved(engine: IoEngine) -> None:
-    whole, pieces = transfer(5)
-    engine.submit(pieces)
+def test_a_transfer_ends_when_its_last_fragment_has_moved(engine: IoEngine) -> None:
+    whole, fragments = transfer(5)
+    engine.submit(fragments)
     finish(whole.completion)
     assert whole.remaining == 0
 
@@ -64,8 +64,8 @@ def test_the_first_error_of_a_transfer_is_the_one_it_ends_with() -> None:
         batch[0].error = {1: first, 3: second}.get(batch[0].index)
 
     engine = threads(fail)
-    whole, pieces = transfer(5)
-    engine.submit(pieces)
+    whole, fragments = transfer(5)
+    engine.submit(fragments)
     with pytest.raises(OSError, match="first"):
         finish(whole.completion)
     engine.close()
@@ -81,8 +81,8 @@ def test_closing_wakes_a_worker_that_waits_for_the_depth() -> None:
 
     engine = threads(*[wait] * (waiters + 1), depth=1)
     transfers = [transfer(1, start=2 * i) for i in range(50)]
-    for _, pieces in transfers:
-        engine.submit(pieces)
+    for _, fragments in transfers:
+        engine.submit(fragments)
     closer = threading.Thread(target=engine.close)
     closer.start()
     gate.set()
@@ -107,8 +107,8 @@ def test_what_comes_while_the_engine_tidies_moves_afterwards() -> None:
     engine = threads(move, move, tidy=tidy)
     engine.tidy_when_quiet()
     assert is_tidying.wait(TIMEOUT_S)
-    whole, pieces = transfer()
-    engine.submit(pieces)
+    whole, fragments = transfer()
+    engine.submit(fragments)
     closer = threading.Thread(target=engine.close)
     closer.start()
     gate.set()
@@ -129,7 +129,7 @@ def test_an_interrupted_caller_leaves_room_for_the_next() -> None:
     engine = PlainEngine([be_interrupted])
     with pytest.raises(KeyboardInterrupt):
         engine.submit(transfer()[1])
-    whole, pieces = transfer()
-    engine.submit(pieces)
+    whole, fragments = transfer()
+    engine.submit(fragments)
     assert whole.completion.is_done
     engine.close()

@@ -32,9 +32,9 @@ from tierstore.errors import BackendError, UsageError
 from tierstore.spi import Completion
 from tierstore.units import KIB, MIB
 from tierstore_backends.files import FilesBackend
-from tierstore_backends.files.streams import AioStreams
-from tierstore_backends.files.syscalls import KernelCall
-from tierstore_backends.files.transfer import Direction, FileSlot
+from tierstore_backends.files.io.aio_streams import AioStreams
+from tierstore_backends.files.io.io_request import Direction, FileSlot
+from tierstore_backends.files.io.syscalls import KernelCall
 
 BLOCK = 64 * KIB
 in_background = pytest.mark.parametrize("engine", IN_BACKGROUND)
@@ -103,12 +103,12 @@ def test_the_queue_depth_bounds_what_is_in_flight(tmp_path: Path, engine: str) -
 
 
 @in_background
-def test_pieces_that_move_in_one_call_count_one_by_one(tmp_path: Path, engine: str) -> None:
+def test_fragments_that_move_in_one_call_count_one_by_one(tmp_path: Path, engine: str) -> None:
     files = open_files(tmp_path, engine=engine, threads=4, aio_queue_depth=5)
     slots = [files.reserve(PAGE) for _ in range(64)]
     finish(files.write_many(slots, [buffer(PAGE, i) for i in range(64)]))
     assert 1 <= files.io_stats.most_in_flight <= 5
-    assert files.io_stats.pieces == 64
+    assert files.io_stats.fragments == 64
     assert files.io_stats.merged_batches > 0
     files.close()
 
@@ -143,7 +143,7 @@ def test_a_smaller_block_is_more_calls_of_fewer_bytes(tmp_path: Path, engine: st
         assert (stats.read_bytes, stats.written_bytes) == (MIB, MIB)
         assert stats.call_seconds > 0
         assert stats.checksum_seconds > 0
-        return stats.pieces, stats.read_calls + stats.write_calls, stats.mean_transfer_bytes
+        return stats.fragments, stats.read_calls + stats.write_calls, stats.mean_transfer_bytes
 
     assert stats_with(MIB) == (2, 2, float(MIB))
     assert stats_with(BLOCK) == (32, 32, float(BLOCK))
@@ -283,7 +283,7 @@ def test_a_free_tail_is_cut_off_when_it_has_been_quiet(tmp_path: Path, engine: s
     for slot in slots[1:]:
         files.free(slot)
     assert was_cut.wait(TIMEOUT_S)
-    # Pieces wait until the cut is made: what is written from here on is not cut off.
+    # Fragments wait until the cut is made: what is written from here on is not cut off.
     finish(files.write(files.reserve(BLOCK), buffer(BLOCK)))
     assert disk_taken(tmp_path) <= 2 * BLOCK
     assert_holds(files, slots[0], 0)

@@ -24,15 +24,15 @@ from tests.files_disk import (
     open_files,
 )
 from tierstore.errors import BackendError, UsageError
-from tierstore_backends.files import owner as ownership
-from tierstore_backends.files.engine import Pace
+from tierstore_backends.files.addressing.direct_io_probe import probe
+from tierstore_backends.files.directory import ownership
+from tierstore_backends.files.directory.ownership import DirectoryOwner, segment_name
+from tierstore_backends.files.engines.base import Pace
+from tierstore_backends.files.engines.fragment_queue import FragmentQueues
 from tierstore_backends.files.engines.threads import ThreadEngine
+from tierstore_backends.files.io.io_request import Fragment
+from tierstore_backends.files.io.kernel import KERNEL, _Kernel
 from tierstore_backends.files.options import Direct
-from tierstore_backends.files.owner import DirectoryOwner, segment_name
-from tierstore_backends.files.piece_queue import FragmentQueues
-from tierstore_backends.files.probe import probe
-from tierstore_backends.files.syscalls import KERNEL, _Kernel
-from tierstore_backends.files.transfer import Fragment
 
 LOCK = "tierstore.lock"
 

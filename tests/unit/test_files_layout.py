@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierstore.errors import CapacityError
-from tierstore_backends.files.layout import Layout, RangeSet
+from tierstore_backends.files.extents import Layout, RangeSet
 
 
 def test_slots_reserved_one_after_another_lie_one_after_another() -> None:

@@ -13,9 +13,9 @@ import xxhash
 
 from tests.files_disk import PAGE, buffer, finish, open_durable
 from tierstore.spi import Record
-from tierstore_backends.files.manifest import Manifest
-from tierstore_backends.files.meta import Meta
-from tierstore_backends.files.rows import RecordLocation, Sums, encode
+from tierstore_backends.files.durability.manifest import Manifest
+from tierstore_backends.files.durability.meta import Meta
+from tierstore_backends.files.durability.record_codec import RecordLocation, Sums, encode
 
 SEGMENT = 64 * 1024
 SIZES = {"a": 5000, "ä/\n": 0, "lone \ud800": 1, "large": 2 * SEGMENT + 77}
@@ -47,14 +47,14 @@ def read_as_documented(folder: Path) -> dict[str, bytes]:
         checks += check
         numbers = struct.unpack_from(f"<{(len(place) - 28) // 8}Q", place, 28)
         extents = list(zip(numbers[: 2 * count : 2], numbers[1 : 2 * count : 2], strict=True))
-        records[name.decode("utf-8", "surrogatepass")] = read_pieces(
+        records[name.decode("utf-8", "surrogatepass")] = read_fragments(
             folder, meta, extents, list(numbers[2 * count :]), nbytes, block
         )
     assert checks % 2**64 == meta["digest"]
     return records
 
 
-def read_pieces(
+def read_fragments(
     folder: Path,
     meta: dict[str, int],
     extents: list[tuple[int, int]],
@@ -71,9 +71,9 @@ def read_pieces(
             length = min(end - start, block, meta["segment_bytes"] - offset)
             with (folder / f"tierstore-{index:04}.bin").open("rb") as file:
                 file.seek(offset)
-                piece = file.read(length)[: nbytes - len(data)]
-            assert sum_of(piece) == sums.pop(0)
-            data += piece
+                fragment = file.read(length)[: nbytes - len(data)]
+            assert sum_of(fragment) == sums.pop(0)
+            data += fragment
             start += length
     assert not sums
     return data

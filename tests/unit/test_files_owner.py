@@ -15,7 +15,7 @@ import pytest
 
 from tests.files_disk import TIMEOUT_S, Gate, ScriptedKernel, blank, buffer, finish, open_files
 from tierstore.errors import BackendError, UsageError
-from tierstore_backends.files.owner import DirectoryOwner, segment_name
+from tierstore_backends.files.directory.ownership import DirectoryOwner, segment_name
 
 LOCK = "tierstore.lock"
 

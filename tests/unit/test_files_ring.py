@@ -30,10 +30,10 @@ from tests.files_disk import (
 from tierstore.errors import BackendError, ConfigError, InvariantError
 from tierstore.units import KIB, MIB
 from tierstore_backends.files.engines.choice import chosen
+from tierstore_backends.files.io.io_request import Direction
+from tierstore_backends.files.io.io_uring import UringRing
+from tierstore_backends.files.io.syscalls import KernelCall, Ring
 from tierstore_backends.files.options import EngineName, parse_options
-from tierstore_backends.files.ring import UringRing
-from tierstore_backends.files.syscalls import KernelCall, Ring
-from tierstore_backends.files.transfer import Direction
 
 BLOCK = 64 * KIB
 

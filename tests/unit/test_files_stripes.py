@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from tierstore.units import GIB, KIB, MIB
-from tierstore_backends.files.stripes import Load, allot, split
+from tierstore_backends.files.addressing.stripes import Load, allot, split
 
 BLOCK = MIB
 PLENTY = 1 << 40

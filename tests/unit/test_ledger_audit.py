@@ -10,8 +10,8 @@ import pytest
 from tests.unit.test_ledger import DEVICE, DISK, HOST, Desk
 from tierstore.core import messages as m
 from tierstore.core.entry import NOTHING, Entry, EntryLife, WantPhase
-from tierstore.core.quota import TierState
 from tierstore.core.residency import ReplicaState
+from tierstore.core.tier_state import TierState
 from tierstore.errors import InvariantError
 
 

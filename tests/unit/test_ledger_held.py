@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.test_ledger import DEVICE, DISK, HOST, Desk
 from tierstore.core import messages as m
-from tierstore.core.quota import TierState
+from tierstore.core.tier_state import TierState
 from tierstore.errors import BackendError, InvariantError
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.unit.test_ledger import DEVICE, DISK, HOST, Desk
 from tierstore.core import messages as m
+from tierstore.core.entry import Replica
 from tierstore.core.eviction import POLICIES, Distance
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Tier
-from tierstore.core.residency import Replica
 from tierstore.errors import BackendError, CapacityError, KeyNotFound, LeaseError
 
 ARCHIVE = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore.outputs import ALIGNMENT_BYTES, SMALLEST_BYTES, OutputBufferPool
+from tierstore.output_buffers import ALIGNMENT_BYTES, SMALLEST_BYTES, OutputBufferPool
 from tierstore.testing.memory import DeviceBudget
 
 SIZES = [0, 1, 100, SMALLEST_BYTES - 1, SMALLEST_BYTES, SMALLEST_BYTES + 1]

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.codec_bytes import MIB, Watched, as_bytes, random, repeating
+from tierstore.codec import Compressed
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.errors import BackendError, ConfigError
 from tierstore.spi import Backend
 from tierstore.store import Store
 from tierstore.testing.batching import Batching
 from tierstore.testing.faults import Faulty
-from tierstore.wrappers import Compressed
 from tierstore_backends.memory import MemoryBackend
 
 QUOTA = 10 * MIB

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.codec_bytes import as_bytes, random, repeating
-from tierstore.errors import IntegrityError
-from tierstore.wrappers.blocks import (
+from tierstore.codec.blocks import (
     BLOCK_BYTES,
     WIDTHS,
     Bytes,
@@ -22,6 +21,7 @@ from tierstore.wrappers.blocks import (
     unpack,
     unshuffle,
 )
+from tierstore.errors import IntegrityError
 
 
 def array(tensor: torch.Tensor) -> Bytes:

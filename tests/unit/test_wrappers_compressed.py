@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.codec_bytes import KIB, MIB, Watched, random, repeating
+from tierstore.codec import Compressed, OpenedBackend, with_codec
+from tierstore.codec.workers import PADS
 from tierstore.errors import BackendError, ConfigError, IntegrityError, StoreClosed, UsageError
 from tierstore.spi import Buffer, PartialError, held_bytes
 from tierstore.testing.batching import Batching
 from tierstore.testing.conformance import contents, finish, stored, succeed
 from tierstore.testing.faults import Faulty, Gate
-from tierstore.wrappers import Compressed, OpenedBackend, with_codec
-from tierstore.wrappers.workers import PADS
 from tierstore_backends.memory import MemoryBackend
 
 CHUNK = 64 * KIB

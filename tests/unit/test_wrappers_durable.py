@@ -10,11 +10,18 @@ import torch
 import xxhash
 
 from tests.codec_bytes import KIB, MIB, Lasting, Shelf, random, repeating
+from tierstore.codec import Compressed, DurableCompressed, chunk_records, with_codec
+from tierstore.codec.chunk_records import (
+    ChunkRecord,
+    DamagedNoteError,
+    agree,
+    packed_note,
+    read_note,
+    split_name,
+)
 from tierstore.errors import BackendError, IntegrityError
 from tierstore.spi import BatchBackend, Buffer, DirectBackend, DurableBackend, Record, held_bytes
 from tierstore.testing.conformance import contents, finish, stored, succeed
-from tierstore.wrappers import Compressed, DurableCompressed, notes, with_codec
-from tierstore.wrappers.notes import ChunkRecord, DamagedNoteError, agree, packed_note, read_note, split_name
 
 CHUNK = 64 * KIB
 ODD_NAMES = ["k", "", "\x1f", "\x1f=k", "\x1f1 k", "\x1e", "a\nb", "\x1f1 ", "schlüssel"]
@@ -326,7 +333,7 @@ def test_bytes_of_a_later_format_are_refused_by_name(monkeypatch: pytest.MonkeyP
     line, own = read_note(note)
     assert line is not None
     with monkeypatch.context() as patch:
-        patch.setattr(notes, "VERSION", notes.VERSION + 1)
+        patch.setattr(chunk_records, "VERSION", chunk_records.VERSION + 1)
         shelf.records[0] = (name, packed_note(line, own), data)
     again = opened(shelf)
     error = finish(again.read(found(again)["k"].slot, torch.empty(CHUNK, dtype=torch.uint8)))

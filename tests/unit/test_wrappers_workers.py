@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tierstore.codec.blocks import Bytes
+from tierstore.codec.workers import CodecWorkers, PadUse
 from tierstore.errors import StoreClosed
-from tierstore.wrappers.blocks import Bytes
-from tierstore.wrappers.workers import CodecWorkers, PadUse
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
-from tierstore.core.entry import Entry, EntryLife, WantPhase
-from tierstore.core.quota import TierState
-from tierstore.core.residency import Replica, ReplicaState
+from tierstore.core.entry import Entry, EntryLife, Replica, WantPhase
+from tierstore.core.residency import ReplicaState
+from tierstore.core.tier_state import TierState
 from tierstore.errors import InvariantError
 
 if TYPE_CHECKING:
     from tierstore.core.commits import DurableCommits
-    from tierstore.core.moving import CopyScheduler
+    from tierstore.core.copy_scheduler import CopyScheduler
 
 
 def _fail(message: str, entry: Entry | None = None) -> NoReturn:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from tierstore.core.entry import NOTHING, STORY_EVENTS, Entry, EntryLife
+from tierstore.core.entry import NOTHING, STORY_EVENTS, Entry, EntryLife, Replica
 from tierstore.core.messages import Command, Found, FreeSlot, ReplicaId
 from tierstore.core.model import Tier
-from tierstore.core.quota import TierState
-from tierstore.core.residency import Replica, ReplicaState, ReplicaStep
+from tierstore.core.residency import ReplicaState, ReplicaStep
+from tierstore.core.tier_state import TierState
 from tierstore.errors import InvariantError
 
 

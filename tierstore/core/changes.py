@@ -15,8 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tierstore.core.books import Books
-from tierstore.core.entry import Entry, EntryLife
-from tierstore.core.residency import Replica
+from tierstore.core.entry import Entry, EntryLife, Replica
 
 Image = dict[str, Replica]
 """What survives: one replica for each key."""

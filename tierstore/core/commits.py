@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from tierstore.core.changes import Changes, Image
-from tierstore.core.entry import Entry, EntryLife
+from tierstore.core.copy_scheduler import CopyScheduler
+from tierstore.core.entry import Entry, EntryLife, Replica
 from tierstore.core.messages import (
     Commit,
     CommitDone,
@@ -33,10 +34,8 @@ from tierstore.core.messages import (
     RecordsRecovered,
     Settle,
 )
-from tierstore.core.moving import CopyScheduler
-from tierstore.core.quota import advice
 from tierstore.core.requests import Desk, FlushRequest, StageRequest, granted, refuse_if_written
-from tierstore.core.residency import Replica
+from tierstore.core.tier_state import advice
 from tierstore.errors import CapacityError, StoreClosed, TierStoreError, UsageError
 from tierstore.units import format_bytes
 

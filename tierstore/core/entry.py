@@ -1,4 +1,4 @@
-"""One generation of a key, and what is wanted of it.
+"""One generation of a key, its replicas, what is wanted of it, and who is told of its changes.
 
 A replaced key gets a new `Entry`: readers of the old one finish in peace while new ones see the new
 bytes.  Plain state; the rules that change it are the ledger's.
@@ -6,16 +6,16 @@ bytes.  Plain state; the rules that change it are the ledger's.
 
 from __future__ import annotations
 
+import abc
 import enum
+from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from tierstore.core.messages import Urgency
-from tierstore.core.residency import Replica, ReplicaState
-
-if TYPE_CHECKING:
-    from tierstore.core.requests import Request
+from tierstore.core.messages import ReplicaId, Urgency
+from tierstore.core.residency import TABLE, ReplicaState, ReplicaStep
+from tierstore.errors import InvariantError
 
 STORY_EVENTS = 32
 
@@ -42,6 +42,113 @@ def without(mapping: Mapping[int, V], number: int) -> Mapping[int, V]:
 
 def _speed(replica: Replica) -> int:
     return replica.tier
+
+
+class Watcher(abc.ABC):
+    """Who is asked again whenever an entry changes: see `tierstore.core.requests.Request`.
+
+    Attributes:
+        number: names it in events and commands.
+        pending: the entries that do not satisfy it yet, by uid.
+        unseen: in order, those whose turn to be examined has not come, if there are many.
+    """
+
+    number: int
+    pending: dict[int, Entry]
+    unseen: deque[Entry] | None
+
+    @property
+    @abc.abstractmethod
+    def keeps_bytes(self) -> bool:
+        """Whether its entries are to stay as they are until they satisfy it, even when they are dropped."""
+
+    @abc.abstractmethod
+    def check(self, entry: Entry) -> None:
+        """Raise if ``entry`` as it is makes the request wrong."""
+
+    @abc.abstractmethod
+    def examine(self, entry: Entry) -> bool:
+        """Return whether ``entry`` satisfies it; ask for what is missing."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Answer the caller: every entry satisfies it."""
+
+    @abc.abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Answer the caller: it cannot be met."""
+
+    @abc.abstractmethod
+    def undo(self) -> None:
+        """Give back what was taken for the entries that satisfied what now fails."""
+
+    @abc.abstractmethod
+    def decline(self, entry: Entry) -> bool:
+        """Return whether it is content without ``entry`` if that cannot be had."""
+
+
+class Replica:
+    """One key's bytes in one tier, and who is busy with them.
+
+    Attributes:
+        entry: whose bytes.
+        place: names them for those who have them, whatever key they are under.
+        tier: index of the tier.
+        charge_bytes: what the tier is charged while the replica is not ``ABSENT``; once its copy has
+            ended, what the medium really holds for it.
+        leases: how many leases hold it; it is not dropped while there are any.
+        readers: how many copies and gets read it; it is not freed while there are any.
+        copy: the number of the copy that writes it, if one does; it is not freed meanwhile.
+        promises: how many commits and flushes count on finding it; it is not freed while there are any.
+    """
+
+    __slots__ = (
+        "charge_bytes",
+        "copy",
+        "entry",
+        "leases",
+        "place",
+        "promises",
+        "readers",
+        "state",
+        "tier",
+    )
+
+    def __init__(self, entry: Entry, place: ReplicaId, charge_bytes: int) -> None:
+        self.entry = entry
+        self.place = place
+        self.tier = place.tier
+        self.charge_bytes = charge_bytes
+        self.state = ReplicaState.ABSENT
+        self.leases = 0
+        self.readers = 0
+        self.copy: int | None = None
+        self.promises = 0
+
+    @property
+    def key(self) -> str:
+        """The key whose bytes these are."""
+        return self.entry.key
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody holds, reads or writes the bytes, so that they may be freed."""
+        return not (self.leases or self.readers or self.copy is not None)
+
+    def step(self, step: ReplicaStep) -> None:
+        """Change the state.
+
+        Raises:
+            InvariantError: the table has no such step.
+        """
+        try:
+            self.state = TABLE[self.state, step]
+        except KeyError:
+            raise InvariantError(
+                f"replica of {self.key!r} in tier {self.tier} cannot take {step.name} "
+                f"while {self.state.name}. This is a bug in tierstore.",
+                key=self.key,
+            ) from None
 
 
 class EntryLife(enum.Enum):
@@ -90,7 +197,7 @@ class Want:
         self.tier = tier
         self.urgency = urgency
         self.phase = WantPhase.QUEUED
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Watcher] = {}
         self.dependents: tuple[Want, ...] = ()  # most have none
         self.slack_bytes = 0
         self.refusal: BaseException | None = None
@@ -135,7 +242,7 @@ class Entry:
         self.life = EntryLife.COMING
         self.replicas: dict[int, Replica] = {}
         self.wants: Mapping[int, Want] = NOTHING
-        self.watchers: Mapping[int, Request] = NOTHING
+        self.watchers: Mapping[int, Watcher] = NOTHING
         self.holders: Mapping[int, str] = NOTHING
         self.writer: int | None = None
         self.story: tuple[int | str, ...] = ()

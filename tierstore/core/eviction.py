@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tierstore.core.residency import Replica
+    from tierstore.core.entry import Replica
 
 SMALLEST_CLASS_BYTES = 16 * 1024**2
 CLASS_COUNT = 8

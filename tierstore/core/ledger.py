@@ -31,12 +31,12 @@ from typing import Any
 from tierstore.core import messages as m
 from tierstore.core.audit import audit
 from tierstore.core.commits import DurableCommits
-from tierstore.core.entry import Entry, EntryLife, Want
+from tierstore.core.copy_scheduler import CopyScheduler
+from tierstore.core.entry import Entry, EntryLife, Replica, Want
 from tierstore.core.eviction import Policy
+from tierstore.core.inflight import MOST_IN_FLIGHT
 from tierstore.core.model import Tier
-from tierstore.core.moving import CopyScheduler
-from tierstore.core.naming import can_split, check_names
-from tierstore.core.quota import advice
+from tierstore.core.renaming import can_split, check_names
 from tierstore.core.requests import (
     EvictRequest,
     FetchRequest,
@@ -49,8 +49,7 @@ from tierstore.core.requests import (
     refuse_if_leased,
     refuse_if_written,
 )
-from tierstore.core.residency import Replica
-from tierstore.core.traffic import MOST_IN_FLIGHT
+from tierstore.core.tier_state import advice
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, UsageError
 from tierstore.units import format_bytes
 

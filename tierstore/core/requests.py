@@ -7,15 +7,13 @@ ledger for what is missing, and raises to fail the whole request.
 
 from __future__ import annotations
 
-import abc
 import enum
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from tierstore.core.entry import Entry, EntryLife, Want, entered, without
+from tierstore.core.entry import Entry, EntryLife, Replica, Want, Watcher, entered, without
 from tierstore.core.messages import Access, Grant, Granted, Settle, Urgency
-from tierstore.core.residency import Replica
 from tierstore.errors import CapacityError, LeaseError
 
 FLUSH_ROUNDS = 64
@@ -112,15 +110,10 @@ def granted(replica: Replica) -> Granted:
     return Granted(entry.key, replica.place, entry.spec)
 
 
-class Request(abc.ABC):
+class Request(Watcher):
     """Something that a caller waits for.
 
     An entry without a READY replica is one whose put is under way: requests wait for it.
-
-    Attributes:
-        number: names it in events and commands.
-        pending: the entries that do not satisfy it yet, by uid.
-        unseen: in order, those whose turn to be examined has not come, if the request is a long one.
     """
 
     def __init__(self, desk: Desk, number: int, entries: Sequence[Entry]) -> None:
@@ -129,17 +122,13 @@ class Request(abc.ABC):
         self.pending = {entry.uid: entry for entry in entries}
         self.unseen: deque[Entry] | None = None
 
-    def check(self, entry: Entry) -> None:  # noqa: B027 - most requests are never wrong
-        """Raise if ``entry`` as it is makes the request wrong."""
+    def check(self, entry: Entry) -> None:
+        """See `Watcher.check`: most requests are never wrong."""
 
     @property
     def keeps_bytes(self) -> bool:
-        """Whether its entries are to stay as they are until they satisfy it, even when they are dropped."""
+        """See `Watcher.keeps_bytes`."""
         return False
-
-    @abc.abstractmethod
-    def examine(self, entry: Entry) -> bool:
-        """Return whether ``entry`` satisfies the request; ask for what is missing."""
 
     def finish(self) -> None:
         """Answer the caller: every entry satisfies the request."""
@@ -149,8 +138,8 @@ class Request(abc.ABC):
         """Answer the caller: the request cannot be met."""
         self.desk.emit(Settle(self.number, error))
 
-    def undo(self) -> None:  # noqa: B027 - most requests take nothing
-        """Give back what was taken for the entries that satisfied a request that now fails."""
+    def undo(self) -> None:
+        """See `Watcher.undo`: most requests take nothing."""
 
     def decline(self, entry: Entry) -> bool:
         """Return whether the request is content without ``entry`` if it cannot be had."""

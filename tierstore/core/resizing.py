@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from tierstore.core.admission import SpaceAdmission
 from tierstore.core.books import Books
 from tierstore.core.messages import ResizeRequested, SetCapacity, Settle, Urgency
-from tierstore.core.quota import TierState
-from tierstore.core.rooms import SpaceAdmission
+from tierstore.core.tier_state import TierState
 from tierstore.errors import CapacityError
 from tierstore.units import format_bytes
 

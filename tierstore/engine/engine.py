@@ -18,11 +18,11 @@ import torch
 from tierstore import forks
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
-from tierstore.engine.carrier import DataMover
-from tierstore.engine.hands import CommandExecutor, Opening, orphaned
+from tierstore.engine.dispatcher import Dispatcher
+from tierstore.engine.executor import CommandExecutor, Opening, orphaned
 from tierstore.engine.holds import when_granted
+from tierstore.engine.mover import DataMover
 from tierstore.engine.transfer import Transfer
-from tierstore.engine.turns import Dispatcher
 from tierstore.errors import StoreClosed, TierStoreError
 from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import AddressableSlot, Backend, Medium, Record, Slot, held_bytes

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from tierstore.errors import BackendError, CapacityError, KeyNotFound
-from tierstore.outputs import host_memory
+from tierstore.output_buffers import host_memory
 from tierstore.store import Store
 from tierstore.training import entries, guard, guarded
 from tierstore.training.binding import Binding, Bindings, natively, set_data

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tierstore.outputs import host_memory
+from tierstore.output_buffers import host_memory
 from tierstore.training.layout import TensorLayout, span_of
 
 _UNIT_BYTES = 16  # of the largest element: complex128

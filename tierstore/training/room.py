@@ -24,7 +24,7 @@ import torch
 
 from tierstore.config.host_memory import host_rooms
 from tierstore.config.machine import free_device_bytes
-from tierstore.outputs import KEPT_BYTES
+from tierstore.output_buffers import KEPT_BYTES
 from tierstore.store import Store
 from tierstore.training.homes import Binding, Where
 from tierstore.training.layout import span_of

@@ -18,8 +18,8 @@ from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot, device
 from tierstore.units import format_bytes
 from tierstore_backends import host
 from tierstore_backends.device.arena import Arena, ArenaBlock
-from tierstore_backends.device.delivery import Delivery, LateDelivery, PromptDelivery
-from tierstore_backends.device.lane import EmulatedCopyQueue
+from tierstore_backends.device.completion_order import Delivery, LateDelivery, PromptDelivery
+from tierstore_backends.device.copy_queue import EmulatedCopyQueue
 from tierstore_backends.device.link import EmulatedLink
 from tierstore_backends.quota import Quota
 
@@ -61,8 +61,8 @@ class EmulatedDevice:
         self._is_overwriting = is_overwriting
         self._is_stream_ordered = is_stream_ordered
         self._is_closed = False
-        for lane in (self._inward, self._outward):
-            weakref.finalize(self, lane.abandon).atexit = False
+        for queue in (self._inward, self._outward):
+            weakref.finalize(self, queue.abandon).atexit = False
 
     @property
     def used_bytes(self) -> int:

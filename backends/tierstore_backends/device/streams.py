@@ -203,7 +203,7 @@ class _Watched(NamedTuple):
     completion: Completion
 
 
-class _Watcher:
+class _StreamWatcher:
     """A thread that completes what it is given, in order, when the device has come that far."""
 
     def __init__(self, name: str) -> None:
@@ -248,7 +248,7 @@ class _CopyStream:
     def __init__(self, direction: str, streams: _DeviceStreams) -> None:
         self._streams = streams
         self._stream = streams.make()
-        self._watcher = _Watcher(direction)
+        self._watcher = _StreamWatcher(direction)
         self._lock = threading.Lock()  # so that the watcher's order is the stream's
 
     def copy(self, slot: StreamSlot, into: torch.Tensor, source: Buffer, completion: Completion) -> None:
@@ -282,7 +282,7 @@ class StreamDevice:
         self._streams = _DeviceStreams(device, module)
         self._inward = _CopyStream("h2d", self._streams)
         self._outward = _CopyStream("d2h", self._streams)
-        self._freeing = _Watcher("free")
+        self._freeing = _StreamWatcher("free")
         self._is_closed = False
 
     @property

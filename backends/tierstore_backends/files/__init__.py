@@ -7,23 +7,19 @@ found again, and nothing else; the manifest that says so is beside the files and
 
 The rooms, each ignorant of the ones after it:
 
-- `layout`: where bytes live in one linear address space.  Pure.
-- `owner`: who may use a directory, and what is swept from it.
-- `syscalls`, `probe`: the few calls into the kernel, and what they can do in a directory.
-- `segments`: the address space as a few large files.
-- `space`: layout and segments together, from any thread.
-- `drives`, `stripes`, `bandwidth`, `several`, `identity`: several directories as one address space, who gets
-  how many bytes, and which directory is which.
-- `transfer`, `piece_queue`, `bounce`, `lane`, `meter`: how bytes move: cut into pieces, merged where they
-  touch, summed, and counted.
-- `ring`, `streams`, `gpu`: other ways to the kernel than its calls: io_uring, aiofiles, kvikio.
-- `engine`, `engines`: who moves them.
-- `options`, `ground`, `backend`, `examination`: what a user writes, what it is built on, and the
-  `tierstore.spi.Backend` itself.
-- `rows`, `manifest`: what is kept, as bytes and as a database that may be damaged.
-- `recovery`, `commits`, `durable`: from the manifest to slots, back again, and the
-  `tierstore.spi.DurableBackend`.
-- `reader`, `reading`: the same directory to look into, without changing anything in it.
+- `extents`, `bit_flips`, `options`: where bytes live in one linear address space, what a damaged bit may have
+  made, and what a user writes.  Pure.
+- `directory`: who may use a directory, what it may consist of, and what is swept from it.
+- `io`: the few calls into the kernel, beside them io_uring and aiofiles; requests, and the fragments that
+  they are cut into.
+- `addressing`: the address space as a few large files, in one directory or in several; what can be done
+  there.
+- `engines`: who moves the bytes: fragments merged where they touch, summed, and counted.
+- `durability`: what is kept, as bytes and as a database that may be damaged; from there to slots.
+- `volume`, `backend`: a directory made ready, and the `tierstore.spi.Backend` on it.
+- `commits`, `durable`: from slots to what is kept, and the `tierstore.spi.DurableBackend`.
+- `read_only`, `examination`: the same directory to look into, without changing anything in it; what works
+  there.
 """
 
 from __future__ import annotations

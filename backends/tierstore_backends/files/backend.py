@@ -1,7 +1,7 @@
 """Files as a `tierstore.spi.Backend`.
 
 Reads are served before writes that wait at the same time; within a direction the first to come is
-the first to go.  A read never waits for more than the pieces that are in the workers' hands.
+the first to go.  A read never waits for more than the fragments that are in the workers' hands.
 
 Knows nothing of keys, tiers or policies.
 """
@@ -19,17 +19,25 @@ from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
 from tierstore_backends.buffers import check_buffer
-from tierstore_backends.ending import BackendLifetime
+from tierstore_backends.files.addressing.directory_locks import Right
+from tierstore_backends.files.addressing.segments import Files
+from tierstore_backends.files.addressing.space import Space
 from tierstore_backends.files.engines.choice import Started, start
-from tierstore_backends.files.engines.drives import StartedDrives, start_all
-from tierstore_backends.files.ground import Volume, scratch_ground
-from tierstore_backends.files.meter import IoStats
+from tierstore_backends.files.engines.fan_out import StartedDrives, start_all
+from tierstore_backends.files.io.io_request import (
+    Direction,
+    FileSlot,
+    FileSlotState,
+    IoRequest,
+    by_fragment,
+    cut,
+)
+from tierstore_backends.files.io.io_stats import IoStats
+from tierstore_backends.files.io.kernel import KERNEL
+from tierstore_backends.files.io.syscalls import Syscalls
 from tierstore_backends.files.options import EngineName, FilesOptions
-from tierstore_backends.files.segments import Files
-from tierstore_backends.files.several import Right
-from tierstore_backends.files.space import Space
-from tierstore_backends.files.syscalls import KERNEL, Syscalls
-from tierstore_backends.files.transfer import Direction, FileSlot, FileSlotState, IoRequest, by_piece, cut
+from tierstore_backends.files.volume import Volume, scratch_ground
+from tierstore_backends.lifetime import BackendLifetime
 
 SEGMENT_BYTES: Final = 64 * GIB
 STRIDE_BYTES: Final = 64 * MIB
@@ -113,7 +121,7 @@ class FilesBackend:
         """Take addresses for ``nbytes``; touches no disk.
 
         Raises:
-            CapacityError: fewer bytes are free, in however many pieces.
+            CapacityError: fewer bytes are free, in however many fragments.
             UsageError: ``nbytes`` is negative.
             StoreClosed: after ``close``.
         """
@@ -167,13 +175,13 @@ class FilesBackend:
         return self._move(Direction.WRITE, own, sources)
 
     def write_again(self, slot: FileSlot) -> None:
-        """Write what a slot holds once more, piece by piece; it can be read meanwhile.  Blocks.
+        """Write what a slot holds once more, fragment by fragment; it can be read meanwhile.  Blocks.
 
         Raises:
             BackendError: it cannot be read or written.
         """
         failed_syncs = self._segments.failed_syncs
-        for part in by_piece(slot, self._segments.segment_bytes):
+        for part in by_fragment(slot, self._segments.segment_bytes):
             buffer = torch.empty(part.nbytes, dtype=torch.uint8)
             for direction in (Direction.READ, Direction.WRITE):
                 moved = self._move(direction, [part], [buffer])
@@ -230,12 +238,12 @@ class FilesBackend:
 
     def _move(self, direction: Direction, slots: Sequence[FileSlot], buffers: Sequence[Buffer]) -> Completion:
         transfer = IoRequest(direction, slots, buffers)
-        pieces = cut(transfer, segment_bytes=self._segments.segment_bytes)
-        if not pieces:  # there are no bytes
+        fragments = cut(transfer, segment_bytes=self._segments.segment_bytes)
+        if not fragments:  # there are no bytes
             return Completion.done()
         if not buffers[0].is_cpu:
             transfer.ready = _after_current_work(buffers[0])
-        self._engine.submit(pieces)
+        self._engine.submit(fragments)
         return transfer.completion
 
     def _check_open(self) -> None:

@@ -25,13 +25,14 @@ from pathlib import Path
 
 from tierstore.errors import BackendError, InvariantError, StoreClosed, TierStoreError, UsageError
 from tierstore.spi import Completion, Record, Slot
+from tierstore_backends.files.addressing.directory_locks import Right
+from tierstore_backends.files.addressing.segments import Files
 from tierstore_backends.files.backend import FilesBackend
-from tierstore_backends.files.claims import LONGEST_NAME_BYTES
-from tierstore_backends.files.manifest import Manifest
-from tierstore_backends.files.meta import Meta
-from tierstore_backends.files.reader import SharedLock
-from tierstore_backends.files.recovery import RecoveredRecords
-from tierstore_backends.files.rows import (
+from tierstore_backends.files.directory.shared_lock import SharedLock
+from tierstore_backends.files.durability.claims import LONGEST_NAME_BYTES
+from tierstore_backends.files.durability.manifest import Manifest
+from tierstore_backends.files.durability.meta import Meta
+from tierstore_backends.files.durability.record_codec import (
     RecordLocation,
     Row,
     Sums,
@@ -41,9 +42,8 @@ from tierstore_backends.files.rows import (
     encode_text,
     row_check,
 )
-from tierstore_backends.files.segments import Files
-from tierstore_backends.files.several import Right
-from tierstore_backends.files.transfer import FileSlot, FileSlotState
+from tierstore_backends.files.durability.recovery import RecoveredRecords
+from tierstore_backends.files.io.io_request import FileSlot, FileSlotState
 
 _log = logging.getLogger("tierstore.files")
 

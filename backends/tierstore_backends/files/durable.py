@@ -15,17 +15,18 @@ import torch
 
 from tierstore.errors import BackendError, StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, PartialError, Record, Slot
-from tierstore_backends.ending import BackendLifetime
 from tierstore_backends.files.backend import QUIET_S, SEGMENT_BYTES, STRIDE_BYTES, FilesBackend
 from tierstore_backends.files.commits import DirectoryCommits
-from tierstore_backends.files.ground import durable_ground
-from tierstore_backends.files.meter import IoStats
+from tierstore_backends.files.durability.record_codec import decode_note, decode_text
+from tierstore_backends.files.durability.recovery import RecoveredRecords
+from tierstore_backends.files.io.io_request import FileSlot
+from tierstore_backends.files.io.io_stats import IoStats
+from tierstore_backends.files.io.kernel import KERNEL
+from tierstore_backends.files.io.syscalls import Syscalls
 from tierstore_backends.files.options import FilesOptions
-from tierstore_backends.files.reading import ReadOnly, reading_ground
-from tierstore_backends.files.recovery import RecoveredRecords
-from tierstore_backends.files.rows import decode_note, decode_text
-from tierstore_backends.files.syscalls import KERNEL, Syscalls
-from tierstore_backends.files.transfer import FileSlot
+from tierstore_backends.files.read_only import ReadOnly, reading_ground
+from tierstore_backends.files.volume import durable_ground
+from tierstore_backends.lifetime import BackendLifetime
 
 _log = logging.getLogger("tierstore.files")
 

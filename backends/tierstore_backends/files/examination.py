@@ -10,11 +10,11 @@ import torch
 from tierstore.errors import BackendError
 from tierstore.spi import Completion, Finding
 from tierstore.units import MIB
+from tierstore_backends.files.addressing.direct_io_probe import probe
 from tierstore_backends.files.backend import FilesBackend
-from tierstore_backends.files.gpu import gpu_fault
+from tierstore_backends.files.engines.gpu import gpu_fault
+from tierstore_backends.files.io.kernel import KERNEL
 from tierstore_backends.files.options import Direct, EngineName, parse_options
-from tierstore_backends.files.probe import probe
-from tierstore_backends.files.syscalls import KERNEL
 
 _SLOT_BYTES = MIB + 1  # with a tail that does not fill a sector
 _PATIENCE_S = 30.0

@@ -67,7 +67,7 @@ class FilesOptions:
             neighbours are merged up to it.  Rounded up to the alignment.  4 MiB is what measured
             best: with 1 MiB, threads meet at the interpreter's lock four times as often, which
             cost 10 to 20 % of a disk of 4 GB/s.
-        aio_queue_depth: at most this many pieces are in flight at a time, on each drive.
+        aio_queue_depth: at most this many fragments are in flight at a time, on each drive.
         enable_aio: ``False`` moves every transfer in the calling thread, before the call returns.
         engine: who moves the bytes: ``"auto"``, ``"threads"``, ``"io_uring"``, ``"aiofiles"`` or
             ``"plain"`` in the mapping.

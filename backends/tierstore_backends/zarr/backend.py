@@ -11,7 +11,7 @@ from tierstore.errors import CapacityError, StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import format_bytes
 from tierstore_backends.buffers import check_buffer
-from tierstore_backends.ending import BackendLifetime
+from tierstore_backends.lifetime import BackendLifetime
 from tierstore_backends.quota import Quota
 from tierstore_backends.zarr import owner
 from tierstore_backends.zarr.arrays import Arrays, CodecCounts

@@ -42,9 +42,9 @@ import torch
 
 from tierstore import forks
 from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed
-from tierstore.handover import current_stream
 from tierstore.leases import Lease
 from tierstore.store import Store
+from tierstore.tensor_io import current_stream
 from tierstore.training.activations.activation_store_stats import ActivationCounts, ActivationStats
 from tierstore.training.activations.estate import OffloadedStorage, StayOnDevice, StorageUser
 from tierstore.training.binding import (

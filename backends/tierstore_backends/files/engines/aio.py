@@ -2,7 +2,7 @@
 
 The loop has a thread of its own; aiofiles has the threads that block, as many as there are tasks.
 Slower than worker threads, for every call hops between threads, twice and more.  See
-`tierstore_backends.files.engine` for the rules.
+`tierstore_backends.files.engines.base` for the rules.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from tierstore.errors import StoreClosed
-from tierstore_backends.files.engine import Pace, count_off, note_unforeseen, tidy_or_log
-from tierstore_backends.files.lane import BatchIo, Outcome
-from tierstore_backends.files.piece_queue import FragmentQueues
-from tierstore_backends.files.syscalls import FileStreams, Syscalls
-from tierstore_backends.files.transfer import Fragment
+from tierstore_backends.files.engines.base import Pace, count_off, note_unforeseen, tidy_or_log
+from tierstore_backends.files.engines.batch_io import BatchIo, Outcome
+from tierstore_backends.files.engines.fragment_queue import FragmentQueues
+from tierstore_backends.files.io.io_request import Fragment
+from tierstore_backends.files.io.syscalls import FileStreams, Syscalls
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -40,7 +40,7 @@ class AsyncEngine:
     """Tasks that share one queue for each direction.
 
     Args:
-        lanes: one for each task.
+        `BatchIo`s: one for each task.
         syscalls: opens the streams.
         path_of: names the file that holds an address.
         waiting: the empty queues.
@@ -49,13 +49,13 @@ class AsyncEngine:
 
     def __init__(
         self,
-        lanes: Sequence[BatchIo],
+        batch_ios: Sequence[BatchIo],
         syscalls: Syscalls,
         path_of: Callable[[int], Path],
         waiting: FragmentQueues,
         pace: Pace,
     ) -> None:
-        self._lanes = lanes
+        self._batch_ios = batch_ios
         self._pace = pace
         self._lock = threading.Lock()  # guards the queues and the flags below
         self._waiting = waiting
@@ -68,10 +68,10 @@ class AsyncEngine:
         self.most_in_flight = 0
         self._last_moved_s = time.monotonic()
         self._changed = asyncio.Event()
-        self._blocking = _Blocking(len(lanes))
+        self._blocking = _Blocking(len(batch_ios))
         self._loop = asyncio.new_event_loop()
         try:
-            self._streams = [syscalls.open_streams(path_of, self._blocking) for _ in lanes]
+            self._streams = [syscalls.open_streams(path_of, self._blocking) for _ in batch_ios]
             self._thread = threading.Thread(target=self._run, name="tierstore-files-aio", daemon=True)
             self._thread.start()
         except BaseException:
@@ -79,12 +79,12 @@ class AsyncEngine:
             self._blocking.shutdown()
             raise
 
-    def submit(self, pieces: Sequence[Fragment]) -> None:
+    def submit(self, fragments: Sequence[Fragment]) -> None:
         """See `Engine`."""
         with self._lock:
             if self._is_closed:
                 raise StoreClosed("the scratch files were closed")
-            self._waiting.put(pieces)
+            self._waiting.put(fragments)
             self._tell()
 
     def tidy_when_quiet(self) -> None:
@@ -123,17 +123,20 @@ class AsyncEngine:
             self._blocking.shutdown()
 
     async def _work_all(self) -> None:
-        tasks = [self._work(lane, files) for lane, files in zip(self._lanes, self._streams, strict=True)]
+        tasks = [
+            self._work(batch_io, files)
+            for batch_io, files in zip(self._batch_ios, self._streams, strict=True)
+        ]
         await asyncio.gather(*tasks)
 
-    async def _work(self, lane: BatchIo, streams: FileStreams) -> None:
+    async def _work(self, batch_io: BatchIo, streams: FileStreams) -> None:
         try:
-            while await self._turn(lane, streams):
+            while await self._turn(batch_io, streams):
                 pass  # no local here: what has moved must not be kept alive by a task that waits
         finally:
             await streams.close()
 
-    async def _turn(self, lane: BatchIo, streams: FileStreams) -> bool:
+    async def _turn(self, batch_io: BatchIo, streams: FileStreams) -> bool:
         """Do the next thing; return whether there may be more."""
         order = self._next()
         match order:
@@ -147,7 +150,7 @@ class AsyncEngine:
             case _TaskOrder.WAIT:
                 await self._wait()
             case batch:
-                await self._carry_out(batch, lane, streams)
+                await self._carry_out(batch, batch_io, streams)
         return True
 
     def _next(self) -> list[Fragment] | _TaskOrder:
@@ -181,9 +184,9 @@ class AsyncEngine:
         except TimeoutError:
             pass
 
-    async def _carry_out(self, batch: Sequence[Fragment], lane: BatchIo, streams: FileStreams) -> None:
+    async def _carry_out(self, batch: Sequence[Fragment], batch_io: BatchIo, streams: FileStreams) -> None:
         try:
-            await _move(batch, lane, streams)
+            await _move(batch, batch_io, streams)
         except Exception as error:  # noqa: BLE001 - handed to whoever waits, and logged
             note_unforeseen(batch, error)
         self._in_flight -= len(batch)
@@ -193,15 +196,15 @@ class AsyncEngine:
             transfer.finish()
 
 
-async def _move(batch: Sequence[Fragment], lane: BatchIo, streams: FileStreams) -> None:
-    steps = lane.steps(batch)
+async def _move(batch: Sequence[Fragment], batch_io: BatchIo, streams: FileStreams) -> None:
+    steps = batch_io.steps(batch)
     outcome: Outcome | None = None
     while True:
         try:
             call = steps.send(outcome)  # type: ignore[arg-type]  # the first is None, as Python demands
         except StopIteration:
             return
-        assert call is not None  # one batch of a lane at a time
+        assert call is not None  # one batch of a BatchIo at a time
         try:
             outcome = await streams.move(call)
         except OSError as error:

@@ -15,23 +15,23 @@ from typing import assert_never
 import torch
 
 from tierstore.errors import BackendError
-from tierstore_backends.files.bounce import Bounce
-from tierstore_backends.files.engine import IoEngine, Move, Pace
+from tierstore_backends.files.addressing.direct_io_probe import IoMode
+from tierstore_backends.files.addressing.segments import Files
+from tierstore_backends.files.addressing.space import Space
 from tierstore_backends.files.engines.aio import AsyncEngine
+from tierstore_backends.files.engines.base import IoEngine, Move, Pace
+from tierstore_backends.files.engines.batch_io import BatchIo, carry_out
+from tierstore_backends.files.engines.fragment_queue import FragmentQueues
+from tierstore_backends.files.engines.gpu import GpuFiles
+from tierstore_backends.files.engines.io_uring import RingEngine
+from tierstore_backends.files.engines.io_uring_probe import ring_fault
 from tierstore_backends.files.engines.plain import PlainEngine
-from tierstore_backends.files.engines.ring import RingEngine
 from tierstore_backends.files.engines.threads import ThreadEngine
-from tierstore_backends.files.engines.trial import ring_fault
-from tierstore_backends.files.gpu import GpuFiles
-from tierstore_backends.files.lane import BatchIo, carry_out
-from tierstore_backends.files.meter import IoStats, total
+from tierstore_backends.files.io.bounce import Bounce
+from tierstore_backends.files.io.io_request import Fragment
+from tierstore_backends.files.io.io_stats import IoStats, total
+from tierstore_backends.files.io.syscalls import MOST_ENTRIES, Ring, Syscalls
 from tierstore_backends.files.options import Direct, EngineName, FilesOptions
-from tierstore_backends.files.piece_queue import FragmentQueues
-from tierstore_backends.files.probe import IoMode
-from tierstore_backends.files.segments import Files
-from tierstore_backends.files.space import Space
-from tierstore_backends.files.syscalls import MOST_ENTRIES, Ring, Syscalls
-from tierstore_backends.files.transfer import Fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Started:
     engine: IoEngine
     name: EngineName
     is_direct: bool
-    lanes: Sequence[BatchIo]
+    batch_ios: Sequence[BatchIo]
     gpu: GpuFiles | None  # moves what is a GPU's, where that can be
 
     def accepts(self, memory: torch.Tensor) -> bool:
@@ -57,7 +57,7 @@ class Started:
     def stats(self) -> IoStats:
         """Return what it has done so far."""
         return total(
-            [lane.counts for lane in self.lanes],
+            [batch_io.counts for batch_io in self.batch_ios],
             engine=self.name.value,
             is_direct=self.is_direct,
             most_in_flight=self.engine.most_in_flight,
@@ -102,24 +102,24 @@ def start(
     name = chosen(options)
     # Only workers may wait for a GPU, and checksums are made in host memory.
     gpu = GpuFiles(options.path, segments) if name is EngineName.THREADS and not options.checksum else None
-    lanes = _lanes(name, options, mode, segments, space, block_bytes, gpu)
+    batch_ios = _batch_ios(name, options, mode, segments, space, block_bytes, gpu)
     waiting = FragmentQueues(block_bytes, segments.segment_bytes)
     pace = Pace(depth=options.aio_queue_depth, tidy=space.trim, quiet_s=quiet_s)
-    moves: list[Move] = [functools.partial(_move, lane, syscalls) for lane in lanes]
+    moves: list[Move] = [functools.partial(_move, batch_io, syscalls) for batch_io in batch_ios]
     engine: IoEngine
     match name:
         case EngineName.PLAIN:
             engine = PlainEngine(moves)
         case EngineName.IO_URING:
             ring = _open_ring(options.path, mode, syscalls, _entries(options))
-            engine = RingEngine(lanes[0], ring, _entries(options), waiting, pace)
+            engine = RingEngine(batch_ios[0], ring, _entries(options), waiting, pace)
         case EngineName.AIOFILES:
-            engine = AsyncEngine(lanes, syscalls, segments.path, waiting, pace)
+            engine = AsyncEngine(batch_ios, syscalls, segments.path, waiting, pace)
         case EngineName.THREADS | EngineName.AUTO:
             engine = ThreadEngine(moves, waiting, pace)
         case _:
             assert_never(name)
-    return Started(engine, name, mode.is_direct, lanes, gpu)
+    return Started(engine, name, mode.is_direct, batch_ios, gpu)
 
 
 def _entries(options: FilesOptions) -> int:
@@ -127,7 +127,7 @@ def _entries(options: FilesOptions) -> int:
     return min(options.aio_queue_depth, MOST_ENTRIES)
 
 
-def _lanes(
+def _batch_ios(
     name: EngineName,
     options: FilesOptions,
     mode: IoMode,
@@ -136,7 +136,7 @@ def _lanes(
     block_bytes: int,
     gpu: GpuFiles | None,
 ) -> list[BatchIo]:
-    """Return a lane for each worker; one for all that a ring has in flight."""
+    """Return a BatchIo for each worker; one for all that a ring has in flight."""
     return [
         BatchIo(
             segments,
@@ -153,9 +153,9 @@ def _lanes(
 
 
 def _bounces(name: EngineName, options: FilesOptions, mode: IoMode, block_bytes: int) -> list[Bounce]:
-    """Return bounce memory for each lane: a worker moves one batch at a time, a ring all at once."""
+    """Return bounce memory for each BatchIo: a worker moves one batch at a time, a ring all at once."""
     if name is EngineName.IO_URING:
-        # One lane for all that is in flight: every batch may have a tail that bounces, some bounce whole.
+        # One BatchIo for all that is in flight: every batch may have a tail that bounces, some bounce whole.
         return [Bounce(2 * block_bytes + _entries(options) * mode.alignment_bytes)]
     return [Bounce(block_bytes) for _ in range(options.threads)]
 
@@ -172,5 +172,5 @@ def _open_ring(folder: Path, mode: IoMode, syscalls: Syscalls, entries: int) -> 
         ) from error
 
 
-def _move(lane: BatchIo, syscalls: Syscalls, batch: Sequence[Fragment]) -> None:
-    carry_out(lane.steps(batch), syscalls)
+def _move(batch_io: BatchIo, syscalls: Syscalls, batch: Sequence[Fragment]) -> None:
+    carry_out(batch_io.steps(batch), syscalls)

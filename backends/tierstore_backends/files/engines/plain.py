@@ -1,7 +1,7 @@
 """No engine at all: bytes move in the calling thread, before the call returns.
 
-What ``enable_aio: false`` asks for.  See `tierstore_backends.files.engine` for the rules; there is no queue,
-so there is no order, and nothing is in flight but one piece of each caller.
+What ``enable_aio: false`` asks for.  See `tierstore_backends.files.engines.base` for the rules; there is no
+queue, so there is no order, and nothing is in flight but one fragment of each caller.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import threading
 from collections.abc import Sequence
 
 from tierstore.errors import StoreClosed
-from tierstore_backends.files.engine import Move, move_or_note
-from tierstore_backends.files.transfer import Fragment
+from tierstore_backends.files.engines.base import Move, move_or_note
+from tierstore_backends.files.io.io_request import Fragment
 
 
 class PlainEngine:
-    """Moves pieces in the calling thread, as many callers at a time as there are ``moves``."""
+    """Moves fragments in the calling thread, as many callers at a time as there are ``moves``."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._closing = threading.Lock()  # guards _is_closed; held while close waits
@@ -30,7 +30,7 @@ class PlainEngine:
         for move in moves:
             self._idle.put(move)
 
-    def submit(self, pieces: Sequence[Fragment]) -> None:
+    def submit(self, fragments: Sequence[Fragment]) -> None:
         """See `Engine`."""
         move = self._idle.get()
         if move is None:
@@ -38,12 +38,12 @@ class PlainEngine:
             raise StoreClosed("the scratch files were closed")
         self._count_callers(1)
         try:
-            for piece in pieces:
-                move_or_note(move, [piece])
+            for fragment in fragments:
+                move_or_note(move, [fragment])
         finally:
             self._count_callers(-1)
             self._idle.put(move)  # also when somebody interrupts the program
-        transfer = pieces[0].transfer
+        transfer = fragments[0].transfer
         transfer.remaining = 0
         transfer.finish()
 

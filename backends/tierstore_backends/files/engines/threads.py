@@ -1,7 +1,7 @@
 """Worker threads that share one queue for each direction: the engine that works everywhere.
 
 Each worker moves one batch at a time, with the interpreter's lock given away while the kernel works.
-See `tierstore_backends.files.engine` for the rules.
+See `tierstore_backends.files.engines.base` for the rules.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 
 from tierstore.errors import StoreClosed
-from tierstore_backends.files.engine import Move, Pace, count_off, move_or_note, tidy_or_log
-from tierstore_backends.files.piece_queue import FragmentQueues
-from tierstore_backends.files.transfer import Fragment
+from tierstore_backends.files.engines.base import Move, Pace, count_off, move_or_note, tidy_or_log
+from tierstore_backends.files.engines.fragment_queue import FragmentQueues
+from tierstore_backends.files.io.io_request import Fragment
 
 
 class _ThreadOrder(enum.Enum):
@@ -62,12 +62,12 @@ class ThreadEngine:
                 raise
             self._workers.append(worker)
 
-    def submit(self, pieces: Sequence[Fragment]) -> None:
+    def submit(self, fragments: Sequence[Fragment]) -> None:
         """See `Engine`."""
         with self._lock:
             if self._is_closed:
                 raise StoreClosed("the scratch files were closed")
-            self._waiting.put(pieces)
+            self._waiting.put(fragments)
             self._wake_one()
 
     def tidy_when_quiet(self) -> None:
@@ -138,7 +138,7 @@ class ThreadEngine:
             self._changed.notify()
 
     def _is_quiet(self) -> bool:
-        """Whether tidying is due and may begin.  Called when no piece can be taken."""
+        """Whether tidying is due and may begin.  Called when no fragment can be taken."""
         return (
             self._is_tidy_due
             and not self._is_tidying
