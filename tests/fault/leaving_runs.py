@@ -13,7 +13,8 @@ from tests.fault.test_endings import everything, is_ordinary
 from tests.training.twins import same
 from tierstore.config.host_memory import HostRoom
 from tierstore.errors import BackendError, StoreClosed
-from tierstore.training import Offload, offload, room
+from tierstore.training import Offload, offload
+from tierstore.training.budgets import host_room
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "host": {"device": "cpu", "offload_cpu_size": "4MB", "offload_disk_size": 0},
@@ -131,4 +132,6 @@ def assert_released(training: Training, match: str) -> None:
 
 def limited(monkeypatch: pytest.MonkeyPatch, nbytes: int, *, is_of_addresses: bool = True) -> None:
     """Let there be so much host memory."""
-    monkeypatch.setattr(room, "host_rooms", lambda: [HostRoom(nbytes, "the test's limit", is_of_addresses)])
+    monkeypatch.setattr(
+        host_room, "host_rooms", lambda: [HostRoom(nbytes, "the test's limit", is_of_addresses)]
+    )

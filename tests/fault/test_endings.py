@@ -18,8 +18,9 @@ import tierstore as ts
 from tests.fault.test_interrupts import InterruptAt
 from tests.training.twins import same
 from tierstore.errors import BackendError, KeyNotFound, StoreClosed, TierStoreError
-from tierstore.training import Offload, offload, own_work
-from tierstore.training.hooks_in_force import top_hooks
+from tierstore.training import Offload, offload
+from tierstore.training.pytorch import own_work
+from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
 
 TRAINING = (str(Path(ts.__file__).parent / "training"),)
 

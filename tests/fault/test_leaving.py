@@ -31,7 +31,8 @@ from tests.fault.leaving_runs import (
 from tests.fault.test_endings import copies, is_ordinary
 from tests.training.twins import same
 from tierstore.errors import BackendError, StoreClosed, UsageError
-from tierstore.training import leaving, offload, room
+from tierstore.training import leaving, offload
+from tierstore.training.budgets import host_room
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_whether_it_fits_is_what_the_machine_leaves_and_what_the_store_gives_up(
 ) -> None:
     training, run = begun(layout, tmp_path)
     limited(monkeypatch, nbytes, is_of_addresses=False)
-    monkeypatch.setattr(room, "_freed_host_bytes", lambda _: 0)
+    monkeypatch.setattr(host_room, "_freed_host_bytes", lambda _: 0)
     run.close()
     assert is_ordinary(training.model.first.weight) is not is_released
 
@@ -112,7 +113,7 @@ def test_what_the_store_gives_up_counts_where_memory_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, run = begun("host", tmp_path)
-    monkeypatch.setattr(room, "_freed_host_bytes", lambda _: 2**20)
+    monkeypatch.setattr(host_room, "_freed_host_bytes", lambda _: 2**20)
     limited(monkeypatch, 1000, is_of_addresses=False)
     run.close()
     assert is_ordinary(training.model.first.weight)

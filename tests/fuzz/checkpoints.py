@@ -17,7 +17,7 @@ from tests.fuzz import Judge, see_that_it_is_short
 from tests.training.test_hostile_checkpoints import looked_at
 from tierstore.errors import UsageError
 from tierstore.training import Offload, offload
-from tierstore.training.checkpoint import MODEL, SCALARS, STATE
+from tierstore.training.checkpoints.files import MODEL, SCALARS, STATE
 
 _FILES = (SCALARS, STATE, MODEL)
 _CONFIG = {"device": "cpu", "offload_disk_size": 0}

@@ -12,7 +12,7 @@ from torch import nn
 import tierstore as ts
 from tests.gpu.accelerators import ACCELERATOR, IS_SIMULATED, NAME, event, keep_busy, stream
 from tierstore.training import ActivationStore, offload, swap
-from tierstore.training.activations.activation_store import OffloadedTensor
+from tierstore.training.activations.swapping.activation_store import OffloadedTensor
 from tierstore.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu

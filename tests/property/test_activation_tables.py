@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tierstore.errors import ConfigError
 from tierstore.training import RecomputeConfig, SwapConfig
 from tierstore.training.activations import plan_layers, sections_of
-from tierstore.training.activations.geometry import lay_out
+from tierstore.training.activations.config.geometry import lay_out
 
 Cells = list[list[int]]
 Given = bool | Sequence[Any]

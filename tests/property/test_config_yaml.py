@@ -14,7 +14,7 @@ from tests.hostile_yaml import ACTIVATIONS, DOCUMENTS
 from tierstore.config import OffloadConfig
 from tierstore.config.yaml_text import parse
 from tierstore.errors import ConfigError
-from tierstore.training.activations.sections import sections_of
+from tierstore.training.activations.config.sections import sections_of
 
 _KEYS = st.sampled_from([*OffloadConfig().to_mapping(), "a", "b"]) | st.text(max_size=5)
 _SCALARS = (

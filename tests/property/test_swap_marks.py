@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tierstore.config import OffloadConfig
 from tierstore.store import Store
 from tierstore.training import SwapConfig, swap
-from tierstore.training.activations import forward
-from tierstore.training.activations.forward import ForwardPass, Swapped
+from tierstore.training.activations.swapping import forward_pass
+from tierstore.training.activations.swapping.forward_pass import ForwardPass, Swapped
 
 WIDTH = 6
 
@@ -288,7 +288,7 @@ def _found(
 
     with (
         mock.patch.object(ForwardPass, "pack", pack),
-        mock.patch.object(forward, "SMALLEST_BYTES", 1),
+        mock.patch.object(forward_pass, "SMALLEST_BYTES", 1),
         swap(net, settings, store=store) as active,
     ):
         is_legal = _is_legal(net, x, is_autocast=is_autocast)

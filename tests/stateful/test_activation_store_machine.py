@@ -15,7 +15,7 @@ from torch import Tensor
 import tierstore as ts
 from tests.training.activation_stores import emulated, host
 from tests.training.twins import LATE_AND_OVERWRITTEN
-from tierstore.training.activations.activation_store import ActivationStore, OffloadedTensor
+from tierstore.training.activations.swapping.activation_store import ActivationStore, OffloadedTensor
 from tierstore.units import KIB, align_up
 
 _DEVICE, _HOST, _DISK = 16 * KIB, 12 * KIB, 1024 * KIB

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.training.twins import WIDTH, Optimizer, adam
-from tierstore.training import guard
+from tierstore.training.faults import guard
 
 ALL = {"buffer_min_size": 0}
 Make = Callable[[], Tensor]

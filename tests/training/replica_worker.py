@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.twins import WIDTH, Block, config_of, same, with_device
 from tierstore.training import offload
-from tierstore.training.own_work import ordinary_mode
+from tierstore.training.pytorch.own_work import ordinary_mode
 
 KINDS: dict[str, dict[str, object]] = {
     "plain": {},

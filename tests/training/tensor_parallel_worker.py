@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.training.twins import same
 from tierstore.training import recompute
-from tierstore.training.activations.regions import is_for_recompute
+from tierstore.training.activations.recomputation.checkpointed_modules import is_for_recompute
 
 DIM, HIDDEN, BATCH, COUNT = 32, 48, 67, 3  # an input is 8,576 bytes: three processes cannot share it evenly
 

@@ -28,7 +28,7 @@ from tests.training.twins import (
     with_device,
 )
 from tierstore.training import offload
-from tierstore.training.gradient import native_gradient
+from tierstore.training.autograd.gradient import native_gradient
 
 MICRO_BATCHES = 3
 Hook = Callable[[Tensor], None]

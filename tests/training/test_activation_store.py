@@ -16,8 +16,8 @@ from tierstore import Transfer
 from tierstore.config import StoreConfig
 from tierstore.errors import LeaseError
 from tierstore.store import Store
-from tierstore.training.activations.activation_store import ActivationStore
-from tierstore.training.activations.estate import OffloadedStorage
+from tierstore.training.activations.swapping.activation_store import ActivationStore
+from tierstore.training.activations.swapping.offloaded_storage import OffloadedStorage
 from tierstore.units import MIB
 
 

@@ -19,7 +19,7 @@ from tierstore.errors import BackendError
 from tierstore.store import Store
 from tierstore.testing.faults import Faulty, Gate, Operation
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training.activations.activation_store import ActivationStore
+from tierstore.training.activations.swapping.activation_store import ActivationStore
 from tierstore.units import MIB
 from tierstore_backends.memory import open_backend as open_memory
 
@@ -28,8 +28,8 @@ ROOT = Path(tierstore.__file__).parent
 OURS = tuple(
     str(ROOT / part)
     for part in (
-        "training/activations/activation_store.py",
-        "training/activations/estate.py",
+        "training/activations/swapping/activation_store.py",
+        "training/activations/swapping/offloaded_storage.py",
         "store.py",
         "leases.py",
     )

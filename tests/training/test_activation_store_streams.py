@@ -16,7 +16,7 @@ from tests.unit.test_device_streams import Simulated, SimulatedEvent, SimulatedS
 from tierstore import tensor_io
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.store import Store
-from tierstore.training.activations.activation_store import ActivationStore
+from tierstore.training.activations.swapping.activation_store import ActivationStore
 from tierstore.units import MIB
 from tierstore_backends.device.streams import DeviceModule, StreamDevice
 

@@ -45,7 +45,7 @@ from tests.training.twins import (
 )
 from tierstore.errors import UsageError
 from tierstore.training import offload
-from tierstore.training.buffers import group_buffers
+from tierstore.training.modules.buffers import group_buffers
 
 # ---------------------------------------------------------------------- what travels
 

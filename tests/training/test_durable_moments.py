@@ -25,8 +25,8 @@ from tests.training.twins import (
 )
 from tierstore.errors import UsageError
 from tierstore.training import offload, register_optimizer
-from tierstore.training.ahead import SpeculativeSteps
-from tierstore.training.turns import StepUnit
+from tierstore.training.optimizers.speculative_steps import SpeculativeSteps
+from tierstore.training.optimizers.step_units import StepUnit
 
 __all__ = ["count_taken"]
 

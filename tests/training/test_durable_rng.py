@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tierstore.training import offload, rng
+from tierstore.training import offload
+from tierstore.training.formats import rng_state
 
 
 class Generators:
@@ -34,13 +35,13 @@ def test_the_state_of_the_device_is_saved_and_set_where_the_device_is_of_the_sam
     monkeypatch.setattr(torch, "get_device_module", lambda _: generators)
     tensors: dict[str, torch.Tensor] = {}
     cuda, xpu = torch.device("cuda", 1), torch.device("xpu", 0)
-    saved: dict[str, Any] = rng.save(cuda, tensors)
+    saved: dict[str, Any] = rng_state.save(cuda, tensors)
     expected = torch.rand(3)
     generators.states["cuda:1"] = torch.tensor([9], dtype=torch.uint8)
-    rng.restore(saved, tensors, xpu)  # only the CPU's generator can go on there
+    rng_state.restore(saved, tensors, xpu)  # only the CPU's generator can go on there
     assert torch.equal(torch.rand(3), expected)
     assert generators.states["cuda:1"].tolist() == [9]
-    rng.restore(saved, tensors, cuda)
+    rng_state.restore(saved, tensors, cuda)
     assert generators.states["cuda:1"].tolist() == [1, 2]
 
 

@@ -220,7 +220,7 @@ def test_a_run_that_memory_cannot_take_back_is_not_replaced(
     model, optimizer = build()
     run = offload(model, optimizer, config_of("host", tmp_path))
     narrow = HostRoom(1000, "the limit of a test", counts_addresses=True)
-    monkeypatch.setattr("tierstore.training.room.host_rooms", lambda: [narrow])
+    monkeypatch.setattr("tierstore.training.budgets.host_room.host_rooms", lambda: [narrow])
     refused(model, optimizer, config_of("host", tmp_path), "the limit of a test leaves 1000 B")
     train(model, optimizer)
     run.close()

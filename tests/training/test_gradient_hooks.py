@@ -22,7 +22,7 @@ from tests.training.twins import (
     loss_of,
     with_device,
 )
-from tierstore.training.gradient import native_gradient, set_native_gradient
+from tierstore.training.autograd.gradient import native_gradient, set_native_gradient
 
 Act = Callable[["Journal", nn.Parameter], None]
 MICRO_BATCHES = 3

@@ -29,7 +29,7 @@ from tests.training.twins import (
     step,
 )
 from tierstore.training import offload, recompute, swap
-from tierstore.training.hooks_in_force import top_hooks
+from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
 
 
 @every_layout

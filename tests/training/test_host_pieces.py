@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.errors import CapacityError
-from tierstore.training import Offload, guard, offload
+from tierstore.training import Offload, offload
+from tierstore.training.faults import guard
 from tierstore.units import KIB, MIB, align_up
 
 _PAGE_BYTES = 4 * KIB

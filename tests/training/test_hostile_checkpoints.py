@@ -16,7 +16,7 @@ from tests.hostile_tensorfiles import FILES
 from tests.training.twins import adam, blocks
 from tierstore.errors import UsageError
 from tierstore.training import offload
-from tierstore.training.checkpoint import MODEL, SCALARS, STATE
+from tierstore.training.checkpoints.files import MODEL, SCALARS, STATE
 
 _MOST_MESSAGE_CHARS = 5_000
 

@@ -24,7 +24,7 @@ from tests.training.twins import (
     every_layout,
 )
 from tierstore.training import offload
-from tierstore.training.layout import lay_out, regions_of
+from tierstore.training.bundles.layout import lay_out, regions_of
 
 CFLOAT = torch.complex64
 

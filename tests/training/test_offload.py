@@ -29,7 +29,7 @@ from tests.training.twins import (
 from tierstore.errors import ConfigError, StoreClosed, UsageError
 from tierstore.stats import Traffic
 from tierstore.training import offload
-from tierstore.training.groups import group_parameters
+from tierstore.training.bundles.grouping import group_parameters
 
 
 def test_a_configuration_is_an_object_a_mapping_or_a_file(tmp_path: Path) -> None:

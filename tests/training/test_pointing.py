@@ -24,7 +24,8 @@ from tests.training.twins import (
     with_device,
 )
 from tierstore.errors import UsageError
-from tierstore.training import guard, offload
+from tierstore.training import offload
+from tierstore.training.faults import guard
 
 Act = Callable[[nn.Sequential], object]
 """Does something to the model; what it returns is kept until the end, and logged."""

@@ -31,7 +31,7 @@ from tests.training.recompute_models import (
 from tests.training.twins import assert_equal_models
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import recompute, swap
-from tierstore.training.activations import scopes
+from tierstore.training.activations.recomputation import scopes
 
 WIDE = 64
 

@@ -21,7 +21,7 @@ from tests.training.twins import (
 )
 from tierstore.errors import CapacityError, UsageError
 from tierstore.training import offload
-from tierstore.training.gradient import nbytes_of
+from tierstore.training.autograd.gradient import nbytes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR)")
 WIDTH = 64

@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from tests.training.twins import config_of, every_layout, same, with_device
 from tierstore.training import Offload, offload
-from tierstore.training.activations import forward
+from tierstore.training.activations.swapping import forward_pass
 
 WIDTH = 64
 Hook = Callable[[Any], Any]
@@ -91,7 +91,7 @@ SWAPPED = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1,
 
 @pytest.fixture
 def least_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(forward_pass, "SMALLEST_BYTES", 1)
 
 
 def _kept(run: Offload) -> int:

@@ -35,8 +35,9 @@ from tests.training.twins import (
 )
 from tierstore.errors import CapacityError, ConfigError, UsageError
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training import Offload, guard, offload
-from tierstore.training.groups import group_parameters
+from tierstore.training import Offload, offload
+from tierstore.training.bundles.grouping import group_parameters
+from tierstore.training.faults import guard
 from tierstore.training.selection import SelectedTensors, select
 
 IGNORED = [r"1\.up", r"2\.norm\.weight"]

@@ -27,7 +27,7 @@ from tests.training.twins import (
 )
 from tierstore.errors import UsageError
 from tierstore.training import offload
-from tierstore.training.shards import Shards, open_source
+from tierstore.training.formats.sharded_weights import Shards, open_source
 
 INDEX = "model.safetensors.index.json"
 State = dict[str, Tensor]

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.training.twins import Trial, assert_same, every_layout
 from tests.training.whole_step_kinds import Kind
-from tierstore.training import guard
+from tierstore.training.faults import guard
 
 WIDTH = 16
 

@@ -35,7 +35,8 @@ from tests.training.twins import (
 )
 from tierstore.errors import BackendError, CapacityError, UsageError
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training import Offload, guard, offload
+from tierstore.training import Offload, offload
+from tierstore.training.faults import guard
 
 Act = Callable[[Trial], object]
 ROOM = {"offload_disk_size": "64MB"}

@@ -27,7 +27,7 @@ from tests.training.swap_models import (
 )
 from tierstore.errors import CapacityError
 from tierstore.training import swap
-from tierstore.training.activations.activation_store import ActivationStore, OffloadedTensor
+from tierstore.training.activations.swapping.activation_store import ActivationStore, OffloadedTensor
 
 MARKS: dict[str, Callable[[int], dict[str, object]]] = {
     "layers": whole_layers,

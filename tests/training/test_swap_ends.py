@@ -31,8 +31,8 @@ from tierstore.errors import CapacityError, ConfigError, StoreClosed, UsageError
 from tierstore.store import Store
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Swap, SwapConfig, swap
-from tierstore.training.activations.activation_store import ActivationStore
-from tierstore.training.hooks_in_force import top_hooks
+from tierstore.training.activations.swapping.activation_store import ActivationStore
+from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
 
 
 @pytest.fixture(autouse=True)

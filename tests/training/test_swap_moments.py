@@ -20,7 +20,7 @@ from tierstore.spi import AdoptingBackend, Slot
 from tierstore.store import Store
 from tierstore.testing.faults import Gate
 from tierstore.training import swap
-from tierstore.training.activations.activation_store import (
+from tierstore.training.activations.swapping.activation_store import (
     ActivationStore,
     OffloadedTensor,
     WeakOffloadedTensor,

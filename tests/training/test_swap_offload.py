@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.training.swap_models import DIM, Llama, assert_same_bits, config, inputs, operators, whole_layers
 from tests.training.twins import LATE_AND_OVERWRITTEN, Trial, assert_equal_lists, assert_equal_models
 from tierstore.training import offload, swap
-from tierstore.training.hooks_in_force import top_hooks
+from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
 
 MARKS: dict[str, dict[str, object]] = {
     "layers": whole_layers(2),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.training.twins import Trial, adam, batch, blocks, config_of, every_layout, loss_of, step
-from tierstore.training import offload, poisons
-from tierstore.training.layout import place_of
+from tierstore.training import offload
+from tierstore.training.bundles import poisons
+from tierstore.training.bundles.layout import place_of
 
 Read = Callable[[Tensor], object]
 

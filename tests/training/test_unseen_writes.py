@@ -24,7 +24,7 @@ from tests.training.twins import (
     with_device,
 )
 from tierstore.training import offload
-from tierstore.training.unseen import is_pytorchs_own
+from tierstore.training.bundles.unseen_writes import is_pytorchs_own
 from tierstore.units import MIB
 
 Write = Callable[[Tensor], None]

@@ -24,8 +24,9 @@ from tests.training.twins import (
 )
 from tests.training.whole_step_kinds import KINDS, SAM, CountsInItself, KeepsMoments, Kind
 from tierstore.errors import CapacityError, UsageError
-from tierstore.training import guard, offload, register_optimizer
-from tierstore.training.own_work import ordinary_mode
+from tierstore.training import offload, register_optimizer
+from tierstore.training.faults import guard
+from tierstore.training.pytorch.own_work import ordinary_mode
 
 
 def built_with(make: Callable[[Any], Optimizer]) -> Callable[[], tuple[nn.Module, Sequence[Optimizer]]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests import target
 from tierstore.training import Offload, offload
-from tierstore.training.own_work import ordinary_mode
+from tierstore.training.pytorch.own_work import ordinary_mode
 from tierstore.units import align_up, parse_bytes
 
 Optimizer = torch.optim.Optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierstore.errors import ConfigError
-from tierstore.training.activations.geometry import Offset, lay_out
+from tierstore.training.activations.config.geometry import Offset, lay_out
 
 _OFFSET = [[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
 

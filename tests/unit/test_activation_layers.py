@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from tierstore.errors import UsageError
-from tierstore.training.activations.layers import find_layers
+from tierstore.training.activations.config.layers import find_layers
 
 
 def block() -> nn.Module:

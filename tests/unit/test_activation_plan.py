@@ -9,15 +9,9 @@ import pytest
 
 from tierstore.errors import ConfigError
 from tierstore.training import RecomputeConfig, SwapConfig
-from tierstore.training.activations import (
-    ActivationPlan,
-    LayerMatches,
-    LayerPlan,
-    Pattern,
-    lines,
-    plan_layers,
-)
-from tierstore.training.activations.conflicts import overlaps
+from tierstore.training.activations import ActivationPlan, LayerMatches, LayerPlan, Pattern, plan_layers
+from tierstore.training.activations.config import config_log
+from tierstore.training.activations.config.conflicts import overlaps
 
 _OFF = {"recompute": False, "select_recompute": False, "select_comm_recompute": False}
 _LLAMA = (
@@ -47,7 +41,7 @@ def _layer(recompute: Mapping[str, object], swap: Mapping[str, object]) -> Layer
 def _said(plan: ActivationPlan, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what the log says about a model of llama layers."""
     with caplog.at_level(logging.INFO, logger="tierstore"):
-        lines.say(plan, [layer.match(_PATHS) for layer in plan.layers])
+        config_log.say(plan, [layer.match(_PATHS) for layer in plan.layers])
     return [f"{record.levelname} - {record.getMessage()}" for record in caplog.records]
 
 
@@ -216,7 +210,7 @@ def test_the_lines_of_the_document_s_tables() -> None:
         pp_interleave_num=2,
         offset=[[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]],
     )
-    assert lines.plan_lines(plan)[4:] == [
+    assert config_log.plan_lines(plan)[4:] == [
         "Formative layer_recompute: [[2, 1, 0, 0, 0], [1, 0, 0, 0, 0]]",
         (
             r"Formative select_recompute: "
@@ -230,9 +224,9 @@ def test_the_lines_of_the_document_s_tables() -> None:
             r"'attention_norm\.norm': [[4, 5, 5, 5, 5], [5, 5, 5, 5, 4]]}"
         ),
     ]
-    assert lines.plan_lines(plan)[0] == "num_layers per stage: [[4, 5, 5, 5, 5], [5, 5, 5, 5, 4]]"
+    assert config_log.plan_lines(plan)[0] == "num_layers per stage: [[4, 5, 5, 5, 5], [5, 5, 5, 5, 4]]"
     assert (
-        lines.plan_lines(plan)[1]
+        config_log.plan_lines(plan)[1]
         == "Accumulated num_layers per stage: [[4, 9, 14, 19, 24], [29, 34, 39, 44, 48]]"
     )
 
@@ -246,7 +240,9 @@ def test_by_stage_a_selection_is_on_and_exclusions_have_lines_of_whole_layers_to
         "select_comm_recompute_exclude": [r"attention\.wq"],
     }
     plan = _plan(again, {}, num_layers=2)
-    whole, other = (lines.layer_lines(layer, layer.match(_PATHS), by_index=False) for layer in plan.layers)
+    whole, other = (
+        config_log.layer_lines(layer, layer.match(_PATHS), by_index=False) for layer in plan.layers
+    )
     assert whole == [
         "Set full recompute at layer 0",
         "Set select recompute exclude at layer 0: attention",
@@ -258,7 +254,7 @@ def test_by_stage_a_selection_is_on_and_exclusions_have_lines_of_whole_layers_to
         "Set select recompute exclude at layer 1: attention",
         "Set select comm recompute exclude at layer 1: attention.wq",
     ]
-    assert [line.split(":")[0] for line in lines.plan_lines(plan)[-2:]] == [
+    assert [line.split(":")[0] for line in config_log.plan_lines(plan)[-2:]] == [
         "Formative select_recompute_exclude",
         "Formative select_comm_recompute_exclude",
     ]
@@ -268,14 +264,16 @@ def test_by_index_communication_has_its_line() -> None:
     plan = _plan(
         {"select_comm_recompute": True, "recompute": [1]}, {"swap": True, "op_swap": []}, num_layers=2
     )
-    first, second = (lines.layer_lines(layer, layer.match(_PATHS), by_index=True) for layer in plan.layers)
+    first, second = (
+        config_log.layer_lines(layer, layer.match(_PATHS), by_index=True) for layer in plan.layers
+    )
     assert first == ["Set select comm recompute at layer 0: attention_norm.norm, ffn_norm.norm"]
     assert second == ["Set full recompute at layer 1"]
 
 
 def test_what_matches_nothing_has_no_line() -> None:
     layer = _layer({"select_recompute": True, "select_comm_recompute": True}, {"swap": True})
-    assert lines.layer_lines(layer, layer.match([("linear",)]), by_index=True) == []
+    assert config_log.layer_lines(layer, layer.match([("linear",)]), by_index=True) == []
 
 
 # Conflicts

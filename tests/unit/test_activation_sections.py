@@ -10,7 +10,7 @@ from tierstore import OffloadConfig
 from tierstore.errors import ConfigError
 from tierstore.training import RecomputeConfig, SwapConfig
 from tierstore.training.activations import Sections, read_sections, sections_of
-from tierstore.training.activations.tables import Value
+from tierstore.training.activations.config.tables import Value
 
 _FOURTH_EXAMPLE = r"""
 context:

@@ -12,9 +12,9 @@ import pytest
 from tests.hostile_yaml import ACTIVATIONS, DOCUMENTS, KEY, python_mappings
 from tierstore.config import OffloadConfig
 from tierstore.errors import ConfigError
-from tierstore.training.activations.recompute_config import RecomputeConfig
-from tierstore.training.activations.sections import Sections, read_sections
-from tierstore.training.activations.swap_config import SwapConfig
+from tierstore.training.activations.config.recompute_config import RecomputeConfig
+from tierstore.training.activations.config.sections import Sections, read_sections
+from tierstore.training.activations.config.swap_config import SwapConfig
 
 _MOST_MESSAGE_CHARS = 20_000
 _MOST_BYTES = 8 * 1024 * 1024

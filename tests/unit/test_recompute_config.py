@@ -10,8 +10,8 @@ import pytest
 from tierstore.errors import ConfigError
 from tierstore.training import RecomputeConfig
 from tierstore.training.activations import LayerRecompute
-from tierstore.training.activations.geometry import lay_out
-from tierstore.training.activations.recompute_config import COMMUNICATION, OPERATORS
+from tierstore.training.activations.config.geometry import lay_out
+from tierstore.training.activations.config.recompute_config import COMMUNICATION, OPERATORS
 
 _FULL = [[4, 5, 5, 5, 5], [5, 5, 5, 5, 4]]
 _NONE = [[0] * 5, [0] * 5]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tierstore as ts
-from tierstore.training.follow import Prefetcher, PrefetchWindow
+from tierstore.training.budgets.prefetcher import Prefetcher, PrefetchWindow
 
 
 def test_a_gradient_is_needed_until_the_step_ends() -> None:

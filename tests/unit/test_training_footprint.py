@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tierstore as ts
 from tests.stores import make_store, numbered
 from tierstore.spi import device_storage_listeners
-from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, tensors_in
-from tierstore.training.own_work import ordinary_mode
+from tierstore.training.budgets.memory_meters import AllocatorMeter, EmulatedMeter, tensors_in
+from tierstore.training.pytorch.own_work import ordinary_mode
 
 
 @dataclass

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.twins import same
-from tierstore.training import operations
-from tierstore.training.own_work import ordinary_mode
+from tierstore.training.pytorch import operator_observers
+from tierstore.training.pytorch.own_work import ordinary_mode
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script"),  # what forward-mode derivatives import
@@ -58,9 +58,9 @@ class Counted:
 @pytest.fixture
 def seen() -> Iterator[Seen]:
     observer = Seen()
-    operations.observe(observer)
+    operator_observers.observe(observer)
     yield observer
-    operations.ignore(observer)
+    operator_observers.ignore(observer)
 
 
 class Made(Tensor):
@@ -176,11 +176,11 @@ def test_the_same_kernels_run_and_return_the_same_while_somebody_looks(name: str
     names_of_kernels(PROGRAMS[name])  # what is made once is made
     expected_names, expected = names_of_kernels(PROGRAMS[name])
     observer = Counted()
-    operations.observe(observer)
+    operator_observers.observe(observer)
     try:
         found_names, found = names_of_kernels(PROGRAMS[name])
     finally:
-        operations.ignore(observer)
+        operator_observers.ignore(observer)
     assert observer.number > 0
     assert found_names == expected_names
     assert [type(each) for each in found] == [type(each) for each in expected]
@@ -211,13 +211,13 @@ def test_a_users_mode_sees_the_same_operators_while_somebody_looks(name: str) ->
     for observers in ([], [Counted()]):
         torch.manual_seed(0)
         for observer in observers:
-            operations.observe(observer)
+            operator_observers.observe(observer)
         try:
             with Listing() as mode:
                 PROGRAMS[name]()
         finally:
             for observer in observers:
-                operations.ignore(observer)
+                operator_observers.ignore(observer)
         listed.append(mode.names)
     assert listed[0] == listed[1]
 
@@ -258,13 +258,13 @@ def test_each_thread_is_seen_by_its_own(seen: Seen) -> None:
 
 def test_whoever_is_over_is_told_nothing_more_wherever_it_ended(seen: Seen) -> None:
     seen.is_over = True
-    thread = threading.Thread(target=operations.ignore, args=(seen,))
+    thread = threading.Thread(target=operator_observers.ignore, args=(seen,))
     thread.start()
     thread.join()
     torch.ones(5)
     torch.ones(5)
     assert not seen.results
-    assert not operations.begin_unseen(), "nothing of it is in this thread's dispatch"
+    assert not operator_observers.begin_unseen(), "nothing of it is in this thread's dispatch"
 
 
 def test_nothing_is_seen_as_soon_as_a_program_compiles_and_it_compiles_once(
@@ -280,15 +280,15 @@ def test_nothing_is_seen_as_soon_as_a_program_compiles_and_it_compiles_once(
     compiled = torch.compile(lambda x: (x.sin() + 1).sum(), backend=backend)
     x = torch.randn(5, requires_grad=True)
     seen = Seen()
-    operations.observe(seen)
+    operator_observers.observe(seen)
     with caplog.at_level("WARNING", "tierstore"):
         compiled(x).backward()
     seen.results.clear()
     for _ in range(2):
         torch.ones(5)
         compiled(x).backward()
-        operations.observe(seen)
-    operations.ignore(seen)
+        operator_observers.observe(seen)
+    operator_observers.ignore(seen)
     compiled(x).backward()
     assert not seen.results
     assert len(graphs) == 1
@@ -302,7 +302,9 @@ def test_a_number_in_the_place_of_a_tensor_that_nothing_else_takes_is_a_tensor(
     number: complex, seen: Seen
 ) -> None:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    made = operations._run(torch.ops.aten.clone.default, keys, number)  # as kernels of accelerators call it
+    made = operator_observers._run(
+        torch.ops.aten.clone.default, keys, number
+    )  # as kernels of accelerators call it
     assert isinstance(made, Tensor)
     assert seen.results[0] is made
     assert made.dtype == {bool: torch.bool, int: torch.int64, float: torch.float64}.get(

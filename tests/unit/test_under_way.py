@@ -7,8 +7,8 @@ from typing import cast
 
 import torch
 
-from tierstore.training.turns import Steps
-from tierstore.training.under_way import UnderWay
+from tierstore.training.optimizers.step_units import Steps
+from tierstore.training.optimizers.steps_under_way import UnderWay
 
 TIMEOUT_S = 60
 

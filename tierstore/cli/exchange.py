@@ -29,7 +29,7 @@ from tierstore.cli.groups import KEY, read_group
 from tierstore.errors import BackendError, KeyExists, UsageError
 from tierstore.regular import NotRegularError, open_regular
 from tierstore.store import Store
-from tierstore.training.tensorfile import HeaderEntry, TensorFile, write_file
+from tierstore.training.formats.safetensors_files import HeaderEntry, TensorFile, write_file
 from tierstore.units import format_bytes
 
 _FORMATS = ("safetensors", "zarr")

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from tierstore import signals
 from tierstore.training.activations import RecomputeConfig, SwapConfig
-from tierstore.training.activations.activation_store import ActivationStore
-from tierstore.training.activations.recompute import Recompute, RecomputeStats, recompute
-from tierstore.training.activations.selective import create_selective_checkpoint_contexts
-from tierstore.training.activations.swap import Swap, SwapStats, swap
-from tierstore.training.former import Resumed
-from tierstore.training.known import register_optimizer
-from tierstore.training.offload import Offload, RunStats, offload
+from tierstore.training.activations.recomputation.recompute import Recompute, RecomputeStats, recompute
+from tierstore.training.activations.swapping.activation_store import ActivationStore
+from tierstore.training.activations.swapping.selective_checkpoint import create_selective_checkpoint_contexts
+from tierstore.training.activations.swapping.swap import Swap, SwapStats, swap
+from tierstore.training.checkpoints.resumed import Resumed
+from tierstore.training.offload import Offload, offload
+from tierstore.training.optimizers.registered import register_optimizer
+from tierstore.training.run_stats import RunStats
 
 __all__ = [
     "ActivationStore",

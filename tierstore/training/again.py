@@ -15,9 +15,9 @@ from torch import nn
 
 from tierstore.callers import opener
 from tierstore.errors import UsageError
-from tierstore.training.activations.operators import is_backward
+from tierstore.training.activations.swapping.operator_watch import is_backward
+from tierstore.training.optimizers.step_units import runs_of_step
 from tierstore.training.session import Session
-from tierstore.training.turns import runs_of_step
 
 _ACTIVATIONS = "activation/"
 

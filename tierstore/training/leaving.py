@@ -8,10 +8,10 @@
    checkpoint.  Nothing is given twice, and nothing is lost.
 3. One interrupt (Ctrl-C) does not stop it: it is raised in the end.  A second one does.
 4. Only what is certainly gone, as its key is not in the store or the store is closed, is lost:
-   `tierstore.training.ending`.
+   `tierstore.training.bundles.ending`.
 5. Releasing reads no byte and takes no memory: tensors become placeholders that say where their bytes lie.
    A durable directory keeps what the last checkpoint made durable; scratch space keeps nothing.
-6. With neither asked for, everything is brought back if it fits (`tierstore.training.room`).
+6. With neither asked for, everything is brought back if it fits (`tierstore.training.budgets.host_room`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tierstore.errors import KeyNotFound, StoreClosed, TierStoreError
-from tierstore.training.binding import Binding
-from tierstore.training.ending import RunEnding
-from tierstore.training.gradient import Gradient
-from tierstore.training.layout import TensorLayout
-from tierstore.training.pinning import LeasingState, pin
-from tierstore.training.room import Need, Shortage, host_tiers, needs_of_bundle, shortage
+from tierstore.training.autograd.gradient import Gradient
+from tierstore.training.budgets.host_room import Need, Shortage, host_tiers, needs_of_bundle, shortage
+from tierstore.training.bundles.bindings import Binding
+from tierstore.training.bundles.ending import RunEnding
+from tierstore.training.bundles.layout import TensorLayout
+from tierstore.training.bundles.leasing import LeasingState
+from tierstore.training.bundles.pinning import pin
 from tierstore.units import MIB, format_bytes
 
 if TYPE_CHECKING:

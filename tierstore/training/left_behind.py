@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
-from tierstore.training.gradient import native_gradient, set_native_gradient
-from tierstore.training.placeholders import Placeholder, placeholder_of
+from tierstore.training.autograd.gradient import native_gradient, set_native_gradient
+from tierstore.training.bundles.placeholders import Placeholder, placeholder_of
 
 Optimizers = Sequence[torch.optim.Optimizer]
 

@@ -12,10 +12,9 @@ import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -25,75 +24,32 @@ from tierstore.callers import opener, opening
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.signals import interruptible
-from tierstore.stats import StoreStats, TierStats, Traffic
 from tierstore.store import Store
 from tierstore.training import again
-from tierstore.training.activations import Sections, both, read_sections, sections_of
-from tierstore.training.activations.activation_store_stats import ActivationStats
-from tierstore.training.activations.both import Activations
-from tierstore.training.activations.layers import Names
-from tierstore.training.activations.recompute import RecomputeStats
-from tierstore.training.activations.sections import SECTIONS
-from tierstore.training.checkpoint import Checkpoint, ordinary_access
-from tierstore.training.ending import RunEnding
-from tierstore.training.former import Resumed
+from tierstore.training.activations import Sections, apply, read_sections, sections_of
+from tierstore.training.activations.apply import Activations
+from tierstore.training.activations.config.layers import Names
+from tierstore.training.activations.config.sections import SECTIONS
+from tierstore.training.bundles.ending import RunEnding
+from tierstore.training.bundles.placements import HOST, named_by_settings
+from tierstore.training.checkpoints.files import Checkpoint, ordinary_access
+from tierstore.training.checkpoints.resumed import Resumed
+from tierstore.training.checkpoints.weights import Weights
 from tierstore.training.given import check_is_model, optimizers_of
-from tierstore.training.in_backward import Stepping
 from tierstore.training.leaving import OnClose
 from tierstore.training.left_behind import let_go
 from tierstore.training.opening import check_model, find_former, open_session
+from tierstore.training.optimizers.in_backward import Stepping
+from tierstore.training.run_stats import RunStats
 from tierstore.training.selection import SelectedTensors, patterns, select
 from tierstore.training.session import Session
 from tierstore.training.suspension import Suspension
 from tierstore.training.telling import say_ended, say_opened
-from tierstore.training.tiers import HOST, named_by_settings
-from tierstore.training.weights import Weights
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 log = logging.getLogger("tierstore")
 
 Config = OffloadConfig | Mapping[str, object] | str | Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class RunStats:
-    """What a run did so far.
-
-    Attributes:
-        store: the store's own counts; ``None`` if nothing is offloaded.
-        forward_s: seconds in the model's forward.
-        backward_s: seconds from there to the last gradient.
-        optimizer_s: seconds in the optimizers' steps, with those made during backward.
-        stall_s: how long all of these waited for bytes.
-        checkpoints: how many `Offload.checkpoint` has made, with those of the runs before.
-        checkpoint_s: seconds that those of this run took.
-        activations: which of them were swapped, and how; ``None`` if none are to be.
-        recompute: what was computed again; ``None`` if nothing is to be.
-    """
-
-    store: StoreStats | None
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    stall_s: float
-    checkpoints: int = 0
-    checkpoint_s: float = 0.0
-    activations: ActivationStats | None = None
-    recompute: RecomputeStats | None = None
-
-    @property
-    def tiers(self) -> Mapping[str, TierStats]:
-        """The store's tiers by name; none if nothing is offloaded."""
-        return {} if self.store is None else self.store.tiers
-
-    @property
-    def traffic(self) -> Mapping[tuple[str, str], Traffic]:
-        """The store's copies by (from, to); none if nothing is offloaded."""
-        return {} if self.store is None else self.store.traffic
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what ``dataclasses.asdict`` does, in words that JSON has: see `StoreStats.as_dict`."""
-        return asdict(self) | {"store": None if self.store is None else self.store.as_dict()}
 
 
 class Offload:
@@ -478,7 +434,7 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
         if source is not None:
             source.load_buffers()
             source.load_ordinary()
-        applied = both.apply(model, sections, layers, None)
+        applied = apply.apply(model, sections, layers, None)
         return Offload(model, optimizers, None, activations=applied, on_close=in_the_end)
 
 

@@ -14,17 +14,27 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.store import Store
-from tierstore.training import guard, replicas
-from tierstore.training.budget import DeviceQuota
-from tierstore.training.buffers import group_buffers
-from tierstore.training.encoding import not_in_the_model
-from tierstore.training.follow import Prefetcher, PrefetchWindow
-from tierstore.training.footprint import AllocatorMeter, EmulatedMeter, Meter, beside_bytes, tensors_in
-from tierstore.training.former import ResumedCheckpoint, forget, is_held
-from tierstore.training.groups import SMALL_BYTES, Group, group_parameters
-from tierstore.training.identity import require_sole_reference
-from tierstore.training.in_backward import Stepping
-from tierstore.training.needs import forward_sets
+from tierstore.training.autograd.shared_memory import require_sole_reference
+from tierstore.training.budgets.device_quota import DeviceQuota
+from tierstore.training.budgets.memory_meters import (
+    AllocatorMeter,
+    EmulatedMeter,
+    Meter,
+    beside_bytes,
+    tensors_in,
+)
+from tierstore.training.budgets.prefetcher import Prefetcher, PrefetchWindow
+from tierstore.training.bundles.grouping import SMALL_BYTES, Group, group_parameters
+from tierstore.training.bundles.placeholders import placeholder_of
+from tierstore.training.bundles.placements import HOST, Placements
+from tierstore.training.bundles.working_sets import WorkingSet
+from tierstore.training.checkpoints.resumed import ResumedCheckpoint, forget, is_held
+from tierstore.training.checkpoints.weights import Weights
+from tierstore.training.faults import guard
+from tierstore.training.formats.json_codec import not_in_the_model
+from tierstore.training.modules import replicas
+from tierstore.training.modules.buffers import group_buffers
+from tierstore.training.modules.forward_needs import forward_sets
 from tierstore.training.optimizer_needs import (
     check_lbfgs,
     check_steps_in_backward,
@@ -32,13 +42,10 @@ from tierstore.training.optimizer_needs import (
     without_elsewhere,
     working_sets,
 )
-from tierstore.training.placeholders import placeholder_of
+from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Session
-from tierstore.training.tiers import HOST, Placements
 from tierstore.training.totals import require_together
-from tierstore.training.weights import Weights
-from tierstore.training.working_sets import WorkingSet
 from tierstore.units import MIB, format_bytes, parse_bytes
 
 log = logging.getLogger("tierstore")

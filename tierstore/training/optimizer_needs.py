@@ -9,11 +9,10 @@ import torch
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
-from tierstore.training import known, layout
-from tierstore.training.former import ResumedCheckpoint
-from tierstore.training.groups import Content, Group
-from tierstore.training.tiers import HOST
-from tierstore.training.working_sets import (
+from tierstore.training.bundles import layout
+from tierstore.training.bundles.grouping import Content, Group
+from tierstore.training.bundles.placements import HOST
+from tierstore.training.bundles.working_sets import (
     ALIGNMENT_BYTES,
     ForwardSet,
     Needs,
@@ -22,6 +21,8 @@ from tierstore.training.working_sets import (
     largest_needs,
     too_large,
 )
+from tierstore.training.checkpoints.resumed import ResumedCheckpoint
+from tierstore.training.optimizers import registered
 from tierstore.units import KIB, align_up, format_bytes
 
 Options = Mapping[str, object]
@@ -110,7 +111,7 @@ def certain_state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tenso
     if isinstance(entries, dict) and entries:
         tensors = [value for value in entries.values() if isinstance(value, torch.Tensor) and value.dim()]
         return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
-    if type(optimizer) not in _CERTAIN or not known.is_of_torch(optimizer) or 0 in parameter.stride():
+    if type(optimizer) not in _CERTAIN or not registered.is_of_torch(optimizer) or 0 in parameter.stride():
         return 0
     copies = next((count for kind, count in _STATE_COPIES.items() if isinstance(optimizer, kind)), _two)
     return copies(options) * parameter.nbytes
@@ -127,7 +128,7 @@ def check_steps_in_backward(
     if not config.optimizer_in_backward:
         return
     for optimizer in optimizers:
-        if not known.is_per_parameter(optimizer):
+        if not registered.is_per_parameter(optimizer):
             kind = type(optimizer).__name__
             raise UsageError(
                 f"optimizer_in_backward steps each parameter alone, and {kind} is not known to treat each "
@@ -237,7 +238,7 @@ def _taken_bytes(nbytes: int) -> int:
 
 
 def _is_stepped_by_bundle(group: Group, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    return group.optimizer is None or known.is_per_parameter(optimizers[group.optimizer])
+    return group.optimizer is None or registered.is_per_parameter(optimizers[group.optimizer])
 
 
 def check_lbfgs(

@@ -4,8 +4,8 @@ r"""What is treated otherwise than the rest: ``ignored=[patterns]`` and ``pinned
    do its gradient and its optimizer state.  On the device they count as the program's.
 2. A *pinned* parameter is the store's and never leaves the fastest tier.  Its gradient and its optimizer
    state travel as others do.
-3. Patterns are those of swap marks (`tierstore.training.activations.patterns`), read from the model down:
-   levels separated by ``\.``, each a regular expression that matches a name fully.  A pattern means the
+3. Patterns are those of swap marks (`tierstore.training.activations.config.patterns`), read from the model
+   down: levels separated by ``\.``, each a regular expression that matches a name fully.  A pattern means the
    parameter or buffer that it matches, and all of them below a module that it matches.  One name of what is
    shared is enough.  An ignored buffer does not travel, and a pinned one that does stays where it computes.
 4. A pattern that means nothing is logged, as swap marks do.  What is both ignored and pinned is refused.
@@ -24,10 +24,10 @@ from torch import nn
 
 from tierstore.errors import UsageError
 from tierstore.quoting import quoted
-from tierstore.training.activations.patterns import Path, Pattern
-from tierstore.training.buffers import names_of_buffers
-from tierstore.training.checkpoint import all_names
-from tierstore.training.known import is_per_parameter
+from tierstore.training.activations.config.patterns import Path, Pattern
+from tierstore.training.modules.buffers import names_of_buffers
+from tierstore.training.modules.tensor_names import all_names
+from tierstore.training.optimizers.registered import is_per_parameter
 
 log = logging.getLogger("tierstore")
 

@@ -20,45 +20,48 @@ from torch.utils.hooks import RemovableHandle
 from tierstore import signals
 from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.store import Store
-from tierstore.training import guard, hooks, known, scripts
-from tierstore.training.accumulation import Accumulation, PassEnd, is_in_backward
-from tierstore.training.activations import both
-from tierstore.training.activations.activation_store import ActivationStore
-from tierstore.training.activations.both import Activations
-from tierstore.training.activations.layers import Names
-from tierstore.training.activations.sections import Sections
-from tierstore.training.activations.swap import activation_stores
-from tierstore.training.ahead import Expectations
-from tierstore.training.binding import Binding, Bindings
-from tierstore.training.budget import DeviceQuota, StepPhase
-from tierstore.training.buffers import TravelingBuffers
-from tierstore.training.bundles import Adopter, give_values, part_from_base
-from tierstore.training.checkpoint import BundleAccess
-from tierstore.training.clock import Clock
-from tierstore.training.durable import CheckpointWriter
-from tierstore.training.ending import RunEnding
-from tierstore.training.everywhere import HookEverywhere, Removable
-from tierstore.training.follow import Prefetcher
-from tierstore.training.footprint import Meter
-from tierstore.training.former import ResumedCheckpoint
-from tierstore.training.function_modes import out_of_sight
-from tierstore.training.grads import Gradients
-from tierstore.training.groups import Content, Group
-from tierstore.training.in_backward import Stepping, StepsInBackward
-from tierstore.training.layout import fill
+from tierstore.training.activations import apply
+from tierstore.training.activations.apply import Activations
+from tierstore.training.activations.config.layers import Names
+from tierstore.training.activations.config.sections import Sections
+from tierstore.training.activations.swapping.activation_store import ActivationStore
+from tierstore.training.activations.swapping.swap import activation_stores
+from tierstore.training.autograd.accumulation import Accumulation, PassEnd, is_in_backward
+from tierstore.training.autograd.gradients import Gradients
+from tierstore.training.autograd.saved_tensors import SavedTensors
+from tierstore.training.budgets.clock import Clock
+from tierstore.training.budgets.device_quota import DeviceQuota, StepPhase
+from tierstore.training.budgets.memory_meters import Meter
+from tierstore.training.budgets.prefetcher import Prefetcher
+from tierstore.training.bundles.bindings import Binding, Bindings
+from tierstore.training.bundles.ending import RunEnding
+from tierstore.training.bundles.grouping import Content, Group
+from tierstore.training.bundles.layout import fill
+from tierstore.training.bundles.pinning import pin
+from tierstore.training.bundles.placements import HOST, Placements
+from tierstore.training.checkpoints.files import BundleAccess
+from tierstore.training.checkpoints.resumed import ResumedCheckpoint
+from tierstore.training.checkpoints.weights import Weights
+from tierstore.training.checkpoints.writer import CheckpointWriter
+from tierstore.training.faults import guard
 from tierstore.training.leaving import Leaving
-from tierstore.training.needs import needs_of
-from tierstore.training.optimizer import StepsByBundle
-from tierstore.training.optimizer_state import OptimizerState, Taken
-from tierstore.training.pinning import pin
+from tierstore.training.modules import hooks
+from tierstore.training.modules.adopter import Adopter, give_values, part_from_base
+from tierstore.training.modules.buffers import TravelingBuffers
+from tierstore.training.modules.forward_needs import needs_of
+from tierstore.training.optimizers import registered
+from tierstore.training.optimizers.in_backward import Stepping, StepsInBackward
+from tierstore.training.optimizers.speculative_steps import Expectations
+from tierstore.training.optimizers.state import OptimizerState, Taken
+from tierstore.training.optimizers.state_dicts import StateDicts
+from tierstore.training.optimizers.step_units import Steps, runs_of_step
+from tierstore.training.optimizers.steps_by_bundle import StepsByBundle
+from tierstore.training.optimizers.steps_under_way import UnderWay
+from tierstore.training.optimizers.whole_steps import WholeSteps
+from tierstore.training.pytorch import torchscript
+from tierstore.training.pytorch.function_modes import out_of_sight
+from tierstore.training.pytorch.global_hooks import HookEverywhere, Removable
 from tierstore.training.residents import Residents
-from tierstore.training.saved import SavedTensors
-from tierstore.training.statedicts import StateDicts
-from tierstore.training.tiers import HOST, Placements
-from tierstore.training.turns import Steps, runs_of_step
-from tierstore.training.under_way import UnderWay
-from tierstore.training.weights import Weights
-from tierstore.training.whole_step import WholeSteps
 
 
 class Session:
@@ -152,7 +155,7 @@ class Session:
         if source is not None:
             for ignored, name in self.ignored.items():
                 give_values(ignored, source.read(name), self.store.device)
-        holders = scripts.holders_in(self.model)
+        holders = torchscript.holders_in(self.model)
         for bundle in self.bundles:
             bundle.holders = [holders[tensor] for tensor in bundle.tensors]
         self._add_steps()
@@ -203,7 +206,7 @@ class Session:
 
     def apply_to_activations(self, sections: Sections, layers: Names) -> None:
         """Swap and recompute what a document says, in this store and its quotas."""
-        self.activations = both.apply(self.model, sections, layers, self._new_activation_store)
+        self.activations = apply.apply(self.model, sections, layers, self._new_activation_store)
         self.windows.discard_inner = self._discard_swap
 
     def _discard_swap(self, is_beginning: bool) -> None:
@@ -238,7 +241,7 @@ class Session:
 
     def _add_steps(self) -> None:
         for index, optimizer in enumerate(self.optimizers):
-            is_known = known.is_per_parameter(optimizer)
+            is_known = registered.is_per_parameter(optimizer)
             taken = Taken.ALL if is_known else Taken.UNSHARED
             state = OptimizerState(
                 optimizer, index, self.order, self.adopter, self.placements.state, taken, self.computes_on

@@ -27,14 +27,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tierstore.errors import CapacityError, KeyNotFound, UsageError
-from tierstore.training.activations.operators import is_backward
-from tierstore.training.binding import Binding, set_data
-from tierstore.training.buffers import ordinary_buffers
-from tierstore.training.gradient import native_gradient
-from tierstore.training.pinning import LeasingState, pin, unpin_all
+from tierstore.training.activations.swapping.operator_watch import is_backward
+from tierstore.training.autograd.gradient import native_gradient
+from tierstore.training.bundles.bindings import Binding, set_data
+from tierstore.training.bundles.leasing import LeasingState
+from tierstore.training.bundles.pinning import pin, unpin_all
+from tierstore.training.bundles.placements import DISK, HOST
+from tierstore.training.modules.buffers import ordinary_buffers
+from tierstore.training.optimizers.step_units import runs_of_step
 from tierstore.training.session import Session
-from tierstore.training.tiers import DISK, HOST
-from tierstore.training.turns import runs_of_step
 from tierstore.units import format_bytes
 
 log = logging.getLogger("tierstore")

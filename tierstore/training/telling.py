@@ -6,15 +6,12 @@ Names of types, tiers and keys of the configuration, and numbers: nothing of wha
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from tierstore.stats import StoreStats, TierStats
-from tierstore.training.tiers import setting_of
+from tierstore.training.bundles.placements import setting_of
+from tierstore.training.run_stats import RunStats
+from tierstore.training.session import Session
 from tierstore.units import format_bytes
-
-if TYPE_CHECKING:
-    from tierstore.training.offload import RunStats
-    from tierstore.training.session import Session
 
 log = logging.getLogger("tierstore")
 

@@ -13,10 +13,10 @@ import torch
 
 from tierstore.errors import CapacityError
 from tierstore.store import Store
-from tierstore.training.groups import Content, Group
-from tierstore.training.layout import lay_out
+from tierstore.training.bundles.grouping import Content, Group
+from tierstore.training.bundles.layout import lay_out
+from tierstore.training.bundles.placements import setting_of
 from tierstore.training.optimizer_needs import certain_state_bytes
-from tierstore.training.tiers import setting_of
 from tierstore.units import format_bytes
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tierstore.training.own_work import ordinary_mode
+from tierstore.training.pytorch.own_work import ordinary_mode
 
 Note = tuple[Any, ...]
 

@@ -32,8 +32,8 @@ from tests.training.differential.programs import Layout, Program
 from tests.training.differential.trial import Trial, are_hooks_left, end_checkpoints
 from tierstore.errors import CapacityError, TierStoreError
 from tierstore.training import offload
-from tierstore.training.activations import forward
-from tierstore.training.tenants import tenant_of
+from tierstore.training.activations.swapping import forward_pass
+from tierstore.training.faults.guarded_tensors import tenant_of
 
 Open = Callable[..., Any]
 LATE_AND_OVERWRITTEN = {"overwrite_freed": True, "late_events": 7}
@@ -196,7 +196,7 @@ def _run(program: Program, open_run: Open | None) -> Trial:
 
 
 def _run_offloaded(t: Trial, names: dict[str, Any], program: Program, open_run: Open, path: str) -> None:
-    with mock.patch.object(forward, "SMALLEST_BYTES", 1):  # or nothing of such small models were swapped
+    with mock.patch.object(forward_pass, "SMALLEST_BYTES", 1):  # or nothing of such small models were swapped
         _run_in_store(t, names, program, open_run, path)
 
 

@@ -5,11 +5,11 @@
 model: a layer is a number, an operator a path of names.
 """
 
-from tierstore.training.activations.patterns import Pattern
-from tierstore.training.activations.plan import ActivationPlan, LayerMatches, LayerPlan, plan_layers
-from tierstore.training.activations.recompute_config import LayerRecompute, RecomputeConfig
-from tierstore.training.activations.sections import Sections, read_sections, sections_of
-from tierstore.training.activations.swap_config import LayerSwap, Mark, SwapConfig
+from tierstore.training.activations.config.patterns import Pattern
+from tierstore.training.activations.config.plan import ActivationPlan, LayerMatches, LayerPlan, plan_layers
+from tierstore.training.activations.config.recompute_config import LayerRecompute, RecomputeConfig
+from tierstore.training.activations.config.sections import Sections, read_sections, sections_of
+from tierstore.training.activations.config.swap_config import LayerSwap, Mark, SwapConfig
 
 __all__ = [
     "ActivationPlan",

@@ -1,0 +1,1 @@
+"""What a user writes about activations, read and matched with the model's layers."""

@@ -1,0 +1,297 @@
+"""Modules whose forward backward runs again, by PyTorch's own non-reentrant checkpoint.
+
+1. ``forward`` is not replaced: PyTorch's checkpoint is begun by a pre-hook and ended by a hook.  Hooks that a
+   module has besides are inside, and run again with it.
+2. Nothing happens where nothing is kept for backward (`torch.no_grad`), inside a forward that is recomputed
+   anyway, by us or by the program, where an argument can be read only once, and where `is_idle` says so.
+3. Random numbers and autocast are as they were: PyTorch sees to it.  So is what else a forward saw, which is
+   not changed a second time (`ForwardSnapshot`); lists, dicts and dataclasses among the arguments are copies.
+4. Whatever ends a forward ends the region: an exception at once, a ``KeyboardInterrupt``, for which PyTorch
+   calls no hooks, at the latest when a region begins or ends, or the model runs the next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from tierstore.errors import UsageError
+from tierstore.training.activations.recomputation import sliced_inputs
+from tierstore.training.activations.recomputation.forward_snapshot import ForwardSnapshot, has_lazy
+from tierstore.training.modules.hooks import Hook, OpenedCalls
+from tierstore.training.pytorch.function_modes import are_hooks_allowed
+from tierstore.training.pytorch.saved_tensor_hooks import (
+    InForce,
+    packs_the_rest,
+    push_hooks,
+    take_out_of_force,
+    top_hooks,
+)
+
+log = logging.getLogger("tierstore")
+
+Context = AbstractContextManager[object]
+Contexts = Callable[[], tuple[Context, Context]]
+"""Makes what a forward runs in, and what its repetitions run in."""
+
+_begin: Callable[..., Generator[None]] = checkpoint._checkpoint_without_reentrant_generator  # noqa: SLF001
+
+
+class _RunningRegion(NamedTuple):
+    """A module that is being run."""
+
+    running: Generator[None]
+    before: ForwardSnapshot
+    hooks: InForce  # of the checkpoint
+
+    def close(self) -> None:
+        """End the region where others may have come into force since: PyTorch takes what did so last."""
+        take_out_of_force(self.hooks)
+        push_hooks(self.hooks.own, self.hooks.own)
+        self.running.close()
+
+
+class _RegionThread(threading.local):
+    """What happens in this thread."""
+
+    def __init__(self) -> None:
+        self.is_for_recompute = False
+
+
+_here = _RegionThread()
+_opened: OpenedCalls[_RunningRegion] = OpenedCalls(_RunningRegion.close)
+
+
+def is_recomputed() -> bool:
+    """Whether what runs in this thread is recomputed in backward as a whole, or is just being recomputed.
+
+    By a region or by the program's own ``torch.utils.checkpoint``.
+    """
+    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - backward runs, also that of a reentrant one
+        return True
+    return getattr(packs_the_rest(), "__module__", None) == checkpoint.__name__
+
+
+def is_idle() -> bool:
+    """Whether nothing that begins now in this thread is to be recomputed.
+
+    Nothing is kept for backward, it is recomputed anyway, or it is seen through a transform of ``torch.func``
+    or by ``torch.jit.trace``, or derivatives go along with it: its operators would be others than those of
+    its repetition.
+    """
+    if not torch.is_grad_enabled() or is_recomputed() or not are_hooks_allowed() or is_forward_mode():
+        return True
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+    return is_transformed or torch._C._is_tracing()  # noqa: SLF001
+
+
+def is_forward_mode() -> bool:
+    """Whether derivatives may go along with a forward that begins now.
+
+    Their formulas ask whether there is a dispatch mode, and compute in another order then.
+    """
+    return forward_ad._current_level >= 0  # noqa: SLF001 - of all threads; a transform's is one as well
+
+
+def refuse_forward_mode() -> None:
+    """Refuse derivatives that begin to go along in the midst of a forward that a mode of ours sees.
+
+    Called for each operator.  A transform of ``torch.func`` takes the modes into account by itself.
+
+    Raises:
+        UsageError: a module has entered ``torch.autograd.forward_ad.dual_level()``.
+    """
+    if is_forward_mode() and eager_transforms.JVP_NESTING == 0:
+        raise UsageError(
+            "torch.autograd.forward_ad.dual_level() was entered in a forward whose activations are swapped "
+            "or whose operators are recomputed: it would compute its derivatives in another order. Enter it "
+            "around the call of the model, where nothing of that happens then, use torch.func.jvp inside, or "
+            "leave this module out of swap and recompute."
+        )
+
+
+def is_for_recompute() -> bool:
+    """Whether what this thread packs is wanted by something that is recomputed.
+
+    Such tensors are not swapped.
+    """
+    return _here.is_for_recompute
+
+
+@contextlib.contextmanager
+def for_recompute() -> Iterator[None]:
+    """Pack what something that is recomputed wants."""
+    before, _here.is_for_recompute = _here.is_for_recompute, True
+    try:
+        yield
+    finally:
+        _here.is_for_recompute = before
+
+
+class CheckpointedModule:
+    """One module that is recomputed as a whole.
+
+    Args:
+        module: whose forward is run again.
+        contexts: what it runs in; made anew for each forward.
+        groups: processes that keep a slice each of what the module is given (`slices`).
+
+    Attributes:
+        forwards: how many forwards were entered.
+        repetitions: how many of them were run again.
+    """
+
+    def __init__(
+        self, module: nn.Module, contexts: Contexts | None = None, groups: Sequence[sliced_inputs.Group] = ()
+    ) -> None:
+        self.module = module
+        self.forwards = 0
+        self.repetitions = 0
+        self._contexts = contexts or checkpoint.noop_context_fn
+        self._groups = groups
+        self._has_said = False
+
+    def register(self) -> list[RemovableHandle]:
+        """Hook it to its module, around the hooks that it has."""
+        return [
+            self.module.register_forward_pre_hook(_EnterRegion(self), prepend=True, with_kwargs=True),
+            self.module.register_forward_hook(_LeaveRegion(self)),
+            self.module.register_forward_hook(_Abandon(self), always_call=True),
+        ]
+
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """The module begins to run, or a copy that shares its hooks."""
+        discard_interrupted()
+        if is_idle() or has_lazy(module):
+            return
+        values, shape = tree_flatten((args, dict(kwargs)))
+        if any(isinstance(value, Iterator) for value in values):
+            self._say_what_is_read_once()
+            return
+        self.forwards += 1
+        before = ForwardSnapshot(module, values)
+
+        def contexts() -> tuple[Context, Context]:
+            forward, again = self._contexts()
+            return forward, _Again(self, before, again)
+
+        each = {id(value): value for value in values}  # what is given twice is one object when it runs again
+        places = [list(each).index(id(value)) for value in values]
+        kept = [_copied(value) for value in each.values()]
+        kept, cuts = sliced_inputs.cut(kept, self._groups) if self._groups else (kept, [None] * len(kept))
+
+        def run(*given: Any) -> object:  # noqa: ANN401 - what was kept
+            whole = [one if how is None else how.whole(one) for one, how in zip(given, cuts, strict=True)]
+            whole = [_copied(value) for value in whole]
+            positions, names = tree_unflatten([whole[place] for place in places], shape)
+            return module(*positions, **names)
+
+        # Everything goes as a position: PyTorch looks there for tensors, which it has saved, and for devices
+        # whose random state it keeps.
+        running = _begin(run, True, contexts, "default", False, True, *kept)  # noqa: FBT003
+        outer = top_hooks()
+        with for_recompute():
+            next(running)
+        hooks = top_hooks()
+        assert hooks is not None
+        _opened.begin(self, _RunningRegion(running, before, InForce(hooks[0], outer)))
+
+    def _say_what_is_read_once(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            log.warning(
+                "a %s was given an iterator, which can be read once: it is not recomputed",
+                type(self.module).__name__,
+            )
+
+    def leave(self) -> None:
+        """The module has run."""
+        discard_interrupted()
+        entry = _opened.end(self)
+        if entry is not None:
+            entry.before.end()
+            next(entry.running, None)
+
+    def abandon(self) -> None:
+        """The module has run, or an exception ended it: then the region is still open."""
+        discard_interrupted()
+        entry = _opened.end(self)
+        if entry is not None:
+            entry.running.close()
+
+
+def _copied(value: Any) -> Any:  # noqa: ANN401 - an argument
+    """Return a copy of what a forward may set attributes of."""
+    return copy.copy(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def discard_interrupted() -> None:
+    """Close what modules left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
+    _opened.discard_interrupted()
+
+
+class _Again:
+    """What a repetition runs in: what the forward saw, then whatever else.  As often as wanted."""
+
+    def __init__(self, region: CheckpointedModule, before: ForwardSnapshot, inner: Context) -> None:
+        self._region = region
+        self._before = before
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._before.__enter__()
+        self._region.repetitions += 1
+        try:
+            self._inner.__enter__()
+        except BaseException:
+            self._before.__exit__()
+            raise
+
+    def __exit__(self, *error: Any) -> None:  # noqa: ANN401 - what ended it, passed on
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            self._before.__exit__()
+
+
+class _EnterRegion(Hook):
+    def __init__(self, region: CheckpointedModule) -> None:
+        self._region = region
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._region.enter(module, args, kwargs)
+
+
+class _LeaveRegion(Hook):
+    def __init__(self, region: CheckpointedModule) -> None:
+        self._region = region
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
+        del module, args, output
+        self._region.leave()
+
+
+class _Abandon(Hook):
+    def __init__(self, region: CheckpointedModule) -> None:
+        self._region = region
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
+        del module, args, output
+        self._region.abandon()

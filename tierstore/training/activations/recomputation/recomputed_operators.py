@@ -1,0 +1,301 @@
+"""Outputs of chosen operators that are not kept for backward: backward makes them again.
+
+PyTorch's selective checkpointing keeps the outputs of all *other* operators of a region, also those that
+backward never looks at, and runs the region's Python again.  Here nothing is kept beyond what autograd saves:
+
+1. While a layer runs, its operators are seen (`torch.utils._python_dispatch`), and what autograd saves.
+2. What autograd saves of a chosen operator's output is replaced by a reference to that run of the operator.
+   Its inputs are then kept, as if autograd had saved them: by whatever hooks are in force, and an input that
+   is itself made again by such a reference.
+3. Backward runs the operator again when the first reference is followed, with the random state that it had
+   and without autocast, which was applied before; what it made is kept until each reference was followed.
+4. Views of an output are views of what is made.  What is changed in place is kept as usual from then on, and
+   so is what was to be made from something that is changed.
+5. Nothing else runs again: no Python of the model, no hook, no update of a running statistic.
+6. What leaves the layer is kept as usual by whoever saves it.
+
+Wrapper subclasses (DTensor) and functional tensors are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from tierstore.modes import run_operator
+from tierstore.training.activations.recomputation import checkpointed_modules, scopes
+from tierstore.training.activations.recomputation.recorded_ops import (
+    Arguments,
+    InputIndex,
+    InputRef,
+    Named,
+    RandomState,
+    RecomputeCounts,
+    RecordedOp,
+    SavedOutput,
+    alias_of,
+    can_repeat,
+    is_changing,
+    is_plain,
+    is_unfilled,
+    mapped,
+    random_state_for,
+    tensors_in,
+    unpack,
+    updated_unsaid,
+    written,
+)
+from tierstore.training.activations.recomputation.scopes import OperatorSelection
+from tierstore.training.autograd.saved_tensors import Delegated, keep, refers
+from tierstore.training.modules.hooks import Hook, OpenedCalls
+from tierstore.training.pytorch.saved_tensor_hooks import (
+    Inside,
+    bring_into_force,
+    take_out_of_force,
+    top_hooks,
+)
+
+
+class _Live(weakref.ref[torch.UntypedStorage]):
+    """A storage that is an operator's output as yet."""
+
+    __slots__ = ("call", "index", "key", "version")
+
+    key: int
+    call: RecordedOp
+    index: int
+    version: int
+
+
+class _Pack(Inside):
+    """Packs what autograd saves while a layer runs."""
+
+    def __init__(self, run: _LayerForward) -> None:
+        self._run = run
+        self.outer = top_hooks()
+
+    def __call__(self, tensor: torch.Tensor) -> object:
+        made = self._run.find(tensor)
+        if made is not None:
+            self._run.counts.saved += 1
+            return made
+        if self.outer is None:
+            return keep(tensor)
+        pack, unpack = self.outer
+        with self._run.apart(), _as_it_is_wanted():
+            return Delegated(pack(tensor), unpack)
+
+
+def _as_it_is_wanted() -> contextlib.AbstractContextManager[None]:
+    """Pack for an operator that runs again, if all that run now do."""
+    return checkpointed_modules.for_recompute() if scopes.current().is_whole else contextlib.nullcontext()
+
+
+class _LayerForward(TorchDispatchMode):
+    """One forward of a layer: the mode that sees its operators."""
+
+    def __init__(self, selection: OperatorSelection, givens: InputIndex, counts: RecomputeCounts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = counts
+        self._selection = selection
+        self._is_paused = False
+        self._live: dict[int, _Live] = {}
+        self._givens = givens
+
+    def begin(self) -> None:
+        """Come into force in this thread."""
+        self._hooks = bring_into_force(_Pack(self), unpack)
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Be in force no more: what is saved from now on is kept as usual."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        take_out_of_force(self._hooks)
+        self._live.clear()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What happens inside the context is no part of the layer."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def find(self, tensor: torch.Tensor) -> SavedOutput | None:
+        """Return a reference to the run that made ``tensor``; ``None`` if it is to be kept."""
+        live = self._look_up(tensor)
+        if live is None:
+            return None
+        made = SavedOutput(live.call, live.index, tensor, is_saved=True)
+        if not live.call.is_packed:
+            with self.apart(), _as_it_is_wanted():
+                live.call.pack()
+        return made
+
+    def _look_up(self, tensor: torch.Tensor) -> _Live | None:
+        if not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        live = self._live.get(id(storage))
+        if live is None or live() is not storage or live.call.is_over:
+            return None
+        return live if live.version == tensor._version else None  # noqa: SLF001
+
+    # torch's signature: the types of arguments and result are those of the operation.
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Arguments = (),
+        kwargs: Named | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run the operator, and remember how, if it is chosen."""
+        named = kwargs or {}
+        if self._is_paused or not isinstance(func, OpOverload):
+            return run_operator(func, args, named)
+        checkpointed_modules.refuse_forward_mode()
+        if is_changing(func):
+            self._before_change(written(func, args, named))
+            return run_operator(func, args, named)
+        is_chosen = torch.is_grad_enabled() and self._selection.means(func) and not is_unfilled(func)
+        is_chosen = is_chosen and can_repeat(args, named)
+        random = random_state_for(func, args, named) if is_chosen else None
+        result = run_operator(func, args, named)
+        if is_chosen:
+            self._remember(func, args, named, result, random)
+        return result
+
+    def _remember(
+        self, func: OpOverload, args: Arguments, kwargs: Named, result: object, random: RandomState | None
+    ) -> None:
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+        fresh = [
+            (index, tensor)
+            for index, tensor in enumerate(tensors_in(result))
+            if is_plain(tensor) and id(tensor.untyped_storage()) not in given
+        ]
+        if not fresh:
+            return
+        cloned = updated_unsaid(func)
+        inputs = tuple(self._taken(each, is_cloned=place in cloned) for place, each in enumerate(args))
+        named = {name: self._taken(each, is_cloned=name in cloned) for name, each in kwargs.items()}
+        call = RecordedOp(func, inputs, named, random, self.counts)
+        self._givens.add(call)
+        for index, tensor in fresh:
+            storage = tensor.untyped_storage()
+            live = _Live(storage, self._forget)
+            live.key, live.call, live.index, live.version = id(storage), call, index, tensor._version  # noqa: SLF001
+            self._live[live.key] = live
+
+    def _taken(self, argument: object, *, is_cloned: bool) -> object:
+        """Return an argument with an `InputRef` for each tensor."""
+
+        def taken(tensor: torch.Tensor) -> InputRef:
+            live = self._look_up(tensor)
+            if live is not None:
+                made = SavedOutput(live.call, live.index, tensor, is_saved=False)
+                return InputRef(made, unpack, is_cloned=is_cloned)
+            reference = None if saved is None else saved.refer(tensor)
+            if saved is not None and reference is not None:
+                return InputRef(reference, saved.unpack, is_cloned=is_cloned)
+            # What is updated without a trace is taken as it is now: who evaluates reads it.
+            return InputRef(
+                tensor.detach().clone() if is_cloned else alias_of(tensor), None, is_cloned=is_cloned
+            )
+
+        saved = refers()
+        return mapped(argument, torch.Tensor, taken)
+
+    def _forget(self, live: weakref.ref[torch.UntypedStorage]) -> None:
+        """An output has died.  Runs anywhere."""
+        assert isinstance(live, _Live)
+        if self._live.get(live.key) is live:
+            del self._live[live.key]
+
+    def _before_change(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if is_plain(tensor):
+                storage = tensor.untyped_storage()
+                self._live.pop(id(storage), None)
+                self._givens.settle(storage)
+
+
+# ---------------------------------------------------------------------- a layer's hooks
+
+
+_opened: OpenedCalls[_LayerForward] = OpenedCalls(_LayerForward.end)
+
+
+class RecomputedOperators:
+    """A layer with chosen operators.
+
+    Args:
+        module: the layer.
+        selection: its operators.
+        givens: of all layers of the model.
+        counts: to tell of what came of it.
+    """
+
+    def __init__(
+        self, module: nn.Module, selection: OperatorSelection, givens: InputIndex, counts: RecomputeCounts
+    ) -> None:
+        self.module = module
+        self._selection = selection
+        self._givens = givens
+        self._counts = counts
+
+    def register(self) -> list[RemovableHandle]:
+        """Hook it to its module, around the hooks that it has."""
+        return [
+            self.module.register_forward_pre_hook(_EnterLayer(self), prepend=True),
+            self.module.register_forward_hook(_LeaveLayer(self), always_call=True),
+        ]
+
+    def enter(self) -> None:
+        """The layer begins to run."""
+        discard_interrupted()
+        if not checkpointed_modules.is_idle():
+            run = _LayerForward(self._selection, self._givens, self._counts)
+            run.begin()
+            _opened.begin(self, run)
+
+    def leave(self) -> None:
+        """The layer has run, well or badly."""
+        discard_interrupted()
+        run = _opened.end(self)
+        if run is not None:
+            run.end()
+
+
+def discard_interrupted() -> None:
+    """End what layers left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
+    _opened.discard_interrupted()
+
+
+class _EnterLayer(Hook):
+    def __init__(self, layer: RecomputedOperators) -> None:
+        self._layer = layer
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        del module, args
+        self._layer.enter()
+
+
+class _LeaveLayer(Hook):
+    def __init__(self, layer: RecomputedOperators) -> None:
+        self._layer = layer
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
+        del module, args, output
+        self._layer.leave()

@@ -1,0 +1,494 @@
+"""A run of an operator that can be run again, and references to what it makes.
+
+A `RecordedOp` knows the operator and what it was given; a `SavedOutput` stands for one of its outputs, as
+whatever refers to it (autograd, or another call that was given the output) wants it.
+
+1. The inputs are kept as they are until somebody saves an output; then as autograd would keep them.
+2. What was made is kept until each reference that there was then has been followed, or is no more.
+3. An operator runs again with the random state that it had, without autocast, which was applied before, and
+   on copies of running statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch._ops import OpOverload
+
+from tierstore.training.autograd.saved_tensors import Delegated, Kept, restore
+from tierstore.training.bundles.binding import natively_in_sight
+from tierstore.training.bundles.bindings import natively
+from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
+
+_DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
+_Excluded = torch._C._SetExcludeDispatchKeyGuard  # noqa: SLF001
+_ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
+_UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+
+Arguments = tuple[object, ...]
+Named = Mapping[str, object]
+
+
+class InputRef:
+    """A tensor that an operator was given; kept as it is until somebody saves the operator's output.
+
+    Args:
+        packed: the tensor; or a reference to a bundle, or to what another call made: whose bytes others
+            look after.
+        unpack: follows the reference; ``None``: it is the tensor.
+        is_cloned: whether the operator is given a copy when it runs again.
+    """
+
+    __slots__ = ("_is_cloned", "_packed", "_storage", "_unpack")
+
+    def __init__(
+        self, packed: object, unpack: Callable[[Any], torch.Tensor] | None, *, is_cloned: bool
+    ) -> None:
+        self._packed = packed
+        self._unpack = unpack
+        self._is_cloned = is_cloned
+        self._storage = weakref.ref(packed.untyped_storage()) if isinstance(packed, torch.Tensor) else None
+
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage that it lies in, while that lives; ``None`` as well if others look after its bytes."""
+        return None if self._storage is None else self._storage()
+
+    @property
+    def call(self) -> RecordedOp | None:
+        """The call that made it; ``None``: it was not made by one that can be run again."""
+        return self._packed.call if isinstance(self._packed, SavedOutput) else None
+
+    def pack(self) -> None:
+        """Keep it as autograd would, by the hooks that are in force."""
+        top = top_hooks()
+        if self._unpack is None and top is not None:
+            self._packed, self._unpack = top[0](self._packed), top[1]
+
+    def get(self) -> torch.Tensor:
+        """Return it."""
+        tensor = cast("torch.Tensor", self._packed if self._unpack is None else self._unpack(self._packed))
+        return tensor.clone() if self._is_cloned else tensor
+
+
+class RecordedOp:
+    """One run of an operator, which can be run again.
+
+    Args:
+        operator: that ran.
+        args: its arguments, with an `InputRef` for each tensor.
+        kwargs: its named arguments, likewise.
+        random: the random state that it began with.
+        counts: to tell of runs.
+    """
+
+    def __init__(
+        self,
+        operator: OpOverload,
+        args: Arguments,
+        kwargs: Named,
+        random: RandomState | None,
+        counts: RecomputeCounts,
+    ) -> None:
+        self.is_packed = False
+        self.is_over = False
+        self._operator = operator
+        self._args = args
+        self._kwargs = kwargs
+        self._random = random
+        self._counts = counts
+        self._lock = threading.RLock()  # guards the values while they are made
+        self._values: Sequence[torch.Tensor] | None = None
+        self.is_pinned = False
+        self._references: set[int] = set()
+        self._saved: set[int] = set()  # those of them that somebody has saved
+        self._waiting: set[int] = set()
+        self._numbers = itertools.count()
+        self._users: list[weakref.ref[RecordedOp]] = []
+        for call in self.sources():
+            call.note_user(self)
+
+    def sources(self) -> Iterator[RecordedOp]:
+        """Yield the calls that made inputs."""
+        for each in found((self._args, self._kwargs), InputRef):
+            if each.call is not None:
+                yield each.call
+
+    def note_user(self, call: RecordedOp) -> None:
+        """Take in that another call was given an output."""
+        self._users.append(weakref.ref(call))
+
+    def pack(self) -> None:
+        """Keep the inputs, and those of the calls that made inputs: somebody has saved an output."""
+        due = [self]
+        while due:
+            due += due.pop().pack_this()
+
+    def pack_this(self) -> Sequence[RecordedOp]:
+        """Keep the inputs; return the calls that made inputs, which have to do so as well."""
+        if self.is_packed:
+            return ()
+        self.is_packed = True
+        for each in found((self._args, self._kwargs), InputRef):
+            each.pack()
+        return list(self.sources())
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the outputs are there."""
+        return self._values is not None
+
+    @property
+    def arguments(self) -> tuple[Arguments, Named]:
+        """What the operator was given."""
+        return self._args, self._kwargs
+
+    def was_given(self, storage: torch.UntypedStorage) -> bool:
+        """Whether an input lies in a storage, and whoever changes that changes the input."""
+        return any(each.storage is storage for each in found((self._args, self._kwargs), InputRef))
+
+    def settle(self) -> None:
+        """Depend on the inputs no more: they are about to change.
+
+        If nobody has saved an output, nor what is made from it, none of that is made again any more.
+        """
+        if not self._is_wanted():
+            due = [self]
+            while due:
+                due += due.pop().give_up()
+        elif not self.is_pinned:
+            with self._lock:
+                values = self._make()
+                self.is_pinned = True
+                self._values = values
+                self._args, self._kwargs = (), {}
+
+    def _is_wanted(self) -> bool:
+        """Whether somebody has saved an output, or what is made from it."""
+        due, seen = [self], {self}
+        while due:
+            call = due.pop()
+            if call.is_saved:
+                return True
+            due += [user for user in call.users() if user not in seen]
+            seen.update(due)
+        return False
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether somebody has saved an output."""
+        return bool(self._saved)
+
+    def users(self) -> Sequence[RecordedOp]:
+        """Return the calls that were given outputs, and want them if they are wanted themselves."""
+        return [call for each in self._users if (call := each()) is not None and not call.is_pinned]
+
+    def give_up(self) -> Sequence[RecordedOp]:
+        """Be made again no more; return the calls that were given outputs, to which the same happens."""
+        if self.is_over or self.is_pinned:
+            return ()
+        self.is_over = True
+        self._args, self._kwargs = (), {}
+        return self.users()
+
+    def refer(self, *, is_saved: bool) -> int:
+        """Count one more reference; return its number.
+
+        Args:
+            is_saved: whether it is saved; else another call was given the output.
+        """
+        number = next(self._numbers)
+        self._references.add(number)
+        if is_saved:
+            self._saved.add(number)
+        return number
+
+    def forget(self, number: int) -> None:
+        """One reference is no more.  From any thread, at any time."""
+        self._references.discard(number)
+        self._saved.discard(number)
+        self._followed(number)
+
+    def value(self, index: int, number: int) -> torch.Tensor:
+        """Return an output to whoever follows a reference."""
+        with self._lock:
+            values = self._make()
+            self._followed(number)
+        return values[index]
+
+    def _make(self) -> Sequence[torch.Tensor]:
+        """Return the outputs; make them if they are not there, after those that they are made from.
+
+        Those could be made while the operator runs, but a chain of operators may be longer than the
+        interpreter's stack.
+        """
+        values: Sequence[torch.Tensor] = ()
+        due = [self]
+        while due:
+            missing = due[-1].missing()
+            if missing is not None:
+                due.append(missing)
+            else:
+                values = due.pop().make_this()
+        return values
+
+    def missing(self) -> RecordedOp | None:
+        """Return a call that has to be made before this one; ``None``: this one can be, or is."""
+        return None if self.is_made else next((call for call in self.sources() if not call.is_made), None)
+
+    def make_this(self) -> Sequence[torch.Tensor]:
+        """Return the outputs; run the operator if they are not there."""
+        with self._lock:
+            values = self._values
+            if values is None:
+                values = self._run()
+                self._waiting = set(self._references)  # before the values, which go when nobody waits
+                self._values = values
+            return values
+
+    def _followed(self, number: int) -> None:
+        self._waiting.discard(number)
+        if not self._waiting and not self.is_pinned:
+            self._values = None
+
+    def _run(self) -> Sequence[torch.Tensor]:
+        self._counts.made += 1
+        random = contextlib.nullcontext() if self._random is None else self._random.again()
+        # Some kernels look whether gradients are wanted.  None of the inputs asks for one.
+        with torch.enable_grad(), _DisableAutocast(), natively_in_sight():
+            args = mapped(self._args, InputRef, InputRef.get)
+            kwargs = mapped(self._kwargs, InputRef, InputRef.get)
+            with random:
+                result = self._operator(*args, **kwargs)
+        return list(tensors_in(result))
+
+
+class SavedOutput:
+    """A reference to an output of a run: what is saved instead of the output."""
+
+    __slots__ = ("_dtype", "_index", "_is_conj", "_is_neg", "_number", "_offset", "_shape", "_stride", "call")
+
+    def __init__(self, call: RecordedOp, index: int, tensor: torch.Tensor, *, is_saved: bool) -> None:
+        self.call = call
+        self._index = index
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = int(tensor.storage_offset())
+        self._is_conj = tensor.is_conj()
+        self._is_neg = tensor.is_neg()
+        self._number = call.refer(is_saved=is_saved)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor that it stands for, or a view that is the same."""
+        value = self.call.value(self._index, self._number)
+        with torch.no_grad():
+            view = torch.empty(0, dtype=self._dtype, device=value.device)
+            view.set_(value.untyped_storage(), self._offset, self._shape, self._stride)
+            if self._is_conj:
+                view = torch._conj(view)  # noqa: SLF001 - sets the bit, as the saved tensor had it
+            return torch._neg_view(view) if self._is_neg else view  # noqa: SLF001
+
+    def __del__(self) -> None:
+        self.call.forget(self._number)
+
+
+def unpack(packed: object) -> torch.Tensor:
+    """Return what was packed while a layer ran.
+
+    Raises:
+        RuntimeError: it was changed in place since; the text is PyTorch's.
+    """
+    if isinstance(packed, SavedOutput):
+        return packed.tensor()
+    assert isinstance(packed, Kept | Delegated)
+    return restore(packed)
+
+
+class RandomState(NamedTuple):
+    """The state of the generator of one device."""
+
+    device: torch.device
+    state: torch.Tensor
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """Return what it is."""
+        if device.type == "cpu":
+            return cls(device, torch.get_rng_state())
+        return cls(device, torch.get_device_module(device).get_rng_state(device))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Be in that state inside, and afterwards in the one before."""
+        before = self.now(self.device)
+        self.set()
+        try:
+            yield
+        finally:
+            before.set()
+
+    def set(self) -> None:
+        """Put the generator into that state."""
+        if self.device.type == "cpu":
+            torch.set_rng_state(self.state)
+        else:
+            torch.get_device_module(self.device).set_rng_state(self.state, self.device)
+
+
+class RecomputeCounts:
+    """What came of choosing operators.
+
+    Attributes:
+        saved: how many tensors autograd wanted to save that are made again instead.
+        made: how many operators were run again.
+    """
+
+    def __init__(self) -> None:
+        self.saved = 0
+        self.made = 0
+
+
+class InputIndex:
+    """Which calls were given what: asked before something changes.  Storages are told by the live object."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, weakref.WeakSet[RecordedOp]] = {}
+        self._limit = 1024  # when those without calls are looked for
+
+    def add(self, call: RecordedOp) -> None:
+        """Take a call in."""
+        for each in found(call.arguments, InputRef):
+            if each.storage is not None:
+                self._calls.setdefault(id(each.storage), weakref.WeakSet()).add(call)
+        if len(self._calls) > self._limit:
+            self._calls = {key: calls for key, calls in self._calls.items() if len(calls)}
+            self._limit = 2 * len(self._calls) + 1024
+
+    def settle(self, storage: torch.UntypedStorage) -> None:
+        """Let every call that was given a storage depend on it no more: it is about to change."""
+        for call in list(self._calls.get(id(storage), ())):
+            if call.was_given(storage):
+                call.settle()
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - an operator's own
+    """Return nested arguments with all of one kind changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(each, kind, change) for each in value])
+    if isinstance(value, Mapping):
+        return {name: mapped(each, kind, change) for name, each in value.items()}
+    return value
+
+
+def found(value: object, kind: type) -> Iterator[Any]:
+    """Yield all of one kind in nested arguments."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from found(each, kind)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from found(each, kind)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested arguments."""
+    return found(value, torch.Tensor)
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without its graph; it shares the counter of versions."""
+    with natively(), versions_are_shared():
+        return tensor.detach()
+
+
+@contextlib.contextmanager
+def versions_are_shared() -> Iterator[None]:
+    """Let aliases that are made inside share the counter of versions, also where a mode sees an operator."""
+    with _Excluded(_ADInplaceOrView, False):  # noqa: FBT003 - torch's own signature
+        yield
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has bytes of its own and a counter of versions."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    with natively():
+        if tensor.layout is not torch.strided or tensor.is_inference() or has_no_bytes(tensor):
+            return False
+        try:
+            tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # as inside of torch.func's transforms
+            return False
+        return True
+
+
+def has_no_bytes(tensor: torch.Tensor) -> bool:
+    """Whether it is functional, or the zeros of forward-mode differentiation."""
+    return torch._is_functional_tensor(tensor) or tensor._is_zerotensor()  # noqa: SLF001
+
+
+def can_repeat(args: Arguments, kwargs: Named) -> bool:
+    """Whether the same arguments give the same result later."""
+    generators = found((args, kwargs), torch.Generator)
+    return next(generators, None) is None and all(map(is_plain, tensors_in((args, kwargs))))
+
+
+def random_state_for(func: OpOverload, args: Arguments, kwargs: Named) -> RandomState | None:
+    """Return what an operator draws its random numbers from; ``None`` if it draws none."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    first = next(tensors_in((args, kwargs)), None)
+    device = kwargs.get("device") if first is None else first.device
+    return RandomState.now(device if isinstance(device, torch.device) else torch.device("cpu"))
+
+
+@functools.cache
+def updated_unsaid(func: OpOverload) -> frozenset[int | str]:
+    """Return which arguments of an operator it updates without saying so, by position and by name."""
+    names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001 - the one place that says it
+    return frozenset(
+        key for place, name in enumerate(names) if name in _RUNNING_STATISTICS for key in (place, name)
+    )
+
+
+def is_collective(func: OpOverload) -> bool:
+    """Say whether processes communicate in an operator that may change what it is given, whatever it says."""
+    return func.namespace == "c10d"
+
+
+@functools.cache
+def is_changing(func: OpOverload) -> bool:
+    """Say whether an operator changes what it is given; a collective may, whatever its schema says."""
+    return func._schema.is_mutable or is_collective(func)  # noqa: SLF001 - the one place that says it
+
+
+@functools.cache
+def is_unfilled(func: OpOverload) -> bool:
+    """Say whether what an operator returns has no values until somebody writes them, unseen perhaps."""
+    return func._schema.name.split("::")[-1] in _UNFILLED  # noqa: SLF001
+
+
+def written(func: OpOverload, args: Arguments, kwargs: Named) -> Iterator[torch.Tensor]:
+    """Yield what an operator changes."""
+    if is_collective(func):
+        yield from tensors_in((args, kwargs))
+        return
+    for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - the one place that says it
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))

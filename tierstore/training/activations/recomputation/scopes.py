@@ -1,0 +1,193 @@
+r"""Which operators of a layer are meant: by the module they run in, and by their names.
+
+An operator is meant by ``feed_forward\.mul`` if it runs directly in the forward of ``feed_forward``, not in
+a submodule's.  A pattern of ATen operators means them wherever they run in the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils.hooks import RemovableHandle
+
+from tierstore.training.activations.config.patterns import Pattern
+from tierstore.training.modules.hooks import Hook, OpenedCalls
+
+_COLLECTIVES = "_c10d_functional"
+_KNOWN_AS = {
+    "batch_norm": ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+    "conv1d": ("convolution",),
+    "conv2d": ("convolution",),
+    "conv3d": ("convolution",),
+    "dropout": ("native_dropout",),
+    "flash_attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+    "layer_norm": ("native_layer_norm",),
+    "log_softmax": ("_log_softmax",),
+    "matmul": ("mm", "bmm", "addmm", "baddbmm", "linear"),
+    "rms_norm": ("_fused_rms_norm",),
+    "softmax": ("_softmax",),
+}
+"""What operators are called where they run, by what the author of a model calls them."""
+
+
+def is_operator(name: str) -> bool:
+    """Whether an ATen operator is called so, or known so."""
+    return name in _KNOWN_AS or hasattr(torch.ops.aten, name)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorScope:
+    """What is meant of the operators that run directly in one module's forward.
+
+    Attributes:
+        is_whole: all of them.
+        names: those of these names.
+        excluded: not those of these names.
+        without_collectives: no communication between processes.
+    """
+
+    is_whole: bool = False
+    names: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
+    without_collectives: bool = False
+
+    def __or__(self, other: OperatorScope) -> OperatorScope:
+        return OperatorScope(
+            self.is_whole or other.is_whole,
+            self.names | other.names,
+            self.excluded | other.excluded,
+            self.without_collectives or other.without_collectives,
+        )
+
+
+_NOTHING = OperatorScope()
+
+
+def names_of(operators: Sequence[str]) -> frozenset[str]:
+    """Return what operators are called where they run."""
+    return frozenset(each for name in operators for each in (name, *_KNOWN_AS.get(name, ())))
+
+
+_opened: OpenedCalls[OperatorScope] = OpenedCalls(lambda _: None)
+
+
+def current() -> OperatorScope:
+    """Return the scope of the module whose forward runs."""
+    return _opened.last or _NOTHING
+
+
+def is_collective(operator: OpOverload) -> bool:
+    """Whether an operator is communication between processes."""
+    return bool(operator.namespace == _COLLECTIVES)
+
+
+@dataclass
+class OperatorSelection:
+    """The operators of one layer that are meant, by name where a scope says so, and by pattern anywhere.
+
+    Attributes:
+        chosen: patterns of ATen operators.
+        excluded: patterns of ATen operators that are not.
+        keeps_collectives: whether communication between processes is excluded everywhere.
+    """
+
+    chosen: tuple[Pattern, ...] = ()
+    excluded: tuple[Pattern, ...] = ()
+    keeps_collectives: bool = False
+    _anywhere: dict[object, tuple[bool, bool]] = field(default_factory=dict, init=False, repr=False)
+
+    def means(self, operator: OpOverload) -> bool:
+        """Say whether an operator that runs now is meant."""
+        scope = current()
+        is_chosen, is_excluded = self._by_pattern(operator)
+        if is_excluded or _name(operator) in scope.excluded:
+            return False
+        return is_chosen or scope.is_whole or _name(operator) in scope.names
+
+    def excludes(self, operator: OpOverload) -> bool:
+        """Say whether an operator that runs now is excluded."""
+        scope = current()
+        if is_collective(operator) and (self.keeps_collectives or scope.without_collectives):
+            return True
+        return self._by_pattern(operator)[1] or _name(operator) in scope.excluded
+
+    def _by_pattern(self, operator: OpOverload) -> tuple[bool, bool]:
+        found = self._anywhere.get(operator)
+        if found is None:
+            text = str(operator)
+            found = (
+                any(pattern.matches_aten(text) for pattern in self.chosen),
+                any(pattern.matches_aten(text) for pattern in self.excluded),
+            )
+            self._anywhere[operator] = found
+        return found
+
+
+def _name(operator: OpOverload) -> str:
+    return str(operator._schema.name).partition("::")[2]  # noqa: SLF001 - the one place that says it
+
+
+class ScopeHooks:
+    """The hooks that say that a module runs.
+
+    Args:
+        module: that does.
+        scope: its operators.
+    """
+
+    def __init__(self, module: nn.Module, scope: OperatorScope) -> None:
+        self.module = module
+        self.scope = scope
+
+    def register(self) -> list[RemovableHandle]:
+        """Hook them to the module, around the hooks that it has."""
+        return [
+            self.module.register_forward_pre_hook(_EnterScope(self), prepend=True),
+            self.module.register_forward_hook(_LeaveScope(self), always_call=True),
+        ]
+
+    def enter(self) -> None:
+        """The module begins to run."""
+        discard_interrupted()
+        _opened.begin(self, self.scope)
+
+    def leave(self) -> None:
+        """The module has run, well or badly."""
+        discard_interrupted()
+        _opened.end(self)
+
+
+class _EnterScope(Hook):
+    def __init__(self, hooks: ScopeHooks) -> None:
+        self._hooks = hooks
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        del module, args
+        self._hooks.enter()
+
+
+class _LeaveScope(Hook):
+    def __init__(self, hooks: ScopeHooks) -> None:
+        self._hooks = hooks
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
+        del module, args, output
+        self._hooks.leave()
+
+
+def discard_interrupted() -> None:
+    """Forget modules of this thread that a ``KeyboardInterrupt`` or its like has ended."""
+    _opened.discard_interrupted()

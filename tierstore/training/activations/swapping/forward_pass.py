@@ -1,0 +1,265 @@
+"""One forward pass whose marked activations are swapped.
+
+What autograd saves of a marked storage becomes a `Swapped`: the store's from then on, on its way down.  Its
+device memory is given up ``3 * backward_prefetch`` operators later, or when the pass ends, or sooner when the
+device's quota demands it; what is wanted again before backward could tell stays.
+
+Hooks of a user's around the pass see every tensor; of what they pack, what is marked is swapped.
+
+What ``torch.utils.checkpoint`` recomputes is not swapped, nor is what that needs: a storage that it keeps
+as an input is marked no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
+
+import torch
+from torch.autograd import function
+from torch.utils import _pytree, checkpoint
+
+from tierstore.training.activations.recomputation.checkpointed_modules import is_for_recompute
+from tierstore.training.activations.recomputation.recorded_ops import has_no_bytes
+from tierstore.training.activations.swapping.activation_store import (
+    ActivationStore,
+    OffloadedTensor,
+    WeakOffloadedTensor,
+)
+from tierstore.training.activations.swapping.node_triggers import Triggers
+from tierstore.training.activations.swapping.operator_watch import (
+    MarkScope,
+    OperatorWatch,
+    ScopeStack,
+    is_backward,
+    storage_of,
+)
+from tierstore.training.autograd import saved_tensors
+from tierstore.training.autograd.saved_tensors import Delegated, Kept, in_packed, keep, restore, sees_all
+from tierstore.training.pytorch.function_modes import in_sight, out_of_sight
+from tierstore.training.pytorch.saved_tensor_hooks import (
+    Hook,
+    InForce,
+    Inside,
+    bring_into_force,
+    chain,
+    packs_the_rest,
+    take_out_of_force,
+    whose,
+)
+
+RELEASE_FACTOR = 3
+"""Device memory is given up after so many times ``backward_prefetch`` operators."""
+
+SMALLEST_BYTES = 4096
+"""Smaller storages stay on the device: a key would cost more than they do."""
+
+
+_HOOKS = (__file__, saved_tensors.__file__, function.__file__, _pytree.__file__)
+_CHECKPOINT = checkpoint.__file__
+
+
+class Swapped:
+    """What a graph refers to instead of a saved tensor."""
+
+    __slots__ = ("parked",)
+
+    def __init__(self, parked: OffloadedTensor) -> None:
+        self.parked = parked
+
+
+class Unpacker:
+    """Gives saved tensors back, long after their forward pass.
+
+    Args:
+        activation store: where they are.
+    """
+
+    def __init__(self, activation_store: ActivationStore) -> None:
+        self._activation_store = activation_store
+        self._last_task = -1
+
+    def unpack(self, packed: object) -> torch.Tensor:
+        """Return the tensor that was packed.  Blocks until it is there."""
+        with out_of_sight():
+            return self._unpacked(packed)
+
+    def _unpacked(self, packed: object) -> torch.Tensor:
+        self._activation_store.before_unpacking()
+        if isinstance(packed, Swapped):
+            self._sweep_at_the_end()
+            return packed.parked.take()
+        if isinstance(packed, Delegated):
+            self._sweep_at_the_end()
+            brought = in_packed(Swapped, lambda each: each.parked.take(), packed.packed)
+            packed = Delegated(brought, packed.unpack)
+        assert isinstance(packed, Kept | Delegated)
+        return restore(packed)
+
+    def _sweep_at_the_end(self) -> None:
+        """Let a backward pass give up what its last nodes used."""
+        task: int = torch._C._current_graph_task_id()  # noqa: SLF001
+        if task not in (-1, self._last_task):
+            self._last_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._activation_store.sweep)  # noqa: SLF001
+
+
+class ForwardPass(Inside):
+    """The hooks of one forward pass, in the thread that makes it.
+
+    Args:
+        activation store: where activations go.
+        unpacker: that gives them back.
+        own: ids of the model's parameters and buffers.
+        is_paused: says whether what is saved now stays, whatever marks it.
+    """
+
+    def __init__(
+        self,
+        activation_store: ActivationStore,
+        unpacker: Unpacker,
+        own: frozenset[int],
+        is_paused: Callable[[], bool],
+    ) -> None:
+        self.depth = 1
+        self.scopes = ScopeStack()
+        self.triggers = Triggers()
+        self.operators = 0
+        self.watch = OperatorWatch(
+            own, self.scopes, self._count_operator, self._is_asked, activation_store.note_change
+        )
+        self._activation_store = activation_store
+        self._unpacker = unpacker
+        self._is_paused = is_paused
+        self._hooks: InForce | None = None
+        self._is_all_shown = False
+        self._pack: Hook = self.pack
+        self._names: Counter[int] = Counter()
+        self._due: list[
+            tuple[int, int, WeakOffloadedTensor]
+        ] = []  # a heap: at which operator, which one, what
+        self._issued: set[str] = set()
+        self._tickets = itertools.count()
+
+    # --- being in force -----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Come into force in this thread, inside whatever hooks there are."""
+        self._hooks = bring_into_force(self._pack, self._unpacker.unpack)
+        self.outer = before = self._hooks.before
+        are_on_host = self._activation_store.store.device.type == "cpu"
+        self._is_all_shown = before is not None and sees_all(before[0], are_on_host=are_on_host)
+        self.watch.begin()
+
+    def end(self) -> bool:
+        """Be in force no more; return whether it was possible, or has to be tried again later."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            take_out_of_force(hooks)
+        return self.watch.end()
+
+    def _is_asked(self) -> bool:
+        """Say whether what is saved now comes to `pack`."""
+        return next((each for each in map(whose, chain()) if isinstance(each, ForwardPass)), None) is self
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What happens inside the context is no part of the model."""
+        before, self.watch.is_paused = self.watch.is_paused, True
+        try:
+            yield
+        finally:
+            self.watch.is_paused = before
+
+    # --- packing ------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what is kept instead of ``tensor``."""
+        with self.apart(), out_of_sight():
+            kept = tensor if self._is_all_shown else self._swapped(tensor)
+            if kept is not tensor:
+                return kept
+            if self.outer is None:
+                return keep(tensor)
+            pack, unpack = self.outer
+            with in_sight():
+                packed = pack(tensor)
+            if self._is_all_shown:
+                packed = in_packed(torch.Tensor, self._swapped, packed)
+            return Delegated(packed, unpack)
+
+    def _swapped(self, tensor: torch.Tensor) -> torch.Tensor | Swapped:
+        """Return what is kept of a tensor that is marked, or the tensor."""
+        scope = None if self._is_paused() or is_backward() else self._scope_of(tensor)
+        return tensor if scope is None else self._swap(tensor, scope)
+
+    def _scope_of(self, tensor: torch.Tensor) -> MarkScope | None:
+        """Return what marks a saved tensor; ``None``: it stays."""
+        if type(tensor) is not torch.Tensor or has_no_bytes(tensor):
+            return None
+        storage = storage_of(tensor)
+        if (
+            storage is None
+            or storage.nbytes() < SMALLEST_BYTES
+            or storage.device != self._activation_store.store.device
+        ):
+            return None
+        scope = self.watch.storages.scope_of(storage)
+        if scope is not None and (is_for_recompute() or _is_asked_by_checkpoint(sys._getframe())):  # noqa: SLF001
+            self.watch.storages.unmark(storage)
+            return None
+        return scope
+
+    def _swap(self, tensor: torch.Tensor, scope: MarkScope) -> Swapped:
+        number = self._names[scope.layer_id]
+        parked = self._activation_store.keep(tensor, f"activation/{scope.layer_id}/{number}")
+        weakly = parked.weakly()
+        if parked.key not in self._issued:
+            self._names[scope.layer_id] += 1
+            self._issued.add(parked.key)
+            at = self.operators + RELEASE_FACTOR * scope.prefetch
+            heapq.heappush(self._due, (at, next(self._tickets), weakly))
+        self.triggers.expect(weakly, scope.prefetch)
+        return Swapped(parked)
+
+    # --- release ------------------------------------------------------------------------------
+
+    def _count_operator(self) -> None:
+        self.operators += 1
+        if self._due and self._due[0][0] <= self.operators:
+            with self.apart():
+                while self._due and self._due[0][0] <= self.operators:
+                    heapq.heappop(self._due)[2].release()
+
+    def walk(self, outputs: Iterable[torch.Tensor]) -> None:
+        """A part of the model has made ``outputs``: see which nodes backward will run."""
+        with self.apart():
+            self.triggers.walk(outputs)
+
+    def finish(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The model has made ``outputs``: give up what is not wanted at once."""
+        with self.apart():
+            near = self.triggers.end(outputs)
+            for _, _, parked in sorted(self._due):
+                if parked.key not in near:
+                    parked.leave()  # what was kept last is wanted first: nobody waits for it to be gone
+
+
+def _is_asked_by_checkpoint(frame: FrameType | None) -> bool:
+    """Say whether a tensor is saved as the input of what ``torch.utils.checkpoint`` will recompute.
+
+    It has its inputs saved as nodes have; only who calls the hook tells.
+    """
+    while frame is not None and frame.f_code.co_filename in _HOOKS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _CHECKPOINT
+
+
+def are_recomputed() -> bool:
+    """Say whether ``torch.utils.checkpoint`` gets what is saved now."""
+    return str(getattr(packs_the_rest(), "__qualname__", "")).startswith("_checkpoint_hook.")

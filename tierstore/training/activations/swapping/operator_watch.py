@@ -1,0 +1,318 @@
+r"""Which storages are outputs of operators that are marked.
+
+1. A mark is a `MarkScope` of a module: all operators that run while the module does, or those of some names.
+   Where several count, the one with the highest rank does.
+2. An operator's output is what its ATen operator returns in a storage that it was not given.  A view is not
+   one: it is as its storage is.
+3. Who wrote a storage last decides: a marked operator marks what it changes in place, and one that is not
+   marked takes the mark away.
+4. Parameters, buffers, and what was computed from these alone, as autocast's casts of weights, are never
+   marked.
+5. Nothing is marked in backward, or where others' hooks would get what is saved: what is recomputed is not
+   swapped.
+
+Storages are told by the live object, never by an address.  One thread, one forward pass.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from tierstore.modes import run_operator
+from tierstore.training.activations.recomputation.checkpointed_modules import refuse_forward_mode
+from tierstore.training.activations.recomputation.recorded_ops import is_changing, written
+from tierstore.training.bundles.bindings import natively
+from tierstore.training.pytorch.function_modes import are_function_modes_on, out_of_sight
+from tierstore.training.pytorch.own_work import is_own_work
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+Operator = torch._ops.OpOverload[..., Any]  # noqa: SLF001 - it has no public name
+
+ATTENTION = ("scaled_dot_product_attention", "flash_attention")
+"""What PyTorch's attention kernels are called as well, whichever runs."""
+
+
+class Reach(enum.Enum):
+    """Which operators of a module a scope means."""
+
+    ALL = enum.auto()  # every one that runs while the module does
+    NAMED = enum.auto()  # those of some names, wherever they run while the module does
+    OWN = enum.auto()  # those of some names in the module's own forward, not in its submodules'
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MarkScope:
+    """A mark on a module.
+
+    Attributes:
+        layer_id: the layer's number.
+        prefetch: how many nodes of the backward graph ahead of their use its outputs come back.
+        rank: of the scopes that count, the highest does.
+        reach: which operators are meant.
+        matches: says whether an operator is; for `Reach.ALL` nobody asks.
+    """
+
+    layer_id: int
+    prefetch: int
+    rank: int
+    reach: Reach = Reach.ALL
+    matches: Callable[[Operator], bool] = lambda _: True
+
+
+def is_backward() -> bool:
+    """Say whether this thread runs a backward pass."""
+    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001
+
+
+def names_of(operator: Operator) -> tuple[str, ...]:
+    """Return what an operator is called, without its overload: ``mul``; attention also by its usual names."""
+    name = operator.overloadpacket.__name__
+    is_attention = "_attention" in name and "backward" not in name
+    return (name, *ATTENTION) if is_attention else (name,)
+
+
+# ---------------------------------------------------------------------- which operators
+
+
+@dataclass(slots=True, eq=False)
+class _Frame:
+    """A module that runs, and what its operators are marked by."""
+
+    module: nn.Module | None
+    whole: MarkScope | None = None
+    named: tuple[MarkScope, ...] = ()
+    own: tuple[MarkScope, ...] = ()
+    known: dict[object, MarkScope | None] = field(default_factory=dict)
+
+    def find(self, operator: Operator) -> MarkScope | None:
+        """Return the scope that counts for an operator."""
+        if not (self.named or self.own):
+            return self.whole
+        if operator not in self.known:
+            named = [scope for scope in (*self.named, *self.own) if scope.matches(operator)]
+            self.known[operator] = _highest([self.whole, *named])
+        return self.known[operator]
+
+
+class ScopeStack:
+    """The modules that run, outermost first, with their marks."""
+
+    def __init__(self) -> None:
+        self._frames = [_Frame(None)]
+
+    def enter(self, module: nn.Module, scopes: Sequence[MarkScope]) -> None:
+        """A module begins to run."""
+        outer = self._frames[-1]
+        by = {reach: tuple(scope for scope in scopes if scope.reach is reach) for reach in Reach}
+        whole = _highest([outer.whole, *by[Reach.ALL]])
+        self._frames.append(_Frame(module, whole, outer.named + by[Reach.NAMED], by[Reach.OWN]))
+
+    def leave(self, module: nn.Module) -> None:
+        """A module has run, and so have those that began inside it, well or badly."""
+        frames = self._frames
+        if any(frame.module is module for frame in frames):
+            while frames.pop().module is not module:
+                pass
+
+    def find(self, operator: Operator) -> MarkScope | None:
+        """Return the scope that counts for an operator that runs now."""
+        return self._frames[-1].find(operator)
+
+
+def _highest(scopes: Iterable[MarkScope | None]) -> MarkScope | None:
+    return max((scope for scope in scopes if scope is not None), key=lambda scope: scope.rank, default=None)
+
+
+# ---------------------------------------------------------------------- which storages
+
+
+class _Seen(weakref.ref[torch.UntypedStorage]):
+    """A live storage: who wrote it last, or that it is the model's own."""
+
+    __slots__ = ("key", "scope")
+
+    key: int
+    scope: MarkScope | None  # None: of parameters and buffers alone
+
+
+class LiveStorages:
+    """What is known of live storages.  Forgets those that die."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}
+
+    def scope_of(self, storage: torch.UntypedStorage) -> MarkScope | None:
+        """Return what a storage is marked by."""
+        seen = self._seen.get(id(storage))
+        return seen.scope if seen is not None and seen() is storage else None
+
+    def is_own(self, storage: torch.UntypedStorage) -> bool:
+        """Say whether a storage is the model's own."""
+        seen = self._seen.get(id(storage))
+        return seen is not None and seen.scope is None and seen() is storage
+
+    def note(self, storage: torch.UntypedStorage, scope: MarkScope | None) -> None:
+        """Take in who wrote a storage; ``None``: it is the model's own."""
+        seen = _Seen(storage, self._forget)
+        seen.key, seen.scope = id(storage), scope
+        self._seen[seen.key] = seen
+
+    def unmark(self, storage: torch.UntypedStorage) -> None:
+        """Somebody wrote it who is not marked."""
+        self._seen.pop(id(storage), None)
+
+    def _forget(self, seen: weakref.ref[torch.UntypedStorage]) -> None:
+        """A storage has died.  Runs anywhere: a dictionary's pop is one step."""
+        assert isinstance(seen, _Seen)
+        self._seen.pop(seen.key, None)
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor; ``None``: it has none of its own, as wrappers and sparse tensors."""
+    if type(tensor) in _PLAIN and not are_function_modes_on():
+        return _storage_of(tensor)
+    is_wrapper: bool = type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
+    if is_wrapper:
+        return None
+    with natively():  # parameters wear other classes inside their windows and outside
+        return _storage_of(tensor)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Sees every operator of its thread, and marks what the marked ones return.
+
+    Args:
+        own: ids of the model's parameters and buffers.
+        scopes: which operators are marked now.
+        note_operator: called after each operator that is not a view.
+        is_asked: says whether what is saved now would be ours.
+        note_change: told of each storage that an operator changes.
+    """
+
+    def __init__(
+        self,
+        own: frozenset[int],
+        scopes: ScopeStack,
+        note_operator: Callable[[], None],
+        is_asked: Callable[[], bool],
+        note_change: Callable[[torch.UntypedStorage], None],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = LiveStorages()
+        self.is_paused = False
+        self.is_over = False
+        self._own = own
+        self._scopes = scopes
+        self._note_operator = note_operator
+        self._is_asked = is_asked
+        self._note_change = note_change
+
+    def begin(self) -> None:
+        """Come into force in this thread."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> bool:
+        """See nothing any more, and be in force no more, unless a mode of others is above.
+
+        Returns whether it is in force no more; if not, call it again later.
+        """
+        self.is_over = True
+        is_on_top = torch.utils._python_dispatch._get_current_dispatch_mode() is self  # noqa: SLF001
+        if is_on_top:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return is_on_top
+
+    # torch's signature: the types of arguments and result are those of the operation.
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run the operation and take in what it made."""
+        if are_function_modes_on():
+            with out_of_sight():
+                return self.__torch_dispatch__(func, types, args, kwargs)
+        is_seen = not (self.is_paused or self.is_over or is_own_work() or is_backward())
+        if is_seen:
+            refuse_forward_mode()
+        result = run_operator(func, args, kwargs or {})
+        if is_seen:
+            given: dict[int, bool] = {}
+            self._look(args, given)
+            if kwargs:
+                self._look(kwargs.values(), given)
+            if is_changing(func):
+                for storage in _storages(written(func, args, kwargs or {})):
+                    self._note_change(storage)
+            if not func.is_view:
+                self._see(func, given, result)
+                self._note_operator()
+        return result
+
+    def _look(self, values: Iterable[object], given: dict[int, bool]) -> None:
+        """Put into ``given`` the storages in ``values``, and whether they are the model's own."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = storage_of(value)
+                if storage is not None:
+                    is_own = self.storages.is_own(storage)
+                    if not is_own and id(value) in self._own:
+                        self.storages.note(storage, None)
+                        is_own = True
+                    given[id(storage)] = is_own
+            elif isinstance(value, list | tuple):
+                self._look(value, given)
+
+    def _see(self, func: Operator, given: Mapping[int, bool], result: object) -> None:
+        """Take in what an operator that is no view returned."""
+        scope = self._scopes.find(func)
+        if scope is not None and not self._is_asked():
+            scope = None
+        is_own = bool(given) and all(given.values())
+        for storage in _storages((result,)):
+            if id(storage) not in given:
+                self._made(storage, scope, is_own=is_own)
+            elif not given[id(storage)] and _writes(func):
+                self._made(storage, scope, is_own=False)
+
+    def _made(self, storage: torch.UntypedStorage, scope: MarkScope | None, *, is_own: bool) -> None:
+        if is_own or scope is not None:
+            self.storages.note(storage, None if is_own else scope)
+        else:
+            self.storages.unmark(storage)
+
+
+def _writes(func: Operator) -> bool:
+    """Say whether an operator returns what it has changed in place."""
+    returns = func._schema.returns  # noqa: SLF001
+    return any(each.alias_info is not None and each.alias_info.is_write for each in returns)
+
+
+def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            storage = storage_of(value)
+            if storage is not None:
+                yield storage
+        elif isinstance(value, list | tuple):
+            yield from _storages(value)

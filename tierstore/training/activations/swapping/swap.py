@@ -1,0 +1,425 @@
+"""Saved activations that leave the device between forward and backward: ``swap(model, config)``.
+
+PyTorch's own module hooks say when the model and its marked parts run; nothing is set on the user's modules,
+and `Swap.close` removes every hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tierstore import forks
+from tierstore.config import OffloadConfig
+from tierstore.errors import UsageError
+from tierstore.stats import StoreStats
+from tierstore.store import Store
+from tierstore.training.activations.config import config_log
+from tierstore.training.activations.config.layers import Names, find_layers
+from tierstore.training.activations.config.plan import plan_layers
+from tierstore.training.activations.config.sections import SECTIONS, Sections, read_sections, sections_of
+from tierstore.training.activations.config.swap_config import SwapConfig
+from tierstore.training.activations.recomputation.checkpointed_modules import is_forward_mode
+from tierstore.training.activations.swapping.activation_stats import ActivationStats
+from tierstore.training.activations.swapping.activation_store import ActivationStore
+from tierstore.training.activations.swapping.forward_pass import ForwardPass, Unpacker, are_recomputed
+from tierstore.training.activations.swapping.marks import Marks, mark
+from tierstore.training.activations.swapping.operator_watch import MarkScope, is_backward
+from tierstore.training.budgets.memory_meters import tensors_in
+from tierstore.training.bundles.placements import named_by_settings
+from tierstore.training.modules.hooks import Hook, ModuleCall, calls_on_the_stack
+from tierstore.training.pytorch.function_modes import are_hooks_allowed, out_of_sight
+
+log = logging.getLogger("tierstore")
+
+Config = SwapConfig | Mapping[str, object] | str | Path
+
+
+@dataclass(frozen=True, slots=True)
+class SwapStats:
+    """What was swapped so far.
+
+    Attributes:
+        activations: what was kept, released and brought back.
+        store: the store's own counts.
+        passes: forward passes that were watched.
+        operators: that ran in them, views left out.
+        triggers: nodes of backward graphs that begin to bring something back.
+    """
+
+    activations: ActivationStats
+    store: StoreStats
+    passes: int
+    operators: int
+    triggers: int
+
+
+class Swap:
+    """A model whose marked activations are swapped.  A context manager; `close` does the same.
+
+    Made by `swap`.
+    """
+
+    def __init__(
+        self, model: nn.Module, marks: Marks, activation_store: ActivationStore | None, *, owns_store: bool
+    ) -> None:
+        self._activation_store = activation_store
+        self._owns_store = owns_store
+        self._is_closed = False
+        self._process = forks.here()
+        self._hooks = None if activation_store is None else SwapHooks(model, marks, activation_store)
+        if self._hooks is not None:
+            self._hooks.register()
+
+    @property
+    def store(self) -> Store:
+        """The store that activations go to.
+
+        Raises:
+            UsageError: ``swap`` is false: there is none.
+        """
+        return self._kept().store
+
+    def stats(self) -> SwapStats:
+        """Return what was swapped so far.
+
+        Raises:
+            UsageError: ``swap`` is false: nothing is counted.
+        """
+        activation_store, hooks = self._kept(), self._hooks
+        assert hooks is not None
+        return SwapStats(
+            activation_store.stats,
+            activation_store.store.stats(),
+            hooks.passes,
+            hooks.operators,
+            hooks.triggers,
+        )
+
+    def _kept(self) -> ActivationStore:
+        if self._activation_store is None:
+            raise UsageError("nothing is swapped: set swap to true in the configuration.")
+        return self._activation_store
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Swap nothing of what this thread saves for backward inside the context: as plain PyTorch keeps it.
+
+        It may be around passes of the model or inside one, around a part of its forward.  What was saved
+        before stays swapped, and backward brings it back inside the context as outside.  Contexts nest; other
+        threads go on swapping.  What is recomputed is recomputed.
+        """
+        with contextlib.nullcontext() if self._hooks is None else self._hooks.paused():
+            yield
+
+    def discard_interrupted(self, own_calls: int = 0) -> None:
+        """See `SwapHooks.discard_interrupted`; for those whose hooks are around these."""
+        if self._hooks is not None:
+            self._hooks.discard_interrupted(own_calls)
+
+    def close(self) -> None:
+        """Remove every hook, and close the store if it is the swap's own.  Idempotent.
+
+        Graphs whose activations are in a store that is closed can run backward no more.  In the child of a
+        fork it does nothing: the store is the parent's.
+        """
+        if (
+            self._is_closed
+            or self._hooks is None
+            or self._activation_store is None
+            or self._process is not forks.here()
+        ):
+            return
+        self._is_closed = True
+        self._hooks.remove()
+        self._activation_store.sweep()
+        if self._owns_store:
+            self._activation_store.store.close()
+
+    def __enter__(self) -> Self:
+        """Return the swap itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store | None = None) -> Swap:
+    r"""Let saved activations of ``model`` leave the device after forward and come back ahead of backward.
+
+    What is saved for backward and is an output of a marked operator becomes a key of a store: it is copied
+    down at once, its device memory is given up ``3 * backward_prefetch`` operators later (or when the
+    model's forward ends, or when the device's quota demands it), and it begins to come back
+    ``backward_prefetch`` nodes of the backward graph before its first use.  Inputs and parameters stay.
+    Losses and gradients are bit for bit those without.
+
+    Args:
+        model: whose own forward begins each pass; layers that are called alone are not swapped.
+        config: a `SwapConfig`; a mapping of its keys; or a mapping or the path of a YAML file with the
+            section ``swap_config``, and ``offload_config`` and ``context`` for the store.  What
+            ``recompute_config`` says is logged and looked at for conflicts; ``recompute`` applies it.
+        layers: names of the containers of the model's layers, such as ``"model.layers"``; ``None``: the
+            only ``nn.ModuleList`` or ``nn.Sequential`` of like modules.
+        store: where activations go; ``None``: one of the swap's own, which `Swap.close` closes.
+
+    Raises:
+        ConfigError: the configuration is wrong, or does not fit the model or this machine.
+        UsageError: the layers are not found, or the store has no tier below the device.
+    """
+    sections, offloading = _read(config)
+    found = find_layers(model, layers)
+    layout: Mapping[str, Any] = sections.layout
+    plan = plan_layers(sections.recompute, sections.swap, num_layers=len(found), **layout)
+    marks = mark(list(found.values()), plan)
+    config_log.say(plan, marks.matches)
+    warn_of_idle(marks)
+    if not plan.swap.swap:
+        return Swap(model, marks, None, owns_store=False)
+    kept = Store(named_by_settings(offloading.store_config())) if store is None else store
+    try:
+        check_tiers(kept)
+        return Swap(model, marks, new_activation_store(kept), owns_store=store is None)
+    except BaseException:
+        if store is None:
+            kept.close()
+        raise
+
+
+activation_stores: weakref.WeakKeyDictionary[Store, weakref.WeakMethod[Callable[[], ActivationStore]]]
+activation_stores = weakref.WeakKeyDictionary()
+"""Who makes the activation stores of stores that others look after, and whose quotas they set."""
+
+
+def new_activation_store(store: Store) -> ActivationStore:
+    """Return an activation store over a store, under the quotas of whoever looks after it."""
+    maker = activation_stores.get(store)
+    make = None if maker is None else maker()
+    return ActivationStore(store) if make is None else make()
+
+
+def _read(config: Config) -> tuple[Sections, OffloadConfig]:
+    if isinstance(config, SwapConfig):
+        return Sections(swap=config), OffloadConfig()
+    if isinstance(config, str | Path):
+        return read_sections(config), OffloadConfig.from_yaml(config)
+    if any(key in config for key in SECTIONS):
+        return sections_of(config), OffloadConfig.from_document(config)
+    return Sections(swap=SwapConfig.from_mapping(config)), OffloadConfig()
+
+
+def warn_of_idle(marks: Marks) -> None:
+    """Log patterns that mean nothing."""
+    for pattern in marks.idle:
+        log.warning(
+            "op_swap '%s' means nothing in any of its layers: nothing is swapped for it", pattern.text
+        )
+
+
+def check_tiers(store: Store) -> None:
+    """Raise ``UsageError`` if there is no tier that activations could go to."""
+    if store.can_adopt and len(store.tier_names) < 2:
+        raise UsageError(
+            f"the store has no tier below {store.tier_names[0]!r} that activations could go to. Give it host "
+            "memory: offload_cpu_size.",
+            tier=store.tier_names[0],
+        )
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+class _ForwardPasses(threading.local):
+    """The forward pass that this thread makes, those that have ended below a mode of others, and pauses."""
+
+    def __init__(self) -> None:
+        self.pauses = 0  # contexts in which nothing is swapped, one inside another
+        self.current: ForwardPass | None = None
+        self.call: ModuleCall | None = None  # in which it began
+        self.stuck: list[ForwardPass] = []
+
+
+class SwapHooks:
+    """The hooks of one model, and the forward pass of each thread.
+
+    Args:
+        model: whose.
+        marks: in it.
+        activation store: where activations go.
+
+    Attributes:
+        passes, operators, triggers: see `SwapStats`.
+    """
+
+    def __init__(self, model: nn.Module, marks: Marks, activation_store: ActivationStore) -> None:
+        self.model = model
+        self.passes = self.operators = self.triggers = 0
+        self._marks = marks
+        self._activation_store = activation_store
+        self._unpacker = Unpacker(activation_store)
+        self._running = _ForwardPasses()
+        self._handles: list[RemovableHandle] = []
+
+    def register(self) -> None:
+        """Hook them to the model; nothing if nothing is marked."""
+        if not self._marks.layers:
+            return
+        # Inside every other hook that is there: what others put into force for the model stays around ours.
+        self._handles = [
+            self.model.register_forward_pre_hook(_BeforeRoot(self)),
+            self.model.register_forward_hook(_AfterRoot(self), prepend=True, always_call=True),
+        ]
+        for module, scopes in self._marks.scopes.items():
+            self._handles.append(module.register_forward_pre_hook(_EnterSwapped(self, scopes)))
+            leave = _LeaveSwapped(self, is_layer=module in self._marks.layers)
+            self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
+
+    def remove(self) -> None:
+        """Leave nothing on the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.discard_interrupted()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let whatever this thread saves inside the context stay."""
+        self._running.pauses += 1
+        try:
+            yield
+        finally:
+            self._running.pauses -= 1
+
+    def _is_paused(self) -> bool:
+        return self._running.pauses > 0
+
+    def before(self) -> None:
+        """The model begins to run."""
+        self.discard_interrupted(own_calls=1)
+        self._activation_store.sweep()
+        current = self._running.current
+        if current is not None:
+            current.depth += 1
+        elif not self._is_paused() and _is_watched():
+            own = frozenset(map(id, (*self.model.parameters(), *self.model.buffers())))
+            current = ForwardPass(self._activation_store, self._unpacker, own, self._is_paused)
+            current.begin()
+            self._running.current = current
+            self._running.call = ModuleCall(sys._getframe(), self.discard_interrupted)  # noqa: SLF001
+            self.passes += 1
+
+    def after(self, output: object) -> None:
+        """The model has run, well or badly."""
+        current = self._running.current
+        if current is None:
+            return
+        current.depth -= 1
+        if current.depth == 0:
+            try:
+                if output is not None:
+                    current.finish(list(tensors_in((output,))))
+            finally:
+                self._end(current)
+
+    def _end(self, current: ForwardPass) -> None:
+        self._running.current = self._running.call = None
+        if not current.end():
+            self._running.stuck.append(current)
+        self.operators += current.operators
+        self.triggers += current.triggers.made
+
+    def discard_interrupted(self, own_calls: int = 0) -> None:
+        """End a pass that a ``KeyboardInterrupt`` or its like has ended: PyTorch calls no hooks then.
+
+        Args:
+            own_calls: how many calls of the model have begun that the pass does not know of.
+        """
+        stuck = self._running.stuck
+        while stuck and stuck[-1].end():
+            stuck.pop()
+        current = self._running.current
+        if current is None:
+            return
+        if current.depth > calls_on_the_stack(sys._getframe())[self.model] - own_calls:  # noqa: SLF001
+            self._end(current)
+
+    def enter(self, module: nn.Module, scopes: Sequence[MarkScope]) -> None:
+        """A module of the model begins to run."""
+        current = self._running.current
+        if current is not None and not is_backward():
+            current.scopes.enter(module, scopes)
+
+    def leave(self, module: nn.Module, output: object, *, is_layer: bool) -> None:
+        """A module of the model has run, well or badly."""
+        current = self._running.current
+        if current is not None and not is_backward():
+            current.scopes.leave(module)
+            if is_layer and output is not None:
+                current.walk(tensors_in((output,)))
+
+
+def _is_watched() -> bool:
+    """Say whether a forward pass that begins now saves anything that would come to us."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_forward_mode():
+        return False
+    return not is_backward() and are_hooks_allowed() and not are_recomputed()
+
+
+class _BeforeRoot(Hook):
+    def __init__(self, hooks: SwapHooks) -> None:
+        self._hooks = hooks
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: object) -> None:
+        del module, args
+        with out_of_sight():
+            self._hooks.before()
+
+
+class _AfterRoot(Hook):
+    def __init__(self, hooks: SwapHooks) -> None:
+        self._hooks = hooks
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        del module, args
+        with out_of_sight():
+            self._hooks.after(output)
+
+
+class _EnterSwapped(Hook):
+    def __init__(self, hooks: SwapHooks, scopes: Sequence[MarkScope]) -> None:
+        self._hooks = hooks
+        self._scopes = tuple(scopes)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: object) -> None:
+        del args
+        with out_of_sight():
+            self._hooks.enter(module, self._scopes)
+
+
+class _LeaveSwapped(Hook):
+    def __init__(self, hooks: SwapHooks, *, is_layer: bool) -> None:
+        self._hooks = hooks
+        self._is_layer = is_layer
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        del args
+        with out_of_sight():
+            self._hooks.leave(module, output, is_layer=self._is_layer)

@@ -1,0 +1,1 @@
+"""What autograd holds: gradients, and tensors that are saved for backward."""

@@ -1,0 +1,543 @@
+"""Gradients that wait for the optimizer in the store.
+
+1. Where gradients are stashed, each parameter's gradient is one key.  ``p.grad`` is then a *handle*: a
+   guarded tensor over that key, the same object until it is zeroed.  Nothing is brought before it is used.
+2. A gradient is autograd's own from before its accumulation node runs until that node and every hook
+   behind it are done: `Gradients.lend` gives the stash back as the gradient that autograd itself sees, and
+   `Gradients.take` brings it to its key again.  In between nothing of ours is in the way: PyTorch
+   itself adds, and whoever looks, from Python or not, sees what it would see without us.
+3. What autograd itself sees wins over a stash: who sets, clears or replaces a gradient assigns it.
+4. A gradient stays an ordinary tensor until it is zeroed if somebody assigned it, if it is sparse or has
+   a graph of its own, if anything else refers to it or to its memory (an alias would not see what is added
+   later), or if there was room for it where backward made it.
+5. The handle is the tensor that autograd made: whoever kept it in a hook has what ``p.grad`` is later.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from tierstore.errors import UsageError
+from tierstore.store import Store
+from tierstore.training.autograd.gradient import (
+    Gradient,
+    GradientState,
+    GradientStay,
+    is_alone,
+    is_kept,
+    native_gradient,
+    nbytes_of,
+    seen_by_autograd,
+    set_native_gradient,
+    show_gradient,
+)
+from tierstore.training.bundles.binding import values_of
+from tierstore.training.bundles.bindings import Access, Binding, Bindings, natively, set_data
+from tierstore.training.bundles.ending import RunEnding
+from tierstore.training.bundles.layout import flat_bytes, lay_out
+from tierstore.training.bundles.placeholders import Placeholder, looks_of
+from tierstore.training.bundles.placements import Placement
+from tierstore.training.bundles.poisons import poison_for
+from tierstore.training.faults import guard, guarded_classes
+from tierstore.training.pytorch.own_work import ordinary_mode
+
+
+class Gradients:
+    """All gradients of one model.
+
+    Args:
+        store: where they are stashed.
+        bindings: that handles belong to.
+        warden: who looks after handles.
+        placement: of what is stashed.
+    """
+
+    def __init__(
+        self, store: Store, bindings: Bindings, warden: guard.FaultHandler, placement: Placement
+    ) -> None:
+        self._store = store
+        self._bindings = bindings
+        self._warden = warden
+        self._placement = placement
+        self._of: dict[torch.Tensor, Gradient] = {}
+        self._given: dict[Gradient, None] = {}  # what `bring_back` was called for, in that order
+        self._kept: set[torch.Tensor] = set()  # by parameter: those that are always ordinary tensors
+        self.must_stash: Callable[[], bool] = lambda: False
+        self.note_put: Access | None = None
+        self.note_change: Callable[[torch.Tensor], None] = lambda _: None  # before a stash changes or goes
+
+    def add(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Look after one parameter's gradient; one that is there already becomes a stash."""
+        gradient = self._of[parameter] = Gradient(name, parameter)
+        if parameter in self._kept:
+            gradient.stay = GradientStay.ALWAYS
+        self._settle(gradient)
+
+    def keep(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let gradients be ordinary tensors from now on, where autograd itself sees them."""
+        for parameter in parameters:
+            self._kept.add(parameter)
+            gradient = self._of.get(parameter)
+            if gradient is not None:
+                with gradient.lock:
+                    gradient.stay = GradientStay.ALWAYS
+                    self._restore(gradient)
+
+    def find(self, parameter: torch.Tensor) -> Gradient | None:
+        """Return the gradient of a parameter; ``None``: it is not one of the model's."""
+        return self._of.get(parameter)
+
+    def are_untouched(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of their gradients wait in the store and nobody has looked at one since."""
+        return all(self._of[parameter].is_untouched for parameter in parameters)
+
+    def staying_bytes(self) -> int:
+        """Return the bytes of those that are ordinary tensors until they are zeroed."""
+        stay = [each for each in self._of.values() if each.stay is not GradientStay.IN_STORE]
+        natives = [native_gradient(each.parameter) for each in stay if each.state is GradientState.ORDINARY]
+        return sum(nbytes_of(native) for native in natives if native is not None)
+
+    def know_uses(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take all uses until now for our own."""
+        for parameter in parameters:
+            self._of[parameter].know_uses()
+
+    def __iter__(self) -> Iterator[Gradient]:
+        return iter(self._of.values())
+
+    # --- what p.grad means --------------------------------------------------------------------
+
+    def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return ``p.grad``."""
+        native = native_gradient(parameter)
+        if native is not None:
+            return native
+        gradient = self._of.get(parameter)
+        return None if gradient is None else gradient.handle
+
+    def assign(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Do what ``p.grad = value`` means.
+
+        Raises:
+            UsageError: it is a tensor that is offloaded itself, and no gradient.
+            RuntimeError, TypeError: it cannot be the gradient of ``parameter``; the text is PyTorch's.
+        """
+        gradient = self._of.get(parameter)
+        if gradient is None or value is parameter:  # which PyTorch refuses
+            set_native_gradient(parameter, value)
+            return
+        if value is not None and value is not gradient.handle:
+            self._let_go_of(value, gradient.name)
+        with gradient.lock:
+            if value is not None and value is gradient.handle:
+                return
+            set_native_gradient(parameter, value)
+            if gradient.stay is not GradientStay.ALWAYS:
+                gradient.stay = GradientStay.IN_STORE if value is None else GradientStay.UNTIL_ZEROED
+            self._forget(gradient)
+
+    def _let_go_of(self, value: torch.Tensor, name: str) -> None:
+        """A tensor becomes the gradient of ``name``, too: if it is a stash, it is one no more."""
+        tenant = guard.tenant_of(value)
+        if tenant is None:
+            return
+        other = next((each for each in self._of.values() if each.binding is tenant.binding), None)
+        if other is None:
+            raise UsageError(
+                f"cannot make {tenant.place.name!r} the gradient of {name!r}: it is offloaded, and its "
+                "bytes come and go. Use its .detach(), which keeps them, or its .detach().clone().",
+                key=tenant.binding.key,
+            )
+        with other.lock:
+            if other.stay is not GradientStay.ALWAYS:
+                other.stay = GradientStay.UNTIL_ZEROED
+            self._restore(other)
+
+    # --- autograd's turn ----------------------------------------------------------------------
+
+    counts_passes = False
+
+    def begin_pass(self) -> None:
+        """A backward pass begins: nothing needs to be known for it."""
+
+    def go_on(self) -> None:
+        """Autograd goes on to something else than the next accumulation: nothing was kept for that."""
+
+    def lend(self, parameter: torch.Tensor) -> Gradient | None:
+        """Autograd is about to add to a gradient: let it see what there is.  Blocks for hardware.
+
+        Returns:
+            The gradient that `take` is due for when its node and the hooks behind it are done; ``None``: for
+            none.
+
+        Raises:
+            UsageError: another thread's optimizer steps with it.
+            CapacityError: there is no room for it beside what is in use.
+            BackendError: its bytes could not be brought.
+        """
+        gradient = self._of.get(parameter)
+        if gradient is None:  # it is not one of the model's
+            return None
+        with gradient.lock:
+            if gradient.stepper not in (None, threading.get_ident()):
+                raise UsageError(
+                    f"a backward pass adds to the gradient of {gradient.name!r} while another thread's "
+                    "optimizer steps with it: let one wait for the other."
+                )
+            if gradient.state is GradientState.ORDINARY and not self._may_go(gradient):
+                return None
+            if gradient.state is GradientState.STASHED:
+                self._show(gradient)
+            gradient.flights += 1
+        return gradient
+
+    def _may_go(self, gradient: Gradient) -> bool:
+        """Whether what autograd makes of an ordinary gradient, or of none, may become a stash."""
+        if gradient.stay is GradientStay.UNTIL_ZEROED and native_gradient(gradient.parameter) is None:
+            gradient.stay = GradientStay.IN_STORE
+        if gradient.stay is GradientStay.IN_STORE and not gradient.flights and not self.must_stash():
+            gradient.stay = GradientStay.UNTIL_ZEROED
+        return gradient.stay is GradientStay.IN_STORE
+
+    def stash_all(self) -> None:
+        """Bring every gradient that is an ordinary tensor of its own to a key.  Blocks.
+
+        Raises:
+            CapacityError: there is no room for one; it stays as it is.
+        """
+        for gradient in self._of.values():
+            with gradient.lock:
+                self._stash(gradient)
+
+    def _stash(self, gradient: Gradient) -> None:
+        native = native_gradient(gradient.parameter)
+        if gradient.state is not GradientState.ORDINARY or gradient.flights or native is None:
+            return
+        if (
+            gradient.stay is not GradientStay.ALWAYS
+            and _has_plain_bytes(native)
+            and is_alone(gradient.parameter)
+        ):
+            self._put(gradient, native)
+            gradient.know_uses()
+
+    def _show(self, gradient: Gradient) -> None:
+        binding, parameter = gradient.binding, gradient.parameter
+        assert binding is not None
+        if native_gradient(parameter) is not None:  # set where no guard could see it
+            self._forget(gradient)
+            return
+        self.note_change(parameter)
+        self._bindings.open(binding)
+        binding.is_dirty = True
+        show_gradient(parameter, binding.tensors[0])
+        gradient.note_holders()
+        gradient.move(GradientState.LENT)
+
+    def take(self, gradient: Gradient) -> None:
+        """A pass that `lend` was for is done with a gradient: bring it to its key, if it is to wait there.
+
+        Raises:
+            CapacityError: there is no room for it; it stays autograd's.
+        """
+        with gradient.lock:
+            gradient.flights -= 1
+            if not gradient.flights:
+                self._settle(gradient)
+
+    def _settle(self, gradient: Gradient) -> None:
+        """Nobody works on a gradient: stash what autograd itself sees."""
+        native = native_gradient(gradient.parameter)
+        if gradient.state is GradientState.LENT and native is gradient.handle:
+            del native
+            if gradient.has_new_holders:
+                return  # autograd keeps it, in the store's bytes, until they are gone or it is zeroed
+            self._take_back(gradient)
+        elif native is not None:
+            self._forget(gradient)
+            if not (self._is_stashable(gradient, native) and is_alone(gradient.parameter)):
+                gradient.stay = (
+                    gradient.stay if gradient.stay is GradientStay.ALWAYS else GradientStay.UNTIL_ZEROED
+                )
+                return
+            self._put(gradient, native)
+        else:
+            if gradient.state is GradientState.LENT:
+                self._forget(gradient)
+            return
+        gradient.accumulations += 1
+        gradient.know_uses()
+
+    def _is_stashable(self, gradient: Gradient, native: torch.Tensor) -> bool:
+        return gradient.stay is GradientStay.IN_STORE and _has_plain_bytes(native) and self.must_stash()
+
+    def _take_back(self, gradient: Gradient) -> None:
+        assert gradient.binding is not None
+        set_native_gradient(gradient.parameter, None)
+        gradient.move(GradientState.STASHED)
+        self._bindings.close(gradient.binding)
+
+    def _put(self, gradient: Gradient, fresh: torch.Tensor) -> None:
+        key = gradient.new_key(self._store)
+        with self._bindings.apart():
+            places, nbytes = lay_out([(f"the gradient of {gradient.name}", fresh)])
+            poison = poison_for(places[0], self._store.device)
+            binding = Binding(
+                key, places, nbytes, [fresh], [guarded_classes.guard_of(torch.Tensor)], [poison]
+            )
+            binding.is_saved_by_reference = False
+            binding.after_use = self._placement.after_use
+            if self.note_put is not None:
+                self.note_put(binding)
+            self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=self._placement.start)
+        gradient.binding = binding
+        gradient.move(GradientState.STASHED)
+        set_native_gradient(gradient.parameter, None)
+        guard.enrol(binding, self._warden)
+        set_data(fresh, poison)
+        fresh.__class__ = guarded_classes.guard_of(torch.Tensor)
+
+    def _forget(self, gradient: Gradient) -> None:
+        """Drop the stash, if there is one; a handle that somebody else has becomes an ordinary tensor."""
+        if gradient.binding is None:
+            return
+        self.note_change(gradient.parameter)
+        binding, gradient.binding = gradient.binding, None
+        is_lent = gradient.state is GradientState.LENT
+        gradient.move(GradientState.ORDINARY)
+        has_keeper = is_kept(binding)
+        if has_keeper:
+            flat = self._copy(binding)  # which is the program's from now on
+            with ordinary_mode():
+                (kept,) = values_of(binding, flat)
+        if is_lent:
+            self._bindings.close(binding)
+        guard.dismiss(binding)
+        if has_keeper:
+            # The end of a window would take the bytes from the handle again, and so would coming home.
+            if binding.windows or not binding.is_whole:
+                self._bindings.forsake(binding)
+            binding.tensors[0].__class__ = torch.Tensor
+            binding.tensors[0].data = kept
+        if not binding.is_whole:  # and nobody has it: it need not come home
+            self._bindings.forsake(binding)
+        elif not self._bindings.release_idle(binding):
+            binding.after_use = self._drop  # an alias of it lives on: drop it when that is gone
+            return
+        self._drop(binding)
+
+    def _copy(self, binding: Binding) -> torch.Tensor:
+        flat = self._bindings.leased(binding)
+        return self._store.get(binding.key) if flat is None else flat.clone()
+
+    def _drop(self, binding: Binding) -> None:
+        with self._bindings.apart():
+            self._store.drop(binding.key)
+
+    def restore(self, ending: RunEnding) -> None:
+        """Make every stashed gradient an ordinary one; what cannot be is lost, and the rest goes on.
+
+        Args:
+            ending: that this is a part of; its parameters are ordinary by now.
+        """
+        for gradient in self.stashed():
+            failure = ending.attempt(functools.partial(self._restore, gradient))
+            if failure is not None:
+                ending.attempt(functools.partial(self.lose, gradient, ending, failure))
+
+    def stashed(self) -> list[Gradient]:
+        """Return those whose bytes are in the store."""
+        return [gradient for gradient in self._of.values() if gradient.binding is not None]
+
+    def bring_back(self, gradient: Gradient, values: torch.Tensor | None) -> None:
+        """Make a stashed gradient an ordinary one, and remember it: see `take_back`.
+
+        Args:
+            gradient: if it is ordinary by now, nothing happens.
+            values: what `fetch` has returned.
+        """
+        self._given[gradient] = None
+        self._hand_over(gradient, values)
+
+    def take_back(self) -> None:
+        """Bring gradients that `bring_back` gave to their keys again, unless somebody else refers to them.
+
+        Raises:
+            CapacityError: no tier has room for one; it stays as it is.
+            BackendError: a medium failed.
+        """
+        while self._given:
+            gradient = next(reversed(self._given))
+            with gradient.lock:
+                self._stash(gradient)
+            self._given.pop(gradient, None)
+
+    def forget_given(self) -> None:
+        """What was brought back stays so."""
+        self._given.clear()
+
+    def _restore(self, gradient: Gradient) -> None:
+        self._hand_over(gradient, self.fetch(gradient, gradient.parameter.device))
+
+    def fetch(self, gradient: Gradient, device: torch.device) -> torch.Tensor | None:
+        """Return the values of a stashed gradient in memory of their own, and end what leases them.  Blocks.
+
+        Args:
+            gradient: whose.
+            device: where they go.
+
+        Returns:
+            ``None``: it is ordinary, or autograd itself sees another one by now.
+
+        Raises:
+            BackendError: they could not be read.
+        """
+        binding = gradient.binding
+        if binding is None:
+            return None
+        with natively():
+            if _is_superseded(gradient):
+                return None
+        self._bindings.forsake(binding)
+        with self._bindings.apart():
+            (values,) = values_of(binding, self._store.get(binding.key, device=device))
+        return values
+
+    def _hand_over(self, gradient: Gradient, values: torch.Tensor | None) -> None:
+        binding = gradient.binding
+        if binding is None:
+            return
+        if values is None:
+            self._forget(gradient)
+            return
+        self._give_back(gradient, binding, values)
+        self._drop(binding)
+
+    def _give_back(self, gradient: Gradient, binding: Binding, values: torch.Tensor) -> None:
+        handle = binding.tensors[0]
+        with natively():
+            set_data(handle, values)
+        handle.__class__ = torch.Tensor
+        guard.dismiss(binding)
+        show_gradient(gradient.parameter, handle)
+        self._is_given_back(gradient)
+
+    def lose(self, gradient: Gradient, ending: RunEnding, reason: BaseException) -> None:
+        """Let a stashed gradient that cannot be brought back say so when it is used.
+
+        Args:
+            gradient: if it is ordinary by now, nothing happens.
+            ending: that this is a part of.
+            reason: why it cannot.
+        """
+        self._leave_behind(
+            gradient,
+            lambda handle, name, looks: ending.lose(handle, torch.Tensor, name, looks, reason),
+        )
+
+    def release(self, gradient: Gradient, text_of: Callable[[str], str]) -> None:
+        """Let a stashed gradient be a placeholder; no byte of it is read.
+
+        Args:
+            gradient: if it is ordinary by now, nothing happens.
+            text_of: returns what a placeholder says, given its name.
+        """
+        if gradient.binding is not None:
+            with natively():
+                is_superseded = _is_superseded(gradient)
+            if is_superseded:
+                self._forget(gradient)
+                return
+            self._bindings.forsake(gradient.binding)
+        self._leave_behind(
+            gradient,
+            lambda handle, name, looks: Placeholder(
+                torch.Tensor, name, text_of(name), looks, handle.device
+            ).put_on(handle),
+        )
+
+    def _leave_behind(
+        self, gradient: Gradient, put_on: Callable[[torch.Tensor, str, torch.Tensor], None]
+    ) -> None:
+        binding = gradient.binding
+        if binding is None:
+            return
+        guard.dismiss(binding)
+        handle = binding.tensors[0]
+        with natively():
+            set_data(handle, binding.poisons[0])  # it may show bytes of a lease that has ended
+        show_gradient(gradient.parameter, handle)
+        put_on(handle, binding.places[0].name, looks_of(binding.places)[0])
+        self._is_given_back(gradient)
+
+    def _is_given_back(self, gradient: Gradient) -> None:
+        if gradient.state is not GradientState.ORDINARY:
+            gradient.move(GradientState.ORDINARY)
+        gradient.binding = None
+
+    # --- for the optimizer --------------------------------------------------------------------
+
+    def bindings_of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Binding]]:
+        """Return the stashes of those parameters whose gradient is one."""
+        with natively():
+            return [
+                (parameter, gradient.binding)
+                for parameter in parameters
+                if (gradient := self._of.get(parameter)) is not None
+                and gradient.binding is not None
+                and not _is_superseded(gradient)
+            ]
+
+    def show(self, stashed: Iterable[tuple[torch.Tensor, Binding]]) -> None:
+        """Let a step see stashes, whose windows are open, where autograd itself sees gradients."""
+        for parameter, binding in stashed:
+            with self._of[parameter].lock:
+                self._of[parameter].stepper = threading.get_ident()
+                show_gradient(parameter, binding.tensors[0])
+
+    def hide(
+        self, stashed: Iterable[tuple[torch.Tensor, Binding]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """End what `show` began: return what is in the place of a stash where the step changed that.
+
+        It has to be assigned when the windows are closed.  What autograd works on stays with it.
+        """
+        changed: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for parameter, binding in stashed:
+            self._of[parameter].stepper = None
+            native = native_gradient(parameter)
+            if native is not binding.tensors[0]:
+                changed.append((parameter, native))
+            if self._of[parameter].state is not GradientState.LENT:
+                set_native_gradient(parameter, None)
+        return changed
+
+    def look_at(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient, wherever its bytes are, for its looks; called natively."""
+        seen, gradient = seen_by_autograd(parameter), self._of.get(parameter)
+        return gradient.handle if seen is None and gradient is not None else seen
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter has a gradient, wherever it is."""
+        gradient = self._of.get(parameter)
+        return (gradient is not None and gradient.binding is not None) or native_gradient(
+            parameter
+        ) is not None
+
+
+def _is_superseded(gradient: Gradient) -> bool:
+    """Whether autograd itself sees another gradient than the stash, as it has added out of place.
+
+    Called natively.
+    """
+    seen = seen_by_autograd(gradient.parameter)
+    return seen is not None and seen is not gradient.handle
+
+
+def _has_plain_bytes(native: torch.Tensor) -> bool:
+    """Whether a gradient is a dense tensor without a graph of its own."""
+    return type(native) is torch.Tensor and not native.requires_grad and native.layout is torch.strided

@@ -1,0 +1,1 @@
+"""The state of training on disk: files, and a durable store."""

@@ -1,0 +1,99 @@
+"""Weights for a model that was built without any: ``offload(model, ..., weights="model.safetensors")``.
+
+A model built under ``torch.device("meta")`` has parameters without bytes.  They are read from the files
+one bundle at a time, straight into the store; the parameters stay the objects that they were, so that
+an optimizer made before still trains them.
+
+1. Everything that does not fit is listed in one error, before anything is changed: names that are missing,
+   not expected or in two files, other shapes, element types whose kind a cast would change.
+2. A tensor that the model has under several names is read from any of them; all that are there must agree.
+3. A persistent buffer is read like a parameter.  One that is not persistent is in no file: it keeps its
+   values, and on the meta device, where it has none, it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tierstore.errors import UsageError
+from tierstore.training.bundles.placeholders import has_no_values
+from tierstore.training.formats.safetensors_files import check_names
+from tierstore.training.formats.sharded_weights import open_source
+from tierstore.training.modules.adopter import give_values
+from tierstore.training.modules.tensor_names import all_names, buffer_names
+
+
+class Weights:
+    """Files of weights that fit a model.  A context manager.
+
+    Args:
+        model: that gets its values from them.
+        path: of a safetensors file, of the index of several, or of their directory.
+
+    Raises:
+        UsageError: they cannot be read or do not fit; every fault is listed.
+    """
+
+    def __init__(self, model: nn.Module, path: Path) -> None:
+        self._model = model
+        self._source = open_source(path)
+        try:
+            self._found = self._check()
+        except BaseException:
+            self._source.__exit__(None, None, None)
+            raise
+
+    def _check(self) -> dict[str, str]:
+        """Return under which name each of the model's tensors is in the files, for every name of it."""
+        buffers = buffer_names(self._model)
+        names = list(all_names(self._model).items()) + list(buffers.items())
+        wanted: dict[str, torch.Tensor] = {each[0]: tensor for tensor, each in names}
+        found = check_names(self._source, wanted, {each[0]: each[1:] for _, each in names})
+        empty = [
+            name for name, each in self._model.named_buffers() if has_no_values(each) and each not in buffers
+        ]
+        if empty:
+            raise UsageError(
+                f"these buffers have no values (they are on the meta device, or were released) and no file "
+                f"holds them: {', '.join(empty)}. "
+                "Give them values before offload(...)."
+            )
+        return {name: found[each[0]] for _, each in names for name in each}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the values of one parameter or buffer, by its first name."""
+        return self._source.read(self._found[name])
+
+    def load_buffers(self, travelling: Container[torch.Tensor] = ()) -> None:
+        """Give the persistent buffers their values, but those that travel; a shared one stays one."""
+        fresh: dict[torch.Tensor, torch.Tensor] = {}
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                full = f"{path}.{name}" if path else name
+                if full not in self._found or buffer in travelling:
+                    continue
+                if not buffer.is_meta:
+                    with torch.no_grad():
+                        buffer.copy_(self.read(full))
+                    continue
+                if buffer not in fresh:
+                    fresh[buffer] = self.read(full).to(buffer.dtype, copy=True)
+                setattr(module, name, fresh[buffer])
+
+    def load_ordinary(self) -> None:
+        """Give the parameters of a model that is not offloaded their values."""
+        for parameter, names in all_names(self._model).items():
+            give_values(parameter, self.read(names[0]), torch.device("cpu"))
+
+    def __enter__(self) -> Weights:
+        """Open the files."""
+        self._source.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close them."""
+        self._source.__exit__(*exception)

@@ -1,0 +1,1 @@
+"""Demand faults: a use of a tensor whose bytes are away brings them first."""

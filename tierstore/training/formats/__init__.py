@@ -1,0 +1,1 @@
+"""Files and documents of training: JSON, safetensors, weights in several files."""

@@ -1,0 +1,1 @@
+"""Modules: when their bytes come and go, and their parameters and buffers as bundles."""

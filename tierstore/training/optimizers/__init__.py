@@ -1,0 +1,1 @@
+"""Steps of optimizers, and what they keep."""

@@ -1,0 +1,259 @@
+"""What an optimizer keeps for its parameters, as bundles of the store under the parameters' own.
+
+1. Tensors with a size that stand in a parameter's own entries (``optimizer.state[p]["momentum"]``) travel
+   together, for all parameters of a bundle; they stay the same objects, whoever has them.
+2. Everything else stays as it is: scalars and 0-d tensors, tensors in lists, state under other keys than
+   parameters, an optimizer's own attributes and options.
+3. Of tensors that a step makes, those stay as they are too which are not where it computes: an optimizer
+   that keeps its state in host memory, beside parameters on a device, expects it there.
+4. In the end state goes where its parameter goes.
+5. Of an optimizer that is not known (`Taken.UNSHARED`), a tensor is taken only if nobody else refers to its
+   memory: an alias of it, or a view into one flat buffer, would go stale.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tierstore.training.bundles.bindings import Binding
+from tierstore.training.bundles.layout import TensorLayout
+from tierstore.training.bundles.placements import Placement
+from tierstore.training.faults import guard
+from tierstore.training.faults.state_dict_entries import Links
+from tierstore.training.modules.adopter import Adopter, is_deserted
+
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001 - else aliases would go stale unseen
+_ALONE = 2  # one tensor refers to the storage, beside the storage's object in Python
+
+Order = Mapping[Binding, int]
+"""The place of every bundle of parameters in the forward pass."""
+
+
+class Taken(enum.Enum):
+    """Which tensors of a parameter's entries go into the store."""
+
+    ALL = enum.auto()  # the optimizer is known: it makes each for itself
+    UNSHARED = enum.auto()  # those that nobody else has an alias of
+
+
+class OptimizerState:
+    """The state of one optimizer.
+
+    Args:
+        optimizer: whose.
+        index: which of the model's optimizers it is.
+        order: of the bundles of all parameters.
+        adopter: that takes tensors into the store and gives them back.
+        placement: of the state.
+        taken: which tensors go there.
+        computes_on: returns the device on which the optimizer steps a bundle.
+
+    Attributes:
+        taken: as given.
+        bindings: of what is there, by bundle of parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        order: Order,
+        adopter: Adopter,
+        placement: Placement,
+        taken: Taken,
+        computes_on: Callable[[Binding], torch.device],
+    ) -> None:
+        self.optimizer = optimizer
+        self.index = index
+        self._order = order
+        self._adopter = adopter
+        self._placement = placement
+        self.taken = taken
+        self._computes_on = computes_on
+        self.bindings: dict[Binding, Binding] = {}
+
+    def bundles(self) -> list[Binding]:
+        """Return the bundles of the optimizer's parameters as its groups are now, in the order of forward."""
+        found = {
+            tenant.binding: None
+            for parameter in (*_parameters(self.optimizer), *self.optimizer.state)
+            if (tenant := guard.tenant_of(parameter)) is not None and tenant.binding in self._order
+        }
+        return sorted(found, key=self._order.__getitem__)
+
+    # --- taking in ----------------------------------------------------------------------------
+
+    def take_in_first(self) -> None:
+        """Take in what is there before the run: with its parameter, or on the device that computes."""
+        for bundle in self.bundles():
+            origins = self._adopter.origins_of(bundle)
+            device = self._computes_on(bundle).type
+            self._take_in(bundle, self.taken, {p: (device, origin.type) for p, origin in origins.items()})
+
+    def take_in_all(self) -> None:
+        """Take in what steps have made."""
+        for bundle in self.bundles():
+            self.take_in(bundle)
+
+    def take_in(self, bundle: Binding) -> None:
+        """Adopt state of a bundle that a step made or replaced since it was last looked at."""
+        self._take_in(bundle, self.taken, self._devices_of_steps(bundle))
+
+    def _devices_of_steps(self, bundle: Binding) -> Mapping[torch.Tensor, tuple[str, ...]]:
+        return dict.fromkeys(bundle.tensors, (self._computes_on(bundle).type,))
+
+    def take_in_loaded(self, bundle: Binding, taken: Taken | None = None) -> None:
+        """Adopt state of a bundle that was loaded, wherever it is: it belongs where its parameter is.
+
+        Args:
+            bundle: of parameters.
+            taken: which tensors; ``None``: as ever.
+        """
+        self._take_in(bundle, taken or self.taken, None)
+
+    def _take_in(
+        self, bundle: Binding, taken: Taken, devices: Mapping[torch.Tensor, tuple[str, ...]] | None
+    ) -> None:
+        state = self.bindings.get(bundle)
+        found = self._find(bundle, taken, devices)
+        known = () if state is None else state.tensors
+        if len(found) == len(known) and all(a is b for a, b in zip(found.values(), known, strict=True)):
+            return
+        links = Links(state)
+        if state is not None:
+            # It is laid out anew: until then its tensors are ordinary ones.
+            self._let_go(self.bindings.pop(bundle))
+            links.note_memory()
+        if not found:
+            return
+        named = [(f"the optimizer's {name!r} of {_name(p)}", value) for (p, name), value in found.items()]
+        devices_in_the_end = self._adopter.origins_of(bundle)
+        origins = [devices_in_the_end[parameter] for parameter, _ in found]
+        key = state_key(self.index, bundle.key)
+        self._own(bundle, self._adopter.adopt(key, named, self._placement, origins=origins))
+        links.tie()
+
+    def _let_go(self, state: Binding) -> None:
+        """Make tensors ordinary ones again; those that were replaced, and that nobody has, need no bytes."""
+        if is_deserted(state):
+            self._adopter.forget(state)
+        else:
+            self._adopter.restore(state)
+
+    def of(self, bundle: Binding) -> dict[tuple[torch.Tensor, str], torch.Tensor]:
+        """Return the tensors of a bundle's state that are in the store, or are to be taken there."""
+        return self._find(bundle, self.taken, self._devices_of_steps(bundle))
+
+    def _find(
+        self, bundle: Binding, taken: Taken, devices: Mapping[torch.Tensor, tuple[str, ...]] | None
+    ) -> dict[tuple[torch.Tensor, str], torch.Tensor]:
+        state = self.bindings.get(bundle)
+        found: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        seen: set[int] = set()
+        for parameter, name, value in self._entries(bundle.tensors):
+            tenant = guard.tenant_of(value)
+            is_ours = tenant is not None and tenant.binding is state
+            is_there = devices is None or value.device.type in devices[parameter]
+            is_free = tenant is None and is_there and _is_to_be_taken(value, taken)
+            if id(value) not in seen and (is_ours or is_free):
+                found[parameter, name] = value
+                seen.add(id(value))
+        return found
+
+    def has(self, bundle: Binding, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in the store as a bundle's state."""
+        tenant = guard.tenant_of(tensor)
+        return tenant is not None and tenant.binding is self.bindings.get(bundle)
+
+    def _entries(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        for parameter in parameters:
+            entries = self.optimizer.state.get(parameter)
+            if isinstance(entries, dict):
+                for name, value in entries.items():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0:
+                        yield parameter, name, value
+
+    # --- from a checkpoint --------------------------------------------------------------------
+
+    def bind(
+        self,
+        bundle: Binding,
+        places: Sequence[TensorLayout],
+        tensors: Sequence[torch.Tensor],
+        origins: list[torch.device],
+    ) -> None:
+        """Tie the state of a bundle to bytes that are in the store already.
+
+        Args:
+            bundle: whose state it is.
+            places: where each tensor lies in the bytes.
+            tensors: of the optimizer's entries, in the same order; they have no bytes.
+            origins: where each of them goes in the end.
+        """
+        key = state_key(self.index, bundle.key)
+        self._own(bundle, self._adopter.bind(key, places, tensors, self._placement, origins))
+
+    def _own(self, bundle: Binding, state: Binding) -> None:
+        state.is_saved_by_reference = False
+        self.bindings[bundle] = state
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def forget_others(self) -> None:
+        """Drop the keys of state of parameters that the optimizer has no more.
+
+        Tensors that somebody has, such as an optimizer that had its state in common with this one, become
+        ordinary ones.
+        """
+        for bundle in set(self.bindings).difference(self.bundles()):
+            self._let_go(self.bindings.pop(bundle))
+
+
+def _is_to_be_taken(value: torch.Tensor, taken: Taken) -> bool:
+    return value.layout is torch.strided and (taken is Taken.ALL or is_unshared(value))
+
+
+def is_unshared(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory can be given back: all of it is the tensor's, and nobody else refers to it.
+
+    Memory that others may know by its address (numpy's, a file's, another process's) cannot be resized.
+    """
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel() > 0
+    if not is_plain or tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        return False
+    storage = tensor.untyped_storage()
+    return (
+        storage.resizable()
+        and not storage.is_shared()
+        and _use_count(storage._cdata) <= _ALONE  # noqa: SLF001
+        and tensor._use_count() <= 1  # type: ignore[attr-defined]  # noqa: SLF001 - graphs save the tensor itself
+        and storage.nbytes() == tensor.numel() * tensor.element_size()
+    )
+
+
+def state_key(index: int, bundle_key: str) -> str:
+    """Return the key of the state that an optimizer keeps for a bundle."""
+    return f"state/{index}/{bundle_key.removeprefix('param/')}"
+
+
+def order_entries(optimizer: torch.optim.Optimizer, keys: Iterable[torch.Tensor]) -> None:
+    """Let entries of an optimizer's state come in the order of their keys, after all others."""
+    state = optimizer.state
+    for key in keys:
+        if key in state:
+            state[key] = state.pop(key)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _name(parameter: torch.Tensor) -> str:
+    tenant = guard.tenant_of(parameter)
+    return repr(tenant.place.name) if tenant is not None else "a parameter"

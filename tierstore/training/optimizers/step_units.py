@@ -1,0 +1,265 @@
+"""One bundle's part of an optimizer's step: whose turn it is, and how the optimizer is made to see only that.
+
+Knows nothing of when a step is made, but whether one is running now.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tierstore.errors import CapacityError, UsageError
+from tierstore.training.autograd.gradients import Gradients
+from tierstore.training.bundles.bindings import Binding, Bindings
+from tierstore.training.faults import guard
+from tierstore.training.optimizers.registered import unhooked_step
+from tierstore.training.optimizers.state import OptimizerState
+
+Group = dict[str, Any]
+Parameters = list[torch.Tensor]
+
+
+class Progress(enum.Enum):
+    """What parameters and state are those of."""
+
+    WHOLE = enum.auto()  # of whole steps: a checkpoint may be made
+    PARTIAL = enum.auto()  # some are stepped and others are not: only a whole step makes it good
+
+
+class StepTrainer(Protocol):
+    """What steps need of the session that they are made in."""
+
+    @property
+    def bindings(self) -> Bindings:
+        """Of the model."""
+        ...
+
+    @property
+    def gradients(self) -> Gradients:
+        """Of the model."""
+        ...
+
+    @property
+    def order(self) -> Mapping[Binding, int]:
+        """The place of every bundle of parameters in the forward pass."""
+        ...
+
+    @property
+    def optimizer_tier(self) -> str:
+        """Where optimizers compute."""
+        ...
+
+    def computes_on(self, bundle: Binding) -> torch.device:
+        """Return the device on which optimizers step a bundle."""
+        ...
+
+    def begin_step(self, steps: Steps) -> None:
+        """An optimizer begins to step."""
+        ...
+
+    def go_on_with_step(self) -> None:
+        """An optimizer goes on after the model has run in the midst of its step."""
+        ...
+
+    def advise(self, keys: Sequence[str]) -> None:
+        """Say what is needed soon."""
+        ...
+
+    def allows_step_ahead(self, bundle: Binding) -> bool:
+        """Whether a bundle may be stepped during backward, as far as room is concerned."""
+        ...
+
+
+class Steps(Protocol):
+    """The steps of one optimizer, however they are made."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Whose."""
+        ...
+
+    @property
+    def state(self) -> OptimizerState:
+        """What it keeps."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """How long all steps took."""
+        ...
+
+    def before(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The optimizer's own ``step`` was called; return what it is called with instead."""
+        ...
+
+    def after(self) -> bool:
+        """The optimizer's own ``step`` has returned; return whether a step has ended."""
+        ...
+
+    def abandon(self) -> None:
+        """An exception has ended the step."""
+        ...
+
+    def require_whole(self) -> None:
+        """Make sure that parameters and state are those of whole steps.
+
+        Raises:
+            UsageError: a step is under way, or the last one failed in its midst.
+        """
+        ...
+
+    # --- in the midst of a step ---
+
+    def begin_use(self, bindings: Sequence[Binding]) -> None:
+        """Tensors of bundles are about to be used."""
+        ...
+
+    def note_write(self) -> None:
+        """Tensors may have been written."""
+        ...
+
+    def begin_model(self) -> None:
+        """The model begins to run."""
+        ...
+
+    def explain(self, error: CapacityError) -> CapacityError:
+        """Return what to raise where bytes found no room."""
+        ...
+
+
+class StepUnit(NamedTuple):
+    """What one bundle's step is about."""
+
+    bundle: Binding
+    groups: list[tuple[Group, Parameters]]
+
+    @property
+    def parameters(self) -> Parameters:
+        """All of them, in the order of the groups."""
+        return [parameter for _, members in self.groups for parameter in members]
+
+    @property
+    def merged(self) -> list[tuple[Group, Parameters]]:
+        """Each group once, with all its parameters."""
+        return _merged(self.groups)
+
+    def is_same(self, other: StepUnit) -> bool:
+        """Whether it is about the same parameters in the same groups."""
+
+        def names(turn: StepUnit) -> list[tuple[int, list[int]]]:
+            return [(id(group), [id(member) for member in members]) for group, members in turn.groups]
+
+        return self.bundle is other.bundle and names(self) == names(other)
+
+
+def options_of(group: Group) -> Group:
+    """Return what a group of parameters says beside which they are."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> Callable[..., object]:
+    """Return the optimizer's ``step`` without the hooks that led here."""
+    return unhooked_step(type(optimizer))
+
+
+Members = list[tuple[Group, Parameters]]
+
+
+def by_bundle(optimizer: torch.optim.Optimizer) -> dict[Binding, Members]:
+    """Split the optimizer's groups by bundle, as they are now; what is not offloaded is left out."""
+    members: dict[Binding, Members] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            tenant = guard.tenant_of(parameter)
+            if tenant is None:
+                continue
+            parts = members.setdefault(tenant.binding, [])
+            if not parts or parts[-1][0] is not group:
+                parts.append((group, []))
+            parts[-1][1].append(parameter)
+    return members
+
+
+def turn_of(
+    bundle: Binding, members: Members, has_gradient: Callable[[torch.Tensor], bool]
+) -> StepUnit | None:
+    """Return what the step of one bundle is about; ``None``: there is no gradient."""
+    parts = ((group, [p for p in parameters if has_gradient(p)]) for group, parameters in members)
+    groups = [(group, parameters) for group, parameters in parts if parameters]
+    return StepUnit(bundle, groups) if groups else None
+
+
+def turns_of(
+    members: Mapping[Binding, Members],
+    order: Mapping[Binding, int],
+    has_gradient: Callable[[torch.Tensor], bool],
+) -> list[StepUnit]:
+    """Return the turns of a step, in the order of the forward pass; other runs' bundles are theirs."""
+    turns = (turn_of(bundle, members[bundle], has_gradient) for bundle in members if bundle in order)
+    return sorted((turn for turn in turns if turn is not None), key=lambda turn: order[turn.bundle])
+
+
+def runs_of_step(optimizer: torch.optim.Optimizer) -> int:
+    """Count the hooked steps of the optimizer that run now, one inside another; 2 stands for more."""
+    code = getattr(type(optimizer).step, "__code__", None)
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - PyTorch has no mark for it
+    found = 0
+    while frame is not None and found < 2:
+        found += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return found
+
+
+def not_whole(optimizer: torch.optim.Optimizer) -> UsageError:
+    """Return the refusal of a checkpoint in the midst of a step."""
+    return UsageError(
+        f"a step of {type(optimizer).__name__} is under way, or failed in its midst: some of its parameters "
+        "are stepped and others are not. Make a checkpoint between steps; after a failed step resume from "
+        "the former checkpoint, or make a whole step first."
+    )
+
+
+def _merged(groups: Members) -> Members:
+    found: dict[int, tuple[Group, Parameters]] = {}
+    for group, members in groups:
+        found.setdefault(id(group), (group, []))[1].extend(members)
+    return list(found.values())
+
+
+@contextmanager
+def only(optimizer: torch.optim.Optimizer, groups: Members) -> Iterator[None]:
+    """Let the optimizer's groups name only some of their parameters, inside the context."""
+    former_groups = optimizer.param_groups
+    former = [(group, group["params"]) for group, _ in groups]
+    merged = _merged(groups)
+    optimizer.param_groups = [group for group, _ in merged]
+    for group, members in merged:
+        group["params"] = members
+    try:
+        yield
+    finally:
+        optimizer.param_groups = former_groups
+        for group, members in former:
+            group["params"] = members
+
+
+@contextmanager
+def placed(bindings: Bindings, needed: Sequence[Binding], tier: str) -> Iterator[None]:
+    """Lease in ``tier``, where the optimizer computes, inside the context."""
+    former = [binding.tier for binding in needed]
+    for binding in needed:
+        if bindings.release_idle(binding):
+            binding.tier = tier
+    try:
+        yield
+    finally:
+        for binding, tier_before in zip(needed, former, strict=True):
+            binding.tier = tier_before

@@ -1,0 +1,1 @@
+"""What the library needs of PyTorch beneath its public names: modes, hooks, observers."""

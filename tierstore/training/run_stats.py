@@ -1,0 +1,52 @@
+"""What `Offload.stats` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tierstore.stats import StoreStats, TierStats, Traffic
+from tierstore.training.activations.recomputation.recompute import RecomputeStats
+from tierstore.training.activations.swapping.activation_stats import ActivationStats
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """What a run did so far.
+
+    Attributes:
+        store: the store's own counts; ``None`` if nothing is offloaded.
+        forward_s: seconds in the model's forward.
+        backward_s: seconds from there to the last gradient.
+        optimizer_s: seconds in the optimizers' steps, with those made during backward.
+        stall_s: how long all of these waited for bytes.
+        checkpoints: how many `Offload.checkpoint` has made, with those of the runs before.
+        checkpoint_s: seconds that those of this run took.
+        activations: which of them were swapped, and how; ``None`` if none are to be.
+        recompute: what was computed again; ``None`` if nothing is to be.
+    """
+
+    store: StoreStats | None
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    stall_s: float
+    checkpoints: int = 0
+    checkpoint_s: float = 0.0
+    activations: ActivationStats | None = None
+    recompute: RecomputeStats | None = None
+
+    @property
+    def tiers(self) -> Mapping[str, TierStats]:
+        """The store's tiers by name; none if nothing is offloaded."""
+        return {} if self.store is None else self.store.tiers
+
+    @property
+    def traffic(self) -> Mapping[tuple[str, str], Traffic]:
+        """The store's copies by (from, to); none if nothing is offloaded."""
+        return {} if self.store is None else self.store.traffic
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``dataclasses.asdict`` does, in words that JSON has: see `StoreStats.as_dict`."""
+        return asdict(self) | {"store": None if self.store is None else self.store.as_dict()}
