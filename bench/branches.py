@@ -72,16 +72,16 @@ def swap_leaks(settings: Settings) -> Figure:
                 if step == settled - 1:
                     run.stats()  # it sweeps, as the next forward would
                     early = _Count(budget, store)
-            parked = run.stats().activations
+            offloaded = run.stats().activations
             late = _Count(budget, store)
     grown_bytes = max(0, late.live_bytes - early.live_bytes) + max(0, late.tier_bytes - early.tier_bytes)
     details = {
         "device bytes": f"{early.live_bytes} B after {settled} steps, {late.live_bytes} B after {steps}",
         "bytes in tiers": f"{early.tier_bytes} B, {late.tier_bytes} B",
         "keys": f"{early.keys}, {late.keys}",
-        "kept": f"{parked.kept} activations of {parked.kept_bytes / MIB:.1f} MiB",
-        "still parked at the end": f"{parked.parked}",
-        "brought or handed over": f"{parked.brought + parked.handed_over} of them",
+        "kept": f"{offloaded.kept} activations of {offloaded.kept_bytes / MIB:.1f} MiB",
+        "still offloaded at the end": f"{offloaded.offloaded}",
+        "brought or handed over": f"{offloaded.brought + offloaded.handed_over} of them",
         "resident memory of the process grew by": (
             f"{(late.resident_bytes - early.resident_bytes) / MIB:.1f} MiB"
         ),

@@ -28,12 +28,14 @@ def collect(
         got: what callers got, by the number of the tier that it came from.
         stall_seconds: how long they were blocked.
     """
-    tiers = engine.look(lambda ledger: [_tier_stats(shelf) for shelf in ledger.books.shelves])
-    lanes = engine.look(
-        lambda ledger: {d: Traffic(x.copies, x.moved_bytes) for d, x in ledger.moving.traffic.lanes.items()}
+    tiers = engine.look(lambda ledger: [_tier_stats(tier_state) for tier_state in ledger.books.tier_states])
+    windows = engine.look(
+        lambda ledger: {
+            d: Traffic(x.copies, x.moved_bytes) for d, x in ledger.scheduler.traffic.windows.items()
+        }
     )
     names = (*tier_names, "caller")  # index -1 is the caller
-    traffic = {(names[source], names[target]): moved for (source, target), moved in lanes.items()}
+    traffic = {(names[source], names[target]): moved for (source, target), moved in windows.items()}
     traffic.update({(names[tier], "caller"): moved for tier, moved in got.items()})
     by_name = {
         name: _with_medium(tier, backend)
@@ -42,19 +44,19 @@ def collect(
     return StoreStats(by_name, traffic, stall_seconds)
 
 
-def _tier_stats(shelf: TierState) -> TierStats:
+def _tier_stats(tier_state: TierState) -> TierStats:
     return TierStats(
-        capacity_bytes=shelf.tier.capacity_bytes,
-        charged_bytes=shelf.charged_bytes,
-        ready_bytes=shelf.ready_bytes,
-        in_flight_bytes=shelf.filling_bytes,
-        leased_bytes=shelf.leased_bytes,
-        peak_charged_bytes=shelf.peak_charged_bytes,
-        reserved_bytes=shelf.charged_bytes,
-        hits=shelf.counters.hits,
-        faults=shelf.counters.faults,
-        evictions=shelf.counters.evictions,
-        refusals=shelf.counters.refusals,
+        capacity_bytes=tier_state.tier.capacity_bytes,
+        charged_bytes=tier_state.charged_bytes,
+        ready_bytes=tier_state.ready_bytes,
+        in_flight_bytes=tier_state.filling_bytes,
+        leased_bytes=tier_state.leased_bytes,
+        peak_charged_bytes=tier_state.peak_charged_bytes,
+        reserved_bytes=tier_state.charged_bytes,
+        hits=tier_state.counters.hits,
+        faults=tier_state.counters.faults,
+        evictions=tier_state.counters.evictions,
+        refusals=tier_state.counters.refusals,
     )
 
 

@@ -84,7 +84,7 @@ class Store:
         ledger = Ledger(tiers, POLICIES[config.eviction])
         self._can_adopt = isinstance(backends[0], AdoptingBackend)
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
-        self._handover = TensorIo(self._engine)
+        self._tensor_io = TensorIo(self._engine)
         for index, each in enumerate(opened):
             if tiers[index].is_durable:
                 self._engine.recover(index, each.found, found_spec)
@@ -117,7 +117,7 @@ class Store:
         target = None if tier is None else self._index(tier)
 
         def fill(room: Opening) -> None:
-            self._handover.fill(room, tensor.detach(), spec)
+            self._tensor_io.fill(room, tensor.detach(), spec)
 
         number = self._engine.number()
         self._engine.put(m.PutRequested(number, key, spec.nbytes, target, replace, spec), fill)
@@ -182,7 +182,7 @@ class Store:
         hold = Hold(self._engine, m.ReadDone(number))
         try:
             (granted,) = hold.obtain(m.ReadRequested(number, check_key(key)), number, (key,))
-            copy = self._handover.copy_out(granted, device)
+            copy = self._tensor_io.copy_out(granted, device)
             hold.end()
         except BaseException:
             hold.end()
@@ -233,7 +233,7 @@ class Store:
             raise
 
     def _lend(self, granted: Sequence[m.Granted], released: m.LeaseReleased, hold: Hold) -> Lease:
-        tensors, loan = self._handover.lend(granted)
+        tensors, loan = self._tensor_io.lend(granted)
 
         def end(written: bool) -> None:
             released.written = written
@@ -418,7 +418,7 @@ class Store:
         self._engine.require_here()
         with self._lock:
             stall_seconds = self._stall_seconds
-        return collect(self._engine, self.tier_names, self._handover.got, stall_seconds)
+        return collect(self._engine, self.tier_names, self._tensor_io.got, stall_seconds)
 
     def leased_bytes(self, tier: str) -> int:
         """Return the bytes of a tier that leases hold: as `stats` says, without all the rest.
@@ -427,7 +427,7 @@ class Store:
             UsageError: there is no such tier.
         """
         index = self._index(tier)
-        return self._engine.look(lambda ledger: ledger.books.shelves[index].leased_bytes)
+        return self._engine.look(lambda ledger: ledger.books.tier_states[index].leased_bytes)
 
     @staticmethod
     def watch_device(listener: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
@@ -462,7 +462,7 @@ class Store:
                     self.flush()
             finally:
                 self._engine.close()
-                self._handover.close()
+                self._tensor_io.close()
 
     def __enter__(self) -> Self:
         """Return the store itself."""

@@ -27,7 +27,7 @@ from tierstore import Store, StoreConfig
 from tierstore.errors import BackendError, CapacityError, IntegrityError, UsageError
 from tierstore.spi import PartialError, Record
 from tierstore_backends.files import DurableFiles
-from tierstore_backends.files import volume as ground_module
+from tierstore_backends.files import volume as volume_module
 from tierstore_backends.files.addressing.direct_io_probe import IoMode
 from tierstore_backends.files.directory.ownership import Keeping, segment_name
 
@@ -419,13 +419,13 @@ def test_a_coarser_disk_is_used_through_the_cache(
 ) -> None:
     path = kept(tmp_path / "store", {"a": 5000, "b": 100})
     coarse = IoMode(is_direct=True, alignment_bytes=16 * PAGE, memory_alignment_bytes=4)
-    monkeypatch.setattr(ground_module, "probe", lambda *_: coarse)
+    monkeypatch.setattr(volume_module, "probe", lambda *_: coarse)
     assert look(path) == {"a": "0", "b": "0"}
     assert "direct I/O needs 65536 there now" in caplog.text
     with pytest.raises(BackendError, match="direct I/O needs 65536"):
         open_durable(path, options={"direct": True})
     fine = IoMode(is_direct=False, alignment_bytes=512, memory_alignment_bytes=1)
-    monkeypatch.setattr(ground_module, "probe", lambda *_: fine)
+    monkeypatch.setattr(volume_module, "probe", lambda *_: fine)
     files = open_durable(path)
     assert files.capabilities.alignment_bytes == PAGE
     files.close()

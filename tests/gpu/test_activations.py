@@ -116,22 +116,22 @@ _SEVENS = 16 * MIB  # elements
 
 
 def _kept_below(activation_store: ActivationStore) -> OffloadedTensor:
-    parked = activation_store.keep(torch.full((_SEVENS,), 7.0, device=NAME), "k")
-    parked.release()
+    offloaded = activation_store.keep(torch.full((_SEVENS,), 7.0, device=NAME), "k")
+    offloaded.release()
     assert activation_store.store.where("k") == ("host",)
-    return parked
+    return offloaded
 
 
 def test_memory_that_another_stream_still_reads_is_not_given_back_by_a_sweep_here(store: ts.Store) -> None:
     """Its twin without an accelerator is in tests/training/test_activation_store_streams.py."""
     activation_store = ActivationStore(store)
-    parked = _kept_below(activation_store)
+    offloaded = _kept_below(activation_store)
     store.fetch("k").result(60)  # allocated on the current stream, whose next allocation would get it
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()
     side, is_read = stream(), event()
     with side:
-        lent = parked.take()
+        lent = offloaded.take()
         keep_busy()
         is_right = (lent == 7).all()
         is_read.record()
@@ -148,12 +148,12 @@ def test_memory_that_another_stream_still_reads_is_not_given_back_by_a_sweep_her
 
 def test_every_stream_waits_for_bytes_that_come_back(store: ts.Store) -> None:
     activation_store = ActivationStore(store)
-    parked = _kept_below(activation_store)
+    offloaded = _kept_below(activation_store)
     torch.accelerator.synchronize()
     lent, found = [], []
     for each in (torch.accelerator.current_stream(), stream(), stream()):
         with each:
-            lent.append(parked.take())
+            lent.append(offloaded.take())
             found.append((lent[-1] == 7).all())
     torch.accelerator.synchronize()
     assert all(map(bool, found))

@@ -36,7 +36,7 @@ class Storage:
 class Kept:
     """Something that the activation store keeps, and what it should be."""
 
-    parked: OffloadedTensor
+    offloaded: OffloadedTensor
     expected: Tensor
     storage: Storage
     changes: int
@@ -129,15 +129,15 @@ class ActivationStoreMachine(RuleBasedStateMachine):
             return
         if each.changes != each.storage.changes:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                each.parked.take()
+                each.offloaded.take()
             return
         try:
-            view = each.parked.take()
+            view = each.offloaded.take()
         except ts.CapacityError:
-            needed = align_up(each.parked.nbytes, _ALIGNMENT)
-            assert self._held_bytes(each.parked.key) + needed > _DEVICE
+            needed = align_up(each.offloaded.nbytes, _ALIGNMENT)
+            assert self._held_bytes(each.offloaded.key) + needed > _DEVICE
             return
-        self.lent[Lent(view, each, each.parked.key, each.parked.nbytes)] = None
+        self.lent[Lent(view, each, each.offloaded.key, each.offloaded.nbytes)] = None
 
     def _held_bytes(self, without: str = "") -> int:
         held = {lent.key: lent.nbytes for lent in self.lent} | {
@@ -149,19 +149,19 @@ class ActivationStoreMachine(RuleBasedStateMachine):
     @rule(each=kept, is_weak=st.booleans())
     def release(self, each: Kept, is_weak: bool) -> None:
         if each in self.all_kept:
-            (each.parked.weakly() if is_weak else each.parked).release()
-            is_used = any(lent.key == each.parked.key for lent in self.lent)
-            assert each.parked.is_here == is_used
+            (each.offloaded.weakly() if is_weak else each.offloaded).release()
+            is_used = any(lent.key == each.offloaded.key for lent in self.lent)
+            assert each.offloaded.is_here == is_used
 
     @rule(each=kept)
     def leave(self, each: Kept) -> None:
         if each in self.all_kept:
-            each.parked.weakly().leave()
+            each.offloaded.weakly().leave()
 
     @rule(each=kept)
     def bring(self, each: Kept) -> None:
         if each in self.all_kept:
-            each.parked.bring()
+            each.offloaded.bring()
 
     @rule()
     def sweep(self) -> None:
@@ -169,9 +169,9 @@ class ActivationStoreMachine(RuleBasedStateMachine):
 
     @rule(each=consumes(kept))
     def forget(self, each: Kept) -> None:
-        weakly = each.parked.weakly()
+        weakly = each.offloaded.weakly()
         self.all_kept.pop(each, None)
-        del each.parked
+        del each.offloaded
         weakly.bring()
         weakly.leave()
 
@@ -219,12 +219,12 @@ class ActivationStoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def keys_are_those_of_what_is_referred_to(self) -> None:
-        kept = {each.parked.key: each.parked.nbytes for each in self.all_kept}
+        kept = {each.offloaded.key: each.offloaded.nbytes for each in self.all_kept}
         kept |= {lent.key: lent.nbytes for lent in self.lent}
         stats = self.activation_store.stats
         assert set(self.store) == kept.keys() | self.others.keys()
-        assert (stats.parked, stats.parked_bytes) == (len(kept), sum(kept.values()))
-        assert stats.kept >= max(stats.parked, self.most_kept)
+        assert (stats.offloaded, stats.offloaded_bytes) == (len(kept), sum(kept.values()))
+        assert stats.kept >= max(stats.offloaded, self.most_kept)
         assert stats.brought <= stats.released
         assert stats.refused == 0
         self.most_kept = stats.kept
@@ -232,8 +232,8 @@ class ActivationStoreMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_are_said_to_be_here_only_if_they_are(self) -> None:
         for each in self.all_kept:
-            is_here = each.parked.is_here
-            if any(lent.key == each.parked.key for lent in self.lent):
+            is_here = each.offloaded.is_here
+            if any(lent.key == each.offloaded.key for lent in self.lent):
                 assert is_here
 
     @invariant()
@@ -242,14 +242,14 @@ class ActivationStoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for each in self.all_kept:
-            del each.parked
+            del each.offloaded
         self.lent.clear()
         for lease in self.leases.values():
             lease.release()
         self.activation_store.sweep()
         stats = self.activation_store.stats
         assert set(self.store) == self.others.keys()
-        assert stats.parked == 0
+        assert stats.offloaded == 0
         self.store.check()
         self.store.close()
 

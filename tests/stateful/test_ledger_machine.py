@@ -365,7 +365,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.oracle.slots[copy.target] = value if error is None else None
         if not spared or error is not None:
             return m.CopyDone(number, error)
-        alignment = self.ledger.books.shelves[copy.target.tier].tier.alignment_bytes
+        alignment = self.ledger.books.tier_states[copy.target.tier].tier.alignment_bytes
         whole = -(-copy.nbytes // alignment) * alignment
         self.oracle.held[copy.target] = max(0, whole - spared * alignment)
         return m.CopyDone(number, None, self.oracle.held[copy.target])
@@ -486,13 +486,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def no_tier_holds_more_than_its_capacity(self) -> None:
         if not hasattr(self, "ledger"):
             return
-        for shelf in self.ledger.books.shelves:
+        for tier_state in self.ledger.books.tier_states:
             held = {
-                replica.place: self.oracle.held.get(replica.place, shelf.charge(replica.entry.nbytes))
+                replica.place: self.oracle.held.get(replica.place, tier_state.charge(replica.entry.nbytes))
                 for replica in self.ledger.books.replicas.values()
-                if replica.tier == shelf.index and replica.place in self.oracle.slots
+                if replica.tier == tier_state.index and replica.place in self.oracle.slots
             }
-            assert sum(held.values()) <= shelf.tier.capacity_bytes
+            assert sum(held.values()) <= tier_state.tier.capacity_bytes
             for place, nbytes in held.items():
                 if self.oracle.slots[place] is not None and place not in self.being_written():
                     assert self.ledger.books.replicas[place.replica].charge_bytes == nbytes

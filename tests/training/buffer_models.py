@@ -73,7 +73,7 @@ def holders(*kinds: str) -> Callable[[], tuple[nn.Module, Sequence[Optimizer]]]:
 
 def travels(tensor: Tensor) -> bool:
     """Say whether a tensor is the store's."""
-    return guard.tenant_of(tensor) is not None
+    return guard.guarded_tensor_of(tensor) is not None
 
 
 class Shared(nn.Module):

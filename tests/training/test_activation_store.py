@@ -41,12 +41,12 @@ def test_what_is_kept_comes_back_as_it_was(
     tensor = KINDS[kind]()
     expected, shape, stride = tensor.clone(), tensor.shape, tensor.stride()
     is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
-    parked = activation_store.keep(tensor, "k")
+    offloaded = activation_store.keep(tensor, "k")
     del tensor
     if is_released:
-        parked.release()
-        assert "device" not in activation_store.store.where(parked.key)
-    found = parked.take()
+        offloaded.release()
+        assert "device" not in activation_store.store.where(offloaded.key)
+    found = offloaded.take()
     assert (found.shape, found.stride(), found.dtype) == (shape, stride, expected.dtype)
     assert (found.is_conj(), found.is_neg()) == (is_conj, is_neg)
     assert torch.equal(found, expected)
@@ -93,26 +93,26 @@ def test_a_new_storage_at_an_old_address_is_another(activation_store: Activation
     found = []
     for number in range(100):
         y = torch.full((4096,), float(number))
-        parked = activation_store.keep(y, "k")
-        assert torch.equal(parked.take(), y)
+        offloaded = activation_store.keep(y, "k")
+        assert torch.equal(offloaded.take(), y)
         found.append(y.data_ptr() == address)
-        del y, parked
+        del y, offloaded
     assert torch.equal(one.take(), base())
 
 
 def test_a_key_that_is_taken_gets_a_mark_and_then_a_number(activation_store: ActivationStore) -> None:
-    parked = [activation_store.keep(base(), "k") for _ in range(4)]
-    assert [each.key for each in parked] == ["k", "k'", "k'2", "k'3"]
-    parked.pop(2)
+    offloaded = [activation_store.keep(base(), "k") for _ in range(4)]
+    assert [each.key for each in offloaded] == ["k", "k'", "k'2", "k'3"]
+    offloaded.pop(2)
     activation_store.sweep()
     assert activation_store.keep(base(), "k").key == "k'2"
 
 
 def test_a_key_of_somebody_else_is_taken_and_stays(activation_store: ActivationStore) -> None:
     activation_store.store.put("k", torch.zeros(5))
-    parked = activation_store.keep(base(), "k")
-    assert parked.key == "k'"
-    del parked
+    offloaded = activation_store.keep(base(), "k")
+    assert offloaded.key == "k'"
+    del offloaded
     activation_store.sweep()
     assert activation_store.store.keys() == ("k",)
 
@@ -126,36 +126,40 @@ def test_a_key_that_somebody_puts_meanwhile_is_his(activation_store: ActivationS
         adopt(key, tensor)
 
     with mock.patch.object(activation_store.store, "adopt", adopt_later):
-        parked = activation_store.keep(base(), "k")
-    assert parked.key == "k'"
-    assert torch.equal(parked.take(), base())
-    del parked
+        offloaded = activation_store.keep(base(), "k")
+    assert offloaded.key == "k'"
+    assert torch.equal(offloaded.take(), base())
+    del offloaded
     activation_store.sweep()
     assert torch.equal(activation_store.store.get("k"), torch.zeros(5))
-    assert activation_store.stats.parked == 0
+    assert activation_store.stats.offloaded == 0
 
 
 def test_many_of_one_name_have_short_keys(activation_store: ActivationStore) -> None:
-    parked = [activation_store.keep(torch.ones(3) * number, "k") for number in range(300)]
-    assert max(len(each.key) for each in parked) == len("k'299")
-    assert all(torch.equal(each.take(), torch.ones(3) * number) for number, each in enumerate(parked))
+    offloaded = [activation_store.keep(torch.ones(3) * number, "k") for number in range(300)]
+    assert max(len(each.key) for each in offloaded) == len("k'299")
+    assert all(torch.equal(each.take(), torch.ones(3) * number) for number, each in enumerate(offloaded))
 
 
 def test_storages_that_have_died_leave_no_trace(activation_store: ActivationStore) -> None:
     x = base()
-    parked = [
+    offloaded = [
         activation_store.keep(x, "k"),
         activation_store.keep(base()[:9], "k"),
         activation_store.keep(torch.ones(5), "k"),
     ]
     assert activation_store._known
     del x
-    for each in parked:
+    for each in offloaded:
         each.release()
     del each
-    parked.clear()
+    offloaded.clear()
     activation_store.sweep()
-    assert (activation_store._known, activation_store._restless, activation_store._estates) == ({}, {}, {})
+    assert (activation_store._known, activation_store._restless, activation_store._offloaded_storages) == (
+        {},
+        {},
+        {},
+    )
 
 
 def test_bytes_are_dropped_when_the_last_reference_goes(activation_store: ActivationStore) -> None:
@@ -167,14 +171,14 @@ def test_bytes_are_dropped_when_the_last_reference_goes(activation_store: Activa
     del other
     activation_store.sweep()
     assert "k" not in activation_store.store
-    assert (activation_store.stats.parked, activation_store.stats.parked_bytes) == (0, 0)
+    assert (activation_store.stats.offloaded, activation_store.stats.offloaded_bytes) == (0, 0)
 
 
 def test_bytes_stay_while_something_refers_to_them(activation_store: ActivationStore) -> None:
-    parked = activation_store.keep(base(), "k")
-    parked.release()
-    view = parked.take()[10:20]
-    del parked
+    offloaded = activation_store.keep(base(), "k")
+    offloaded.release()
+    view = offloaded.take()[10:20]
+    del offloaded
     activation_store.sweep()
     assert activation_store.store.where("k") == ("device", "host")
     assert torch.equal(view, base()[10:20])
@@ -188,8 +192,8 @@ def test_a_view_of_handed_over_bytes_is_a_use_whoever_else_referred_to_them(
 ) -> None:
     x = base()
     others = [x, x.view(64, 64), x.untyped_storage()]
-    parked = activation_store.keep(x, "k")
-    view = parked.take()[5:]
+    offloaded = activation_store.keep(x, "k")
+    view = offloaded.take()[5:]
     del x
     others.clear()
     activation_store.sweep()
@@ -199,13 +203,13 @@ def test_a_view_of_handed_over_bytes_is_a_use_whoever_else_referred_to_them(
     del view
     activation_store.sweep()
     activation_store.store.evict("k", to="host").result()
-    assert not parked.is_here
+    assert not offloaded.is_here
 
 
 def test_what_the_program_refers_to_beside_is_no_use(activation_store: ActivationStore) -> None:
     x = base()
-    parked = activation_store.keep(x, "k")
-    parked.take()
+    offloaded = activation_store.keep(x, "k")
+    offloaded.take()
     more = [x[number:] for number in range(5)]
     activation_store.sweep()
     activation_store.store.evict("k", to="host").result()
@@ -223,9 +227,9 @@ def test_bytes_are_held_when_their_use_is_told(store: Store) -> None:
                 store.evict(key, to="host")
 
     activation_store = ActivationStore(store, note_use=note)
-    parked = activation_store.keep(base(), "k")
-    parked.release()
-    parked.take()
+    offloaded = activation_store.keep(base(), "k")
+    offloaded.release()
+    offloaded.take()
     assert told == [("k", 16384)] * 2
 
 
@@ -304,12 +308,12 @@ def test_a_graph_that_is_retained_brings_its_bytes_once_in_each_backward(
 
 def test_bytes_that_are_dropped_while_they_are_found_are_kept_anew(activation_store: ActivationStore) -> None:
     x = base()
-    parked = [activation_store.keep(x, "k")]
+    offloaded = [activation_store.keep(x, "k")]
     look_up = activation_store._look_up
 
     def look_up_slowly(storage: torch.UntypedStorage, extent: tuple[int, int]) -> OffloadedStorage | None:
         found = look_up(storage, extent)
-        parked.clear()
+        offloaded.clear()
         activation_store.sweep()
         return found
 
@@ -327,11 +331,11 @@ def test_a_lease_for_which_room_was_made_by_a_sweep_is_ended_as_others_are(store
         return True
 
     activation_store = ActivationStore(store, make_room=make_room)
-    parked = activation_store.keep(base(), "k")
-    parked.release()
+    offloaded = activation_store.keep(base(), "k")
+    offloaded.release()
     store.put("parameters", torch.zeros(MIB, dtype=torch.uint8), tier="device")
     lease = store.lease("parameters")
-    assert torch.equal(parked.take(), base())
+    assert torch.equal(offloaded.take(), base())
     activation_store.sweep()
     store.evict("k", to="host").result()  # which a lease would forbid
 
@@ -350,7 +354,7 @@ class Held:
 
 
 def test_a_departure_that_is_told_late_or_twice_is_counted_once(activation_store: ActivationStore) -> None:
-    parked = activation_store.keep(base(), "k")
+    offloaded = activation_store.keep(base(), "k")
     evict, held = activation_store.store.evict, list[Held]()
 
     def evict_and_tell_later(*keys: str, to: str) -> Held:
@@ -358,41 +362,41 @@ def test_a_departure_that_is_told_late_or_twice_is_counted_once(activation_store
         return held[-1]
 
     with mock.patch.object(activation_store.store, "evict", evict_and_tell_later):
-        parked.weakly().leave()
+        offloaded.weakly().leave()
     held[0].result()
-    parked.take()
+    offloaded.take()
     for _ in range(2):
         held[0].callbacks[0]()
     assert (activation_store.stats.released, activation_store.stats.brought) == (1, 1)
 
 
 def test_a_departure_is_counted_once_however_it_came(activation_store: ActivationStore) -> None:
-    parked = activation_store.keep(base(), "k")
+    offloaded = activation_store.keep(base(), "k")
     activation_store.store.evict("k", to="host").result()
-    parked.release()
+    offloaded.release()
     assert activation_store.stats.released == 1
-    parked.weakly().leave()
-    parked.bring()
-    parked.take()
+    offloaded.weakly().leave()
+    offloaded.bring()
+    offloaded.take()
     stats = activation_store.stats
     assert (stats.released, stats.brought, stats.handed_over) == (1, 1, 0)
 
 
 def test_a_release_of_what_is_in_use_does_nothing(activation_store: ActivationStore) -> None:
-    parked = activation_store.keep(base(), "k")
-    lent = parked.take()
-    parked.release()
-    assert parked.is_here
+    offloaded = activation_store.keep(base(), "k")
+    lent = offloaded.take()
+    offloaded.release()
+    assert offloaded.is_here
     assert torch.equal(lent, base())
 
 
 def test_bring_begins_and_take_does_not_wait(activation_store: ActivationStore) -> None:
-    parked = activation_store.keep(base(), "k")
-    parked.release()
-    parked.bring()
+    offloaded = activation_store.keep(base(), "k")
+    offloaded.release()
+    offloaded.bring()
     activation_store.store.fetch("k").result()
     stalls = activation_store.stats.stalls
-    lent = parked.take()
+    lent = offloaded.take()
     stats = activation_store.stats
     assert (stats.stalls, stats.brought, stats.handed_over) == (stalls, 1, 0)
     assert torch.equal(lent, base())
@@ -410,9 +414,9 @@ def test_bytes_that_a_quota_has_sent_down_are_brought(activation_store: Activati
 
 
 def test_what_is_still_here_is_handed_over(activation_store: ActivationStore) -> None:
-    parked = activation_store.keep(base(), "k")
-    parked.bring()
-    parked.take()
+    offloaded = activation_store.keep(base(), "k")
+    offloaded.bring()
+    offloaded.take()
     stats = activation_store.stats
     assert (stats.brought, stats.handed_over, stats.handed_over_bytes) == (0, 1, 16384)
     assert activation_store.store.stats().traffic.get(("host", "device")) is None
@@ -420,14 +424,14 @@ def test_what_is_still_here_is_handed_over(activation_store: ActivationStore) ->
 
 def test_a_change_is_told_though_nobody_has_the_tensor_any_more(activation_store: ActivationStore) -> None:
     x = base()
-    parked = activation_store.keep(x.view(64, 64), "k")
-    parked.release()
+    offloaded = activation_store.keep(x.view(64, 64), "k")
+    offloaded.release()
     x.add_(1)
     del x
     with pytest.raises(
         RuntimeError, match=r"\[torch.float32 \[64, 64\]\] is at version 1; expected version 0"
     ):
-        parked.take()
+        offloaded.take()
 
 
 def test_a_changed_storage_is_kept_anew(activation_store: ActivationStore) -> None:
@@ -443,13 +447,13 @@ def test_a_changed_storage_is_kept_anew(activation_store: ActivationStore) -> No
 
 
 def test_a_weak_reference_keeps_nothing(activation_store: ActivationStore) -> None:
-    parked = activation_store.keep(base(), "k")
-    weakly = parked.weakly()
+    offloaded = activation_store.keep(base(), "k")
+    weakly = offloaded.weakly()
     before = weakly.is_here
     weakly.release()
     after = weakly.is_here
     assert (before, after) == (True, False)
-    del parked
+    del offloaded
     activation_store.sweep()
     weakly.release()
     weakly.bring()
@@ -459,19 +463,19 @@ def test_a_weak_reference_keeps_nothing(activation_store: ActivationStore) -> No
 
 def test_a_closed_store_is_no_trouble_for_what_ends_later(store: Store) -> None:
     activation_store = ActivationStore(store)
-    parked = activation_store.keep(base(), "k")
+    offloaded = activation_store.keep(base(), "k")
     store.close()
-    del parked
+    del offloaded
     activation_store.sweep()
 
 
 def test_host_memory_that_is_the_device_has_nothing_to_release() -> None:
     with Store(StoreConfig([host()])) as store:
         activation_store = ActivationStore(store)
-        parked = activation_store.keep(base(), "k")
-        parked.release()
-        parked.bring()
-        assert torch.equal(parked.take(), base())
+        offloaded = activation_store.keep(base(), "k")
+        offloaded.release()
+        offloaded.bring()
+        assert torch.equal(offloaded.take(), base())
         assert activation_store.stats.released == 0
 
 
@@ -485,17 +489,17 @@ def test_threads_share_a_activation_store(activation_store: ActivationStore) -> 
             begin.wait()
             for count in range(50):
                 own = torch.full((1024,), float(number * 1000 + count))
-                parked = [
+                offloaded = [
                     activation_store.keep(own, "k"),
                     activation_store.keep(shared, "s"),
                     activation_store.keep(own[:100], "k"),
                 ]
-                for each in parked:
+                for each in offloaded:
                     each.release()
                     each.bring()
-                assert torch.equal(parked[0].take(), own)
-                assert torch.equal(parked[1].take(), base())
-                assert torch.equal(parked[2].take(), own[:100])
+                assert torch.equal(offloaded[0].take(), own)
+                assert torch.equal(offloaded[1].take(), base())
+                assert torch.equal(offloaded[2].take(), own[:100])
         except BaseException as error:  # noqa: BLE001 - looked at below
             errors.append(error)
 
@@ -506,5 +510,5 @@ def test_threads_share_a_activation_store(activation_store: ActivationStore) -> 
         thread.join()
     assert not errors
     activation_store.sweep()
-    assert activation_store.stats.parked == 0
+    assert activation_store.stats.offloaded == 0
     assert len(activation_store.store) == 0

@@ -49,12 +49,12 @@ def test_a_device_that_is_full_of_leases_sends_new_bytes_down_at_once(
     activation_store.store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
     with activation_store.store.lease("parameters"):
         lent = activation_store.keep(base(), "first").take()
-        parked = activation_store.keep(base() + 1, "k")
+        offloaded = activation_store.keep(base() + 1, "k")
         assert activation_store.store.where("k") == ("host",)
-        assert not parked.is_here
+        assert not offloaded.is_here
         assert torch.equal(lent, base())
         del lent
-        assert torch.equal(parked.take(), base() + 1)
+        assert torch.equal(offloaded.take(), base() + 1)
 
 
 def test_a_copy_that_fails_is_an_error_and_the_bytes_are_unharmed() -> None:
@@ -63,21 +63,21 @@ def test_a_copy_that_fails_is_an_error_and_the_bytes_are_unharmed() -> None:
     tiers = [emulated(), TierConfig("disk", broken, MIB)]
     with Store(StoreConfig(tiers)) as store:
         activation_store = ActivationStore(store)
-        parked = activation_store.keep(base(), "k")
+        offloaded = activation_store.keep(base(), "k")
         with pytest.raises(BackendError):
-            parked.release()
-        assert torch.equal(parked.take(), base())
-        parked.release()
-        assert torch.equal(parked.take(), base())
+            offloaded.release()
+        assert torch.equal(offloaded.take(), base())
+        offloaded.release()
+        assert torch.equal(offloaded.take(), base())
 
 
 def test_what_host_memory_cannot_hold_goes_to_disk() -> None:
     with narrow_store(4096, MIB) as store:
         activation_store = ActivationStore(store)
-        parked = activation_store.keep(base(), "k")
-        parked.release()
+        offloaded = activation_store.keep(base(), "k")
+        offloaded.release()
         assert store.where("k") == ("disk",)
-        assert torch.equal(parked.take(), base())
+        assert torch.equal(offloaded.take(), base())
 
 
 @pytest.mark.parametrize(("host_bytes", "tier"), [(MIB, "host"), (4096, "disk")])
@@ -89,19 +89,19 @@ def test_what_the_device_cannot_hold_goes_at_once_to_the_next_tier_that_can(
         store.put("parameters", torch.zeros(MIB - 24576, dtype=torch.uint8), tier="device")
         with store.lease("parameters"):
             lent = activation_store.keep(base(), "first").take()
-            parked = activation_store.keep(base() + 1, "k")
+            offloaded = activation_store.keep(base() + 1, "k")
             assert store.where("k") == (tier,)
             del lent
-            assert torch.equal(parked.take(), base() + 1)
+            assert torch.equal(offloaded.take(), base() + 1)
 
 
 def test_what_no_tier_below_can_hold_stays() -> None:
     with narrow_store(4096, 4096) as store:
         activation_store = ActivationStore(store)
-        parked = activation_store.keep(base(), "k")
-        parked.release()
+        offloaded = activation_store.keep(base(), "k")
+        offloaded.release()
         assert store.where("k") == ("device",)
-        assert parked.is_here
+        assert offloaded.is_here
         assert activation_store.stats.refused == 1
 
 
@@ -109,15 +109,15 @@ def test_what_no_tier_below_can_hold_stays() -> None:
 def test_bytes_that_no_tier_below_can_hold_are_not_said_to_have_left(how: str) -> None:
     with narrow_store(4096, 4096) as store:
         activation_store = ActivationStore(store)
-        parked = activation_store.keep(base(), "k")
+        offloaded = activation_store.keep(base(), "k")
         if how == "leave":
-            parked.weakly().leave()
+            offloaded.weakly().leave()
         else:
-            parked.take()
+            offloaded.take()
         activation_store.sweep()
-        assert parked.is_here
+        assert offloaded.is_here
         assert (activation_store.stats.released, activation_store.stats.refused) == (0, 1)
-        assert torch.equal(parked.take(), base())
+        assert torch.equal(offloaded.take(), base())
 
 
 def test_bytes_whose_copy_fails_are_not_said_to_have_left() -> None:
@@ -126,42 +126,42 @@ def test_bytes_whose_copy_fails_are_not_said_to_have_left() -> None:
     tiers = [emulated(), TierConfig("disk", broken, MIB)]
     with Store(StoreConfig(tiers)) as store:
         activation_store = ActivationStore(store)
-        parked = activation_store.keep(base(), "k")
-        parked.take()
+        offloaded = activation_store.keep(base(), "k")
+        offloaded.take()
         activation_store.sweep()
-        parked.weakly().leave()
-        assert parked.is_here
+        offloaded.weakly().leave()
+        assert offloaded.is_here
         assert activation_store.stats.released == 0
-        assert torch.equal(parked.take(), base())
+        assert torch.equal(offloaded.take(), base())
 
 
 def test_bytes_are_not_said_to_have_left_before_they_have() -> None:
     disk = Gate(open_memory(capacity_bytes=MIB, options={"storage": True}))
     with Store(StoreConfig([emulated(), TierConfig("disk", disk, MIB)])) as store:
         activation_store = ActivationStore(store)
-        parked = activation_store.keep(base(), "k")
-        parked.take()
+        offloaded = activation_store.keep(base(), "k")
+        offloaded.take()
         activation_store.sweep()
-        before = (parked.is_here, activation_store.stats.released)
+        before = (offloaded.is_here, activation_store.stats.released)
         disk.open()
         store.evict("k", to="disk").result()
-        assert (before, (parked.is_here, activation_store.stats.released)) == ((True, 0), (False, 1))
+        assert (before, (offloaded.is_here, activation_store.stats.released)) == ((True, 0), (False, 1))
 
 
 def test_what_leaves_without_a_wait_goes_to_the_tier_that_can_hold_it() -> None:
     with narrow_store(4096, MIB) as store:
         activation_store = ActivationStore(store)
-        parked = activation_store.keep(base(), "k")
-        parked.weakly().leave()
+        offloaded = activation_store.keep(base(), "k")
+        offloaded.weakly().leave()
         store.evict("k", to="disk").result()
         assert store.where("k") == ("disk",)
         assert activation_store.stats.released == 1
 
 
 def test_what_a_user_leases_stays_and_goes_when_he_is_done(activation_store: ActivationStore) -> None:
-    parked = activation_store.keep(base(), "k")
+    offloaded = activation_store.keep(base(), "k")
     with activation_store.store.lease("k"):
-        del parked
+        del offloaded
         activation_store.sweep()
         assert "k" in activation_store.store
         assert activation_store.keep(base(), "k").key == "k'"
@@ -170,10 +170,10 @@ def test_what_a_user_leases_stays_and_goes_when_he_is_done(activation_store: Act
 
 
 def test_what_a_user_leases_stays(activation_store: ActivationStore) -> None:
-    parked = activation_store.keep(base(), "k")
+    offloaded = activation_store.keep(base(), "k")
     with activation_store.store.lease("k") as lease:
-        parked.release()
-        assert parked.is_here
+        offloaded.release()
+        assert offloaded.is_here
         assert torch.equal(lease.tensor.view(torch.float32), base())
 
 
@@ -186,39 +186,39 @@ def test_a_part_gets_room_that_is_made_for_it(kind: str) -> None:
     with Store(StoreConfig([emulated(capacity_bytes), host()])) as store:
         activation_store = ActivationStore(store)
         with DeviceBudget(capacity_bytes) as budget:
-            parked = [activation_store.keep(storages.pop(0), f"k{number}") for number in range(4)]
+            offloaded = [activation_store.keep(storages.pop(0), f"k{number}") for number in range(4)]
             assert budget.live_bytes == capacity_bytes
             small = activation_store.keep(part, "part")
             assert budget.peak_bytes == capacity_bytes
             assert small.is_here
-            assert sum(each.is_here for each in parked) == 3
+            assert sum(each.is_here for each in offloaded) == 3
         assert torch.equal(small.take(), expected)
-        assert all(torch.equal(each.take(), base() + number) for number, each in enumerate(parked))
+        assert all(torch.equal(each.take(), base() + number) for number, each in enumerate(offloaded))
 
 
 def test_a_part_goes_below_at_once_where_leases_leave_it_no_room(activation_store: ActivationStore) -> None:
     activation_store.store.put("parameters", torch.zeros(MIB, dtype=torch.uint8), tier="device")
     with activation_store.store.lease("parameters"):
-        parked = activation_store.keep(base()[1000:1100], "part")
+        offloaded = activation_store.keep(base()[1000:1100], "part")
         assert activation_store.store.where("part") == ("host",)
         assert (activation_store.stats.released, activation_store.stats.stalls) == (1, 1)
     activation_store.store.drop("parameters")
-    assert torch.equal(parked.take(), base()[1000:1100])
+    assert torch.equal(offloaded.take(), base()[1000:1100])
 
 
 def _keep_and_take(activation_store: ActivationStore) -> None:
     x = torch.arange(8192.0)
-    parked = [
+    offloaded = [
         activation_store.keep(x, "k"),
         activation_store.keep(x[:10], "k"),
         activation_store.keep(base()[:9], "k"),
     ]
-    parked[0].release()
-    parked[0].weakly().bring()
-    lent = [each.take() for each in parked]
+    offloaded[0].release()
+    offloaded[0].weakly().bring()
+    lent = [each.take() for each in offloaded]
     del lent
     activation_store.sweep()
-    parked[0].weakly().leave()
+    offloaded[0].weakly().leave()
 
 
 def test_an_interrupt_leaves_no_key_no_lease_and_no_bytes() -> None:
@@ -228,10 +228,10 @@ def test_an_interrupt_leaves_no_key_no_lease_and_no_bytes() -> None:
             interrupted = InterruptAt(number, of=OURS)
             with contextlib.suppress(KeyboardInterrupt), interrupted:
                 _keep_and_take(activation_store)
-            if activation_store.stats.parked:
+            if activation_store.stats.offloaded:
                 gc.collect()  # the interrupt's frames may refer to it in a circle
                 activation_store.sweep()
-            assert (activation_store.stats.parked, len(store)) == (0, 0), interrupted.moment
+            assert (activation_store.stats.offloaded, len(store)) == (0, 0), interrupted.moment
             store.check()
         if interrupted.moment is None:
             break
@@ -242,14 +242,14 @@ def test_an_interrupted_take_leaves_no_lease() -> None:
     for number in itertools.count(1):
         with Store(StoreConfig([emulated(), host()])) as store:
             activation_store = ActivationStore(store)
-            parked = activation_store.keep(base(), "k")
-            parked.release()
+            offloaded = activation_store.keep(base(), "k")
+            offloaded.release()
             interrupted = InterruptAt(number, of=OURS)
             with contextlib.suppress(KeyboardInterrupt), interrupted:
-                parked.take()
+                offloaded.take()
             activation_store.sweep()
             store.evict("k", to="host").result()
-            assert torch.equal(parked.take(), base()), interrupted.moment
+            assert torch.equal(offloaded.take(), base()), interrupted.moment
         if interrupted.moment is None:
             break
     assert number > 20

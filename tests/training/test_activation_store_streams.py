@@ -78,25 +78,25 @@ def test_memory_is_kept_until_the_stream_that_took_it_is_done_whoever_sweeps(
 ) -> None:
     x, other = base(), SimulatedStream()
     memory = weakref.ref(x.untyped_storage())
-    parked = activation_store.keep(x, "k")
+    offloaded = activation_store.keep(x, "k")
     device.run_everything()
     activation_store.store.fetch("k", tier="host").result()
     del x
     with on(device, other):
-        lent = parked.take()
+        lent = offloaded.take()
         other.queue.append(lambda: None)  # what reads it
     del lent
     activation_store.sweep()
     assert isinstance(other.queue[-1], SimulatedEvent)  # behind what reads it: what is freed waits for that
     device.run_everything()
-    assert not parked.is_here
+    assert not offloaded.is_here
     assert memory() is not None
     assert not _is_freed(activation_store)
     other.run()
     activation_store.store.evict("k", to="host").result()
     assert memory() is None
     assert _is_freed(activation_store)
-    lent = parked.take()
+    lent = offloaded.take()
     device.run_everything()
     assert torch.equal(lent, base())
 
@@ -104,14 +104,14 @@ def test_memory_is_kept_until_the_stream_that_took_it_is_done_whoever_sweeps(
 def test_memory_is_kept_until_every_stream_that_took_it_is_done(
     activation_store: ActivationStore, device: Simulated
 ) -> None:
-    parked = activation_store.keep(base(), "k")
+    offloaded = activation_store.keep(base(), "k")
     device.run_everything()
     activation_store.store.fetch("k", tier="host").result()
     streams = [SimulatedStream(), SimulatedStream(), device.compute]
     lent = []
     for stream in streams:
         with on(device, stream):
-            lent += [parked.take(), parked.take()]
+            lent += [offloaded.take(), offloaded.take()]
             stream.queue.append(lambda: None)
     lent.clear()
     activation_store.sweep()
@@ -126,16 +126,16 @@ def test_memory_is_kept_until_every_stream_that_took_it_is_done(
 def test_every_stream_waits_for_bytes_that_come_back(
     activation_store: ActivationStore, device: Simulated
 ) -> None:
-    parked = activation_store.keep(base(), "k")
+    offloaded = activation_store.keep(base(), "k")
     device.run_everything()
-    parked.release()
+    offloaded.release()
     device.run_everything()
     seen: list[bool] = []
     streams = [device.compute, SimulatedStream(), SimulatedStream()]
     lent = []
     for stream in streams:
         with on(device, stream):
-            lent.append(parked.take())
+            lent.append(offloaded.take())
             stream.queue.append(lambda: seen.append(torch.equal(lent[0], base())))
     for stream in streams:
         stream.run()

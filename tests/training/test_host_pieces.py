@@ -116,6 +116,6 @@ def test_aliases_that_are_kept_cost_their_pages_and_two_more(seed: int, tmp_path
 
 
 def _key_of(parameter: Tensor) -> str:
-    tenant = guard.tenant_of(parameter)
-    assert tenant is not None
-    return tenant.binding.key
+    guarded_tensor = guard.guarded_tensor_of(parameter)
+    assert guarded_tensor is not None
+    return guarded_tensor.binding.key

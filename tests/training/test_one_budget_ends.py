@@ -163,7 +163,7 @@ def test_stats_tell_what_was_swapped_and_recomputed_also_at_the_end(tmp_path: Pa
     assert stats.recompute is not None
     assert stats.activations.kept_bytes > 0
     assert stats.activations.released == stats.activations.brought > 0
-    assert stats.activations.parked == 0
+    assert stats.activations.offloaded == 0
     assert stats.recompute.repetitions > 0
 
 

@@ -388,9 +388,9 @@ def test_what_was_pointed_elsewhere_comes_home_when_nobody_else_has_it(tmp_path:
     with offload(model, optimizer, config_of("disk", tmp_path)) as run:
 
         def is_abroad() -> bool:
-            tenant = guard.tenant_of(_weight(model))
-            assert tenant is not None
-            return tenant.is_abroad
+            guarded_tensor = guard.guarded_tensor_of(_weight(model))
+            assert guarded_tensor is not None
+            return guarded_tensor.is_abroad
 
         source = torch.ones(WIDTH, WIDTH)
         _weight(model).data = source

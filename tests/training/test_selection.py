@@ -181,8 +181,10 @@ def test_an_ignored_parameter_is_never_touched(layout: str, tmp_path: Path) -> N
         steps(2)(trial)
         for name, each in ignored.items():
             assert (each.data_ptr(), type(each)) == before[name]
-            assert guard.tenant_of(each) is None
-            assert all(guard.tenant_of(value) is None for value in trial.optimizer.state[each].values())
+            assert guard.guarded_tensor_of(each) is None
+            assert all(
+                guard.guarded_tensor_of(value) is None for value in trial.optimizer.state[each].values()
+            )
         assert not any("1.up" in key for key in run.store)
     for name, each in ignored.items():
         assert (each.data_ptr(), type(each)) == before[name]
@@ -324,9 +326,9 @@ def test_a_pinned_parameter_never_leaves_the_fastest_tier(layout: str, tmp_path:
 
 
 def _key_of(parameter: Tensor) -> str:
-    tenant = guard.tenant_of(parameter)
-    assert tenant is not None
-    return tenant.binding.key
+    guarded_tensor = guard.guarded_tensor_of(parameter)
+    assert guarded_tensor is not None
+    return guarded_tensor.binding.key
 
 
 def test_what_is_pinned_has_to_fit_beside_the_largest_working_set(tmp_path: Path) -> None:

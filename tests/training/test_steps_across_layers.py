@@ -42,8 +42,8 @@ def test_one_use_of_two_layers_after_one_of_them_was_given_more_state(
         return model, [CrossesLayers([getattr(layer, name) for layer, name in layers])]
 
     def loop(trial: Trial) -> None:
-        tenants = [guard.tenant_of(trial.model[number].weight) for number in (0, 2)]  # type: ignore[index]
-        bundles = {tenant.binding for tenant in tenants if tenant is not None}
+        guarded_tensors = [guard.guarded_tensor_of(trial.model[number].weight) for number in (0, 2)]  # type: ignore[index]
+        bundles = {guarded_tensor.binding for guarded_tensor in guarded_tensors if guarded_tensor is not None}
         assert layout == "host" or len(bundles) in (0, 2), "each layer has a bundle of its own"
         for _ in range(3):
             trial.model(torch.ones(2, WIDTH)).sum().backward()

@@ -198,7 +198,7 @@ def test_what_needs_the_bytes_is_refused(layout: str, to: str, tmp_path: Path) -
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         run.suspend(to)
         parameter = model.get_parameter("0.up.weight")
-        used = [each for each in (parameter, parameter.grad) if guard.tenant_of(each) is not None]
+        used = [each for each in (parameter, parameter.grad) if guard.guarded_tensor_of(each) is not None]
         for act in (
             lambda: model(batch()[0]),
             lambda: model.get_submodule("0.up")(batch()[0]),

@@ -44,7 +44,7 @@ def _nothing_is_in_force_afterwards() -> Iterator[None]:
 
 def assert_empty(active: Swap) -> None:
     """Check that the store has nothing, after what is left over was done."""
-    assert active.stats().activations.parked == 0
+    assert active.stats().activations.offloaded == 0
     assert len(active.store) == 0
     for tier in active.store.stats().tiers.values():
         assert tier.ready_bytes == 0

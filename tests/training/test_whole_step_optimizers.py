@@ -325,7 +325,7 @@ def test_state_goes_into_the_store_and_stays_the_same_object(tmp_path: Path) -> 
         loss_of(model, *batch()).backward()
         optimizer.step()
         squares = state_tensors(optimizer, "square")
-        assert all(guard.tenant_of(square) is not None for square in squares)
+        assert all(guard.guarded_tensor_of(square) is not None for square in squares)
         assert sum(key.startswith("state/") for key in run.store) > 0
         optimizer.step()
         assert all(a is b for a, b in zip(squares, state_tensors(optimizer, "square"), strict=True))
@@ -338,7 +338,7 @@ def test_state_leaves_while_the_first_step_goes_on(tmp_path: Path) -> None:
         def change(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
             super().change(group, parameter, gradient)
             squares = state_tensors(self, "square")
-            taken.append(sum(guard.tenant_of(square) is not None for square in squares))
+            taken.append(sum(guard.guarded_tensor_of(square) is not None for square in squares))
 
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     optimizer = Watched(model.parameters())
@@ -354,7 +354,7 @@ def test_state_of_shared_memory_stays_where_it_is(kind: str, tmp_path: Path) -> 
     with offload(model, optimizer, config_of("host", tmp_path)):
         loss_of(model, *batch()).backward()
         optimizer.step()
-        assert all(guard.tenant_of(mean) is None for mean in state_tensors(optimizer, "mean"))
+        assert all(guard.guarded_tensor_of(mean) is None for mean in state_tensors(optimizer, "mean"))
 
 
 def test_state_that_numpy_looks_at_stays_where_it_is(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_state_that_numpy_looks_at_stays_where_it_is(tmp_path: Path) -> None:
         for _ in range(2):
             loss_of(model, *batch()).backward()
             optimizer.step()
-        assert all(guard.tenant_of(each) is None for each in state_tensors(optimizer, "sum"))
+        assert all(guard.guarded_tensor_of(each) is None for each in state_tensors(optimizer, "sum"))
         assert all((array == 2).all() for array in arrays)
 
 

@@ -195,7 +195,7 @@ def test_a_bug_in_the_books_fails_whoever_waits_and_closes_the_store(gate: Gate)
 def test_a_bug_in_the_books_fails_the_put_that_waits_for_room() -> None:
     opening = Transfer[object](("k",))
     engine = small_engine()
-    engine._hands.openings[1] = opening  # type: ignore[assignment]  # as `put` does, in another thread
+    engine._executor.openings[1] = opening  # type: ignore[assignment]  # as `put` does, in another thread
     with pytest.raises(KeyError):
         engine.tell(m.ReadDone(-1))
     with pytest.raises(KeyError):

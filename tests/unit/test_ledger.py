@@ -119,7 +119,7 @@ def test_bytes_stay_charged_until_the_backend_reports_them_freed() -> None:
     desk = Desk()
     desk.store("k", 60, DEVICE)
     desk.tell(m.DropRequested(["k"]))
-    assert desk.ledger.books.shelves[DEVICE].charged_bytes == 60
+    assert desk.ledger.books.tier_states[DEVICE].charged_bytes == 60
     desk.put("next", 60, DEVICE)
     assert desk.moving() == []
     desk.free()
@@ -448,7 +448,7 @@ def test_what_a_backend_could_not_free_stays_charged_and_hangs_nobody() -> None:
     command = desk.frees.pop()
     desk.tell(m.Freed(command.place, BackendError("stuck")))
     assert isinstance(desk.answers[put], CapacityError)
-    assert desk.ledger.books.shelves[DEVICE].charged_bytes == 60
+    assert desk.ledger.books.tier_states[DEVICE].charged_bytes == 60
     small = desk.put("small", 40, DEVICE)
     desk.run()
     assert desk.answers[small] is None
@@ -473,7 +473,7 @@ def test_dropping_a_key_that_waits_for_its_host_leg_frees_its_room() -> None:
     desk.tell(m.DropRequested(["k"]))
     desk.run()
     assert desk.ledger.books.entries == {}
-    assert all(shelf.charged_bytes == 0 for shelf in desk.ledger.books.shelves)
+    assert all(tier_state.charged_bytes == 0 for tier_state in desk.ledger.books.tier_states)
 
 
 def test_a_resize_binds_new_wants_at_once() -> None:
@@ -487,7 +487,7 @@ def test_a_resize_binds_new_wants_at_once() -> None:
     assert desk.answers[number] is None
     assert desk.answers[put] is None
     assert desk.ledger.where("new") == (HOST,)
-    assert desk.ledger.books.shelves[DEVICE].tier.capacity_bytes == 50
+    assert desk.ledger.books.tier_states[DEVICE].tier.capacity_bytes == 50
 
 
 def test_resizes_of_a_tier_go_one_by_one() -> None:
@@ -499,7 +499,7 @@ def test_resizes_of_a_tier_go_one_by_one() -> None:
     desk.run()
     assert desk.answers[first] is None
     assert desk.answers[second] is None
-    assert desk.ledger.books.shelves[DEVICE].tier.capacity_bytes == 200
+    assert desk.ledger.books.tier_states[DEVICE].tier.capacity_bytes == 200
 
 
 def test_a_resize_that_fails_gives_the_old_quota_back() -> None:
@@ -540,8 +540,8 @@ def test_the_auditor_notices_every_sum_that_is_wrong() -> None:
     for name in names:
         desk = Desk()
         desk.store("k", 10, DEVICE)
-        shelf = desk.ledger.books.shelves[DEVICE]
-        setattr(shelf, name, getattr(shelf, name) + 1)
+        tier_state = desk.ledger.books.tier_states[DEVICE]
+        setattr(tier_state, name, getattr(tier_state, name) + 1)
         with pytest.raises(InvariantError, match=name):
             desk.ledger.check()
 

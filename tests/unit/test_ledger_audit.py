@@ -19,7 +19,7 @@ def resident() -> tuple[Desk, TierState, Entry]:
     """Return a desk with one key, READY on the device."""
     desk = Desk()
     desk.store("k", 10, DEVICE)
-    return desk, desk.ledger.books.shelves[DEVICE], desk.ledger.books.index["k"]
+    return desk, desk.ledger.books.tier_states[DEVICE], desk.ledger.books.index["k"]
 
 
 def rising() -> tuple[Desk, Entry]:
@@ -36,7 +36,7 @@ def queued() -> tuple[Desk, TierState, Entry]:
     desk.store("old", 100, DEVICE)
     desk.tell(m.DropRequested(["old"]))
     desk.put("k", 100, DEVICE)
-    return desk, desk.ledger.books.shelves[DEVICE], desk.ledger.books.index["k"]
+    return desk, desk.ledger.books.tier_states[DEVICE], desk.ledger.books.index["k"]
 
 
 def expect(desk: Desk, message: str) -> None:
@@ -46,34 +46,34 @@ def expect(desk: Desk, message: str) -> None:
 
 
 def test_an_absent_replica_has_no_place_in_the_books() -> None:
-    desk, shelf, entry = resident()
+    desk, tier_state, entry = resident()
     entry.replicas[DEVICE].state = ReplicaState.ABSENT
-    shelf.ready_bytes = 0
-    shelf.evictable.clear()
+    tier_state.ready_bytes = 0
+    tier_state.evictable.clear()
     expect(desk, "ABSENT replica")
 
 
 def test_more_is_never_charged_than_the_tier_has() -> None:
-    desk, shelf, _ = resident()
-    shelf.tier = replace(shelf.tier, capacity_bytes=9)
+    desk, tier_state, _ = resident()
+    tier_state.tier = replace(tier_state.tier, capacity_bytes=9)
     expect(desk, "10 charged of 9")
 
 
 def test_a_replica_is_never_charged_more_than_its_size() -> None:
-    desk, shelf, entry = resident()
-    entry.replicas[DEVICE].charge_bytes = shelf.charged_bytes = shelf.ready_bytes = 11
+    desk, tier_state, entry = resident()
+    entry.replicas[DEVICE].charge_bytes = tier_state.charged_bytes = tier_state.ready_bytes = 11
     expect(desk, "a replica is charged 11")
 
 
 def test_a_free_replica_is_a_candidate_for_eviction() -> None:
-    desk, shelf, _ = resident()
-    shelf.evictable.clear()
+    desk, tier_state, _ = resident()
+    tier_state.evictable.clear()
     expect(desk, "a READY replica is in 0 sets")
 
 
 def test_a_replica_that_is_gone_is_no_candidate_for_eviction() -> None:
-    desk, shelf, entry = resident()
-    shelf.stuck[entry.uid + 1] = entry.replicas[DEVICE]
+    desk, tier_state, entry = resident()
+    tier_state.stuck[entry.uid + 1] = entry.replicas[DEVICE]
     expect(desk, "forgotten replica")
 
 
@@ -84,8 +84,8 @@ def test_a_replica_only_leaves_for_a_tier_that_wants_it() -> None:
 
 
 def test_the_number_of_waiting_wants_is_theirs() -> None:
-    desk, shelf, _ = queued()
-    shelf.waiting += 1
+    desk, tier_state, _ = queued()
+    tier_state.waiting += 1
     expect(desk, "2 wants are said to wait")
 
 
@@ -156,20 +156,20 @@ def test_a_replica_is_only_filled_for_somebody() -> None:
 
 def test_the_copy_that_fills_a_replica_is_known() -> None:
     desk, _ = rising()
-    desk.ledger.moving.traffic.copies.clear()
+    desk.ledger.scheduler.traffic.copies.clear()
     expect(desk, "the copy that writes 'k' in tier 1 is unknown")
 
 
 def test_nothing_is_copied_onto_itself() -> None:
     desk, _ = rising()
-    (copy,) = desk.ledger.moving.traffic.copies.values()
+    (copy,) = desk.ledger.scheduler.traffic.copies.values()
     copy.source = HOST
     expect(desk, "onto itself")
 
 
 def test_the_bytes_in_flight_are_those_of_the_copies() -> None:
     desk, _ = rising()
-    desk.ledger.moving.traffic.lane(DISK, HOST).in_flight_bytes += 1
+    desk.ledger.scheduler.traffic.window(DISK, HOST).in_flight_bytes += 1
     expect(desk, "lane 2 -> 1: 11 B in flight, should be 10")
 
 
@@ -179,7 +179,7 @@ def test_the_bytes_in_flight_are_within_the_window() -> None:
         desk.store(key, 10, DISK)
     desk.fetch("k", HOST)
     desk.fetch("other", HOST)
-    desk.ledger.moving.traffic.window_bytes = 19
+    desk.ledger.scheduler.traffic.window_bytes = 19
     expect(desk, "20 B in flight exceed the window")
 
 

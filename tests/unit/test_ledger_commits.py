@@ -46,8 +46,8 @@ def flushed_desk() -> Desk:
 
 
 def disk_bytes(desk: Desk) -> tuple[int, int]:
-    shelf = desk.ledger.books.shelves[DISK]
-    return shelf.charged_bytes, shelf.retained_bytes
+    tier_state = desk.ledger.books.tier_states[DISK]
+    return tier_state.charged_bytes, tier_state.retained_bytes
 
 
 def test_a_commit_speaks_of_what_changed_and_of_what_failed_ones_spoke_of() -> None:
@@ -196,7 +196,7 @@ def test_who_gets_no_room_above_is_told_what_a_tier_below_keeps_for_the_last_com
 
 def test_room_that_a_commit_under_way_may_free_is_waited_for() -> None:
     desk = durable_desk()
-    desk.ledger.books.shelves[DISK].limit_bytes = 100
+    desk.ledger.books.tier_states[DISK].limit_bytes = 100
     desk.store("k", 60, HOST)
     flush(desk)
     desk.run()
@@ -337,7 +337,7 @@ def test_what_was_recovered_is_there_and_is_kept_until_a_commit_without_it() -> 
     assert list(desk.ledger) == ["k", "l"]
     assert desk.ledger.spec("k") == "spec"
     assert [granted.key for granted in desk.leased[1]] == ["k", "l"]
-    disk = desk.ledger.books.shelves[DISK]
+    disk = desk.ledger.books.tier_states[DISK]
     assert (disk.peak_charged_bytes, len(disk.kept), len(disk.evictable)) == (15, 2, 0)
     desk.tell(m.DropRequested(["k"]))
     desk.run()

@@ -16,7 +16,7 @@ def end(desk: Desk, charge_bytes: int, index: int = 0) -> None:
 
 
 def disk_of(desk: Desk) -> TierState:
-    return desk.ledger.books.shelves[DISK]
+    return desk.ledger.books.tier_states[DISK]
 
 
 def test_a_replica_is_charged_whole_until_its_copy_has_ended() -> None:
@@ -88,10 +88,10 @@ def test_a_replica_that_was_leased_in_stream_order_shrinks_when_its_copy_ends() 
     desk.fetch("k", DEVICE)
     desk.tell(m.CopyOrdered(desk.copies[0].copy))
     desk.lease("k")
-    shelf = desk.ledger.books.shelves[DEVICE]
-    assert shelf.leased_bytes == 60
+    tier_state = desk.ledger.books.tier_states[DEVICE]
+    assert tier_state.leased_bytes == 60
     end(desk, 20)
-    assert (shelf.leased_bytes, shelf.ready_bytes, shelf.charged_bytes) == (20, 20, 20)
+    assert (tier_state.leased_bytes, tier_state.ready_bytes, tier_state.charged_bytes) == (20, 20, 20)
 
 
 def test_a_leased_replica_of_a_replaced_key_shrinks_when_its_copy_ends() -> None:
@@ -102,12 +102,12 @@ def test_a_leased_replica_of_a_replaced_key_shrinks_when_its_copy_ends() -> None
     lease = desk.lease("k")
     desk.put("k", 10, DISK, replace=True)
     desk.finish(1)
-    shelf = desk.ledger.books.shelves[DEVICE]
-    assert (shelf.leased_bytes, shelf.draining_bytes) == (60, 0)
+    tier_state = desk.ledger.books.tier_states[DEVICE]
+    assert (tier_state.leased_bytes, tier_state.draining_bytes) == (60, 0)
     end(desk, 20)
-    assert (shelf.leased_bytes, shelf.draining_bytes, shelf.charged_bytes) == (20, 0, 20)
+    assert (tier_state.leased_bytes, tier_state.draining_bytes, tier_state.charged_bytes) == (20, 0, 20)
     desk.tell(m.LeaseReleased(lease, written=False))
-    assert (shelf.leased_bytes, shelf.draining_bytes) == (0, 20)
+    assert (tier_state.leased_bytes, tier_state.draining_bytes) == (0, 20)
 
 
 def test_a_replica_that_leaves_before_its_copy_ended_shrinks_when_it_ends() -> None:
@@ -115,10 +115,10 @@ def test_a_replica_that_leaves_before_its_copy_ended_shrinks_when_it_ends() -> N
     desk.put("k", 60, DEVICE)
     desk.tell(m.CopyOrdered(desk.copies[0].copy))
     desk.put("next", 60, DEVICE)
-    shelf = desk.ledger.books.shelves[DEVICE]
-    assert shelf.leaving_bytes == 60
+    tier_state = desk.ledger.books.tier_states[DEVICE]
+    assert tier_state.leaving_bytes == 60
     end(desk, 40)
-    assert shelf.leaving_bytes == 40
+    assert tier_state.leaving_bytes == 40
     assert ("next", None, DEVICE) in desk.moving()
 
 

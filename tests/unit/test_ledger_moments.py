@@ -422,7 +422,7 @@ def test_a_failed_flush_of_a_clean_key_gives_nobody_its_bytes() -> None:
 
 def test_a_flush_that_begins_again_is_not_refused_as_somebody_waits_to_write() -> None:
     desk = durable_desk()
-    desk.ledger.moving.stride = 2
+    desk.ledger.scheduler.stride = 2
     for number in range(5):
         desk.store(f"k{number}", 1, HOST)
     desk.store("c", 1, DISK)

@@ -43,10 +43,10 @@ def rename(desk: Desk, *, replace: bool = False, **names: str) -> None:
 
 def test_a_split_moves_no_bytes_and_charges_none() -> None:
     desk = desk_with_two_replicas()
-    charged = [shelf.charged_bytes for shelf in desk.ledger.books.shelves]
+    charged = [tier_state.charged_bytes for tier_state in desk.ledger.books.tier_states]
     assert split(desk, k="new")
     assert (desk.ledger.where("k"), desk.ledger.where("new")) == ((HOST,), (DEVICE,))
-    assert [shelf.charged_bytes for shelf in desk.ledger.books.shelves] == charged
+    assert [tier_state.charged_bytes for tier_state in desk.ledger.books.tier_states] == charged
     assert desk.copies == []
     assert desk.frees == []
 
@@ -132,7 +132,7 @@ def test_a_new_version_takes_the_place_of_the_old_one() -> None:
     desk.run()
     assert list(desk.ledger) == ["k"]
     assert desk.ledger.where("k") == (DEVICE,)
-    assert desk.ledger.books.shelves[HOST].charged_bytes == 0
+    assert desk.ledger.books.tier_states[HOST].charged_bytes == 0
 
 
 def test_a_rename_to_a_key_that_is_there_needs_leave_to_replace_it() -> None:

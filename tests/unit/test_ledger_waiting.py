@@ -89,7 +89,7 @@ def test_a_put_whose_key_is_dropped_meanwhile_fails_and_leaves_nothing() -> None
     assert isinstance(desk.answers[put], KeyNotFound)
     desk.run()
     assert desk.ledger.books.entries == {}
-    assert desk.ledger.books.shelves[DEVICE].charged_bytes == 0
+    assert desk.ledger.books.tier_states[DEVICE].charged_bytes == 0
 
 
 def test_a_medium_that_refuses_a_copy_whose_key_was_dropped_leaves_nothing() -> None:
@@ -197,7 +197,7 @@ def test_a_fetch_fails_once_when_its_host_leg_fails_after_a_lower_copy_arrived()
     desk.run()
     assert desk.answers[fetch] is cause
     assert desk.ledger.where("k") == (DISK, ARCHIVE)
-    assert desk.ledger.books.shelves[DEVICE].charged_bytes == 0
+    assert desk.ledger.books.tier_states[DEVICE].charged_bytes == 0
 
 
 def test_a_prefetch_is_declined_once_when_its_host_leg_is_refused_after_a_lower_copy_arrived() -> None:
@@ -211,7 +211,7 @@ def test_a_prefetch_is_declined_once_when_its_host_leg_is_refused_after_a_lower_
     desk.run()
     assert desk.answers[prefetch] is None
     assert desk.ledger.where("k") == (DISK, ARCHIVE)
-    assert desk.ledger.books.shelves[DEVICE].charged_bytes == 0
+    assert desk.ledger.books.tier_states[DEVICE].charged_bytes == 0
 
 
 def test_a_policy_that_names_a_victim_twice_evicts_it_once() -> None:
@@ -226,4 +226,4 @@ def test_a_policy_that_names_a_victim_twice_evicts_it_once() -> None:
     put = desk.put("new", 90, DEVICE)
     desk.run()
     assert desk.answers[put] is None
-    assert desk.ledger.books.shelves[DEVICE].counters.evictions == 2
+    assert desk.ledger.books.tier_states[DEVICE].counters.evictions == 2

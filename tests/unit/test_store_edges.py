@@ -45,7 +45,7 @@ def test_a_closed_store_keeps_no_memory_of_copies_that_it_handed_out() -> None:
     with make_store(4 * MIB) as store:
         store.put("k", numbered(1, 2 * MIB))
         store.get("k")
-        outputs = store._handover._outputs
+        outputs = store._tensor_io._outputs
         assert outputs._idle_bytes == 2 * MIB
     assert outputs._idle_bytes == 0
 

@@ -17,14 +17,14 @@ from tierstore.training.budgets.prefetcher import Prefetcher, PrefetchWindow
 def test_a_gradient_is_needed_until_the_step_ends() -> None:
     tiers = [ts.TierConfig("host", "memory", 2048), ts.TierConfig("disk", "memory", 65536)]
     with ts.Store(ts.StoreConfig(tiers=tiers, eviction="next-use")) as store:
-        follower = Prefetcher(store, [PrefetchWindow("host", 0)], lambda _: 0, optimizers=1)
+        prefetcher = Prefetcher(store, [PrefetchWindow("host", 0)], lambda _: 0, optimizers=1)
 
         def begin_step() -> None:
-            follower.begin_forward()
-            follower.note("first")
-            follower.note_gradient("gradient")
-            follower.note("last")
-            follower.note_step(0)
+            prefetcher.begin_forward()
+            prefetcher.note("first")
+            prefetcher.note_gradient("gradient")
+            prefetcher.note("last")
+            prefetcher.note_step(0)
 
         for key in ("gradient", "first"):
             store.put(key, torch.zeros(1024, dtype=torch.uint8), tier="host")
@@ -41,14 +41,14 @@ def test_an_activation_is_brought_to_host_memory_ahead_of_its_use_and_no_further
         ts.TierConfig("disk", "memory", 65536),
     ]
     with ts.Store(ts.StoreConfig(tiers=tiers, eviction="next-use")) as store:
-        follower = Prefetcher(
+        prefetcher = Prefetcher(
             store, [PrefetchWindow("device", 4096), PrefetchWindow("host", 8192)], lambda _: 0, optimizers=1
         )
-        follower.note("first")
-        follower.note_passing("activation", 1024)
-        follower.note("last")
-        follower.note_step(0)
-        follower.begin_forward()
+        prefetcher.note("first")
+        prefetcher.note_passing("activation", 1024)
+        prefetcher.note("last")
+        prefetcher.note_step(0)
+        prefetcher.begin_forward()
         store.put("activation", torch.zeros(1024, dtype=torch.uint8), tier="disk")
         asked: list[tuple[str, str]] = []
         prefetch = store.prefetch
@@ -58,7 +58,7 @@ def test_an_activation_is_brought_to_host_memory_ahead_of_its_use_and_no_further
             prefetch(*keys, tier=tier)
 
         with mock.patch.object(store, "prefetch", note_prefetch):
-            follower.note("first")
+            prefetcher.note("first")
         assert asked == [("activation", "host")]
 
 
@@ -66,13 +66,13 @@ def test_a_window_that_a_key_has_passed_is_free_again_whatever_became_of_its_byt
     tiers = [ts.TierConfig("device", "memory", 4096), ts.TierConfig("host", "memory", 8192)]
     with ts.Store(ts.StoreConfig(tiers=tiers)) as store:
         window = PrefetchWindow("host", 1024)
-        follower = Prefetcher(store, [window], lambda _: 0, optimizers=1)
+        prefetcher = Prefetcher(store, [window], lambda _: 0, optimizers=1)
         for nbytes in (1024, 64, 4096, 512):
-            follower.begin_forward()
-            follower.note("first")
-            follower.note_passing("activation", nbytes)
-            follower.note("last")
-            follower.note_step(0)
+            prefetcher.begin_forward()
+            prefetcher.note("first")
+            prefetcher.note_passing("activation", nbytes)
+            prefetcher.note("last")
+            prefetcher.note_step(0)
         assert window.ahead_bytes == sum(window.ahead) <= 1024
 
 
@@ -82,28 +82,28 @@ def test_a_key_may_be_used_in_the_midst_of_another_use() -> None:
     keys = [f"key {number}" for number in range(6)]
     with ts.Store(ts.StoreConfig(tiers=tiers)) as store:
         window = PrefetchWindow("host", 4096)
-        follower = Prefetcher(store, [window], lambda _: 64, optimizers=1)
+        prefetcher = Prefetcher(store, [window], lambda _: 64, optimizers=1)
 
         def step() -> None:
-            follower.begin_forward()
+            prefetcher.begin_forward()
             for key in keys:
-                follower.note(key)
-            follower.note_step(0)
+                prefetcher.note(key)
+            prefetcher.note_step(0)
 
         step()
         step()
-        follower.begin_forward()
-        follower.note(keys[0])
+        prefetcher.begin_forward()
+        prefetcher.note(keys[0])
         advance = store.advance
 
         def advance_and_use(position: int) -> None:
             advance(position)
             if position == 2:
-                follower.note(keys[4])
+                prefetcher.note(keys[4])
 
         with mock.patch.object(store, "advance", advance_and_use):
             for key in keys[1:]:
-                follower.note(key)
+                prefetcher.note(key)
         assert window.ahead_bytes == sum(window.ahead)
 
 
@@ -122,11 +122,11 @@ def test_threads_may_go_through_a_step_together() -> None:
     keys = [f"activation/{number}" for number in range(60)]
     with ts.Store(ts.StoreConfig(tiers=tiers)) as store:
         window = PrefetchWindow("host", 10_000)
-        follower = Prefetcher(store, [window], lambda _: 0, optimizers=1)
+        prefetcher = Prefetcher(store, [window], lambda _: 0, optimizers=1)
         for key in keys:
-            follower.note_passing(key, 1000)
-        follower.note_step(0)
-        follower.begin_forward()
+            prefetcher.note_passing(key, 1000)
+        prefetcher.note_step(0)
+        prefetcher.begin_forward()
         errors: list[BaseException] = []
         begin = threading.Barrier(4)
 
@@ -135,7 +135,7 @@ def test_threads_may_go_through_a_step_together() -> None:
                 begin.wait()
                 for _ in range(8):
                     for key in keys[first::2] + keys[::-1][first::2]:
-                        follower.note_passing(key, 1000)
+                        prefetcher.note_passing(key, 1000)
             except BaseException as error:  # noqa: BLE001 - looked at below
                 errors.append(error)
 

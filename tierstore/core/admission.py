@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 
-from tierstore.core import tier_state
 from tierstore.core.books import Books
 from tierstore.core.entry import Replica, Want
 from tierstore.core.eviction import Policy, by_next_use
@@ -17,6 +16,7 @@ from tierstore.core.messages import Urgency
 from tierstore.core.model import Plan
 from tierstore.core.requests import FlushRequest
 from tierstore.core.tier_state import TierState
+from tierstore.core.tier_state import advice as advice_on
 from tierstore.errors import CapacityError
 from tierstore.units import format_bytes
 
@@ -49,47 +49,47 @@ class SpaceAdmission:
         """Return the accesses until ``key`` is used next; None: no plan knows it."""
         return None if self.plan is None else self.plan.distance(key, self.position)
 
-    def ask(self, shelf: TierState, want: Want) -> Admission:
+    def ask(self, tier_state: TierState, want: Want) -> Admission:
         """Say whether ``want`` can have room now or later, and set the hardware to it.
 
         Raises:
             CapacityError: it cannot, and no hardware will change that.
         """
-        needed = shelf.charge(want.entry.nbytes) + want.slack_bytes
-        if needed <= shelf.free_bytes:
+        needed = tier_state.charge(want.entry.nbytes) + want.slack_bytes
+        if needed <= tier_state.free_bytes:
             return Admission.NOW
-        self._refuse_if_hopeless(shelf, want, needed)
-        missing = needed - shelf.coming_free_bytes
+        self._refuse_if_hopeless(tier_state, want, needed)
+        missing = needed - tier_state.coming_free_bytes
         if missing > 0:
-            self.evict(shelf, missing, self._candidates(shelf, want), want.urgency, needed)
-        if needed <= shelf.coming_free_bytes:
+            self.evict(tier_state, missing, self._candidates(tier_state, want), want.urgency, needed)
+        if needed <= tier_state.coming_free_bytes:
             return Admission.LATER
         if want.urgency is Urgency.PREFETCH:
             raise CapacityError("a prefetch only takes what is free or what is needed later")
-        if shelf.is_in_motion:
+        if tier_state.is_in_motion:
             return Admission.LATER
-        raise self._refusal(shelf, want, needed)
+        raise self._refusal(tier_state, want, needed)
 
     def evict(
         self,
-        shelf: TierState,
+        tier_state: TierState,
         missing_bytes: int,
         candidates: Iterable[Replica],
         urgency: Urgency,
         needed: int,
     ) -> None:
         """Let candidates go, in the policy's order, until ``missing_bytes`` more are coming free."""
-        target = shelf.coming_free_bytes + missing_bytes
+        target = tier_state.coming_free_bytes + missing_bytes
         for victim in self.policy(candidates, needed, self.distance):
-            if shelf.coming_free_bytes >= target:
+            if tier_state.coming_free_bytes >= target:
                 return
-            self.let_go(shelf, victim, urgency)
+            self.let_go(tier_state, victim, urgency)
 
-    def let_go(self, shelf: TierState, victim: Replica, urgency: Urgency) -> None:
+    def let_go(self, tier_state: TierState, victim: Replica, urgency: Urgency) -> None:
         """Evict one replica: drop it if another is READY, else push it down first."""
-        if shelf.evictable.get(victim.entry.uid) is not victim:
+        if tier_state.evictable.get(victim.entry.uid) is not victim:
             return
-        shelf.counters.evictions += 1
+        tier_state.counters.evictions += 1
         if len(victim.entry.ready()) > 1:
             self.books.drop(victim)
             return
@@ -99,32 +99,32 @@ class SpaceAdmission:
 
     def give_up(self, victim: Replica) -> None:
         """A leaving replica finds no room below: it stays, and is no candidate until that may change."""
-        shelf = self.books.shelves[victim.tier]
+        tier_state = self.books.tier_states[victim.tier]
         self.books.stay(victim)
-        shelf.stuck[victim.entry.uid] = victim
-        self.books.restless.add(shelf.index)
+        tier_state.stuck[victim.entry.uid] = victim
+        self.books.restless.add(tier_state.index)
 
-    def reconsider(self, shelf: TierState) -> None:
+    def reconsider(self, tier_state: TierState) -> None:
         """What was stuck may find room below again."""
-        if shelf.stuck:
-            shelf.evictable.update(shelf.stuck)
-            shelf.stuck.clear()
+        if tier_state.stuck:
+            tier_state.evictable.update(tier_state.stuck)
+            tier_state.stuck.clear()
 
-    def keep_watermark(self, shelf: TierState) -> None:
+    def keep_watermark(self, tier_state: TierState) -> None:
         """Above ``high``, evict down to ``low``, over what can be evicted."""
-        leaving = shelf.draining_bytes + shelf.leaving_bytes
-        if shelf.charged_bytes - leaving <= shelf.tier.high_bytes or not shelf.evictable:
+        leaving = tier_state.draining_bytes + tier_state.leaving_bytes
+        if tier_state.charged_bytes - leaving <= tier_state.tier.high_bytes or not tier_state.evictable:
             return
-        excess = shelf.charged_bytes - leaving - shelf.tier.low_bytes
-        self.evict(shelf, excess, self.evictable(shelf), Urgency.WRITE_BACK, excess)
+        excess = tier_state.charged_bytes - leaving - tier_state.tier.low_bytes
+        self.evict(tier_state, excess, self.evictable(tier_state), Urgency.WRITE_BACK, excess)
 
-    def evictable(self, shelf: TierState) -> list[Replica]:
+    def evictable(self, tier_state: TierState) -> list[Replica]:
         """Return what may be evicted, oldest use first."""
-        return list(shelf.evictable.values())
+        return list(tier_state.evictable.values())
 
-    def _candidates(self, shelf: TierState, want: Want) -> list[Replica]:
+    def _candidates(self, tier_state: TierState, want: Want) -> list[Replica]:
         """A prefetch may only push out what the plan needs later than the prefetched."""
-        candidates = self.evictable(shelf)
+        candidates = self.evictable(tier_state)
         if want.urgency is not Urgency.PREFETCH:
             return candidates
         own = self.distance(want.entry.key)
@@ -133,53 +133,55 @@ class SpaceAdmission:
         distances = ((replica, self.distance(replica.key)) for replica in candidates)
         return [replica for replica, distance in distances if distance is None or distance > own]
 
-    def _refuse_if_hopeless(self, shelf: TierState, want: Want, needed: int) -> None:
+    def _refuse_if_hopeless(self, tier_state: TierState, want: Want, needed: int) -> None:
         """Refuse at once what only a lease's holder, or nobody, could make room for."""
-        if needed > shelf.limit_bytes - shelf.bound_bytes:
-            raise self._refusal(shelf, want, needed)
+        if needed > tier_state.limit_bytes - tier_state.bound_bytes:
+            raise self._refusal(tier_state, want, needed)
 
-    def _refusal(self, shelf: TierState, want: Want, needed: int) -> CapacityError:
+    def _refusal(self, tier_state: TierState, want: Want, needed: int) -> CapacityError:
         """Say what was needed, what there is and who holds the rest."""
         leased = [
             entry
             for entry in self.books.entries.values()
-            if (replica := entry.replicas.get(shelf.index)) is not None and replica.leases
+            if (replica := entry.replicas.get(tier_state.index)) is not None and replica.leases
         ]
         holders = tuple(dict.fromkeys(holder for entry in leased for holder in entry.holders.values()))
         own = needed - want.slack_bytes
         message = (
-            f"{want.entry.key!r} needs {format_bytes(own)} in {shelf.tier.name!r} "
-            f"({format_bytes(shelf.free_bytes)} free of {format_bytes(shelf.limit_bytes)})"
+            f"{want.entry.key!r} needs {format_bytes(own)} in {tier_state.tier.name!r} "
+            f"({format_bytes(tier_state.free_bytes)} free of {format_bytes(tier_state.limit_bytes)})"
         )
         if want.slack_bytes:
             message += f"; the free bytes are not in one piece: {want.refusal}"
         if leased:
-            message += f"; {len(leased)} replicas ({format_bytes(shelf.leased_bytes)}) are leased there"
-        full = [shelf]
-        if shelf.stuck:
-            below = self.books.shelves[shelf.index + 1 :]
+            message += f"; {len(leased)} replicas ({format_bytes(tier_state.leased_bytes)}) are leased there"
+        full = [tier_state]
+        if tier_state.stuck:
+            below = self.books.tier_states[tier_state.index + 1 :]
             free = ", ".join(f"{format_bytes(each.free_bytes)} free in {each.tier.name!r}" for each in below)
             there = f" ({free})" if below else ", for there is none"
-            message += f"; {len(shelf.stuck)} replicas could not be moved to a lower tier{there}"
-            if shelf.trouble is not None:  # else one would look for room in quotas where the medium has none
-                message += f", because of: {shelf.trouble}"
+            message += f"; {len(tier_state.stuck)} replicas could not be moved to a lower tier{there}"
+            if (
+                tier_state.trouble is not None
+            ):  # else one would look for room in quotas where the medium has none
+                message += f", because of: {tier_state.trouble}"
             full += below
         retained = [each for each in full if each.retained_bytes]
         for each in retained:
-            where = "there" if each is shelf else f"in {each.tier.name!r}"
+            where = "there" if each is tier_state else f"in {each.tier.name!r}"
             message += f"; {format_bytes(each.retained_bytes)} are kept {where} only for the last flush"
-        advice = tier_state.advice(full, "Release a lease, or raise" if leased else "Drop keys, or raise")
-        if retained and shelf.tier.setting is None:  # else its user knows of no flushes
+        advice = advice_on(full, "Release a lease, or raise" if leased else "Drop keys, or raise")
+        if retained and tier_state.tier.setting is None:  # else its user knows of no flushes
             advice = f"{_about_flushes(want)}. {advice}"
         error = CapacityError(
             f"{message}. {advice}",
             key=want.entry.key,
-            tier=shelf.tier.name,
+            tier=tier_state.tier.name,
             needed_bytes=own,
-            free_bytes=shelf.free_bytes,
+            free_bytes=tier_state.free_bytes,
             holders=holders,
         )
-        error.__cause__ = want.refusal or shelf.trouble
+        error.__cause__ = want.refusal or tier_state.trouble
         return error
 
 

@@ -23,78 +23,85 @@ def _fail(message: str, entry: Entry | None = None) -> NoReturn:
     raise InvariantError(f"{message}.{story}", key=None if entry is None else entry.key)
 
 
-def audit(moving: CopyScheduler, commits: DurableCommits) -> None:
+def audit(scheduler: CopyScheduler, commits: DurableCommits) -> None:
     """Raise `InvariantError` if any rule of the books is broken."""
-    books = moving.books
-    for shelf in books.shelves:
-        replicas = [e.replicas[shelf.index] for e in books.entries.values() if shelf.index in e.replicas]
-        _audit_sums(shelf, replicas)
-        _audit_sets(shelf, replicas)
-        _audit_queues(shelf)
+    books = scheduler.books
+    for tier_state in books.tier_states:
+        replicas = [
+            e.replicas[tier_state.index] for e in books.entries.values() if tier_state.index in e.replicas
+        ]
+        _audit_sums(tier_state, replicas)
+        _audit_sets(tier_state, replicas)
+        _audit_queues(tier_state)
     for key, entry in books.index.items():
         if entry.key != key or entry.life is EntryLife.GONE or books.entries.get(entry.uid) is not entry:
             _fail(f"the index shows an entry under {key!r} that is not its own", entry)
     for entry in books.entries.values():
         _audit_entry(entry)
-        _audit_copies(moving, entry)
-    _audit_lanes(moving)
-    _audit_promises(moving, commits)
+        _audit_copies(scheduler, entry)
+    _audit_windows(scheduler)
+    _audit_promises(scheduler, commits)
     if commits.tier is not None:
         _audit_changes(commits)
 
 
-def _audit_sums(shelf: TierState, replicas: list[Replica]) -> None:
+def _audit_sums(tier_state: TierState, replicas: list[Replica]) -> None:
     """Rule 2: charged until freed, never above the quota."""
     by_state = {state: sum(r.charge_bytes for r in replicas if r.state is state) for state in ReplicaState}
     held = sum(r.charge_bytes for r in replicas if r.state is ReplicaState.DRAINING and r.leases)
     expected = {
-        "charged_bytes": sum(by_state.values()) + shelf.lost_bytes,
+        "charged_bytes": sum(by_state.values()) + tier_state.lost_bytes,
         "filling_bytes": by_state[ReplicaState.FILLING],
         "ready_bytes": by_state[ReplicaState.READY],
         "draining_bytes": by_state[ReplicaState.DRAINING] - held,
         "retained_bytes": by_state[ReplicaState.RETAINED],
         "promised_bytes": sum(r.charge_bytes for r in replicas if r.promises),
         "leased_bytes": sum(r.charge_bytes for r in replicas if r.leases),
-        "leaving_bytes": sum(r.charge_bytes for r in shelf.leaving.values()),
+        "leaving_bytes": sum(r.charge_bytes for r in tier_state.leaving.values()),
     }
     for name, value in expected.items():
-        if getattr(shelf, name) != value:
-            _fail(f"{shelf.tier.name}: {name} is {getattr(shelf, name)}, should be {value}")
+        if getattr(tier_state, name) != value:
+            _fail(f"{tier_state.tier.name}: {name} is {getattr(tier_state, name)}, should be {value}")
     for replica in replicas:
-        if not 0 <= replica.charge_bytes <= shelf.charge(replica.entry.nbytes):
-            _fail(f"{shelf.tier.name}: a replica is charged {replica.charge_bytes}", replica.entry)
+        if not 0 <= replica.charge_bytes <= tier_state.charge(replica.entry.nbytes):
+            _fail(f"{tier_state.tier.name}: a replica is charged {replica.charge_bytes}", replica.entry)
     if by_state[ReplicaState.ABSENT]:
-        _fail(f"{shelf.tier.name}: an ABSENT replica is in the books")
-    if shelf.charged_bytes > shelf.tier.capacity_bytes:
-        _fail(f"{shelf.tier.name}: {shelf.charged_bytes} charged of {shelf.tier.capacity_bytes}")
+        _fail(f"{tier_state.tier.name}: an ABSENT replica is in the books")
+    if tier_state.charged_bytes > tier_state.tier.capacity_bytes:
+        _fail(
+            f"{tier_state.tier.name}: {tier_state.charged_bytes} charged of {tier_state.tier.capacity_bytes}"
+        )
 
 
-def _audit_sets(shelf: TierState, replicas: list[Replica]) -> None:
+def _audit_sets(tier_state: TierState, replicas: list[Replica]) -> None:
     """A READY replica is leased, evictable, leaving, stuck or kept: exactly one of these."""
-    sets = (shelf.evictable, shelf.leaving, shelf.stuck, shelf.kept)
+    sets = (tier_state.evictable, tier_state.leaving, tier_state.stuck, tier_state.kept)
     for replica in replicas:
         member_of = sum(group.get(replica.entry.uid) is replica for group in sets)
         is_free = replica.state is ReplicaState.READY and not replica.leases
         if member_of != int(is_free):
-            _fail(f"{shelf.tier.name}: a {replica.state.name} replica is in {member_of} sets", replica.entry)
+            _fail(
+                f"{tier_state.tier.name}: a {replica.state.name} replica is in {member_of} sets",
+                replica.entry,
+            )
     if sum(len(group) for group in sets) > len(replicas):
-        _fail(f"{shelf.tier.name}: a forgotten replica is still a candidate")
-    if any(not replica.promises for replica in shelf.kept.values()):
-        _fail(f"{shelf.tier.name}: a replica is kept that nobody was promised")
-    for replica in shelf.leaving.values():
-        if not any(tier > shelf.index for tier in replica.entry.wants):
-            _fail(f"{shelf.tier.name}: a replica leaves, but no lower tier wants it", replica.entry)
+        _fail(f"{tier_state.tier.name}: a forgotten replica is still a candidate")
+    if any(not replica.promises for replica in tier_state.kept.values()):
+        _fail(f"{tier_state.tier.name}: a replica is kept that nobody was promised")
+    for replica in tier_state.leaving.values():
+        if not any(tier > tier_state.index for tier in replica.entry.wants):
+            _fail(f"{tier_state.tier.name}: a replica leaves, but no lower tier wants it", replica.entry)
 
 
-def _audit_queues(shelf: TierState) -> None:
-    if shelf.waiting != sum(len(queue) for queue in shelf.queues.values()):
-        _fail(f"{shelf.tier.name}: {shelf.waiting} wants are said to wait")
-    for urgency, queue in shelf.queues.items():
+def _audit_queues(tier_state: TierState) -> None:
+    if tier_state.waiting != sum(len(queue) for queue in tier_state.queues.values()):
+        _fail(f"{tier_state.tier.name}: {tier_state.waiting} wants are said to wait")
+    for urgency, queue in tier_state.queues.items():
         for want in queue:
             if want.phase is not WantPhase.QUEUED or want.urgency is not urgency:
-                _fail(f"{shelf.tier.name}: a want waits in the wrong queue", want.entry)
-            if want.entry.wants.get(shelf.index) is not want:
-                _fail(f"{shelf.tier.name}: a want waits that its entry does not know", want.entry)
+                _fail(f"{tier_state.tier.name}: a want waits in the wrong queue", want.entry)
+            if want.entry.wants.get(tier_state.index) is not want:
+                _fail(f"{tier_state.tier.name}: a want waits that its entry does not know", want.entry)
 
 
 def _audit_life(entry: Entry) -> None:
@@ -139,37 +146,37 @@ def _audit_changes(commits: DurableCommits) -> None:
         _fail("bytes were committed under two keys")
 
 
-def _audit_copies(moving: CopyScheduler, entry: Entry) -> None:
+def _audit_copies(scheduler: CopyScheduler, entry: Entry) -> None:
     """Rule 3: at most one copy writes a replica, and every FILLING one has a want."""
     for tier, replica in entry.replicas.items():
         if replica.state is ReplicaState.FILLING and tier not in entry.wants:
             _fail(f"nobody wants the FILLING replica of {entry.key!r} in tier {tier}", entry)
         if replica.copy is None:
             continue
-        copy = moving.traffic.copies.get(replica.copy)
+        copy = scheduler.traffic.copies.get(replica.copy)
         if copy is None or copy.want.entry is not entry or copy.target != tier:
             _fail(f"the copy that writes {entry.key!r} in tier {tier} is unknown", entry)
         if copy.source == tier:
             _fail(f"{entry.key!r} is copied onto itself", entry)
 
 
-def _audit_lanes(moving: CopyScheduler) -> None:
-    for (source, target), lane in moving.traffic.lanes.items():
-        waiting = {number for group in lane.waiting.values() for number in group}
-        copies = [c for c in moving.traffic.copies.values() if (c.source, c.target) == (source, target)]
+def _audit_windows(scheduler: CopyScheduler) -> None:
+    for (source, target), window in scheduler.traffic.windows.items():
+        waiting = {number for group in window.waiting.values() for number in group}
+        copies = [c for c in scheduler.traffic.copies.values() if (c.source, c.target) == (source, target)]
         flying = [c for c in copies if c.number not in waiting]
         in_flight = sum(copy.nbytes for copy in flying)
-        if in_flight != lane.in_flight_bytes:
-            _fail(f"lane {source} -> {target}: {lane.in_flight_bytes} B in flight, should be {in_flight}")
+        if in_flight != window.in_flight_bytes:
+            _fail(f"window {source} -> {target}: {window.in_flight_bytes} B in flight, should be {in_flight}")
         if (
             source >= 0
             and sum(copy.nbytes > 0 for copy in flying) > 1
-            and in_flight > moving.traffic.window_bytes
+            and in_flight > scheduler.traffic.window_bytes
         ):
-            _fail(f"lane {source} -> {target}: {in_flight} B in flight exceed the window")
+            _fail(f"window {source} -> {target}: {in_flight} B in flight exceed the window")
 
 
-def _audit_promises(moving: CopyScheduler, commits: DurableCommits) -> None:
+def _audit_promises(scheduler: CopyScheduler, commits: DurableCommits) -> None:
     """Rule 9: what commits name and flushes have found is there, and nothing else is kept for them."""
     promised = [*commits.committed.values(), *commits.doubtful.values()]
     if commits.underway is not None:
@@ -177,9 +184,9 @@ def _audit_promises(moving: CopyScheduler, commits: DurableCommits) -> None:
     promised += [replica for flush in commits.flushes for replica in flush.found.values()]
     counts = Counter(replica.place.replica for replica in promised)
     for replica in promised:
-        if moving.books.replicas.get(replica.place.replica) is not replica:
+        if scheduler.books.replicas.get(replica.place.replica) is not replica:
             _fail(f"the bytes of {replica.key!r} were promised, and are gone", replica.entry)
-    for number, replica in moving.books.replicas.items():
+    for number, replica in scheduler.books.replicas.items():
         if replica.promises != counts[number]:
             _fail(f"{replica.promises} promises of {replica.key!r}, not {counts[number]}", replica.entry)
         if replica.state is ReplicaState.RETAINED and not (replica.promises and replica.is_idle):

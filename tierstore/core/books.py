@@ -17,17 +17,17 @@ class Books:
     """Entries, replicas and the sums over them.
 
     Attributes:
-        shelves: one for each tier, fastest first.
+        tier_states: one for each tier, fastest first.
         index: the LIVE entry of each key, or the COMING one of a key that is new.
         entries: every entry that has replicas, wants or a name, by uid.
         replicas: every one that is not ABSENT, by its number.
         out: the commands to answer with.
         changed: entries whose watchers are to be asked again.
-        restless: shelves on which somebody may now get room.
+        restless: tier states on which somebody may now get room.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        self.shelves = [TierState(index, tier) for index, tier in enumerate(tiers)]
+        self.tier_states = [TierState(index, tier) for index, tier in enumerate(tiers)]
         self.index: dict[str, Entry] = {}
         self.entries: dict[int, Entry] = {}
         self.replicas: dict[int, Replica] = {}
@@ -50,25 +50,25 @@ class Books:
 
     def reserve(self, entry: Entry, tier: int) -> Replica:
         """Charge room for a replica: it is FILLING."""
-        shelf = self.shelves[tier]
+        tier_state = self.tier_states[tier]
         place = ReplicaId(next(self._replica_numbers), tier)
-        replica = Replica(entry, place, shelf.charge(entry.nbytes))
+        replica = Replica(entry, place, tier_state.charge(entry.nbytes))
         replica.step(ReplicaStep.RESERVE)
         self.replicas[place.replica] = replica
         entry.replicas[tier] = replica
-        shelf.charged_bytes += replica.charge_bytes
-        shelf.filling_bytes += replica.charge_bytes
-        shelf.peak_charged_bytes = max(shelf.peak_charged_bytes, shelf.charged_bytes)
+        tier_state.charged_bytes += replica.charge_bytes
+        tier_state.filling_bytes += replica.charge_bytes
+        tier_state.peak_charged_bytes = max(tier_state.peak_charged_bytes, tier_state.charged_bytes)
         self.note(entry, "reserved", tier)
         return replica
 
     def filled(self, replica: Replica) -> None:
         """A FILLING replica has its bytes: it is READY."""
         replica.step(ReplicaStep.FILLED)
-        shelf = self.shelves[replica.tier]
-        shelf.filling_bytes -= replica.charge_bytes
-        shelf.ready_bytes += replica.charge_bytes
-        shelf.evictable[replica.entry.uid] = replica
+        tier_state = self.tier_states[replica.tier]
+        tier_state.filling_bytes -= replica.charge_bytes
+        tier_state.ready_bytes += replica.charge_bytes
+        tier_state.evictable[replica.entry.uid] = replica
         self.note(replica.entry, "ready", replica.tier)
         self._stir(replica)
 
@@ -87,18 +87,18 @@ class Books:
             )
         if not less:
             return
-        shelf = self.shelves[replica.tier]
-        shelf.charged_bytes -= less
+        tier_state = self.tier_states[replica.tier]
+        tier_state.charged_bytes -= less
         if replica.state is ReplicaState.FILLING:
-            shelf.filling_bytes -= less
+            tier_state.filling_bytes -= less
         elif replica.state is ReplicaState.READY:
-            shelf.ready_bytes -= less
+            tier_state.ready_bytes -= less
         elif not replica.leases:
-            shelf.draining_bytes -= less
+            tier_state.draining_bytes -= less
         if replica.leases:
-            shelf.leased_bytes -= less
-        if replica.entry.uid in shelf.leaving:
-            shelf.leaving_bytes -= less
+            tier_state.leased_bytes -= less
+        if replica.entry.uid in tier_state.leaving:
+            tier_state.leaving_bytes -= less
         replica.charge_bytes = charge_bytes
         self.note(replica.entry, f"takes {charge_bytes} B", replica.tier)
         self._stir(replica)
@@ -106,9 +106,9 @@ class Books:
     def fill_failed(self, replica: Replica, step: ReplicaStep = ReplicaStep.FAILED) -> None:
         """A FILLING replica will not get its bytes (``step`` FAILED or DROP): it drains."""
         replica.step(step)
-        shelf = self.shelves[replica.tier]
-        shelf.filling_bytes -= replica.charge_bytes
-        shelf.draining_bytes += replica.charge_bytes
+        tier_state = self.tier_states[replica.tier]
+        tier_state.filling_bytes -= replica.charge_bytes
+        tier_state.draining_bytes += replica.charge_bytes
         self.note(replica.entry, step.name.lower(), replica.tier)
         self.free_if_idle(replica)
         self._stir(replica)
@@ -123,15 +123,15 @@ class Books:
         if entry.life is not EntryLife.GONE and (replica.leases or len(entry.ready()) == 1):
             raise InvariantError(f"dropping the last or a leased replica of {entry.key!r}", key=entry.key)
         replica.step(ReplicaStep.DROP)
-        shelf = self.shelves[replica.tier]
-        shelf.ready_bytes -= replica.charge_bytes
+        tier_state = self.tier_states[replica.tier]
+        tier_state.ready_bytes -= replica.charge_bytes
         if not replica.leases:
-            shelf.draining_bytes += replica.charge_bytes
-        shelf.evictable.pop(entry.uid, None)
-        shelf.stuck.pop(entry.uid, None)
-        shelf.kept.pop(entry.uid, None)
-        if shelf.leaving.pop(entry.uid, None) is not None:
-            shelf.leaving_bytes -= replica.charge_bytes
+            tier_state.draining_bytes += replica.charge_bytes
+        tier_state.evictable.pop(entry.uid, None)
+        tier_state.stuck.pop(entry.uid, None)
+        tier_state.kept.pop(entry.uid, None)
+        if tier_state.leaving.pop(entry.uid, None) is not None:
+            tier_state.leaving_bytes -= replica.charge_bytes
         self.note(entry, "dropped", replica.tier)
         self.free_if_idle(replica)
         self._stir(replica)
@@ -148,9 +148,9 @@ class Books:
     def freed(self, replica: Replica) -> None:
         """The backend gave a DRAINING replica's bytes back: it is ABSENT and no longer charged."""
         replica.step(ReplicaStep.FREED)
-        shelf = self.shelves[replica.tier]
-        shelf.draining_bytes -= replica.charge_bytes
-        shelf.charged_bytes -= replica.charge_bytes
+        tier_state = self.tier_states[replica.tier]
+        tier_state.draining_bytes -= replica.charge_bytes
+        tier_state.charged_bytes -= replica.charge_bytes
         self._remove(replica)
         self.note(replica.entry, "freed", replica.tier)
         self._stir(replica)
@@ -158,9 +158,9 @@ class Books:
 
     def free_failed(self, replica: Replica) -> None:
         """The backend keeps a DRAINING replica's bytes for good: the tier stays charged for them."""
-        shelf = self.shelves[replica.tier]
-        shelf.draining_bytes -= replica.charge_bytes
-        shelf.lost_bytes += replica.charge_bytes
+        tier_state = self.tier_states[replica.tier]
+        tier_state.draining_bytes -= replica.charge_bytes
+        tier_state.lost_bytes += replica.charge_bytes
         self._remove(replica)
         self.note(replica.entry, "lost", replica.tier)
         self._stir(replica)
@@ -177,48 +177,48 @@ class Books:
 
     def hold(self, replica: Replica) -> None:
         """Count one more lease on a READY replica: it cannot be evicted."""
-        shelf = self.shelves[replica.tier]
+        tier_state = self.tier_states[replica.tier]
         uid = replica.entry.uid
         if replica.leases == 0:
-            shelf.leased_bytes += replica.charge_bytes
-            shelf.evictable.pop(uid, None)
-            shelf.stuck.pop(uid, None)
-            shelf.kept.pop(uid, None)
+            tier_state.leased_bytes += replica.charge_bytes
+            tier_state.evictable.pop(uid, None)
+            tier_state.stuck.pop(uid, None)
+            tier_state.kept.pop(uid, None)
             self.stay(replica)
         replica.leases += 1
 
     def unhold(self, replica: Replica) -> None:
         """Count one lease less."""
-        shelf = self.shelves[replica.tier]
+        tier_state = self.tier_states[replica.tier]
         replica.leases -= 1
         if replica.leases:
             return
-        shelf.leased_bytes -= replica.charge_bytes
+        tier_state.leased_bytes -= replica.charge_bytes
         if replica.state is ReplicaState.READY:
-            (shelf.kept if replica.promises else shelf.evictable)[replica.entry.uid] = replica
+            (tier_state.kept if replica.promises else tier_state.evictable)[replica.entry.uid] = replica
         else:
-            shelf.draining_bytes += replica.charge_bytes
+            tier_state.draining_bytes += replica.charge_bytes
         self.free_if_idle(replica)
         self._stir(replica)
 
     def touch(self, replica: Replica) -> None:
         """Note a use: an evictable replica goes to the end of the order."""
-        evictable = self.shelves[replica.tier].evictable
+        evictable = self.tier_states[replica.tier].evictable
         if evictable.pop(replica.entry.uid, None) is not None:
             evictable[replica.entry.uid] = replica
 
     def leave(self, replica: Replica) -> None:
         """Mark an evictable replica as leaving: it drops when a lower one is READY."""
-        shelf = self.shelves[replica.tier]
-        del shelf.evictable[replica.entry.uid]
-        shelf.leaving[replica.entry.uid] = replica
-        shelf.leaving_bytes += replica.charge_bytes
+        tier_state = self.tier_states[replica.tier]
+        del tier_state.evictable[replica.entry.uid]
+        tier_state.leaving[replica.entry.uid] = replica
+        tier_state.leaving_bytes += replica.charge_bytes
 
     # --- promises -----------------------------------------------------------------------------
 
     def recover(self, tier: int, found: Sequence[Found]) -> list[Replica]:
         """Enter keys whose bytes are found READY in ``tier``, promised to the commit that left them there."""
-        shelf = self.shelves[tier]
+        tier_state = self.tier_states[tier]
         replicas: list[Replica] = []
         for key, nbytes, charge_bytes, spec in found:
             entry = self.new_entry(key, nbytes, spec)
@@ -228,13 +228,13 @@ class Books:
             replica = Replica(entry, place, charge_bytes)
             replica.state = ReplicaState.READY
             replica.promises = 1
-            self.replicas[place.replica] = entry.replicas[tier] = shelf.kept[entry.uid] = replica
+            self.replicas[place.replica] = entry.replicas[tier] = tier_state.kept[entry.uid] = replica
             replicas.append(replica)
         charged_bytes = sum(replica.charge_bytes for replica in replicas)
-        shelf.charged_bytes += charged_bytes
-        shelf.ready_bytes += charged_bytes
-        shelf.promised_bytes += charged_bytes
-        shelf.peak_charged_bytes = max(shelf.peak_charged_bytes, shelf.charged_bytes)
+        tier_state.charged_bytes += charged_bytes
+        tier_state.ready_bytes += charged_bytes
+        tier_state.promised_bytes += charged_bytes
+        tier_state.peak_charged_bytes = max(tier_state.peak_charged_bytes, tier_state.charged_bytes)
         return replicas
 
     def promise(self, replica: Replica) -> None:
@@ -242,37 +242,37 @@ class Books:
         replica.promises += 1
         if replica.promises > 1:
             return
-        shelf = self.shelves[replica.tier]
+        tier_state = self.tier_states[replica.tier]
         uid = replica.entry.uid
-        shelf.promised_bytes += replica.charge_bytes
+        tier_state.promised_bytes += replica.charge_bytes
         self.stay(replica)
-        shelf.evictable.pop(uid, None)
-        shelf.stuck.pop(uid, None)
+        tier_state.evictable.pop(uid, None)
+        tier_state.stuck.pop(uid, None)
         if replica.state is ReplicaState.READY and not replica.leases:
-            shelf.kept[uid] = replica
+            tier_state.kept[uid] = replica
 
     def unpromise(self, replica: Replica) -> None:
         """Count one less: bytes that are of no other use are given back."""
         replica.promises -= 1
         if replica.promises:
             return
-        shelf = self.shelves[replica.tier]
-        shelf.promised_bytes -= replica.charge_bytes
-        if shelf.kept.pop(replica.entry.uid, None) is not None:
-            shelf.evictable[replica.entry.uid] = replica
+        tier_state = self.tier_states[replica.tier]
+        tier_state.promised_bytes -= replica.charge_bytes
+        if tier_state.kept.pop(replica.entry.uid, None) is not None:
+            tier_state.evictable[replica.entry.uid] = replica
         if replica.state is ReplicaState.RETAINED:
             replica.step(ReplicaStep.RELEASE)
-            shelf.retained_bytes -= replica.charge_bytes
-            shelf.draining_bytes += replica.charge_bytes
+            tier_state.retained_bytes -= replica.charge_bytes
+            tier_state.draining_bytes += replica.charge_bytes
             self.free_if_idle(replica)
         self._stir(replica)
 
     def _retain(self, replica: Replica) -> None:
         """Keep an idle DRAINING replica for the commits that name it, out of its key's way."""
         replica.step(ReplicaStep.RETAIN)
-        shelf = self.shelves[replica.tier]
-        shelf.draining_bytes -= replica.charge_bytes
-        shelf.retained_bytes += replica.charge_bytes
+        tier_state = self.tier_states[replica.tier]
+        tier_state.draining_bytes -= replica.charge_bytes
+        tier_state.retained_bytes += replica.charge_bytes
         former = replica.entry
         self.note(former, "kept for the last flush", replica.tier)
         self._stir(replica)
@@ -307,15 +307,15 @@ class Books:
 
     def stay(self, replica: Replica) -> None:
         """Take back `leave` if the replica was leaving, without making it evictable."""
-        shelf = self.shelves[replica.tier]
-        if shelf.leaving.pop(replica.entry.uid, None) is not None:
-            shelf.leaving_bytes -= replica.charge_bytes
+        tier_state = self.tier_states[replica.tier]
+        if tier_state.leaving.pop(replica.entry.uid, None) is not None:
+            tier_state.leaving_bytes -= replica.charge_bytes
             self.restless.add(replica.tier)
 
     def _stir(self, replica: Replica) -> None:
-        """Something changed: ask the entry's watchers and this shelf's waiters again."""
+        """Something changed: ask the entry's watchers and this tier state's waiters again."""
         entry = replica.entry
         if entry.watchers:
             self.changed[entry.uid] = entry
-        if self.shelves[replica.tier].is_restless:
+        if self.tier_states[replica.tier].is_restless:
             self.restless.add(replica.tier)

@@ -79,10 +79,12 @@ class DurableCommits:
             many as the tier holds.
     """
 
-    def __init__(self, moving: CopyScheduler) -> None:
-        self.moving = moving
-        self.books = moving.books
-        self.tier = next((shelf.index for shelf in self.books.shelves if shelf.tier.is_durable), None)
+    def __init__(self, scheduler: CopyScheduler) -> None:
+        self.scheduler = scheduler
+        self.books = scheduler.books
+        self.tier = next(
+            (tier_state.index for tier_state in self.books.tier_states if tier_state.tier.is_durable), None
+        )
         self.changes = Changes(self.books, self.tier)
         self.underway: Difference | None = None
         self.doubtful: dict[int, Replica] = {}
@@ -118,15 +120,16 @@ class DurableCommits:
         Raises:
             CapacityError: the tier's quota cannot hold it.
         """
-        shelf = self.books.shelves[event.tier]
+        tier_state = self.books.tier_states[event.tier]
         needed = sum(found.charge_bytes for found in event.found)
-        if needed > shelf.limit_bytes:
+        if needed > tier_state.limit_bytes:
             raise CapacityError(
-                f"{len(event.found)} keys of {format_bytes(needed)} were found in {shelf.tier.name!r}, whose "
-                f"capacity is {format_bytes(shelf.limit_bytes)}. {advice([shelf], 'Raise')}",
-                tier=shelf.tier.name,
+                f"{len(event.found)} keys of {format_bytes(needed)} were found in "
+                f"{tier_state.tier.name!r}, whose capacity is {format_bytes(tier_state.limit_bytes)}. "
+                f"{advice([tier_state], 'Raise')}",
+                tier=tier_state.tier.name,
                 needed_bytes=needed,
-                free_bytes=shelf.limit_bytes,
+                free_bytes=tier_state.limit_bytes,
             )
         replicas = self.books.recover(event.tier, event.found)
         self.committed.update((replica.entry.key, replica) for replica in replicas)
@@ -155,7 +158,7 @@ class DurableCommits:
         coming = [entry for entry in entries if entry.life is EntryLife.COMING]
         flush = FlushRequest(desk, event.request, coming, tier, event.keys)
         self._flushes.append(flush)
-        self.moving.begin(flush)
+        self.scheduler.begin(flush)
 
     def start(self) -> bool:
         """Take moments, and begin the next commit if a flush is ready for it and none is under way.
@@ -167,7 +170,7 @@ class DurableCommits:
         """
         if not self._flushes:
             return False
-        if self.moving.is_closed:
+        if self.scheduler.is_closed:
             self.cancel(StoreClosed("the store was closed while this waited."))
             return False
         has_taken = False
@@ -194,10 +197,10 @@ class DurableCommits:
         self._flushes.append(flush)
         try:
             flush.take(names)
-            self.moving.begin(flush)
+            self.scheduler.begin(flush)
         except TierStoreError as error:
             if flush.pending:
-                self.moving.abandon(flush, error)
+                self.scheduler.abandon(flush, error)
             else:
                 flush.undo()
                 flush.fail(error)
@@ -222,7 +225,7 @@ class DurableCommits:
             self._commit(chosen)
         for flush in overtaken:  # at once: nobody writes now
             flush.rounds -= 1
-            self.moving.forget(flush)
+            self.scheduler.forget(flush)
             flush.undo()
             self._take_moment(flush)
         return bool(chosen)
@@ -259,28 +262,28 @@ class DurableCommits:
             if flush.stage is StageRequest.READY:
                 difference.add(flush)
             else:
-                self.moving.forget(flush)
+                self.scheduler.forget(flush)
             flush.stage = StageRequest.ENDED
         self._flushes = [each for each in self._flushes if each.stage is not StageRequest.ENDED]
         self._served, self.underway = flushes, difference
         for replica in difference.replicas():
             self.books.promise(replica)
-        shelf = self.books.shelves[self.durable_tier]
-        shelf.is_committing = True
+        tier_state = self.books.tier_states[self.durable_tier]
+        tier_state.is_committing = True
         replicas = [
             Granted(key, replica.place, replica.entry.spec)
             for key, replica in difference.names.items()
             if replica is not None
         ]
         gone = [key for key, replica in difference.names.items() if replica is None]
-        self.books.out.append(Commit(next(self._numbers), shelf.index, replicas, gone))
+        self.books.out.append(Commit(next(self._numbers), tier_state.index, replicas, gone))
 
     def done(self, event: CommitDone) -> None:
         """The commit under way has ended."""
         assert self.underway is not None
-        shelf = self.books.shelves[self.durable_tier]
-        shelf.is_committing = False
-        self.books.restless.add(shelf.index)
+        tier_state = self.books.tier_states[self.durable_tier]
+        tier_state.is_committing = False
+        self.books.restless.add(tier_state.index)
         difference, self.underway = self.underway, None
         served, self._served = self._served, []
         if event.error is None:
@@ -312,7 +315,7 @@ class DurableCommits:
         flushes, self._flushes = self._flushes, []
         for flush in flushes:
             if flush.stage is not StageRequest.ENDED:
-                self.moving.forget(flush)
+                self.scheduler.forget(flush)
                 flush.undo()
                 flush.fail(error)
 

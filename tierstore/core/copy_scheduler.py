@@ -44,8 +44,8 @@ class CopyScheduler:
 
     def __init__(self, tiers: Sequence[Tier], policy: Policy, window_bytes: int, stride: int) -> None:
         self.books = Books(tiers)
-        self.rooms = SpaceAdmission(self.books, policy, self.push_down)
-        self.resizes = QuotaResizes(self.books, self.rooms)
+        self.admission = SpaceAdmission(self.books, policy, self.push_down)
+        self.resizes = QuotaResizes(self.books, self.admission)
         self.traffic = CopyTraffic(window_bytes)
         self.stride = stride
         self.host = next((index for index, tier in enumerate(tiers) if tier.is_host), None)
@@ -62,9 +62,9 @@ class CopyScheduler:
         if want is None:
             want = Want(entry, tier, urgency)
             entry.wants = entered(entry.wants, tier, want)
-            shelf = self.books.shelves[tier]
-            self.rooms.reconsider(shelf)
-            shelf.enqueue(want)
+            tier_state = self.books.tier_states[tier]
+            self.admission.reconsider(tier_state)
+            tier_state.enqueue(want)
             self.books.restless.add(tier)
         elif urgency < want.urgency:
             self._hurry(want, urgency)
@@ -74,11 +74,11 @@ class CopyScheduler:
 
     def _hurry(self, want: Want, urgency: Urgency) -> None:
         """Let a want, and what it waits for, go with those of ``urgency``."""
-        shelf = self.books.shelves[want.tier]
+        tier_state = self.books.tier_states[want.tier]
         if want.phase is WantPhase.QUEUED:
-            shelf.dequeue(want)
+            tier_state.dequeue(want)
             want.urgency = urgency
-            shelf.enqueue(want)
+            tier_state.enqueue(want)
             self.books.restless.add(want.tier)
             return
         want.urgency = urgency
@@ -95,9 +95,9 @@ class CopyScheduler:
 
     def _push_below(self, victim: Replica, tier: int, urgency: Urgency) -> bool:
         entry = victim.entry
-        for lower in range(tier + 1, len(self.books.shelves)):
-            shelf = self.books.shelves[lower]
-            if shelf.charge(entry.nbytes) <= shelf.limit_bytes:
+        for lower in range(tier + 1, len(self.books.tier_states)):
+            tier_state = self.books.tier_states[lower]
+            if tier_state.charge(entry.nbytes) <= tier_state.limit_bytes:
                 self.want(entry, lower, urgency, None)
                 return True
         return False
@@ -105,23 +105,23 @@ class CopyScheduler:
     def pump(self) -> None:
         """Give room to whoever may now get it, until nothing changes."""
         while self.books.restless:
-            shelf = self.books.shelves[self.books.restless.pop()]
-            self.resizes.serve(shelf)
-            self._serve(shelf)
-            self.rooms.keep_watermark(shelf)
+            tier_state = self.books.tier_states[self.books.restless.pop()]
+            self.resizes.serve(tier_state)
+            self._serve(tier_state)
+            self.admission.keep_watermark(tier_state)
 
-    def _serve(self, shelf: TierState) -> None:
-        while (want := shelf.first()) is not None:
-            if shelf.index in want.entry.replicas:
+    def _serve(self, tier_state: TierState) -> None:
+        while (want := tier_state.first()) is not None:
+            if tier_state.index in want.entry.replicas:
                 return  # its former replica still drains
             try:
-                if self.rooms.ask(shelf, want) is Admission.LATER:
+                if self.admission.ask(tier_state, want) is Admission.LATER:
                     return
             except CapacityError as error:
-                shelf.counters.refusals += want.urgency is not Urgency.PREFETCH
+                tier_state.counters.refusals += want.urgency is not Urgency.PREFETCH
                 self.fail(want, error)
                 continue
-            shelf.dequeue(want)
+            tier_state.dequeue(want)
             self.books.reserve(want.entry, want.tier)
             want.phase = WantPhase.RESERVED
             self._find_source(want)
@@ -155,9 +155,9 @@ class CopyScheduler:
         in the host tier, which may need that very room, could close a circle.
         """
         assert self.host is not None
-        shelf = self.books.shelves[self.host]
+        tier_state = self.books.tier_states[self.host]
         is_upward = want.tier < self.host < source
-        return is_upward and shelf.charge(want.entry.nbytes) <= shelf.limit_bytes
+        return is_upward and tier_state.charge(want.entry.nbytes) <= tier_state.limit_bytes
 
     def _start(self, want: Want, source: int) -> None:
         entry = want.entry
@@ -193,12 +193,12 @@ class CopyScheduler:
         if replica.state is ReplicaState.DRAINING or (want.urgency is Urgency.PREFETCH and want.slack_bytes):
             self._abandon(want, replica, event.error)
             return
-        shelf = self.books.shelves[copy.target]
+        tier_state = self.books.tier_states[copy.target]
         self.books.fill_failed(replica)
         want.phase = WantPhase.QUEUED
         want.refusal = event.error
         want.slack_bytes += max(replica.charge_bytes, 1)
-        shelf.enqueue(want)
+        tier_state.enqueue(want)
 
     def copy_done(self, event: CopyDone) -> None:
         """A copy ended."""
@@ -243,8 +243,8 @@ class CopyScheduler:
         entry = want.entry
         entry.wants = without(entry.wants, want.tier)
         self.books.filled(replica)
-        for shelf in self.books.shelves[: replica.tier]:
-            if (faster := shelf.leaving.get(entry.uid)) is not None:
+        for tier_state in self.books.tier_states[: replica.tier]:
+            if (faster := tier_state.leaving.get(entry.uid)) is not None:
                 self.books.drop(faster)
         for waiting in list(entry.wants.values()):
             if waiting.phase is WantPhase.RESERVED:
@@ -261,10 +261,10 @@ class CopyScheduler:
     def fail(self, want: Want, error: BaseException) -> None:
         """End a want without a replica: fail or content those who waited for it."""
         entry = want.entry
-        shelf = self.books.shelves[want.tier]
+        tier_state = self.books.tier_states[want.tier]
         if entry.wants.get(want.tier) is want:
             entry.wants = without(entry.wants, want.tier)
-        shelf.dequeue(want)
+        tier_state.dequeue(want)
         replica = entry.replicas.get(want.tier)
         if want.phase is WantPhase.RESERVED and replica is not None and replica.state is ReplicaState.FILLING:
             self.books.fill_failed(replica, ReplicaStep.DROP)
@@ -291,12 +291,12 @@ class CopyScheduler:
     def _keep_leaving(self, want: Want, error: BaseException) -> None:
         """A replica that was to leave to this tier tries the next lower one, or stays."""
         for tier, replica in list(want.entry.replicas.items()):
-            shelf = self.books.shelves[tier]
-            if tier >= want.tier or shelf.leaving.get(want.entry.uid) is not replica:
+            tier_state = self.books.tier_states[tier]
+            if tier >= want.tier or tier_state.leaving.get(want.entry.uid) is not replica:
                 continue
             if self.is_closed or not self._push_below(replica, want.tier, want.urgency):
-                shelf.trouble = error if not isinstance(error, CapacityError) else error.__cause__
-                self.rooms.give_up(replica)
+                tier_state.trouble = error if not isinstance(error, CapacityError) else error.__cause__
+                self.admission.give_up(replica)
 
     def cancel_wants(self, entry: Entry, error: BaseException) -> None:
         """End every want of an entry that is dropped or closed."""

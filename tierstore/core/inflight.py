@@ -52,37 +52,37 @@ class CopyTraffic:
 
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
-        self.lanes: dict[Direction, CopyWindow] = {}
+        self.windows: dict[Direction, CopyWindow] = {}
         self.copies: dict[int, Copy] = {}
 
-    def lane(self, source: int, target: int) -> CopyWindow:
-        """Return the lane of a direction."""
-        lane = self.lanes.get((source, target))
-        if lane is None:
-            lane = self.lanes[source, target] = CopyWindow()
-        return lane
+    def window(self, source: int, target: int) -> CopyWindow:
+        """Return the window of a direction."""
+        window = self.windows.get((source, target))
+        if window is None:
+            window = self.windows[source, target] = CopyWindow()
+        return window
 
     def submit(self, copy: Copy) -> list[Copy]:
         """Take a copy in; return those that may start now."""
         self.copies[copy.number] = copy
-        lane = self.lane(copy.source, copy.target)
-        group = lane.waiting[copy.want.urgency]
+        window = self.window(copy.source, copy.target)
+        group = window.waiting[copy.want.urgency]
         group[copy.number] = copy
         # Behind another of its urgency it changes nothing: that one may not start either.
-        return self._start(lane) if len(group) == 1 else []
+        return self._start(window) if len(group) == 1 else []
 
     def expedite(self, copy: Copy, urgency: Urgency) -> None:
         """Let a copy that still waits go with those of ``urgency``."""
-        lane = self.lane(copy.source, copy.target)
-        for waiting in lane.waiting.values():
+        window = self.window(copy.source, copy.target)
+        for waiting in window.waiting.values():
             if waiting.pop(copy.number, None) is not None:
-                lane.waiting[urgency][copy.number] = copy
+                window.waiting[urgency][copy.number] = copy
                 return
 
     def cancel(self, copy: Copy) -> bool:
         """Forget a copy that has not started; return whether it had not."""
-        lane = self.lane(copy.source, copy.target)
-        for waiting in lane.waiting.values():
+        window = self.window(copy.source, copy.target)
+        for waiting in window.waiting.values():
             if waiting.pop(copy.number, None) is not None:
                 del self.copies[copy.number]
                 return True
@@ -91,32 +91,32 @@ class CopyTraffic:
     def end(self, copy: Copy, *, is_moved: bool) -> list[Copy]:
         """Take a copy out; return those that may start now."""
         del self.copies[copy.number]
-        lane = self.lane(copy.source, copy.target)
-        lane.in_flight_bytes -= copy.nbytes
-        lane.in_flight -= 1
+        window = self.window(copy.source, copy.target)
+        window.in_flight_bytes -= copy.nbytes
+        window.in_flight -= 1
         if is_moved:
-            lane.copies += 1
-            lane.moved_bytes += copy.nbytes
-        return self._start(lane)
+            window.copies += 1
+            window.moved_bytes += copy.nbytes
+        return self._start(window)
 
-    def _may_start(self, lane: CopyWindow, copy: Copy) -> bool:
+    def _may_start(self, window: CopyWindow, copy: Copy) -> bool:
         # A put is made by its own caller: it is never held back.
-        if copy.source < 0 or not lane.in_flight_bytes:
+        if copy.source < 0 or not window.in_flight_bytes:
             return True
-        return lane.in_flight < MOST_IN_FLIGHT and lane.in_flight_bytes + copy.nbytes <= self.window_bytes
+        return window.in_flight < MOST_IN_FLIGHT and window.in_flight_bytes + copy.nbytes <= self.window_bytes
 
-    def _count(self, lane: CopyWindow, copy: Copy) -> None:
-        lane.in_flight_bytes += copy.nbytes
-        lane.in_flight += 1
+    def _count(self, window: CopyWindow, copy: Copy) -> None:
+        window.in_flight_bytes += copy.nbytes
+        window.in_flight += 1
 
-    def _start(self, lane: CopyWindow) -> list[Copy]:
+    def _start(self, window: CopyWindow) -> list[Copy]:
         started: list[Copy] = []
-        for group in lane.waiting.values():
+        for group in window.waiting.values():
             while group:
                 copy = next(iter(group.values()))
-                if not self._may_start(lane, copy):
+                if not self._may_start(window, copy):
                     return started
                 del group[copy.number]
-                self._count(lane, copy)
+                self._count(window, copy)
                 started.append(copy)
         return started

@@ -91,9 +91,9 @@ class Ledger:
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         stride: int = DEFAULT_STRIDE,
     ) -> None:
-        self.moving = CopyScheduler(tiers, policy, window_bytes, stride)
-        self.books = self.moving.books
-        self.commits = DurableCommits(self.moving)
+        self.scheduler = CopyScheduler(tiers, policy, window_bytes, stride)
+        self.books = self.scheduler.books
+        self.commits = DurableCommits(self.scheduler)
         self._leases: dict[int, LeaseRequest] = {}
         self._reads: dict[int, Replica] = {}
         self._closing: int | None = None
@@ -110,13 +110,13 @@ class Ledger:
             m.DropRequested: self._drop,
             m.SplitRequested: self._split,
             m.RenameRequested: self._rename,
-            m.ResizeRequested: self.moving.resizes.begin,
+            m.ResizeRequested: self.scheduler.resizes.begin,
             m.CloseRequested: self._close,
             m.PlanFollowed: self._follow,
             m.Advanced: self._advance,
-            m.CopyOrdered: self.moving.copy_ordered,
-            m.CopyRefused: self.moving.copy_refused,
-            m.CopyDone: self.moving.copy_done,
+            m.CopyOrdered: self.scheduler.copy_ordered,
+            m.CopyRefused: self.scheduler.copy_refused,
+            m.CopyDone: self.scheduler.copy_done,
             m.CommitDone: self.commits.done,
             m.Freed: self._freed,
         }
@@ -134,14 +134,14 @@ class Ledger:
         """
         books = self.books
         for event in events:
-            if self.moving.is_closed and type(event) in _REQUESTS:
+            if self.scheduler.is_closed and type(event) in _REQUESTS:
                 raise StoreClosed("the store is closed.")
             books.tick += 1
             self._handlers[type(event)](event)
-        if books.changed or books.restless or self.moving.striding or self.moving.parting:
-            self.moving.settle()
+        if books.changed or books.restless or self.scheduler.striding or self.scheduler.parting:
+            self.scheduler.settle()
         while self.commits.start():
-            self.moving.settle()
+            self.scheduler.settle()
         if self._closing is not None:
             self._finish_closing()
         out, books.out = books.out, []
@@ -169,7 +169,7 @@ class Ledger:
             )
         if existing is not None:
             refuse_if_written(existing, "replace")
-        tiers = range(len(self.books.shelves)) if event.tier is None else (event.tier,)
+        tiers = range(len(self.books.tier_states)) if event.tier is None else (event.tier,)
         possible = [t for t in tiers if self._can_ever_hold(t, event.nbytes)]
         if not possible:
             raise self._too_large(event, tiers)
@@ -177,34 +177,34 @@ class Ledger:
         self.note_change(event.key)
         if existing is None:
             self.books.index[event.key] = entry
-        self.moving.begin(PutRequest(self, event.request, entry, possible))
+        self.scheduler.begin(PutRequest(self, event.request, entry, possible))
 
     def _can_ever_hold(self, tier: int, nbytes: int) -> bool:
-        shelf = self.books.shelves[tier]
-        return shelf.charge(nbytes) <= shelf.limit_bytes
+        tier_state = self.books.tier_states[tier]
+        return tier_state.charge(nbytes) <= tier_state.limit_bytes
 
     def _too_large(self, event: m.PutRequested, tiers: Sequence[int]) -> CapacityError:
-        shelves = [self.books.shelves[tier] for tier in tiers]
-        capacities = ", ".join(f"{s.tier.name!r} {format_bytes(s.limit_bytes)}" for s in shelves)
-        for shelf in shelves:
-            shelf.counters.refusals += 1
+        tier_states = [self.books.tier_states[tier] for tier in tiers]
+        capacities = ", ".join(f"{s.tier.name!r} {format_bytes(s.limit_bytes)}" for s in tier_states)
+        for tier_state in tier_states:
+            tier_state.counters.refusals += 1
         return CapacityError(
             f"{event.key!r} needs {format_bytes(event.nbytes)}, more than the whole capacity of any tier "
-            f"that may hold it ({capacities}). {advice(shelves, 'Raise')}",
+            f"that may hold it ({capacities}). {advice(tier_states, 'Raise')}",
             key=event.key,
-            tier=shelves[-1].tier.name,
+            tier=tier_states[-1].tier.name,
             needed_bytes=event.nbytes,
-            free_bytes=shelves[-1].free_bytes,
+            free_bytes=tier_states[-1].free_bytes,
         )
 
     def _count_access(self, entries: Sequence[Entry], tier: int) -> None:
-        counters = self.books.shelves[tier].counters
+        counters = self.books.tier_states[tier].counters
         hits = sum(entry.is_ready(tier) for entry in entries)
         counters.hits += hits
         counters.faults += len(entries) - hits
 
     def _lease(self, event: m.LeaseRequested) -> None:
-        tier = self.books.shelves[event.tier].tier
+        tier = self.books.tier_states[event.tier].tier
         if tier.is_durable and event.access is m.Access.WRITE:
             raise UsageError(
                 f"bytes in {tier.name!r} are never changed in place, as they are to survive a power loss: "
@@ -217,7 +217,7 @@ class Ledger:
             lease.check(entry)
         self._count_access(entries, event.tier)
         self._end_evictions(entries, event.tier)
-        self.moving.begin(lease)
+        self.scheduler.begin(lease)
 
     def _release(self, event: m.LeaseReleased) -> None:
         lease = self._leases.pop(event.request)
@@ -236,7 +236,7 @@ class Ledger:
 
     def _read(self, event: m.ReadRequested) -> None:
         read = ReadRequest(self, event.request, [self._entry(event.key)])
-        self.moving.begin(read)
+        self.scheduler.begin(read)
 
     def _read_done(self, event: m.ReadDone) -> None:
         replica = self._reads.pop(event.request)
@@ -254,7 +254,7 @@ class Ledger:
             # Advice about a key that is being written is advice that comes too late.
             entries = [entry for entry in entries if entry.writer is None]
         self._end_evictions(entries, event.tier)
-        self.moving.begin(FetchRequest(self, event.request, entries, event.tier, event.urgency))
+        self.scheduler.begin(FetchRequest(self, event.request, entries, event.tier, event.urgency))
 
     def _end_evictions(self, entries: Sequence[Entry], tier: int) -> None:
         """Whoever asks last is heard: a key that is wanted in ``tier`` is no longer to leave it.
@@ -264,11 +264,11 @@ class Ledger:
         for entry in entries:
             for request in list(entry.watchers.values()):
                 if isinstance(request, EvictRequest) and request.targets[entry.uid] > tier:
-                    name = self.books.shelves[tier].tier.name
+                    name = self.books.tier_states[tier].tier.name
                     wanted = LeaseError(
                         f"{entry.key!r} is wanted in {name!r} again: it stays.", key=entry.key
                     )
-                    self.moving.abandon(request, wanted)
+                    self.scheduler.abandon(request, wanted)
 
     def _evict(self, event: m.EvictRequested) -> None:
         targets: dict[Entry, int] = {}
@@ -276,9 +276,9 @@ class Ledger:
             to = event.to
             if to is None:
                 fastest = min(entry.replicas, default=0)
-                to = min(fastest + 1, len(self.books.shelves) - 1)
+                to = min(fastest + 1, len(self.books.tier_states) - 1)
             targets[entry] = to
-        self.moving.begin(EvictRequest(self, event.request, targets))
+        self.scheduler.begin(EvictRequest(self, event.request, targets))
 
     def _flush(self, event: m.FlushRequested) -> None:
         entries = None if event.keys is None else self._entries(event.keys)
@@ -331,18 +331,18 @@ class Ledger:
         self.commits.changes.note_end(entry)
         for request in list(entry.watchers.values()):
             if not isinstance(request, FlushRequest):
-                self.moving.abandon(request, error)
+                self.scheduler.abandon(request, error)
             elif not request.keeps_bytes:
-                self.moving.meet(request, entry)
+                self.scheduler.meet(request, entry)
         if not entry.is_kept:
-            self.moving.part_with(entry, error)
+            self.scheduler.part_with(entry, error)
 
     def _follow(self, event: m.PlanFollowed) -> None:
-        self.moving.rooms.plan = event.plan
-        self.moving.rooms.position = 0
+        self.scheduler.admission.plan = event.plan
+        self.scheduler.admission.position = 0
 
     def _advance(self, event: m.Advanced) -> None:
-        self.moving.rooms.position = event.position
+        self.scheduler.admission.position = event.position
 
     def _freed(self, event: m.Freed) -> None:
         replica = self.books.replicas[event.place.replica]
@@ -355,7 +355,7 @@ class Ledger:
 
     def want(self, entry: Entry, tier: int, urgency: m.Urgency, request: Request) -> Want:
         """See to it that ``entry`` gets a READY replica in ``tier``."""
-        return self.moving.want(entry, tier, urgency, request)
+        return self.scheduler.want(entry, tier, urgency, request)
 
     def hold(self, replica: Replica) -> None:
         """Count one more lease on a READY replica."""
@@ -367,7 +367,7 @@ class Ledger:
 
     def discard(self, replica: Replica) -> None:
         """Drop a READY replica that is not the last."""
-        self.books.shelves[replica.tier].counters.evictions += 1
+        self.books.tier_states[replica.tier].counters.evictions += 1
         self.books.drop(replica)
 
     def visible(self, key: str) -> Entry | None:
@@ -425,18 +425,18 @@ class Ledger:
 
     def _close(self, event: m.CloseRequested) -> None:
         self._closing = event.request
-        self.moving.is_closed = True
+        self.scheduler.is_closed = True
         closed = StoreClosed("the store was closed while this waited.")
-        self.moving.resizes.cancel(closed)
+        self.scheduler.resizes.cancel(closed)
         for entry in list(self.books.entries.values()):
             for request in list(entry.watchers.values()):
-                self.moving.abandon(request, closed)
-            self.moving.cancel_wants(entry, closed)
+                self.scheduler.abandon(request, closed)
+            self.scheduler.cancel_wants(entry, closed)
         self.commits.cancel(closed)
 
     def _finish_closing(self) -> None:
-        is_draining = any(shelf.draining_bytes for shelf in self.books.shelves)
-        is_busy = self.moving.traffic.copies or self._reads or self.commits.underway is not None
+        is_draining = any(tier_state.draining_bytes for tier_state in self.books.tier_states)
+        is_busy = self.scheduler.traffic.copies or self._reads or self.commits.underway is not None
         if self._closing is not None and not (is_busy or is_draining):
             self.books.out.append(m.Settle(self._closing))
             self._closing = None
@@ -463,7 +463,7 @@ class Ledger:
 
     def story(self, key: str) -> list[str]:
         """Return the last events of the key, oldest first."""
-        names = [shelf.tier.name for shelf in self.books.shelves]
+        names = [tier_state.tier.name for tier_state in self.books.tier_states]
         return [f"{tick}: {what} in {names[tier]}" for tick, what, tier in self._entry(key).events()]
 
     def check(self) -> None:
@@ -472,4 +472,4 @@ class Ledger:
         Raises:
             InvariantError: one is broken.
         """
-        audit(self.moving, self.commits)
+        audit(self.scheduler, self.commits)

@@ -19,9 +19,9 @@ from tierstore.units import format_bytes
 class QuotaResizes:
     """The resizes that wait for bytes to leave, by tier."""
 
-    def __init__(self, books: Books, rooms: SpaceAdmission) -> None:
+    def __init__(self, books: Books, admission: SpaceAdmission) -> None:
         self.books = books
-        self.rooms = rooms
+        self.admission = admission
         self.waiting: dict[int, deque[ResizeRequested]] = {}
 
     def begin(self, event: ResizeRequested) -> None:
@@ -30,46 +30,48 @@ class QuotaResizes:
         Raises:
             CapacityError: leases hold more than the new quota; nothing was changed.
         """
-        shelf = self.books.shelves[event.tier]
-        if shelf.bound_bytes > event.capacity_bytes:
-            raise self._refusal(shelf, event.capacity_bytes)
+        tier_state = self.books.tier_states[event.tier]
+        if tier_state.bound_bytes > event.capacity_bytes:
+            raise self._refusal(tier_state, event.capacity_bytes)
         queue = self.waiting.setdefault(event.tier, deque())
         queue.append(event)
         if len(queue) == 1:
-            self._start(shelf, event)
+            self._start(tier_state, event)
 
-    def _start(self, shelf: TierState, event: ResizeRequested) -> None:
-        shelf.is_resizing = True
-        shelf.limit_bytes = min(event.capacity_bytes, shelf.tier.capacity_bytes)
-        self.rooms.reconsider(shelf)
-        self.books.restless.add(shelf.index)
+    def _start(self, tier_state: TierState, event: ResizeRequested) -> None:
+        tier_state.is_resizing = True
+        tier_state.limit_bytes = min(event.capacity_bytes, tier_state.tier.capacity_bytes)
+        self.admission.reconsider(tier_state)
+        self.books.restless.add(tier_state.index)
 
-    def serve(self, shelf: TierState) -> None:
+    def serve(self, tier_state: TierState) -> None:
         """Finish the first resize of a tier if it can be, or let more go, or fail it."""
-        queue = self.waiting.get(shelf.index)
+        queue = self.waiting.get(tier_state.index)
         if not queue:
             return
         event = queue[0]
-        if shelf.charged_bytes <= event.capacity_bytes:
-            is_smaller = event.capacity_bytes < shelf.tier.capacity_bytes
-            shelf.set_quota(event.capacity_bytes, event.high_bytes, event.low_bytes)
+        if tier_state.charged_bytes <= event.capacity_bytes:
+            is_smaller = event.capacity_bytes < tier_state.tier.capacity_bytes
+            tier_state.set_quota(event.capacity_bytes, event.high_bytes, event.low_bytes)
             if is_smaller:
-                self.books.out.append(SetCapacity(shelf.index, event.capacity_bytes))
-            self._end(shelf, queue, None)
+                self.books.out.append(SetCapacity(tier_state.index, event.capacity_bytes))
+            self._end(tier_state, queue, None)
             return
-        missing = -shelf.coming_free_bytes
+        missing = -tier_state.coming_free_bytes
         if missing > 0:
-            self.rooms.evict(shelf, missing, self.rooms.evictable(shelf), Urgency.DEMAND, missing)
-        if shelf.coming_free_bytes < 0 and not shelf.is_in_motion:
-            shelf.limit_bytes = shelf.tier.capacity_bytes
-            self._end(shelf, queue, self._refusal(shelf, event.capacity_bytes))
+            self.admission.evict(
+                tier_state, missing, self.admission.evictable(tier_state), Urgency.DEMAND, missing
+            )
+        if tier_state.coming_free_bytes < 0 and not tier_state.is_in_motion:
+            tier_state.limit_bytes = tier_state.tier.capacity_bytes
+            self._end(tier_state, queue, self._refusal(tier_state, event.capacity_bytes))
 
-    def _end(self, shelf: TierState, queue: deque[ResizeRequested], error: BaseException | None) -> None:
+    def _end(self, tier_state: TierState, queue: deque[ResizeRequested], error: BaseException | None) -> None:
         self.books.out.append(Settle(queue.popleft().request, error))
-        shelf.is_resizing = False
-        self.books.restless.add(shelf.index)
+        tier_state.is_resizing = False
+        self.books.restless.add(tier_state.index)
         if queue:
-            self._start(shelf, queue[0])
+            self._start(tier_state, queue[0])
 
     def cancel(self, error: BaseException) -> None:
         """Fail every resize that waits."""
@@ -77,25 +79,29 @@ class QuotaResizes:
             while queue:
                 self.books.out.append(Settle(queue.popleft().request, error))
 
-    def _refusal(self, shelf: TierState, capacity_bytes: int) -> CapacityError:
-        held = shelf.charged_bytes - sum(replica.charge_bytes for replica in shelf.evictable.values())
+    def _refusal(self, tier_state: TierState, capacity_bytes: int) -> CapacityError:
+        held = tier_state.charged_bytes - sum(
+            replica.charge_bytes for replica in tier_state.evictable.values()
+        )
         holders = {
             holder
             for entry in self.books.entries.values()
-            if (replica := entry.replicas.get(shelf.index)) is not None and replica.leases
+            if (replica := entry.replicas.get(tier_state.index)) is not None and replica.leases
             for holder in entry.holders.values()
         }
         reason = f"leased by {', '.join(sorted(holders))}" if holders else "no lower tier takes them"
-        if shelf.retained_bytes:
-            reason += f"; {format_bytes(shelf.retained_bytes)} are kept only for the last flush: flush again"
+        if tier_state.retained_bytes:
+            reason += (
+                f"; {format_bytes(tier_state.retained_bytes)} are kept only for the last flush: flush again"
+            )
         error = CapacityError(
-            f"{shelf.tier.name!r} cannot shrink to {format_bytes(capacity_bytes)}: "
-            f"{format_bytes(held)} of {format_bytes(shelf.charged_bytes)} cannot leave ({reason}). "
-            f"{'' if shelf.tier.setting else 'Release leases, drop keys or choose a larger capacity.'}",
-            tier=shelf.tier.name,
-            needed_bytes=shelf.charged_bytes - capacity_bytes,
-            free_bytes=shelf.free_bytes,
+            f"{tier_state.tier.name!r} cannot shrink to {format_bytes(capacity_bytes)}: "
+            f"{format_bytes(held)} of {format_bytes(tier_state.charged_bytes)} cannot leave ({reason}). "
+            f"{'' if tier_state.tier.setting else 'Release leases, drop keys or choose a larger capacity.'}",
+            tier=tier_state.tier.name,
+            needed_bytes=tier_state.charged_bytes - capacity_bytes,
+            free_bytes=tier_state.free_bytes,
             holders=sorted(holders),
         )
-        error.__cause__ = shelf.trouble
+        error.__cause__ = tier_state.trouble
         return error

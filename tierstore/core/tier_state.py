@@ -26,18 +26,20 @@ class Counters:
     refusals: int = 0
 
 
-def advice(shelves: Sequence[TierState], otherwise: str) -> str:
+def advice(tier_states: Sequence[TierState], otherwise: str) -> str:
     """Say what makes room in tiers: their settings, if they have some; else ``otherwise`` with capacities."""
-    if any(shelf.tier.setting is None for shelf in shelves):
-        names = " or ".join(repr(shelf.tier.name) for shelf in shelves)
+    if any(tier_state.tier.setting is None for tier_state in tier_states):
+        names = " or ".join(repr(tier_state.tier.name) for tier_state in tier_states)
         return f"{otherwise} the capacity of {names}."
-    return f"Raise {' or '.join(map(_setting, shelves))}."
+    return f"Raise {' or '.join(map(_setting, tier_states))}."
 
 
-def _setting(shelf: TierState) -> str:
-    is_shared = not (shelf.tier.is_host or shelf.tier.is_storage)  # a device's, with what a program has there
-    there = f"{format_bytes(shelf.limit_bytes)}{' for the store' if is_shared else ''}"
-    return f"{shelf.tier.setting} ({there})"
+def _setting(tier_state: TierState) -> str:
+    is_shared = not (
+        tier_state.tier.is_host or tier_state.tier.is_storage
+    )  # a device's, with what a program has there
+    there = f"{format_bytes(tier_state.limit_bytes)}{' for the store' if is_shared else ''}"
+    return f"{tier_state.tier.setting} ({there})"
 
 
 class TierState:

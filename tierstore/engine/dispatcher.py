@@ -65,7 +65,7 @@ class Dispatcher:
     def __init__(self, ledger: Ledger, hands: Hands, told: list[m.Event]) -> None:
         self._lock = forks.free_in_child(threading.Lock())  # guards _ledger, and nothing else
         self._ledger = ledger
-        self._hands = hands
+        self._executor = hands
         self.told = told
         self.fault: BaseException | None = None
 
@@ -148,8 +148,8 @@ class Dispatcher:
         if not commands:
             return
         try:
-            for work in self._hands.plan(commands):
-                self._hands.carry_out(work)
+            for work in self._executor.plan(commands):
+                self._executor.carry_out(work)
         except BaseException as error:
             self._stop(error)
             raise
@@ -157,4 +157,4 @@ class Dispatcher:
     def _stop(self, fault: BaseException) -> None:
         """Nobody knows what holds: let nobody wait for it."""
         self.fault = self.fault or fault
-        self._hands.fail_all(self.fault)
+        self._executor.fail_all(self.fault)

@@ -60,9 +60,9 @@ class Engine:
         self.media = tuple(backend.capabilities.medium for backend in backends)
         self._numbers = count(1)
         self.told: list[m.Event] = []
-        self._carrier = DataMover(self.backends, self.names, self.told.extend, self._report)
-        self._hands = CommandExecutor(self._carrier, note_of)
-        self._turns = Dispatcher(ledger, self._hands, self.told)
+        self._mover = DataMover(self.backends, self.names, self.told.extend, self._report)
+        self._executor = CommandExecutor(self._mover, note_of)
+        self._dispatcher = Dispatcher(ledger, self._executor, self.told)
         self._is_closed = False
         self._process = forks.here()
         self._closing = threading.Lock()  # held by whoever closes; guards the next two
@@ -72,7 +72,7 @@ class Engine:
         self._open = [self.backends[tier] for tier in in_order]
 
     def _report(self, events: Sequence[m.Event]) -> None:
-        self._turns.report(events)
+        self._dispatcher.report(events)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Engine:
         number = self.number()
         granted = self.request(m.RecordsRecovered(number, tier, found), number).result()
         for replica, record in zip(granted, records, strict=True):
-            self._carrier.adopt(replica.place, record.slot)
+            self._mover.adopt(replica.place, record.slot)
 
     def number(self) -> int:
         """Return a new request number."""
@@ -121,11 +121,11 @@ class Engine:
             UsageError: the call is wrong; nothing was changed.
             StoreClosed: too late.
         """
-        self._hands.waiting[number] = transfer
+        self._executor.waiting[number] = transfer
         try:
             self.turn(event)
         except TierStoreError:
-            self._hands.waiting.pop(number, None)
+            self._executor.waiting.pop(number, None)
             raise
 
     @uninterrupted
@@ -147,9 +147,9 @@ class Engine:
         number, key = event.request, event.key
         settled: Transfer[Sequence[m.Granted]] = Transfer((key,))
         opening: Transfer[Opening] = Transfer((key,))
-        self._hands.openings[number] = opening
+        self._executor.openings[number] = opening
         if given is not None:
-            self._hands.given[number] = given
+            self._executor.given[number] = given
         try:
             self.ask(event, number, settled)
             room = opening.result()
@@ -158,11 +158,11 @@ class Engine:
                 when_granted(opening, lambda room: self.tell(room.end))
             raise
         finally:
-            del self._hands.openings[number]
-            self._hands.given.pop(number, None)
+            del self._executor.openings[number]
+            self._executor.given.pop(number, None)
         try:
             fill(room)
-            room.end.charge_bytes = self._carrier.charge_bytes(room.place)
+            room.end.charge_bytes = self._mover.charge_bytes(room.place)
             room.end.error = None
         except Exception as failure:  # others leave what it says: that the call was interrupted
             room.end.error = failure
@@ -173,7 +173,7 @@ class Engine:
 
     def slot(self, granted: m.Granted) -> Slot:
         """Return the slot of a replica that a grant keeps READY."""
-        return self._carrier.slot(granted.place)
+        return self._mover.slot(granted.place)
 
     def addressable(self, slot: Slot, tier: int) -> AddressableSlot | None:
         """Return the slot as one whose bytes can be used in place, if those of its tier can."""
@@ -183,7 +183,7 @@ class Engine:
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called, or a bug has stopped everything."""
-        return self._is_closed or self._turns.is_broken()
+        return self._is_closed or self._dispatcher.is_broken()
 
     def look(self, question: Callable[[Ledger], T]) -> T:
         """Ask the ledger something, under the lock.
@@ -192,7 +192,7 @@ class Engine:
             StoreForked: this is the child of a fork.
         """
         self.require_here()
-        return self._turns.look(question)
+        return self._dispatcher.look(question)
 
     @property
     def is_here(self) -> bool:
@@ -215,14 +215,14 @@ class Engine:
         tier, capacity_bytes = event.tier, event.capacity_bytes
         with self._resizing:
             is_larger = self.look(
-                lambda ledger: capacity_bytes > ledger.books.shelves[tier].tier.capacity_bytes
+                lambda ledger: capacity_bytes > ledger.books.tier_states[tier].tier.capacity_bytes
             )
             if is_larger:
                 # The medium must be able to hold more before the ledger may ask it to.
-                self._hands.tell_quota(tier, capacity_bytes)
+                self._executor.tell_quota(tier, capacity_bytes)
             self.request(event, event.request).result()
             # Again if it refused, or if an earlier resize, whose caller was interrupted, came after that.
-            self._hands.tell_quota(tier, capacity_bytes)
+            self._executor.tell_quota(tier, capacity_bytes)
 
     def close(self) -> None:
         """Fail what waits, wait for what moves, close the backends.  Idempotent.
@@ -242,23 +242,23 @@ class Engine:
                 self._closer = me
                 self._is_closed = True
                 self._wait_for_end()
-                self._carrier.clear()
+                self._mover.clear()
                 close_all(self._open)
             finally:
                 self._closer = None
 
     def _wait_for_end(self) -> None:
         """Let the books come to rest, unless they are broken."""
-        if not self._open or self._turns.is_broken():
+        if not self._open or self._dispatcher.is_broken():
             return
         number = self.number()  # a new one for each call: the books may not have heard of an interrupted one
         end: Transfer[Sequence[m.Granted]] = Transfer()
-        self._hands.waiting[number] = end
+        self._executor.waiting[number] = end
         try:
-            self._turns.turn(m.CloseRequested(number))
+            self._dispatcher.turn(m.CloseRequested(number))
             end.result()
         except Exception:
-            if not self._turns.is_broken():
+            if not self._dispatcher.is_broken():
                 raise
             log.exception("the store stopped while it was closed")
 
@@ -273,9 +273,9 @@ class Engine:
         """
         self.require_here()
         if self._is_closed:
-            self._turns.refuse_if_broken()
+            self._dispatcher.refuse_if_broken()
             raise StoreClosed("the store is closed.")
-        self._turns.turn(event)
+        self._dispatcher.turn(event)
 
     def tell(self, outcome: m.Event) -> None:
         """Tell what something came to that a caller did; carry out what follows.  Also after `close`."""
@@ -289,7 +289,7 @@ class Engine:
             StoreClosed: a bug or an interrupt has stopped the store, and something was told.
         """
         if self.is_here:
-            self._turns.turn()
+            self._dispatcher.turn()
 
 
 def close_all(backends: list[Backend]) -> None:

@@ -1,4 +1,4 @@
-"""Carries out what the ledger commands: answers callers, opens rooms for puts, and has bytes moved and freed.
+"""Carries out what the ledger commands: answers callers, makes room for puts, and has bytes moved and freed.
 
 Knows no ledger and takes no lock.  Outcomes that are known at once are told with the others.
 """
@@ -50,7 +50,7 @@ class CommandExecutor:
     """See `tierstore.engine.dispatcher.Hands`.  Safe from any thread.
 
     Args:
-        carrier: moves and frees bytes.
+        mover: moves and frees bytes.
         note_of: puts a caller's description of bytes into text, for those that are to survive.
 
     Attributes:
@@ -60,8 +60,8 @@ class CommandExecutor:
         quotas: by tier, what its medium was last told to hold at most, if it was told and took it.
     """
 
-    def __init__(self, carrier: DataMover, note_of: Callable[[object], str]) -> None:
-        self.carrier = carrier
+    def __init__(self, mover: DataMover, note_of: Callable[[object], str]) -> None:
+        self.mover = mover
         self._note_of = note_of
         self.waiting: dict[int, Transfer[Sequence[m.Granted]]] = {}
         self.openings: dict[int, Transfer[Opening]] = {}
@@ -73,7 +73,7 @@ class CommandExecutor:
         work: list[Work] = []
         small: list[m.StartCopy] = []
         for command in commands:
-            if isinstance(command, m.StartCopy) and self.carrier.is_batched(command):
+            if isinstance(command, m.StartCopy) and self.mover.is_batched(command):
                 small.append(command)
             else:
                 work.append(command)
@@ -86,16 +86,16 @@ class CommandExecutor:
         elif isinstance(work, m.Settle):
             self._settle(work)
         elif isinstance(work, list):
-            self.carrier.start_batch(work)
+            self.mover.start_batch(work)
         elif isinstance(work, m.StartCopy):
             if work.source is None:
                 self._open_room(work)
             else:
-                self.carrier.start(work)
+                self.mover.start(work)
         elif isinstance(work, m.FreeSlot):
-            self.carrier.free(work.place)
+            self.mover.free(work.place)
         elif isinstance(work, m.Commit):
-            self.carrier.commit(work, self._note_of)
+            self.mover.commit(work, self._note_of)
         else:
             self._shrink(work)
 
@@ -115,7 +115,7 @@ class CommandExecutor:
         """
         if self.quotas.get(tier) == capacity_bytes:
             return
-        self.carrier.resize(tier, capacity_bytes)
+        self.mover.resize(tier, capacity_bytes)
         self.quotas[tier] = capacity_bytes
 
     def _shrink(self, command: m.SetCapacity) -> None:
@@ -141,11 +141,11 @@ class CommandExecutor:
 
     def _open_room(self, command: m.StartCopy) -> None:
         """Let the caller of ``put`` fill the room that it waits for."""
-        slot = self.carrier.reserve(command, self.given.get(command.request))
+        slot = self.mover.reserve(command, self.given.get(command.request))
         if slot is None:
             return
         opening = self.openings.get(command.request)
         room = Opening(m.CopyDone(command.copy, orphaned(command.key)), command.target, slot)
         if opening is None or not opening.resolve(room):
             # The put has failed meanwhile (its key was dropped): nobody is left to fill the room.
-            self.carrier.tell([room.end])
+            self.mover.tell([room.end])

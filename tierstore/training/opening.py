@@ -92,12 +92,12 @@ def _refuse_other_runs(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of parameters that another run has: its step would be made by both."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if (tenant := guard.tenant_of(parameter)) is not None:
+            if (guarded_tensor := guard.guarded_tensor_of(parameter)) is not None:
                 raise UsageError(
-                    f"{type(optimizer).__name__} also trains {tenant.place.name!r}, which another run has "
-                    "offloaded: both would step it. Give each run an optimizer of its own, or offload one "
-                    "model that holds both.",
-                    key=tenant.binding.key,
+                    f"{type(optimizer).__name__} also trains {guarded_tensor.place.name!r}, which another "
+                    "run has offloaded: both would step it. Give each run an optimizer of its own, or "
+                    "offload one model that holds both.",
+                    key=guarded_tensor.binding.key,
                 )
 
 
@@ -132,7 +132,7 @@ def _why_not(parameter: nn.Parameter, *, has_weights: bool) -> str | None:
     is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
     is_wrapper: bool = is_traceable_wrapper_subclass(parameter)
     reasons = {
-        "it is offloaded already; close that run first": guard.tenant_of(parameter) is not None,
+        "it is offloaded already; close that run first": guard.guarded_tensor_of(parameter) is not None,
         "it has no shape yet; run the model once before": is_lazy,
         _IN_PARTS: type(parameter).__name__ == "DTensor",  # by name: importing it takes a second
         f"it is a {type(parameter).__name__}, a wrapper without plain bytes": is_wrapper,
@@ -274,26 +274,26 @@ def _new_session(
     meter: Meter | None,
     ignored: Mapping[torch.Tensor, str],
 ) -> Session:
-    """Return a session that has nothing yet; its follower knows the bytes of what will be adopted."""
+    """Return a session that has nothing yet; its prefetcher knows the bytes of what will be adopted."""
     nbytes: Mapping[str, int] = {}
-    follower = Prefetcher(store, windows, lambda key: nbytes.get(key, 0), len(optimizers))
+    prefetcher = Prefetcher(store, windows, lambda key: nbytes.get(key, 0), len(optimizers))
     stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
     placements = Placements.of(config, store)
-    session = Session(model, optimizers, store, placements, follower, meter, ignored, stepping)
+    session = Session(model, optimizers, store, placements, prefetcher, meter, ignored, stepping)
     nbytes = session.adopter.nbytes
     return session
 
 
 def _bound(session: Session, sets: Sequence[WorkingSet], meter: Meter, fastest_bytes: int) -> DeviceQuota:
     """Let the session's store have of the device what activations and workspace leave."""
-    fastest, follower = session.store.tier_names[0], session.follower
+    fastest, prefetcher = session.store.tier_names[0], session.prefetcher
     session.budget = budget = DeviceQuota(
         session.store,
         fastest_bytes,
         sets,
         meter,
         session.bindings.apart,
-        lambda quota_bytes: follower.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
+        lambda quota_bytes: prefetcher.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
     )
     budget.staying_bytes = session.gradients.staying_bytes
     session.bindings.prepare = budget.prepare

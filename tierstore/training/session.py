@@ -72,7 +72,7 @@ class Session:
         optimizers: that train them.
         store: where they go.
         placements: where each kind of bytes goes.
-        follower: learns and follows the plan.
+        prefetcher: learns and follows the plan.
         meter: of what the program has on the device; ``None``: there is no device.
         ignored: parameters that stay ordinary tensors, with their names.
     """
@@ -83,7 +83,7 @@ class Session:
         optimizers: Sequence[torch.optim.Optimizer],
         store: Store,
         placements: Placements,
-        follower: Prefetcher,
+        prefetcher: Prefetcher,
         meter: Meter | None,
         ignored: Mapping[torch.Tensor, str] = MappingProxyType({}),
         stepping: Stepping = Stepping.WHEN_ASKED,
@@ -92,7 +92,7 @@ class Session:
         self.model = model
         self.optimizers = tuple(optimizers)
         self.store = store
-        self.follower = follower
+        self.prefetcher = prefetcher
         self.placements = placements
         self.ignored = ignored
         self._meter = meter
@@ -112,8 +112,8 @@ class Session:
         self.leaving = Leaving(self)
         self.saved = SavedTensors(self.bindings, self._settle_for_backward)
         self.windows = hooks.ModuleWindows(self.bindings, self.saved)
-        self.gradients.note_put = lambda binding: follower.note_gradient(binding.key)
-        follower.choose_residents = Residents(self).choose
+        self.gradients.note_put = lambda binding: prefetcher.note_gradient(binding.key)
+        prefetcher.choose_residents = Residents(self).choose
         self._expectations = Expectations()
         self.gradients.note_change = self._expectations.forget
         self.adopter = Adopter(store, self.bindings, self)
@@ -362,7 +362,7 @@ class Session:
 
     def _end_step(self, steps: Steps) -> None:
         self._under_way.end(steps)
-        self.follower.note_step(steps.state.index)
+        self.prefetcher.note_step(steps.state.index)
         if is_in_backward():
             self._stepped_in_backward[steps] = None
         elif self.budget is not None and not self._under_way.here:
@@ -370,7 +370,7 @@ class Session:
 
     def allows_step_ahead(self, bundle: Binding) -> bool:
         """Whether a bundle may be stepped during backward: there is room, and nothing is pushed out."""
-        is_resident = bundle.key in self.follower.residents  # two versions of it would push others out
+        is_resident = bundle.key in self.prefetcher.residents  # two versions of it would push others out
         return not is_resident and (self.budget is None or self.budget.allows_steps_in_backward)
 
     # --- while it runs ------------------------------------------------------------------------
@@ -381,11 +381,11 @@ class Session:
 
     def _note(self, binding: Binding) -> None:
         self._settle_budget()
-        self.follower.note(binding.key)
+        self.prefetcher.note(binding.key)
 
     def _note_activation(self, key: str, nbytes: int) -> None:
         self._settle_budget()
-        self.follower.note_passing(key, nbytes)
+        self.prefetcher.note_passing(key, nbytes)
 
     def _settle_budget(self) -> None:
         if self.budget is not None:
@@ -393,7 +393,7 @@ class Session:
 
     def advise(self, keys: Sequence[str]) -> None:
         """Prefetch what the next turn needs, while no plan does it."""
-        if not self.follower.is_needed or self.follower.has_plan:
+        if not self.prefetcher.is_needed or self.prefetcher.has_plan:
             return
         for key in keys:
             with self.bindings.apart(), suppress(KeyNotFound):
@@ -424,9 +424,9 @@ class Session:
         for steps in self._under_way.here:
             steps.begin_model()
         if self.optimizers:
-            self.follower.begin_forward()
+            self.prefetcher.begin_forward()
         else:
-            self.follower.begin_inference()
+            self.prefetcher.begin_inference()
 
     def _end_forward(self) -> None:
         self.bindings.forget_addresses()
@@ -448,7 +448,7 @@ class Session:
         self._in_backward.go_on()
         is_whole = how is PassEnd.COMPLETE and not self.accumulation.is_under_way
         for steps in list(self._stepped_in_backward):
-            self.follower.note_step(steps.state.index)
+            self.prefetcher.note_step(steps.state.index)
             if is_whole and isinstance(steps, StepsByBundle):
                 steps.end_pass()
 
@@ -504,7 +504,7 @@ class Session:
 
     def requires_grad_changed(self, tensor: torch.Tensor) -> None:
         """Take in that ``requires_grad`` was set."""
-        if guard.tenant_of(tensor) is not None and tensor.is_leaf:
+        if guard.guarded_tensor_of(tensor) is not None and tensor.is_leaf:
             self.watch_gradient(tensor)
 
     # --- the end ------------------------------------------------------------------------------
@@ -577,8 +577,8 @@ class Session:
         return [self.state_dicts.read(tensor) for tensor in tensors]
 
     def _write(self, part: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        tenant = guard.tenant_of(part[0])
-        bindings = [] if tenant is None else [tenant.binding]
+        guarded_tensor = guard.guarded_tensor_of(part[0])
+        bindings = [] if guarded_tensor is None else [guarded_tensor.binding]
         with self.bindings.window(bindings), torch.no_grad():
             for binding in bindings:
                 binding.is_dirty = True
@@ -586,9 +586,9 @@ class Session:
                 fill(parameter, value)
 
     def _settle(self, index: int, part: Sequence[torch.Tensor]) -> None:
-        tenant = guard.tenant_of(part[0])
-        if tenant is not None:
-            self.steps[index].state.take_in_loaded(tenant.binding, Taken.ALL)
+        guarded_tensor = guard.guarded_tensor_of(part[0])
+        if guarded_tensor is not None:
+            self.steps[index].state.take_in_loaded(guarded_tensor.binding, Taken.ALL)
 
 
 def _unheard(*_: object) -> None:

@@ -36,7 +36,7 @@ from tierstore_backends.files.io.io_stats import IoStats
 from tierstore_backends.files.io.kernel import KERNEL
 from tierstore_backends.files.io.syscalls import Syscalls
 from tierstore_backends.files.options import EngineName, FilesOptions
-from tierstore_backends.files.volume import Volume, scratch_ground
+from tierstore_backends.files.volume import Volume, scratch_volume
 from tierstore_backends.lifetime import BackendLifetime
 
 SEGMENT_BYTES: Final = 64 * GIB
@@ -45,7 +45,7 @@ QUIET_S: Final = 30.0  # longer than a training step leaves a disk alone: what i
 
 
 class FilesBackend:
-    """Files in a directory that this object alone owns: scratch space, unless it is given other ground.
+    """Files in a directory that this object alone owns: scratch space, unless it is given another volume.
 
     Everything may be called from any thread.  ``reserve``, ``read``, ``write`` and ``free`` do not
     block on the disk, except with the engine ``plain``; ``resize`` to less and ``close`` do.
@@ -58,7 +58,7 @@ class FilesBackend:
             power of two.
         stride_bytes: how far files grow at a time; a multiple of 64 KiB.
         quiet_s: after so long without a transfer, the free end of the files is cut off.
-        ground: what it stands on, instead of scratch files; it is given up by ``close``.
+        volume: what it stands on, instead of scratch files; it is given up by ``close``.
 
     Raises:
         UsageError: another live backend owns the directory.
@@ -74,16 +74,16 @@ class FilesBackend:
         segment_bytes: int = SEGMENT_BYTES,
         stride_bytes: int = STRIDE_BYTES,
         quiet_s: float = QUIET_S,
-        ground: Volume | None = None,
+        volume: Volume | None = None,
     ) -> None:
-        ground = ground or scratch_ground(
+        volume = volume or scratch_volume(
             capacity_bytes, options, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
         )
-        mode, owner, self._segments, self._space = ground.mode, ground.owner, ground.segments, ground.space
+        mode, owner, self._segments, self._space = volume.mode, volume.owner, volume.segments, volume.space
         self._block_bytes = align_up(options.aio_block_size, mode.alignment_bytes)
         try:
-            most_bytes = max(self._block_bytes, ground.block_bytes)
-            self._started = _start(options, ground, syscalls, most_bytes, quiet_s)
+            most_bytes = max(self._block_bytes, volume.block_bytes)
+            self._started = _start(options, volume, syscalls, most_bytes, quiet_s)
         except BaseException:
             self._segments.close()
             owner.release()
@@ -267,11 +267,11 @@ def _after_current_work(memory: torch.Tensor) -> Callable[[], None]:
 
 
 def _start(
-    options: FilesOptions, ground: Volume, syscalls: Syscalls, block_bytes: int, quiet_s: float
+    options: FilesOptions, volume: Volume, syscalls: Syscalls, block_bytes: int, quiet_s: float
 ) -> Started | StartedDrives:
-    if isinstance(ground.space, Space):
-        return start(options, ground.mode, ground.segments, ground.space, syscalls, block_bytes, quiet_s)
-    return start_all(options, ground.drives, ground.segments, ground.space, syscalls, block_bytes, quiet_s)
+    if isinstance(volume.space, Space):
+        return start(options, volume.mode, volume.segments, volume.space, syscalls, block_bytes, quiet_s)
+    return start_all(options, volume.drives, volume.segments, volume.space, syscalls, block_bytes, quiet_s)
 
 
 def _shut(started: Started | StartedDrives, segments: Files, owner: Right) -> None:

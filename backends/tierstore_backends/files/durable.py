@@ -24,8 +24,8 @@ from tierstore_backends.files.io.io_stats import IoStats
 from tierstore_backends.files.io.kernel import KERNEL
 from tierstore_backends.files.io.syscalls import Syscalls
 from tierstore_backends.files.options import FilesOptions
-from tierstore_backends.files.read_only import ReadOnly, reading_ground
-from tierstore_backends.files.volume import durable_ground
+from tierstore_backends.files.read_only import ReadOnly, reading_volume
+from tierstore_backends.files.volume import durable_volume
 from tierstore_backends.lifetime import BackendLifetime
 
 _log = logging.getLogger("tierstore.files")
@@ -55,16 +55,16 @@ class DurableFiles:
         quiet_s: float = QUIET_S,
     ) -> None:
         if options.read_only:
-            ground, manifest, recovered = reading_ground(
+            volume, manifest, recovered = reading_volume(
                 capacity_bytes, options, syscalls, stride_bytes=stride_bytes
             )
             syscalls = ReadOnly(syscalls)
         else:
-            ground, manifest, recovered = durable_ground(
+            volume, manifest, recovered = durable_volume(
                 capacity_bytes, options, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
             )
         try:
-            files = FilesBackend(capacity_bytes, options, syscalls=syscalls, quiet_s=quiet_s, ground=ground)
+            files = FilesBackend(capacity_bytes, options, syscalls=syscalls, quiet_s=quiet_s, volume=volume)
         except BaseException:
             manifest.close()
             raise
@@ -73,8 +73,8 @@ class DurableFiles:
         self._files = files
         self._capabilities = replace(files.capabilities, is_durable=True)
         self._lost = recovered.lost
-        self._read_only_folder = ground.owner.folder if options.read_only else None
-        self._commits = DirectoryCommits(ground.owner, manifest, ground.segments, recovered, files)
+        self._read_only_folder = volume.owner.folder if options.read_only else None
+        self._commits = DirectoryCommits(volume.owner, manifest, volume.segments, recovered, files)
         self._recovered: RecoveredRecords | None = recovered
         # Above all for who gave no path, and keeps files in one that is relative to where the program began.
         _log.info(

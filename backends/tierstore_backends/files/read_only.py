@@ -85,7 +85,7 @@ def _refusal() -> OSError:
     return OSError(errno.EROFS, "it was opened with read_only=True")
 
 
-def reading_ground(
+def reading_volume(
     capacity_bytes: int, options: FilesOptions, syscalls: Syscalls, *, stride_bytes: int
 ) -> tuple[Volume, Manifest, RecoveredRecords]:
     """Look into a directory, or several of one store; find what is kept there.
@@ -113,13 +113,13 @@ def reading_ground(
         manifest, rows = _manifest(options, reader)
         check_drives(options.folders, store, manifest)
         recovered = recover(rows, manifest.meta, str(manifest.path), is_older=manifest.is_older)
-        ground = _stand(
+        volume = _stand(
             capacity_bytes, options, reader, manifest, recovered, ReadOnly(syscalls), stride_bytes
         )
     except BaseException:
         reader.release()
         raise
-    return ground, manifest, recovered
+    return volume, manifest, recovered
 
 
 def _manifest(options: FilesOptions, reader: SharedLock) -> tuple[Manifest, Sequence[Row]]:

@@ -1,6 +1,6 @@
 """What a backend of files stands on before any byte moves: a directory that is owned, its files and its room.
 
-Promises: who gets ground has to give it up (``segments.close``, then ``owner.release``); who gets an
+Promises: who gets volume has to give it up (``segments.close``, then ``owner.release``); who gets an
 error instead has nothing to give up.
 """
 
@@ -75,7 +75,7 @@ class Volume:
     drives: Sequence[Drive] = ()
 
 
-def scratch_ground(
+def scratch_volume(
     capacity_bytes: int,
     options: FilesOptions,
     syscalls: Syscalls,
@@ -122,7 +122,7 @@ def _scratch_drives(
         raise
 
 
-def durable_ground(
+def durable_volume(
     capacity_bytes: int,
     options: FilesOptions,
     syscalls: Syscalls,
@@ -151,7 +151,7 @@ def durable_ground(
             owner.note_commit(manifest.meta.commit, manifest.meta.directory)
             owner.sweep()
             modes = _modes(options, manifest.meta, syscalls)
-            ground = _stand(
+            volume = _stand(
                 capacity_bytes, options, owner, modes, manifest, recovered, syscalls, stride_bytes
             )
         except BaseException:
@@ -163,7 +163,7 @@ def durable_ground(
         else:
             owner.release()
         raise
-    return ground, manifest, recovered
+    return volume, manifest, recovered
 
 
 def _open_manifest(
@@ -311,7 +311,7 @@ def _stand(
         silent = recovered.untold + find_missing(
             recovered, DriveFiles(segments) if options.drives else segments[0]
         )
-        ground = settled(capacity_bytes, options, owner, modes, segments, manifest.meta, recovered)
+        volume = settled(capacity_bytes, options, owner, modes, segments, manifest.meta, recovered)
         _note_losses(manifest, recovered, silent)
     except BaseException as error:
         for files in segments:
@@ -321,7 +321,7 @@ def _stand(
                 f"the files in {owner.folder} cannot be opened again: {explain(error)}"
             ) from error
         raise
-    return ground
+    return volume
 
 
 def settled(

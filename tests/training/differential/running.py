@@ -33,7 +33,7 @@ from tests.training.differential.trial import Trial, are_hooks_left, end_checkpo
 from tierstore.errors import CapacityError, TierStoreError
 from tierstore.training import offload
 from tierstore.training.activations.swapping import forward_pass
-from tierstore.training.faults.guarded_tensors import tenant_of
+from tierstore.training.faults.guarded_tensors import guarded_tensor_of
 
 Open = Callable[..., Any]
 LATE_AND_OVERWRITTEN = {"overwrite_freed": True, "late_events": 7}
@@ -262,7 +262,7 @@ def _leased(t: Trial, run: Any) -> dict[str, int]:  # noqa: ANN401 - whatever wa
     if any(map(_is_wrapped, t.model.parameters())):
         return {}  # `functional_call` leaves what it was given in a module that is there twice: PyTorch's own
     with torch.no_grad():
-        ours = next((p for p in t.model.parameters() if tenant_of(p) is not None), None)
+        ours = next((p for p in t.model.parameters() if guarded_tensor_of(p) is not None), None)
         if ours is None:  # all were replaced
             return {}
         for _ in range(2):  # what nobody needs goes when something is used, and then what that kept

@@ -214,7 +214,7 @@ def _count_of_one_alone() -> tuple[int, int, int]:
 def _count_own_references() -> int:
     """Return what ``sys.getrefcount(binding.tensors[0])`` is when nobody else has the handle.
 
-    The binding's tuple, the guard's table of tenants, and the call's own argument.
+    The binding's tuple, the guard's table of guarded tensors, and the call's own argument.
     """
     holder = (object(),)
     table = {0: holder[0]}

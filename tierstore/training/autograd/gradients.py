@@ -52,16 +52,16 @@ class Gradients:
     Args:
         store: where they are stashed.
         bindings: that handles belong to.
-        warden: who looks after handles.
+        fault_handler: who looks after handles.
         placement: of what is stashed.
     """
 
     def __init__(
-        self, store: Store, bindings: Bindings, warden: guard.FaultHandler, placement: Placement
+        self, store: Store, bindings: Bindings, fault_handler: guard.FaultHandler, placement: Placement
     ) -> None:
         self._store = store
         self._bindings = bindings
-        self._warden = warden
+        self._fault_handler = fault_handler
         self._placement = placement
         self._of: dict[torch.Tensor, Gradient] = {}
         self._given: dict[Gradient, None] = {}  # what `bring_back` was called for, in that order
@@ -142,15 +142,15 @@ class Gradients:
 
     def _let_go_of(self, value: torch.Tensor, name: str) -> None:
         """A tensor becomes the gradient of ``name``, too: if it is a stash, it is one no more."""
-        tenant = guard.tenant_of(value)
-        if tenant is None:
+        guarded_tensor = guard.guarded_tensor_of(value)
+        if guarded_tensor is None:
             return
-        other = next((each for each in self._of.values() if each.binding is tenant.binding), None)
+        other = next((each for each in self._of.values() if each.binding is guarded_tensor.binding), None)
         if other is None:
             raise UsageError(
-                f"cannot make {tenant.place.name!r} the gradient of {name!r}: it is offloaded, and its "
-                "bytes come and go. Use its .detach(), which keeps them, or its .detach().clone().",
-                key=tenant.binding.key,
+                f"cannot make {guarded_tensor.place.name!r} the gradient of {name!r}: it is offloaded, "
+                "and its bytes come and go. Use its .detach(), which keeps them, or its .detach().clone().",
+                key=guarded_tensor.binding.key,
             )
         with other.lock:
             if other.stay is not GradientStay.ALWAYS:
@@ -297,7 +297,7 @@ class Gradients:
         gradient.binding = binding
         gradient.move(GradientState.STASHED)
         set_native_gradient(gradient.parameter, None)
-        guard.enrol(binding, self._warden)
+        guard.enrol(binding, self._fault_handler)
         set_data(fresh, poison)
         fresh.__class__ = guarded_classes.guard_of(torch.Tensor)
 

@@ -261,17 +261,17 @@ class SavedTensors:
 
     def _refer_away(self, tensor: torch.Tensor) -> Reference | Kept | None:
         """Return a reference to a guarded tensor whose bytes are away, or a copy; ``None``: it is none."""
-        tenant = guard.tenant_of(tensor)
-        if tenant is None or not guard.is_poisoned(tenant):
+        guarded_tensor = guard.guarded_tensor_of(tensor)
+        if guarded_tensor is None or not guard.is_poisoned(guarded_tensor):
             return None
-        if not tenant.binding.is_saved_by_reference:
+        if not guarded_tensor.binding.is_saved_by_reference:
             return _copied(tensor)
-        place = tenant.place
+        place = guarded_tensor.place
         with natively():
             version = tensor._version  # noqa: SLF001
         return Reference(
-            tenant.binding,
-            tenant.binding.places,
+            guarded_tensor.binding,
+            guarded_tensor.binding.places,
             [tensor],
             version,
             place.dtype,

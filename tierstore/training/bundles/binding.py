@@ -131,8 +131,8 @@ class Binding:
         offsets: of each tensor in the storage that it is shown in, in elements.
         pieces: what of its bytes is shown as a storage of its own.
         storages: the leased bytes, as its tensors show them.
-        twins: on the meta device, with the true strides, each where it is in its storage.
-        tenants: what is known of its tensors, by their ids (`tierstore.training.faults.guarded_tensors`).
+        twins: on the meta device, with the true strides, each where it is in its storage. guarded tensors:
+        what is known of its tensors, by their ids (`tierstore.training.faults.guarded_tensors`).
     """
 
     __slots__ = (
@@ -143,6 +143,7 @@ class Binding:
         "digest",
         "dtypes",
         "flat",
+        "guarded_tensors",
         "guards",
         "has_bases",
         "holders",
@@ -164,7 +165,6 @@ class Binding:
         "poisons",
         "regions",
         "storages",
-        "tenants",
         "tensors",
         "tier",
         "twins",
@@ -214,7 +214,7 @@ class Binding:
         self.storages: LeaseStorages | None = None
         self.baseline = 0
         self.versions: list[int] = []
-        self.tenants: dict[int, Any] = {}
+        self.guarded_tensors: dict[int, Any] = {}
         self.idle_versions = versions_of(self)
 
     def lay(self, places: Sequence[TensorLayout], nbytes: int, poisons: Sequence[torch.Tensor]) -> None:

@@ -170,13 +170,13 @@ class CheckpointWriter:
 
     def _document(self, bundles: Bundles, extra: Mapping[str, object]) -> torch.Tensor:
         for name, parameter in self._model.named_parameters():
-            if guard.tenant_of(parameter) is None and parameter not in self._ignored:
+            if guard.guarded_tensor_of(parameter) is None and parameter not in self._ignored:
                 raise UsageError(f"the parameter {name!r} is new since offload(...): it is not in the store.")
         all_buffers = persistent_buffers(self._model)
         travelling = {
-            name: tenant.place.name
+            name: guarded_tensor.place.name
             for name, buffer in all_buffers.items()
-            if (tenant := guard.tenant_of(buffer)) is not None
+            if (guarded_tensor := guard.guarded_tensor_of(buffer)) is not None
         }
         buffers = {name: buffer for name, buffer in all_buffers.items() if name not in travelling}
         sources: Sources = {buffer_name(name): buffer for name, buffer in buffers.items()}
@@ -206,16 +206,16 @@ class CheckpointWriter:
         def encode_one(value: object, name: str) -> object:
             if name in held:
                 return {"bundle": held[name]}
-            is_guarded = isinstance(value, torch.Tensor) and guard.tenant_of(value) is not None
+            is_guarded = isinstance(value, torch.Tensor) and guard.guarded_tensor_of(value) is not None
             return encode(value.clone() if is_guarded else value, name, sources)  # type: ignore[attr-defined]
 
         described = describe_optimizer(index, optimizer, optimizer.state, self._name, encode_one)
         return {"kind": kind_of(optimizer), **described}
 
     def _name(self, parameter: torch.Tensor) -> str:
-        tenant = guard.tenant_of(parameter)
-        if tenant is not None:
-            return tenant.place.name
+        guarded_tensor = guard.guarded_tensor_of(parameter)
+        if guarded_tensor is not None:
+            return guarded_tensor.place.name
         if parameter in self._ignored:
             return self._ignored[parameter]
         raise not_in_the_model(parameter)

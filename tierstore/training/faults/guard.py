@@ -43,8 +43,8 @@ from tierstore.training.faults.guarded_tensors import (
     Needed,
     dismiss,
     enrol,
+    guarded_tensor_of,
     is_poisoned,
-    tenant_of,
 )
 from tierstore.training.pytorch.calling_functions import is_asked_by, is_for_a_parameter
 from tierstore.training.pytorch.own_work import has_hands_on_tensors
@@ -60,14 +60,14 @@ __all__ = [
     "dismiss",
     "enrol",
     "fault",
+    "guarded_tensor_of",
+    "guarded_tensors_in",
     "in_memory_of_its_own",
     "is_poisoned",
     "needed_by",
     "of_its_own_class",
     "plain_classes",
     "take_off_in",
-    "tenant_of",
-    "tenants_in",
     "torch_function",
     "with_windows",
 ]
@@ -94,12 +94,14 @@ def torch_function(
             if func in CHANGES_REQUIRES_GRAD and is_for_a_parameter():
                 _require_that_it_may_be_trained(args[0].dtype, *args[1:], **kwargs)
             result = func(*args, **kwargs)
-        if func in CHANGES_REQUIRES_GRAD and (tenant := tenant_of(args[0])) is not None:
-            tenant.warden.requires_grad_changed(args[0])
+        if func in CHANGES_REQUIRES_GRAD and (guarded_tensor := guarded_tensor_of(args[0])) is not None:
+            guarded_tensor.fault_handler.requires_grad_changed(args[0])
         return result
-    if func in LAYOUT and (tenant := tenant_of(args[0])) is not None:
+    if func in LAYOUT and (guarded_tensor := guarded_tensor_of(args[0])) is not None:
         with natively():
-            looks = args[0] if tenant.is_abroad else tenant.binding.twins[tenant.number]
+            looks = (
+                args[0] if guarded_tensor.is_abroad else guarded_tensor.binding.twins[guarded_tensor.number]
+            )
             return func(looks, *args[1:], **kwargs)
     return fault(func, args, kwargs)
 
@@ -107,44 +109,46 @@ def torch_function(
 # ---------------------------------------------------------------------- faults
 
 
-def tenants_in(values: Iterable[object]) -> Iterator[GuardedTensor]:
+def guarded_tensors_in(values: Iterable[object]) -> Iterator[GuardedTensor]:
     """Yield what is known of each guarded tensor in arguments, also in lists and dicts."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            if (tenant := tenant_of(value)) is not None:
-                yield tenant
+            if (guarded_tensor := guarded_tensor_of(value)) is not None:
+                yield guarded_tensor
             else:
                 take_off_in([value])
         elif isinstance(value, list | tuple):
-            yield from tenants_in(value)
+            yield from guarded_tensors_in(value)
         elif isinstance(value, dict):
-            yield from tenants_in(value.values())
+            yield from guarded_tensors_in(value.values())
 
 
 def fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Run ``func`` when the bytes that it needs are here."""
-    tenants = list(tenants_in((*args, *kwargs.values())))
-    if not tenants:
+    guarded_tensors = list(guarded_tensors_in((*args, *kwargs.values())))
+    if not guarded_tensors:
         return func(*args, **kwargs)
     if func in _BACKWARDS:
         return _backward(func, args, kwargs)
-    if func in _SPECIAL and (made := _SPECIAL[func](tenants[0], *args)) is not None:
+    if func in _SPECIAL and (made := _SPECIAL[func](guarded_tensors[0], *args)) is not None:
         return made
     if func in RESIZES:
         func = in_memory_of_its_own(func)
-    if len({tenant.binding for tenant in tenants}) > 1 and func.__name__.startswith(LISTWISE):
+    if len({guarded_tensor.binding for guarded_tensor in guarded_tensors}) > 1 and func.__name__.startswith(
+        LISTWISE
+    ):
         parts = _runs_by_bundle(args, kwargs)
         if len(parts) > 1:
             return _part_by_part(func, args, kwargs, parts)
-    return with_windows(needed_by(tenants), func, args, kwargs)
+    return with_windows(needed_by(guarded_tensors), func, args, kwargs)
 
 
-def needed_by(tenants: Iterable[GuardedTensor]) -> Needed:
+def needed_by(guarded_tensors: Iterable[GuardedTensor]) -> Needed:
     """Return the bundles of some tensors, by who looks after them: each run has its own store."""
     needed: dict[FaultHandler, dict[Binding, None]] = {}
-    for tenant in tenants:
-        needed.setdefault(tenant.warden, {})[tenant.binding] = None
-    return {warden: list(bindings) for warden, bindings in needed.items()}
+    for guarded_tensor in guarded_tensors:
+        needed.setdefault(guarded_tensor.fault_handler, {})[guarded_tensor.binding] = None
+    return {fault_handler: list(bindings) for fault_handler, bindings in needed.items()}
 
 
 def take_off_in(values: Iterable[object]) -> None:
@@ -158,29 +162,29 @@ def take_off_in(values: Iterable[object]) -> None:
             value.__class__ = plain_classes[type(value)]
 
 
-def _detach(tenant: GuardedTensor, tensor: torch.Tensor, *_: object) -> torch.Tensor | None:
+def _detach(guarded_tensor: GuardedTensor, tensor: torch.Tensor, *_: object) -> torch.Tensor | None:
     """Return an entry, as of a state dict, or an alias for a new parameter; ``None``: nobody wants either.
 
     An average over all parameters wants them all at once: it gets entries where these are in the same memory.
     """
-    made = tenant.warden.entry_of_state_dict(tensor)
+    made = guarded_tensor.fault_handler.entry_of_state_dict(tensor)
     if made is None and is_for_a_parameter():
         made = _of_the_same_class(tensor)
-    elif made is None and _is_on_host(tenant) and is_asked_by(AveragedModel.update_parameters):
-        made = tenant.warden.entry(tensor)
+    elif made is None and _is_on_host(guarded_tensor) and is_asked_by(AveragedModel.update_parameters):
+        made = guarded_tensor.fault_handler.entry(tensor)
     return made
 
 
-def _is_on_host(tenant: GuardedTensor) -> bool:
-    return tenant.warden.bindings.store.device.type == "cpu"
+def _is_on_host(guarded_tensor: GuardedTensor) -> bool:
+    return guarded_tensor.fault_handler.bindings.store.device.type == "cpu"
 
 
-def _view(tenant: GuardedTensor, tensor: torch.Tensor, *shape: Any) -> torch.Tensor | None:  # noqa: ANN401 - passed on
+def _view(guarded_tensor: GuardedTensor, tensor: torch.Tensor, *shape: Any) -> torch.Tensor | None:  # noqa: ANN401 - passed on
     """Return what `parameters_to_vector` copies from: all of it at once, so it is no alias."""
     if not is_asked_by(torch.nn.utils.parameters_to_vector):
         return None
-    if not tenant.is_abroad:
-        tenant.binding.twins[tenant.number].view(*shape)  # raises what PyTorch raises
+    if not guarded_tensor.is_abroad:
+        guarded_tensor.binding.twins[guarded_tensor.number].view(*shape)  # raises what PyTorch raises
     return tensor.clone().view(*shape)
 
 
@@ -190,11 +194,11 @@ def _require_that_it_may_be_trained(dtype: torch.dtype, requires_grad: bool = Tr
         torch.Tensor._make_subclass(torch.nn.Parameter, torch.empty(0, dtype=dtype), requires_grad)  # noqa: SLF001
 
 
-def _refuse_to_share(tenant: GuardedTensor, *_: object) -> None:
+def _refuse_to_share(guarded_tensor: GuardedTensor, *_: object) -> None:
     raise UsageError(
-        f"cannot share the memory of {tenant.place.name!r} with other processes: it is offloaded, and has "
-        "none of its own. Share p.detach().clone(), or share it after the run.",
-        key=tenant.binding.key,
+        f"cannot share the memory of {guarded_tensor.place.name!r} with other processes: it is offloaded, "
+        "and has none of its own. Share p.detach().clone(), or share it after the run.",
+        key=guarded_tensor.binding.key,
     )
 
 
@@ -207,10 +211,12 @@ _SPECIAL: dict[Function, Callable[..., torch.Tensor | None]] = {
 
 def _of_the_same_class(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias in the class that ``tensor`` wears, until a parameter is made of it."""
-    tenant = tenant_of(tensor)
-    assert tenant is not None
+    guarded_tensor = guarded_tensor_of(tensor)
+    assert guarded_tensor is not None
     kind = type(tensor)
-    alias = cast("torch.Tensor", with_windows(needed_by([tenant]), torch.Tensor.detach, (tensor,), {}))
+    alias = cast(
+        "torch.Tensor", with_windows(needed_by([guarded_tensor]), torch.Tensor.detach, (tensor,), {})
+    )
     plain = plain_classes.get(kind, kind)
     if plain in (torch.Tensor, torch.nn.Parameter) or type(alias) is plain:  # else PyTorch refuses it
         alias.__class__ = kind
@@ -244,22 +250,22 @@ def with_windows(
         kwargs: likewise.
         guarded: the plain classes of what is here and wears a guard's class, as several threads use it.
     """
-    (warden, bindings), *others = needed.items()
-    warden.begin_use(bindings)
-    warden.bindings.note_thread()
-    with warden.bindings.window(bindings):
+    (fault_handler, bindings), *others = needed.items()
+    fault_handler.begin_use(bindings)
+    fault_handler.bindings.note_thread()
+    with fault_handler.bindings.window(bindings):
         if is_foreign_operator(func) or has_hands_on_tensors():
-            warden.bindings.watch(bindings)
+            fault_handler.bindings.watch(bindings)
         guarded = [*guarded, *(kind for each in bindings if each.worn is each.guards for kind in each.plain)]
-        with warden.watch_saved():
+        with fault_handler.watch_saved():
             if others:
                 result = with_windows(dict(others), func, args, kwargs, guarded)
             else:
                 result = _run(guarded, func, args, kwargs)
         if func in ADDRESSES:
-            warden.bindings.keep_addresses(bindings)
+            fault_handler.bindings.keep_addresses(bindings)
         if may_write_unseen(func, kwargs):
-            warden.note_write()
+            fault_handler.note_write()
             for binding in bindings:
                 binding.is_dirty = True
     for binding in bindings:
@@ -326,7 +332,9 @@ def _runs_by_bundle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[
     lists = [value for value in (*args, *kwargs.values()) if _is_list(value, length)]
 
     def involved(index: int) -> set[Binding]:
-        return {tenant.binding for tenant in tenants_in(each[index] for each in lists)}
+        return {
+            guarded_tensor.binding for guarded_tensor in guarded_tensors_in(each[index] for each in lists)
+        }
 
     return [list(run) for _, run in itertools.groupby(range(length), involved)]
 
@@ -367,10 +375,10 @@ def _backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         args = (args[0], _edges(args[1]), *args[2:])
     elif kwargs.get("inputs") is not None:
         kwargs = {**kwargs, "inputs": _edges(kwargs["inputs"])}
-    tenants = list(tenants_in((*args, *kwargs.values())))
-    if not tenants:
+    guarded_tensors = list(guarded_tensors_in((*args, *kwargs.values())))
+    if not guarded_tensors:
         return func(*args, **kwargs)
-    return with_windows(needed_by(tenants), func, args, kwargs)
+    return with_windows(needed_by(guarded_tensors), func, args, kwargs)
 
 
 def _edges(given: object) -> list[object]:
@@ -380,7 +388,7 @@ def _edges(given: object) -> list[object]:
     raises what it raises.
     """
     inputs: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-    return [each if tenant_of(each) is None else _edge(each) for each in inputs]
+    return [each if guarded_tensor_of(each) is None else _edge(each) for each in inputs]
 
 
 def _edge(tensor: torch.Tensor) -> object:

@@ -25,13 +25,13 @@ from tierstore.training.bundles.layout import place_of, raw_bytes
 from tierstore.training.bundles.tensor_uses import Function, get_data
 from tierstore.training.faults.guard import (
     fault,
+    guarded_tensor_of,
+    guarded_tensors_in,
     in_memory_of_its_own,
     needed_by,
     of_its_own_class,
     plain_classes,
     take_off_in,
-    tenant_of,
-    tenants_in,
     torch_function,
     with_windows,
 )
@@ -51,18 +51,18 @@ def _data(self: torch.Tensor) -> torch.Tensor:
     """Return an alias of the bytes, which stay while it lives."""
     if are_function_modes_on():
         return cast("torch.Tensor", show(get_data, _data, self))
-    tenant = tenant_of(self)
-    if tenant is None:
+    guarded_tensor = guarded_tensor_of(self)
+    if guarded_tensor is None:
         take_off_in([self])
         with natively():
             return cast("torch.Tensor", get_data(self))
-    return cast("torch.Tensor", with_windows(needed_by([tenant]), get_data, (self,), {}))
+    return cast("torch.Tensor", with_windows(needed_by([guarded_tensor]), get_data, (self,), {}))
 
 
 def _data_in_window(self: torch.Tensor) -> torch.Tensor:
     """Return an alias of the bytes; what it writes is not counted, so they count as written."""
-    if (tenant := tenant_of(self)) is not None:
-        tenant.binding.is_dirty = True
+    if (guarded_tensor := guarded_tensor_of(self)) is not None:
+        guarded_tensor.binding.is_dirty = True
     return cast("torch.Tensor", get_data(self))
 
 
@@ -78,18 +78,19 @@ def _point(self: torch.Tensor, value: torch.Tensor) -> None:
     if value is self:
         return
     value = in_place_of(value)
-    tenant = tenant_of(self)
-    if tenant is None:
+    guarded_tensor = guarded_tensor_of(self)
+    if guarded_tensor is None:
         with natively():
             _set_data(self, value)
         return
-    if value.device != tenant.warden.bindings.store.device:
+    if value.device != guarded_tensor.fault_handler.bindings.store.device:
         raise UsageError(
-            f"cannot point {tenant.place.name!r} at memory of {value.device}: it is offloaded, to compute on "
-            f"{tenant.warden.bindings.store.device}. Move it before offload(...) or after the run.",
-            key=tenant.binding.key,
+            f"cannot point {guarded_tensor.place.name!r} at memory of {value.device}: it is offloaded, to "
+            f"compute on {guarded_tensor.fault_handler.bindings.store.device}. Move it before offload(...) "
+            "or after the run.",
+            key=guarded_tensor.binding.key,
         )
-    with_windows(needed_by(tenants_in((self, value))), _set_data, (self, value), {})
+    with_windows(needed_by(guarded_tensors_in((self, value))), _set_data, (self, value), {})
 
 
 def _set(self: torch.Tensor, *source: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401 - PyTorch's own signature
@@ -126,8 +127,8 @@ def _resize_as(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  
 
 def _refuse_to_be_swapped(self: torch.Tensor) -> int:
     """PyTorch asks for this count before it swaps tensors, and for nothing else."""
-    tenant = tenant_of(self)
-    name = "a tensor of an offloaded model" if tenant is None else repr(tenant.place.name)
+    guarded_tensor = guarded_tensor_of(self)
+    name = "a tensor of an offloaded model" if guarded_tensor is None else repr(guarded_tensor.place.name)
     raise UsageError(
         f"cannot swap {name} with another tensor while it is offloaded: torch.utils.swap_tensors is seen by "
         "nobody. Use p.data = other, or swap before offload(...)."
@@ -137,25 +138,25 @@ def _refuse_to_be_swapped(self: torch.Tensor) -> int:
 def _grad(self: torch.Tensor) -> torch.Tensor | None:
     if are_function_modes_on():
         return cast("torch.Tensor | None", show(_get_grad, _grad, self))
-    tenant = tenant_of(self)
-    if tenant is None:
+    guarded_tensor = guarded_tensor_of(self)
+    if guarded_tensor is None:
         take_off_in([self])
         with natively():
             return cast("torch.Tensor | None", _get_grad(self))
-    return tenant.warden.gradient_of(self)
+    return guarded_tensor.fault_handler.gradient_of(self)
 
 
 def _store_grad(self: torch.Tensor, value: torch.Tensor | None) -> None:
     if are_function_modes_on():
         show(_set_grad, _store_grad, self, value)
         return
-    tenant = tenant_of(self)
-    if tenant is None:
+    guarded_tensor = guarded_tensor_of(self)
+    if guarded_tensor is None:
         take_off_in([self])
         with natively():
             _set_grad(self, value)
         return
-    tenant.warden.set_gradient(self, value)
+    guarded_tensor.fault_handler.set_gradient(self, value)
 
 
 def _drop_grad(self: torch.Tensor) -> None:
@@ -173,7 +174,7 @@ def _is_param(self: torch.Tensor) -> object:
 
 def _become_param(self: torch.Tensor, value: object) -> None:
     """PyTorch has made a parameter of an alias, and marks it as it does all of other classes."""
-    if tenant_of(self) is None:
+    if guarded_tensor_of(self) is None:
         take_off_in([self])
     if type(self) is not torch.nn.Parameter:
         vars(self)["_is_param"] = value
@@ -181,9 +182,9 @@ def _become_param(self: torch.Tensor, value: object) -> None:
 
 def _independent(self: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor with the same bytes, unknown to any store."""
-    tenant = tenant_of(self)
-    assert tenant is not None
-    with tenant.warden.bindings.window([tenant.binding]):
+    guarded_tensor = guarded_tensor_of(self)
+    assert guarded_tensor is not None
+    with guarded_tensor.fault_handler.bindings.window([guarded_tensor.binding]):
         return copy.deepcopy(of_its_own_class(self), {})
 
 
@@ -195,12 +196,14 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, object]) -> object:
 
 def _reduce_ex(self: torch.Tensor, protocol: int) -> object:
     alone = _independent(self)
-    tenant = tenant_of(self)
-    assert tenant is not None
-    with tenant.warden.bindings.window([tenant.binding]), ordinary_mode():
+    guarded_tensor = guarded_tensor_of(self)
+    assert guarded_tensor is not None
+    with guarded_tensor.fault_handler.bindings.window([guarded_tensor.binding]), ordinary_mode():
         place = place_of("", self.detach(), 0)
-        if not tenant.is_abroad and tenant.binding.has_company(tenant.number):
-            _set_data(alone, tenant.place.view(*tenant.binding.copied_region(tenant.number)))
+        if not guarded_tensor.is_abroad and guarded_tensor.binding.has_company(guarded_tensor.number):
+            _set_data(
+                alone, guarded_tensor.place.view(*guarded_tensor.binding.copied_region(guarded_tensor.number))
+            )
         elif not place.is_of(alone):  # it has gaps, say: a copy has none, and what is pickled has
             _set_data(alone, place.view(raw_bytes(self.detach()).clone()))
     return alone.__reduce_ex__(protocol)
@@ -275,7 +278,7 @@ def _let_scripts_take_guarded() -> None:
 
     @functools.wraps(in_cpp)
     def seen(*args: object, **kwargs: object) -> object:
-        is_guarded = any(True for _ in tenants_in((*args, *kwargs.values())))
+        is_guarded = any(True for _ in guarded_tensors_in((*args, *kwargs.values())))
         return fault(call, args, kwargs) if is_guarded else in_cpp(*args, **kwargs)
 
     torch.jit.ScriptFunction.__call__ = seen  # type: ignore[method-assign,assignment]
@@ -287,7 +290,7 @@ def _let_scripts_be_copied() -> None:
 
     @functools.wraps(in_cpp)
     def seen(self: RecursiveScriptModule, memo: dict[int, Any]) -> object:
-        needed = needed_by(tenants_in([*self.parameters(), *self.buffers()]))
+        needed = needed_by(guarded_tensors_in([*self.parameters(), *self.buffers()]))
         return with_windows(needed, in_cpp, (self, memo), {}) if needed else in_cpp(self, memo)
 
     RecursiveScriptModule.__deepcopy__ = seen  # type: ignore[method-assign,assignment]

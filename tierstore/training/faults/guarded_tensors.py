@@ -65,7 +65,7 @@ class GuardedTensor(NamedTuple):
     tensor: torch.Tensor  # keeps its id taken as long as the binding lives
     binding: Binding
     number: int
-    warden: FaultHandler
+    fault_handler: FaultHandler
 
     @property
     def place(self) -> TensorLayout:
@@ -85,7 +85,7 @@ _bindings: dict[int, weakref.ref[Binding]] = {}
 """By the tensor's id."""
 
 
-def enrol(binding: Binding, warden: FaultHandler) -> None:
+def enrol(binding: Binding, fault_handler: FaultHandler) -> None:
     """Let the guard know whom to ask about a binding's tensors."""
     left = [
         (id(tensor), weakref.ref(tensor), plain)
@@ -93,15 +93,15 @@ def enrol(binding: Binding, warden: FaultHandler) -> None:
     ]
     home = weakref.ref(binding, functools.partial(_desert, left, binding.places))
     for number, tensor in enumerate(binding.tensors):
-        binding.tenants[id(tensor)] = GuardedTensor(tensor, binding, number, warden)
+        binding.guarded_tensors[id(tensor)] = GuardedTensor(tensor, binding, number, fault_handler)
         _bindings[id(tensor)] = home
 
 
 def dismiss(binding: Binding) -> None:
     """Forget a binding's tensors."""
-    for number in binding.tenants:
+    for number in binding.guarded_tensors:
         _bindings.pop(number, None)
-    binding.tenants = {}
+    binding.guarded_tensors = {}
 
 
 def _desert(
@@ -124,18 +124,18 @@ def _desert(
             Placeholder(plain, name, text, looks_of(places)[index], tensor.device).put_on(tensor)
 
 
-def tenant_of(tensor: object) -> GuardedTensor | None:
+def guarded_tensor_of(tensor: object) -> GuardedTensor | None:
     """Return what is known of a tensor; ``None`` if nobody guards it."""
     number = id(tensor)
     home = _bindings.get(number)
     binding = None if home is None else home()
-    tenant: GuardedTensor | None = None if binding is None else binding.tenants.get(number)
-    return tenant if tenant is not None and tenant.tensor is tensor else None
+    guarded_tensor: GuardedTensor | None = None if binding is None else binding.guarded_tensors.get(number)
+    return guarded_tensor if guarded_tensor is not None and guarded_tensor.tensor is tensor else None
 
 
-def is_poisoned(tenant: GuardedTensor) -> bool:
+def is_poisoned(guarded_tensor: GuardedTensor) -> bool:
     """Say whether a tensor's bytes are away: what it has natively is its poison."""
-    binding, tensor = tenant.binding, tenant.tensor
+    binding, tensor = guarded_tensor.binding, guarded_tensor.tensor
     poison = next(p for t, p in zip(binding.tensors, binding.poisons, strict=True) if t is tensor)
     with natively():
         return bool(tensor.untyped_storage()._cdata == poison.untyped_storage()._cdata)  # noqa: SLF001

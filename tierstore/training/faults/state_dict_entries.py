@@ -52,16 +52,16 @@ class Original:
     """A parameter, with the copy of it that entries and their views look at.
 
     Args:
-        tenant: the parameter.
+        guarded_tensor: the parameter.
         copy: of it, of the same layout.
     """
 
-    def __init__(self, tenant: guard.GuardedTensor, copy: torch.Tensor) -> None:
-        self._parameter = weakref.ref(tenant.tensor)  # entries do not keep state that was replaced
-        self.binding = tenant.binding
+    def __init__(self, guarded_tensor: guard.GuardedTensor, copy: torch.Tensor) -> None:
+        self._parameter = weakref.ref(guarded_tensor.tensor)  # entries do not keep state that was replaced
+        self.binding = guarded_tensor.binding
         self.copy = copy
-        self._number = tenant.number
-        self._departures = tenant.binding.departures[tenant.number]
+        self._number = guarded_tensor.number
+        self._departures = guarded_tensor.binding.departures[guarded_tensor.number]
         self._state = self._now()
         self._version = copy._version  # noqa: SLF001
 
@@ -74,10 +74,10 @@ class Original:
     def tied(self) -> torch.Tensor | None:
         """The parameter, if it has been where it was ever since."""
         parameter = self.parameter
-        tenant = None if parameter is None else guard.tenant_of(parameter)
+        guarded_tensor = None if parameter is None else guard.guarded_tensor_of(parameter)
         is_tied = (
-            tenant is not None
-            and tenant.binding is self.binding
+            guarded_tensor is not None
+            and guarded_tensor.binding is self.binding
             and self.binding.departures[self._number] == self._departures
         )
         return parameter if is_tied else None
@@ -135,14 +135,14 @@ _of_bindings: dict[Binding, dict[int, _KnownEntry]] = {}
 """The same by bundle, until it is given back."""
 
 
-def entry_for(tenant: guard.GuardedTensor, copy: torch.Tensor) -> torch.Tensor:
+def entry_for(guarded_tensor: guard.GuardedTensor, copy: torch.Tensor) -> torch.Tensor:
     """Return an entry of a state dict.
 
     Args:
-        tenant: the parameter.
+        guarded_tensor: the parameter.
         copy: of it, in host memory.
     """
-    return _know(copy.detach(), Original(tenant, copy))
+    return _know(copy.detach(), Original(guarded_tensor, copy))
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -386,9 +386,9 @@ class Links:
         """The bundle is in the store again: tie entries to those tensors that are."""
         for original, entries in self._entries.items():
             parameter = original.parameter
-            tenant = None if parameter is None else guard.tenant_of(parameter)
-            if tenant is not None:
-                anew = Original(tenant, self._copies[original])
+            guarded_tensor = None if parameter is None else guard.guarded_tensor_of(parameter)
+            if guarded_tensor is not None:
+                anew = Original(guarded_tensor, self._copies[original])
                 for entry in entries:
                     _know(entry, anew)
 

@@ -70,13 +70,13 @@ class Adopter:
     Args:
         store: where the bytes go.
         bindings: that the new ones belong to.
-        warden: who looks after the tensors.
+        fault_handler: who looks after the tensors.
     """
 
-    def __init__(self, store: Store, bindings: Bindings, warden: guard.FaultHandler) -> None:
+    def __init__(self, store: Store, bindings: Bindings, fault_handler: guard.FaultHandler) -> None:
         self._store = store
         self._bindings = bindings
-        self._warden = warden
+        self._fault_handler = fault_handler
         self._scratch: list[torch.Tensor] = []  # that nobody uses now
         self._poisons = Poisons(store.device)
         self.nbytes: dict[str, int] = {}
@@ -170,7 +170,7 @@ class Adopter:
         for place, tensor in zip(places, tensors, strict=True):
             if tensor.is_meta:
                 materialise(tensor, poison_for(place, self._store.device))
-        guard.enrol(binding, self._warden)
+        guard.enrol(binding, self._fault_handler)
         for tensor, poison, kind in zip(tensors, poisons, guards, strict=True):
             set_data(tensor, poison)
             tensor.__class__ = kind
@@ -405,7 +405,7 @@ class Adopter:
         with self._bindings.alone():
             if binding not in self._origins:  # else bringing it back has failed, or this was interrupted
                 self._put_again(binding)
-            guard.enrol(binding, self._warden)
+            guard.enrol(binding, self._fault_handler)
             for tensor, kind in zip(binding.tensors, binding.guards, strict=True):
                 tensor.__class__ = kind
             self._bindings.note_return(binding)
@@ -478,7 +478,7 @@ def is_deserted(binding: Binding) -> bool:
 def _count_own_references() -> int:
     """Return what ``sys.getrefcount(binding.tensors[0])`` is when nobody has the tensor any more.
 
-    The binding's tuple, the guard's table of tenants, and the call's own argument.
+    The binding's tuple, the guard's table of guarded tensors, and the call's own argument.
     """
     holder = (object(),)
     table = {0: holder[0]}

@@ -54,7 +54,7 @@ def names_of_buffers(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 def ordinary_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the buffers that are none of the store's, with their names."""
     for name, buffer in model.named_buffers():
-        if guard.tenant_of(buffer) is None:
+        if guard.guarded_tensor_of(buffer) is None:
             yield name, buffer
 
 

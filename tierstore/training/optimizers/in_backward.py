@@ -161,8 +161,8 @@ class StepsInBackward:
         if gradient is not None and gradient.handle is not None:  # from before this run
             self._gradients.assign(parameter, gradient.handle.clone())
         self._come_last(parameter)
-        tenant = guard.tenant_of(parameter)
-        if tenant is None or tenant.binding is not self._last:
+        guarded_tensor = guard.guarded_tensor_of(parameter)
+        if guarded_tensor is None or guarded_tensor.binding is not self._last:
             self.go_on()
         return None
 

@@ -30,7 +30,7 @@ from tierstore.errors import UsageError
 from tierstore.training.autograd.gradient import show_gradient
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.bundles.bindings import natively
-from tierstore.training.faults.guarded_tensors import tenant_of
+from tierstore.training.faults.guarded_tensors import guarded_tensor_of
 from tierstore.training.optimizers.registered import has_come_to_depend, is_of_torch
 from tierstore.training.optimizers.speculative_steps import Entries, step_alone
 from tierstore.training.optimizers.step_units import Group, options_of
@@ -210,9 +210,9 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     stride = tensor.stride()
     if 0 not in stride or not tensor.numel():
         return False
-    tenant = tenant_of(tensor)
-    if tenant is not None and not tenant.is_abroad:
-        stride = tenant.place.stride
+    guarded_tensor = guarded_tensor_of(tensor)
+    if guarded_tensor is not None and not guarded_tensor.is_abroad:
+        stride = guarded_tensor.place.stride
     return any(size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True))
 
 

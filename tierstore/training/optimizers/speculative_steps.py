@@ -112,9 +112,9 @@ class Expectations:
 
     def forget(self, parameter: torch.Tensor) -> None:
         """A gradient changes or goes: what was made from it is worth nothing."""
-        tenant = guard.tenant_of(parameter)
-        if tenant is not None and (steps := self.made.get(tenant.binding)) is not None:
-            steps.forget(tenant.binding)
+        guarded_tensor = guard.guarded_tensor_of(parameter)
+        if guarded_tensor is not None and (steps := self.made.get(guarded_tensor.binding)) is not None:
+            steps.forget(guarded_tensor.binding)
 
 
 class SpeculativeSteps:
@@ -189,12 +189,12 @@ class SpeculativeSteps:
         """A gradient has been accumulated: make the bundle's step if that was the last one it needs."""
         if not self._is_possible or self._steps_to_wait or parameter not in self._expected or are_modes_on():
             return
-        tenant = guard.tenant_of(parameter)
-        assert tenant is not None
-        is_complete = all(map(self._is_complete, tenant.binding.tensors))
-        if not is_complete or not self._trainer.allows_step_ahead(tenant.binding):
+        guarded_tensor = guard.guarded_tensor_of(parameter)
+        assert guarded_tensor is not None
+        is_complete = all(map(self._is_complete, guarded_tensor.binding.tensors))
+        if not is_complete or not self._trainer.allows_step_ahead(guarded_tensor.binding):
             return
-        turn = self._turn_of(tenant.binding)
+        turn = self._turn_of(guarded_tensor.binding)
         if turn is not None and self._may_make(turn):
             begin = time.perf_counter()
             self._make_or_leave(turn)
@@ -510,8 +510,8 @@ def _is_special(group: Group) -> bool:
 
 def _view(tensor: torch.Tensor, lease: Lease) -> torch.Tensor | None:
     """Return the leased bytes of a guarded tensor as a tensor like it; ``None``: nobody guards it."""
-    tenant = guard.tenant_of(tensor)
-    return None if tenant is None else tenant.place.view(lease[tenant.binding.key])
+    guarded_tensor = guard.guarded_tensor_of(tensor)
+    return None if guarded_tensor is None else guarded_tensor.place.view(lease[guarded_tensor.binding.key])
 
 
 def _stand_in(parameter: torch.Tensor, lease: Lease, gradient: torch.Tensor) -> torch.Tensor:

@@ -79,9 +79,10 @@ class OptimizerState:
     def bundles(self) -> list[Binding]:
         """Return the bundles of the optimizer's parameters as its groups are now, in the order of forward."""
         found = {
-            tenant.binding: None
+            guarded_tensor.binding: None
             for parameter in (*_parameters(self.optimizer), *self.optimizer.state)
-            if (tenant := guard.tenant_of(parameter)) is not None and tenant.binding in self._order
+            if (guarded_tensor := guard.guarded_tensor_of(parameter)) is not None
+            and guarded_tensor.binding in self._order
         }
         return sorted(found, key=self._order.__getitem__)
 
@@ -155,10 +156,10 @@ class OptimizerState:
         found: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         seen: set[int] = set()
         for parameter, name, value in self._entries(bundle.tensors):
-            tenant = guard.tenant_of(value)
-            is_ours = tenant is not None and tenant.binding is state
+            guarded_tensor = guard.guarded_tensor_of(value)
+            is_ours = guarded_tensor is not None and guarded_tensor.binding is state
             is_there = devices is None or value.device.type in devices[parameter]
-            is_free = tenant is None and is_there and _is_to_be_taken(value, taken)
+            is_free = guarded_tensor is None and is_there and _is_to_be_taken(value, taken)
             if id(value) not in seen and (is_ours or is_free):
                 found[parameter, name] = value
                 seen.add(id(value))
@@ -166,8 +167,8 @@ class OptimizerState:
 
     def has(self, bundle: Binding, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in the store as a bundle's state."""
-        tenant = guard.tenant_of(tensor)
-        return tenant is not None and tenant.binding is self.bindings.get(bundle)
+        guarded_tensor = guard.guarded_tensor_of(tensor)
+        return guarded_tensor is not None and guarded_tensor.binding is self.bindings.get(bundle)
 
     def _entries(
         self, parameters: Sequence[torch.Tensor]
@@ -255,5 +256,5 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
 
 
 def _name(parameter: torch.Tensor) -> str:
-    tenant = guard.tenant_of(parameter)
-    return repr(tenant.place.name) if tenant is not None else "a parameter"
+    guarded_tensor = guard.guarded_tensor_of(parameter)
+    return repr(guarded_tensor.place.name) if guarded_tensor is not None else "a parameter"

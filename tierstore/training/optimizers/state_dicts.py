@@ -82,17 +82,17 @@ class StateDicts:
             self._making.copies.clear()
 
     def _new_entry(self, tensor: torch.Tensor) -> torch.Tensor:
-        tenant = guard.tenant_of(tensor)
-        assert tenant is not None
-        if tenant.is_abroad:
+        guarded_tensor = guard.guarded_tensor_of(tensor)
+        assert guarded_tensor is not None
+        if guarded_tensor.is_abroad:
             with natively():
                 return tensor.detach()
         with ordinary_mode():  # what is made in inference mode does not tell when it is written
-            return entry_for(tenant, self._copy(tensor))
+            return entry_for(guarded_tensor, self._copy(tensor))
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor; bundles are read once while their tensors come one after another."""
-        if guard.tenant_of(tensor) is not None and id(tensor) not in self._making.copies:
+        if guard.guarded_tensor_of(tensor) is not None and id(tensor) not in self._making.copies:
             self._making.copies.clear()
         return self._copy(tensor)
 
@@ -112,12 +112,12 @@ class StateDicts:
             self.reset()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        tenant = guard.tenant_of(tensor)
-        if tenant is None:
+        guarded_tensor = guard.guarded_tensor_of(tensor)
+        if guarded_tensor is None:
             return tensor
         if id(tensor) not in self._making.copies:
-            copies = self._adopter.copies(tenant.binding)
-            self._making.copies.update(zip(map(id, tenant.binding.tensors), copies, strict=True))
+            copies = self._adopter.copies(guarded_tensor.binding)
+            self._making.copies.update(zip(map(id, guarded_tensor.binding.tensors), copies, strict=True))
         return self._making.copies[id(tensor)]
 
     # --- optimizers ---------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class StateDicts:
         return {**state_dict, "state": state}
 
     def _linked(self, value: object) -> object:
-        if not isinstance(value, torch.Tensor) or guard.tenant_of(value) is None:
+        if not isinstance(value, torch.Tensor) or guard.guarded_tensor_of(value) is None:
             return value
         return self._new_entry(value)
 
@@ -236,14 +236,14 @@ class _Cast:
             return value
         whole = whole_of(value)
         value = value if whole is None else whole
-        tenant = guard.tenant_of(parameter)
-        if value.dim() == 0 or tenant is None or id(value) in self._shared:
+        guarded_tensor = guard.guarded_tensor_of(parameter)
+        if value.dim() == 0 or guarded_tensor is None or id(value) in self._shared:
             policy = torch.optim.Optimizer._process_value_according_to_param_policy  # noqa: SLF001 - the same policy
             own = copy.deepcopy(value, self._memo) if id(value) in self._shared else value
             return policy(parameter, own, number, self._groups, name)  # type: ignore[arg-type]
         is_cast = parameter.is_floating_point() and name != "step" and value.dtype != parameter.dtype
         is_as_it_is = not is_cast and value.device == parameter.device
-        if is_as_it_is and (self._kept.has(tenant.binding, value) or is_unshared(value)):
+        if is_as_it_is and (self._kept.has(guarded_tensor.binding, value) or is_unshared(value)):
             return value
         cast = value.detach()
         if is_cast:

@@ -178,10 +178,10 @@ def by_bundle(optimizer: torch.optim.Optimizer) -> dict[Binding, Members]:
     members: dict[Binding, Members] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            tenant = guard.tenant_of(parameter)
-            if tenant is None:
+            guarded_tensor = guard.guarded_tensor_of(parameter)
+            if guarded_tensor is None:
                 continue
-            parts = members.setdefault(tenant.binding, [])
+            parts = members.setdefault(guarded_tensor.binding, [])
             if not parts or parts[-1][0] is not group:
                 parts.append((group, []))
             parts[-1][1].append(parameter)

@@ -127,7 +127,9 @@ class StepsByBundle:
         for group in self.optimizer.param_groups:
             self._withheld.append((group, group["params"]))
             group["params"] = [
-                p for p in group["params"] if (t := guard.tenant_of(p)) is None or t.binding not in own
+                p
+                for p in group["params"]
+                if (t := guard.guarded_tensor_of(p)) is None or t.binding not in own
             ]
 
     def after(self) -> bool:
@@ -217,8 +219,12 @@ class StepsByBundle:
 
     def bundle_of(self, parameter: torch.Tensor) -> Binding | None:
         """Return the bundle of a parameter; ``None``: it is not offloaded, or another run has it."""
-        tenant = guard.tenant_of(parameter)
-        return tenant.binding if tenant is not None and tenant.binding in self._trainer.order else None
+        guarded_tensor = guard.guarded_tensor_of(parameter)
+        return (
+            guarded_tensor.binding
+            if guarded_tensor is not None and guarded_tensor.binding in self._trainer.order
+            else None
+        )
 
     def step_alone(self, parameter: torch.Tensor, held: Sequence[Binding]) -> None:
         """Step one parameter where it is, with the gradient that autograd itself sees.

@@ -21,7 +21,7 @@ class ActivationStats:
         handed_over, handed_over_bytes: those that were wanted while still on the device: no byte came back.
         stalls: how often somebody waited: for bytes to come, or for a copy before a release.
         refused: releases that did not come about, because nothing below had room.
-        parked, parked_bytes: those that are kept now.
+        offloaded, parked_bytes: those that are kept now.
     """
 
     kept: int = 0
@@ -34,8 +34,8 @@ class ActivationStats:
     handed_over_bytes: int = 0
     stalls: int = 0
     refused: int = 0
-    parked: int = 0
-    parked_bytes: int = 0
+    offloaded: int = 0
+    offloaded_bytes: int = 0
 
 
 class ActivationCounts:
@@ -52,8 +52,8 @@ class ActivationCounts:
             if nbytes is not None:
                 self._numbers[f"{what}_bytes"] += nbytes
 
-    def read(self, parked: int, parked_bytes: int) -> ActivationStats:
+    def read(self, offloaded: int, offloaded_bytes: int) -> ActivationStats:
         """Return all numbers, with those of what is kept now."""
         with self._lock:
             counted = {each.name: self._numbers[each.name] for each in fields(ActivationStats)}
-        return ActivationStats(**(counted | {"parked": parked, "parked_bytes": parked_bytes}))
+        return ActivationStats(**(counted | {"offloaded": offloaded, "offloaded_bytes": offloaded_bytes}))

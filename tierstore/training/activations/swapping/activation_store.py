@@ -114,32 +114,32 @@ class OffloadedTensor:
         shape: ViewShape,
         witness: torch.Tensor,
         version: int,
-        estate: OffloadedStorage,
+        offloaded_storage: OffloadedStorage,
     ) -> None:
         self._activation_store = activation_store
         self._shape = shape
         self._witness = witness
         self._version = version
-        self._user = estate.admit(self, activation_store.note_end)
+        self._user = offloaded_storage.admit(self, activation_store.note_end)
 
     @property
     def key(self) -> str:
         """The key in the store."""
-        return self._user.estate.key
+        return self._user.offloaded_storage.key
 
     @property
     def nbytes(self) -> int:
         """How many bytes are kept: where the tensor is a view, those of its storage."""
-        return self._user.estate.nbytes
+        return self._user.offloaded_storage.nbytes
 
     @property
     def is_here(self) -> bool:
         """Whether the bytes are on the device: neither given up, nor sent down by a quota."""
-        return self._activation_store.is_here(self._user.estate)
+        return self._activation_store.is_here(self._user.offloaded_storage)
 
     def weakly(self) -> WeakOffloadedTensor:
         """Return what can release these bytes and bring them back, but does not keep them."""
-        return WeakOffloadedTensor(self._activation_store, self._user.estate)
+        return WeakOffloadedTensor(self._activation_store, self._user.offloaded_storage)
 
     def release(self) -> None:
         """Give the device's memory up; it is free when nobody else refers to it.  Waits for the copy down.
@@ -150,14 +150,14 @@ class OffloadedTensor:
         Raises:
             BackendError: the copy failed; the bytes on the device are unharmed.
         """
-        self._activation_store.release(self._user.estate)
+        self._activation_store.release(self._user.offloaded_storage)
 
     def bring(self) -> None:
         """Begin to bring the bytes back to the device, if they are not there.  Does not block.
 
         It is advice: where there is no room, `take` waits for it.
         """
-        self._activation_store.bring(self._user.estate)
+        self._activation_store.bring(self._user.offloaded_storage)
 
     def take(self) -> torch.Tensor:
         """Return the tensor, of the same shape, strides and values.  Blocks until its bytes are there.
@@ -182,32 +182,32 @@ class WeakOffloadedTensor:
         key: in the store.
     """
 
-    __slots__ = ("_activation_store", "_estate", "key")
+    __slots__ = ("_activation_store", "_offloaded_storage", "key")
 
-    def __init__(self, activation_store: ActivationStore, estate: OffloadedStorage) -> None:
-        self.key = estate.key
+    def __init__(self, activation_store: ActivationStore, offloaded_storage: OffloadedStorage) -> None:
+        self.key = offloaded_storage.key
         self._activation_store = activation_store
-        self._estate = estate
+        self._offloaded_storage = offloaded_storage
 
     @property
     def is_here(self) -> bool:
         """See `OffloadedTensor.is_here`."""
-        return self._activation_store.is_here(self._estate)
+        return self._activation_store.is_here(self._offloaded_storage)
 
     def leave(self) -> None:
         """Let the device's memory go when the copy down has ended.  Does not wait for it.
 
         If the bytes are wanted again before that, they stay: no byte comes back.
         """
-        self._activation_store.leave(self._estate)
+        self._activation_store.leave(self._offloaded_storage)
 
     def release(self) -> None:
         """See `OffloadedTensor.release`."""
-        self._activation_store.release(self._estate)
+        self._activation_store.release(self._offloaded_storage)
 
     def bring(self) -> None:
         """See `OffloadedTensor.bring`."""
-        self._activation_store.bring(self._estate)
+        self._activation_store.bring(self._offloaded_storage)
 
 
 class ActivationStore:
@@ -253,15 +253,15 @@ class ActivationStore:
         self._known: dict[
             int, dict[Extent, tuple[_KeptStorage, OffloadedStorage]]
         ] = {}  # by the storage's id
-        self._estates: dict[str, OffloadedStorage] = {}  # by key, until they are dropped
+        self._offloaded_storages: dict[str, OffloadedStorage] = {}  # by key, until they are dropped
 
     @property
     def stats(self) -> ActivationStats:
         """What was done so far."""
         self.sweep()
         with self._lock:
-            parked = [estate.nbytes for estate in self._estates.values()]
-        return self._counts.read(len(parked), sum(parked))
+            offloaded = [offloaded_storage.nbytes for offloaded_storage in self._offloaded_storages.values()]
+        return self._counts.read(len(offloaded), sum(offloaded))
 
     # --- keeping ------------------------------------------------------------------------------
 
@@ -292,8 +292,8 @@ class ActivationStore:
             # The counter of versions stays, the memory does not.
             set_data(witness, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             park = functools.partial(OffloadedTensor, self, shape, witness, version)
-            parked = self._share(storage, (low, high), version, park)
-            return parked or self._keep_anew(storage, (low, high), version, name, park)
+            offloaded = self._share(storage, (low, high), version, park)
+            return offloaded or self._keep_anew(storage, (low, high), version, name, park)
 
     def _extent(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Extent:
         """Return which of a storage's bytes to keep: what a small view touches, or all."""
@@ -313,22 +313,22 @@ class ActivationStore:
         is_known = found is not None and found[0]() is storage and self._is_kept(found[1])
         return found[1] if found is not None and is_known else None
 
-    def _is_kept(self, estate: OffloadedStorage) -> bool:
-        """Say whether an estate's bytes were not dropped yet.  They are not while its lock is held."""
-        return self._estates.get(estate.key) is estate
+    def _is_kept(self, offloaded_storage: OffloadedStorage) -> bool:
+        """Say whether a storage's bytes were not dropped yet.  They are not while its lock is held."""
+        return self._offloaded_storages.get(offloaded_storage.key) is offloaded_storage
 
     def _share(
         self, storage: torch.UntypedStorage, extent: Extent, version: int, park: Park
     ) -> OffloadedTensor | None:
         """Park what is kept of these very bytes; let former ones of another version leave the device."""
-        estate = self._look_up(storage, extent)
-        if estate is None:
+        offloaded_storage = self._look_up(storage, extent)
+        if offloaded_storage is None:
             return None
-        if estate.version != version:
-            self.release(estate)
+        if offloaded_storage.version != version:
+            self.release(offloaded_storage)
             return None
-        with estate.lock:
-            return park(estate) if self._is_kept(estate) else None
+        with offloaded_storage.lock:
+            return park(offloaded_storage) if self._is_kept(offloaded_storage) else None
 
     def _keep_anew(
         self, storage: torch.UntypedStorage, extent: Extent, version: int, name: str, park: Park
@@ -336,42 +336,44 @@ class ActivationStore:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
         flat.set_(storage)
         low, high = extent
-        estate = OffloadedStorage(high - low, version)
+        offloaded_storage = OffloadedStorage(high - low, version)
         known = _KeptStorage(storage, self.note_end)
         known.key = id(storage)
-        with estate.lock:
+        with offloaded_storage.lock:
             is_whole = high - low == storage.nbytes()
-            self._store(estate, flat if is_whole else flat[low:high], name, is_whole=is_whole)
-            parked = park(estate)
+            self._store(offloaded_storage, flat if is_whole else flat[low:high], name, is_whole=is_whole)
+            offloaded = park(offloaded_storage)
         with self._lock:
-            self._known.setdefault(id(storage), {})[extent] = (known, estate)
-        self._counts.add("kept", estate.nbytes)
-        self._note_use(estate.key, estate.nbytes)
-        return parked
+            self._known.setdefault(id(storage), {})[extent] = (known, offloaded_storage)
+        self._counts.add("kept", offloaded_storage.nbytes)
+        self._note_use(offloaded_storage.key, offloaded_storage.nbytes)
+        return offloaded
 
-    def _store(self, estate: OffloadedStorage, flat: torch.Tensor, name: str, *, is_whole: bool) -> None:
+    def _store(
+        self, offloaded_storage: OffloadedStorage, flat: torch.Tensor, name: str, *, is_whole: bool
+    ) -> None:
         """Put bytes under a key of that name, and begin their way down."""
         while True:
-            self._call(estate, name)
+            self._call(offloaded_storage, name)
             try:
-                self._put(estate, flat, is_whole=is_whole)
+                self._put(offloaded_storage, flat, is_whole=is_whole)
             except KeyExists:  # somebody else has put it since the store was asked
-                del self._estates[estate.key]
+                del self._offloaded_storages[offloaded_storage.key]
             else:
                 return
 
-    def _call(self, estate: OffloadedStorage, name: str) -> None:
-        """Give an estate a key that nothing is under; from now on it is dropped unless somebody uses it."""
+    def _call(self, offloaded_storage: OffloadedStorage, name: str) -> None:
+        """Give a storage a key that nothing is under; from now on it is dropped unless somebody uses it."""
         with self._lock:
-            estate.key, number = name, 0
-            while estate.key in self._estates or estate.key in self.store:
+            offloaded_storage.key, number = name, 0
+            while offloaded_storage.key in self._offloaded_storages or offloaded_storage.key in self.store:
                 number += 1
-                estate.key = f"{name}'{number}" if number > 1 else f"{name}'"
-            self._estates[estate.key] = estate
-            self._restless[estate] = None
+                offloaded_storage.key = f"{name}'{number}" if number > 1 else f"{name}'"
+            self._offloaded_storages[offloaded_storage.key] = offloaded_storage
+            self._restless[offloaded_storage] = None
 
-    def _put(self, estate: OffloadedStorage, flat: torch.Tensor, *, is_whole: bool) -> None:
-        key = estate.key
+    def _put(self, offloaded_storage: OffloadedStorage, flat: torch.Tensor, *, is_whole: bool) -> None:
+        key = offloaded_storage.key
         if is_whole and self._can_adopt:
             try:
                 self.store.adopt(key, flat)
@@ -380,16 +382,16 @@ class ActivationStore:
                 let_frames_go(error)  # they refer to these bytes
                 self.store.put(key, flat)
             else:
-                self._note_adopted(flat.untyped_storage(), lambda: self.is_here(estate))
+                self._note_adopted(flat.untyped_storage(), lambda: self.is_here(offloaded_storage))
         else:
             self.store.put(key, flat)
         if not self._below:
             return
-        if self.is_here(estate):
+        if self.is_here(offloaded_storage):
             self.store.fetch(key, tier=self._below[0])
         else:
             self._counts.add("stalls")
-            self._note_away(estate)
+            self._note_away(offloaded_storage)
 
     def note_change(self, storage: torch.UntypedStorage) -> None:
         """Take in that a storage changes: what is kept of it is no longer what is there.
@@ -402,55 +404,61 @@ class ActivationStore:
 
     # --- what `OffloadedTensor` does -------------------------------------------------------------------
 
-    def is_here(self, estate: OffloadedStorage) -> bool:
+    def is_here(self, offloaded_storage: OffloadedStorage) -> bool:
         """See `OffloadedTensor.is_here`."""
         with contextlib.suppress(KeyNotFound, StoreClosed):
-            return self._is_kept(estate) and self._fastest in self.store.where(estate.key)
+            return self._is_kept(offloaded_storage) and self._fastest in self.store.where(
+                offloaded_storage.key
+            )
         return False
 
-    def release(self, estate: OffloadedStorage) -> None:
+    def release(self, offloaded_storage: OffloadedStorage) -> None:
         """See `OffloadedTensor.release`."""
         with self._working():
-            descent = self._send_down(estate)
+            descent = self._send_down(offloaded_storage)
             if descent is not None:
                 if not descent.done():
                     self._counts.add("stalls")
                 descent.result()
 
-    def leave(self, estate: OffloadedStorage) -> None:
+    def leave(self, offloaded_storage: OffloadedStorage) -> None:
         """See `WeakOffloadedTensor.leave`."""
         with self._working():
-            self._send_down(estate)
+            self._send_down(offloaded_storage)
 
-    def _send_down(self, estate: OffloadedStorage) -> Future[None] | None:
-        """Begin to free an estate's memory on the device; ``None``: there is none, or it is in use.
+    def _send_down(self, offloaded_storage: OffloadedStorage) -> Future[None] | None:
+        """Begin to free a storage's memory on the device; ``None``: there is none, or it is in use.
 
         What it comes to is an error only if a medium fails.
         """
-        with estate.lock:
-            if not self._below or not estate.let_go():
+        with offloaded_storage.lock:
+            if not self._below or not offloaded_storage.let_go():
                 return None
-            estate.turn += 1
-            if not self.is_here(estate):
-                self._note_away(estate)
+            offloaded_storage.turn += 1
+            if not self.is_here(offloaded_storage):
+                self._note_away(offloaded_storage)
                 return None
-            estate.stay = StayOnDevice.UNTAKEN
+            offloaded_storage.stay = StayOnDevice.UNTAKEN
         descent: Future[None] = Future()
-        self._evict(estate, self._below, descent)
+        self._evict(offloaded_storage, self._below, descent)
         return descent
 
-    def _evict(self, estate: OffloadedStorage, tiers: Sequence[str], descent: Future[None]) -> None:
+    def _evict(
+        self, offloaded_storage: OffloadedStorage, tiers: Sequence[str], descent: Future[None]
+    ) -> None:
         """Evict bytes to the first of ``tiers`` that takes them.  Runs anywhere, without a lock."""
         try:
-            leaving = self.store.evict(estate.key, to=tiers[0])
+            leaving = self.store.evict(offloaded_storage.key, to=tiers[0])
         except Exception as error:  # noqa: BLE001 - whoever waits is told
-            self._stays(estate, error, descent)
+            self._stays(offloaded_storage, error, descent)
         else:
-            leaving.add_done_callback(lambda: self._has_ended(estate, leaving.result, tiers, descent))
+            leaving.add_done_callback(
+                lambda: self._has_ended(offloaded_storage, leaving.result, tiers, descent)
+            )
 
     def _has_ended(
         self,
-        estate: OffloadedStorage,
+        offloaded_storage: OffloadedStorage,
         come_to: Callable[[], object],
         tiers: Sequence[str],
         descent: Future[None],
@@ -463,68 +471,68 @@ class ActivationStore:
         except CapacityError as error:
             if len(tiers) > 1:
                 let_frames_go(error)
-                self._evict(estate, tiers[1:], descent)
+                self._evict(offloaded_storage, tiers[1:], descent)
                 return
             self._counts.add("refused")
-            self._stays(estate, error, descent)
+            self._stays(offloaded_storage, error, descent)
         except Exception as error:  # noqa: BLE001 - whoever waits is told
-            self._stays(estate, error, descent)
+            self._stays(offloaded_storage, error, descent)
         else:
-            if estate.stay is StayOnDevice.UNTAKEN:  # else somebody has seen it before
-                self._note_away(estate)
+            if offloaded_storage.stay is StayOnDevice.UNTAKEN:  # else somebody has seen it before
+                self._note_away(offloaded_storage)
             descent.set_result(None)
 
-    def _note_away(self, estate: OffloadedStorage) -> None:
+    def _note_away(self, offloaded_storage: OffloadedStorage) -> None:
         """Count bytes that have left, however they did: once."""
-        if estate.stay is not StayOnDevice.AWAY:
-            estate.stay = StayOnDevice.AWAY
-            self._counts.add("released", estate.nbytes)
+        if offloaded_storage.stay is not StayOnDevice.AWAY:
+            offloaded_storage.stay = StayOnDevice.AWAY
+            self._counts.add("released", offloaded_storage.nbytes)
 
-    def _stays(self, estate: OffloadedStorage, error: Exception, descent: Future[None]) -> None:
+    def _stays(self, offloaded_storage: OffloadedStorage, error: Exception, descent: Future[None]) -> None:
         """Bytes do not leave: they are wanted again, nothing below has room, or a medium failed."""
-        log.debug("%s stays on the device: %s", estate.key, error)
+        log.debug("%s stays on the device: %s", offloaded_storage.key, error)
         let_frames_go(error)  # those of whoever happened to come by, and their activations
         if isinstance(error, CapacityError | LeaseError | KeyNotFound):
             descent.set_result(None)
         else:
             descent.set_exception(error)
 
-    def bring(self, estate: OffloadedStorage) -> None:
+    def bring(self, offloaded_storage: OffloadedStorage) -> None:
         """See `OffloadedTensor.bring`."""
         with self._working(), contextlib.suppress(KeyNotFound):
-            if not self._is_kept(estate) or estate.is_leased:
+            if not self._is_kept(offloaded_storage) or offloaded_storage.is_leased:
                 return
-            if not self.is_here(estate):
-                self._note_away(estate)
-            self.store.prefetch(estate.key)
+            if not self.is_here(offloaded_storage):
+                self._note_away(offloaded_storage)
+            self.store.prefetch(offloaded_storage.key)
 
     def take(self, user: StorageUser, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """See `OffloadedTensor.take`."""
-        estate = user.estate
-        with self._working(), estate.lock:
-            flat = self._lend(estate)
-            user.turn = estate.turn
+        offloaded_storage = user.offloaded_storage
+        with self._working(), offloaded_storage.lock:
+            flat = self._lend(offloaded_storage)
+            user.turn = offloaded_storage.turn
             return view(flat)
 
-    def _lend(self, estate: OffloadedStorage) -> torch.Tensor:
-        is_new = not estate.is_leased
-        if is_new and not self.is_here(estate):
+    def _lend(self, offloaded_storage: OffloadedStorage) -> torch.Tensor:
+        is_new = not offloaded_storage.is_leased
+        if is_new and not self.is_here(offloaded_storage):
             self._counts.add("stalls")
-            self._note_away(estate)
+            self._note_away(offloaded_storage)
 
         def lease() -> Lease:
-            return lease_with_room(lambda: self.store.lease(estate.key), self._make_room)
+            return lease_with_room(lambda: self.store.lease(offloaded_storage.key), self._make_room)
 
         try:
-            flat = estate.lend(lease)
+            flat = offloaded_storage.lend(lease)
         finally:
-            self._restless[estate] = None  # a lease may be held, whatever came between
-        if estate.stay is not StayOnDevice.TAKEN:
-            self._counts.add(estate.stay.value, estate.nbytes)
-            estate.stay = StayOnDevice.TAKEN
+            self._restless[offloaded_storage] = None  # a lease may be held, whatever came between
+        if offloaded_storage.stay is not StayOnDevice.TAKEN:
+            self._counts.add(offloaded_storage.stay.value, offloaded_storage.nbytes)
+            offloaded_storage.stay = StayOnDevice.TAKEN
         if is_new:
             self._note_lent(flat.untyped_storage())
-            self._note_use(estate.key, estate.nbytes)
+            self._note_use(offloaded_storage.key, offloaded_storage.nbytes)
         return flat
 
     # --- the end of bytes ---------------------------------------------------------------------
@@ -541,8 +549,8 @@ class ActivationStore:
         with self._apart():
             if self._ended:
                 self._take_note()
-            for estate in list(self._restless):
-                self._settle(estate)
+            for offloaded_storage in list(self._restless):
+                self._settle(offloaded_storage)
             yield
 
     def _take_note(self) -> None:
@@ -551,40 +559,42 @@ class ActivationStore:
             while self._ended:
                 end = self._ended[0]
                 if isinstance(end, StorageUser):
-                    end.estate.users.pop(id(end), None)
-                    self._restless[end.estate] = None
+                    end.offloaded_storage.users.pop(id(end), None)
+                    self._restless[end.offloaded_storage] = None
                 elif isinstance(end, _KeptStorage):
                     self._known.pop(end.key, None)  # nothing of another storage there was kept before
                 self._ended.popleft()
 
-    def _settle(self, estate: OffloadedStorage) -> None:
+    def _settle(self, offloaded_storage: OffloadedStorage) -> None:
         """End leases on bytes that nobody uses; drop the key if nobody will."""
-        if not estate.lock.acquire(blocking=False):
+        if not offloaded_storage.lock.acquire(blocking=False):
             return  # somebody is at it
         try:
-            if not estate.let_go():
+            if not offloaded_storage.let_go():
                 return
             with self._lock:
-                is_wanted = bool(estate.users)
+                is_wanted = bool(offloaded_storage.users)
                 if is_wanted:
-                    self._restless.pop(estate, None)
+                    self._restless.pop(offloaded_storage, None)
             if not is_wanted:
-                self._drop(estate)
-            elif estate.has_been_taken_by_all:
-                self._send_down(estate)  # a retained graph; nobody waits for this
+                self._drop(offloaded_storage)
+            elif offloaded_storage.has_been_taken_by_all:
+                self._send_down(offloaded_storage)  # a retained graph; nobody waits for this
         finally:
-            estate.lock.release()
+            offloaded_storage.lock.release()
 
-    def _drop(self, estate: OffloadedStorage) -> None:
-        if self._estates.get(estate.key) is estate:  # else its key may be another's by now
+    def _drop(self, offloaded_storage: OffloadedStorage) -> None:
+        if (
+            self._offloaded_storages.get(offloaded_storage.key) is offloaded_storage
+        ):  # else its key may be another's by now
             try:
-                self.store.drop(estate.key)
+                self.store.drop(offloaded_storage.key)
             except LeaseError:
                 return  # somebody else leases it: the next sweep tries again
             except (KeyNotFound, StoreClosed):
                 pass
-            self._estates.pop(estate.key, None)
-        self._restless.pop(estate, None)
+            self._offloaded_storages.pop(offloaded_storage.key, None)
+        self._restless.pop(offloaded_storage, None)
 
 
 def _note_stream(tensor: torch.Tensor) -> None:

@@ -67,17 +67,17 @@ _CHECKPOINT = checkpoint.__file__
 class Swapped:
     """What a graph refers to instead of a saved tensor."""
 
-    __slots__ = ("parked",)
+    __slots__ = ("offloaded",)
 
-    def __init__(self, parked: OffloadedTensor) -> None:
-        self.parked = parked
+    def __init__(self, offloaded: OffloadedTensor) -> None:
+        self.offloaded = offloaded
 
 
 class Unpacker:
     """Gives saved tensors back, long after their forward pass.
 
     Args:
-        activation store: where they are.
+        activation_store: where they are.
     """
 
     def __init__(self, activation_store: ActivationStore) -> None:
@@ -93,10 +93,10 @@ class Unpacker:
         self._activation_store.before_unpacking()
         if isinstance(packed, Swapped):
             self._sweep_at_the_end()
-            return packed.parked.take()
+            return packed.offloaded.take()
         if isinstance(packed, Delegated):
             self._sweep_at_the_end()
-            brought = in_packed(Swapped, lambda each: each.parked.take(), packed.packed)
+            brought = in_packed(Swapped, lambda each: each.offloaded.take(), packed.packed)
             packed = Delegated(brought, packed.unpack)
         assert isinstance(packed, Kept | Delegated)
         return restore(packed)
@@ -113,7 +113,7 @@ class ForwardPass(Inside):
     """The hooks of one forward pass, in the thread that makes it.
 
     Args:
-        activation store: where activations go.
+        activation_store: where activations go.
         unpacker: that gives them back.
         own: ids of the model's parameters and buffers.
         is_paused: says whether what is saved now stays, whatever marks it.
@@ -217,15 +217,15 @@ class ForwardPass(Inside):
 
     def _swap(self, tensor: torch.Tensor, scope: MarkScope) -> Swapped:
         number = self._names[scope.layer_id]
-        parked = self._activation_store.keep(tensor, f"activation/{scope.layer_id}/{number}")
-        weakly = parked.weakly()
-        if parked.key not in self._issued:
+        offloaded = self._activation_store.keep(tensor, f"activation/{scope.layer_id}/{number}")
+        weakly = offloaded.weakly()
+        if offloaded.key not in self._issued:
             self._names[scope.layer_id] += 1
-            self._issued.add(parked.key)
+            self._issued.add(offloaded.key)
             at = self.operators + RELEASE_FACTOR * scope.prefetch
             heapq.heappush(self._due, (at, next(self._tickets), weakly))
         self.triggers.expect(weakly, scope.prefetch)
-        return Swapped(parked)
+        return Swapped(offloaded)
 
     # --- release ------------------------------------------------------------------------------
 
@@ -245,9 +245,9 @@ class ForwardPass(Inside):
         """The model has made ``outputs``: give up what is not wanted at once."""
         with self.apart():
             near = self.triggers.end(outputs)
-            for _, _, parked in sorted(self._due):
-                if parked.key not in near:
-                    parked.leave()  # what was kept last is wanted first: nobody waits for it to be gone
+            for _, _, offloaded in sorted(self._due):
+                if offloaded.key not in near:
+                    offloaded.leave()  # what was kept last is wanted first: nobody waits for it to be gone
 
 
 def _is_asked_by_checkpoint(frame: FrameType | None) -> bool:

@@ -41,14 +41,14 @@ class _Use:
     """Some bytes, and the node that uses them first in backward.
 
     Attributes:
-        parked: the bytes.
+        offloaded: the bytes.
         consumer: the node's number.
         ahead: how many nodes before it they are to come.
         beyond: how many nodes of the next walk run after the trigger; ``None``: the consumer was not
             walked over yet.
     """
 
-    parked: WeakOffloadedTensor
+    offloaded: WeakOffloadedTensor
     consumer: int
     ahead: int
     beyond: int | None = None
@@ -68,9 +68,9 @@ class Triggers:
             str, _Use
         ] = {}  # by key: of several uses the last one made is the first in backward
 
-    def expect(self, parked: WeakOffloadedTensor, ahead: int) -> None:
+    def expect(self, offloaded: WeakOffloadedTensor, ahead: int) -> None:
         """The node that this thread made last uses some bytes; let them come ``ahead`` nodes before."""
-        self._waiting[parked.key] = _Use(parked, last_number(), ahead)
+        self._waiting[offloaded.key] = _Use(offloaded, last_number(), ahead)
 
     def walk(self, outputs: Iterable[torch.Tensor]) -> dict[int, Node]:
         """Make the triggers that lie in what leads to ``outputs``; return those nodes by number."""
@@ -84,11 +84,11 @@ class Triggers:
                 del self._waiting[key]
             elif place < len(order):
                 del self._waiting[key]
-                due.setdefault(order[place], []).append(use.parked)
+                due.setdefault(order[place], []).append(use.offloaded)
             else:
                 use.beyond = place - len(order)
-        for number, parked in due.items():
-            self._hook(nodes[number], parked)
+        for number, offloaded in due.items():
+            self._hook(nodes[number], offloaded)
         return nodes
 
     def end(self, outputs: Iterable[torch.Tensor]) -> set[str]:
@@ -97,18 +97,18 @@ class Triggers:
         Those of them that have left the device come when backward reaches the first output.
         """
         nodes = self.walk(outputs)
-        near = [use.parked for use in self._waiting.values()]
-        gone = [parked for parked in near if not parked.is_here]
+        near = [use.offloaded for use in self._waiting.values()]
+        gone = [offloaded for offloaded in near if not offloaded.is_here]
         if gone and nodes:
             self._hook(nodes[max(nodes)], gone)
         self._waiting.clear()
-        return {parked.key for parked in near}
+        return {offloaded.key for offloaded in near}
 
-    def _hook(self, node: Node, parked: list[WeakOffloadedTensor]) -> None:
-        self.made += len(parked)
+    def _hook(self, node: Node, offloaded: list[WeakOffloadedTensor]) -> None:
+        self.made += len(offloaded)
 
         def bring(_: object) -> None:
-            for each in parked:
+            for each in offloaded:
                 each.bring()
 
         node.register_prehook(bring)

@@ -36,16 +36,16 @@ class StayOnDevice(enum.Enum):
 
 
 class StorageUser(weakref.ref[object]):
-    """Somebody who may ask for the bytes of an estate, as long as it lives.
+    """Somebody who may ask for the bytes of an offloaded storage, as long as it lives.
 
     Attributes:
-        estate: whose.
-        turn: the estate's turn in which it took them last.
+        offloaded_storage: whose.
+        turn: the offloaded storage's turn in which it took them last.
     """
 
-    __slots__ = ("estate", "turn")
+    __slots__ = ("offloaded_storage", "turn")
 
-    estate: OffloadedStorage
+    offloaded_storage: OffloadedStorage
     turn: int
 
 
@@ -90,7 +90,7 @@ class OffloadedStorage:
     def admit(self, owner: object, note_end: Callable[[StorageUser], None]) -> StorageUser:
         """Let ``owner`` ask for the bytes; when it has died, ``note_end`` is told, anywhere."""
         user = StorageUser(owner, note_end)
-        user.estate, user.turn = self, -1
+        user.offloaded_storage, user.turn = self, -1
         self.users[id(user)] = user
         return user
 

@@ -99,11 +99,11 @@ def create_selective_checkpoint_contexts(
             ),
         )
     storage: dict[Any, Any] = _torch_storage(policy_fn_or_list)
-    parked: list[OffloadedTensor] = []
+    offloaded: list[OffloadedTensor] = []
     policy = _Policy(policy_fn_or_list)
     return (
-        _Caching(policy, storage, parked, activation_store),
-        _Cached(policy, storage, allow_cache_entry_mutation, parked),
+        _Caching(policy, storage, offloaded, activation_store),
+        _Cached(policy, storage, allow_cache_entry_mutation, offloaded),
     )
 
 
@@ -139,9 +139,9 @@ class _OffloadedValue:
             ``unsafe_chunk`` returns count versions each for itself.
     """
 
-    def __init__(self, parked: OffloadedTensor, operator: str) -> None:
+    def __init__(self, offloaded: OffloadedTensor, operator: str) -> None:
         self.is_changed = False
-        self._parked = parked
+        self._kept = offloaded
         self._operator = operator
 
     def get_val(self, allow_cache_entry_mutation: bool) -> torch.Tensor:
@@ -152,7 +152,7 @@ class _OffloadedValue:
                 f"what {self._operator} returned was offloaded and has been modified by an inplace operation "
                 "since. Let the policy save or recompute it."
             )
-        return self._parked.take()
+        return self._kept.take()
 
 
 class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be built upon
@@ -162,13 +162,13 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
         self,
         policy: _Policy,
         storage: MutableMapping[Any, Any],
-        parked: list[OffloadedTensor],
+        offloaded: list[OffloadedTensor],
         activation_store: ActivationStore | None,
     ) -> None:
         super().__init__(policy, storage)
         self._offloading = policy
         self._activation_store = activation_store
-        self._parked = parked
+        self._kept = offloaded
         self._due: collections.deque[tuple[int, OffloadedTensor]] = collections.deque()
         self._offloaded: dict[int, tuple[weakref.ref[torch.UntypedStorage], _OffloadedValue]] = {}
         self._operators = 0
@@ -219,10 +219,10 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
         if not is_own or storage.nbytes() < SMALL_BYTES:
             return cached
         with versions_are_shared():
-            parked = self._activation_store.keep(tensor, f"activation/{name}/{self._operators}")
-        self._parked.append(parked)
-        self._due.append((self._operators, parked))
-        away = _OffloadedValue(parked, name)
+            offloaded = self._activation_store.keep(tensor, f"activation/{name}/{self._operators}")
+        self._kept.append(offloaded)
+        self._due.append((self._operators, offloaded))
+        away = _OffloadedValue(offloaded, name)
         self._offloaded[id(storage)] = (weakref.ref(storage), away)
         return away
 
@@ -243,13 +243,13 @@ class _Cached(checkpoint._CachedTorchDispatchMode):  # noqa: SLF001 - to be buil
         policy: _Policy,
         storage: MutableMapping[Any, Any],
         is_mutable: bool,
-        parked: list[OffloadedTensor],
+        offloaded: list[OffloadedTensor],
     ) -> None:
         super().__init__(policy, storage, is_mutable)
-        self._parked = parked
+        self._kept = offloaded
 
     def __enter__(self) -> Any:  # noqa: ANN401 - torch's own
-        for parked in self._parked:
-            parked.bring()
-        self._parked.clear()  # so that what was taken, and all else, can go
+        for offloaded in self._kept:
+            offloaded.bring()
+        self._kept.clear()  # so that what was taken, and all else, can go
         return super().__enter__()  # type: ignore[no-untyped-call]

@@ -259,7 +259,7 @@ class SwapHooks:
     Args:
         model: whose.
         marks: in it.
-        activation store: where activations go.
+        activation_store: where activations go.
 
     Attributes:
         passes, operators, triggers: see `SwapStats`.
