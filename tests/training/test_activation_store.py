@@ -18,6 +18,8 @@ from tierstore.errors import LeaseError
 from tierstore.store import Store
 from tierstore.training.activations.swapping.activation_store import ActivationStore
 from tierstore.training.activations.swapping.offloaded_storage import OffloadedStorage
+from tierstore.training.activations.swapping.run_store import NoHost
+from tierstore.training.bundles.reclaiming import NothingToReclaim
 from tierstore.units import MIB
 
 
@@ -219,14 +221,15 @@ def test_what_the_program_refers_to_beside_is_no_use(activation_store: Activatio
 def test_bytes_are_held_when_their_use_is_told(store: Store) -> None:
     told: list[tuple[str, int]] = []
 
-    def note(key: str, nbytes: int) -> None:
-        told.append((key, nbytes))
-        assert store.where(key)[0] == "device"
-        if len(told) > 1:
-            with pytest.raises(LeaseError):
-                store.evict(key, to="host")
+    class Listening(NoHost):
+        def note_activation(self, key: str, nbytes: int) -> None:
+            told.append((key, nbytes))
+            assert store.where(key)[0] == "device"
+            if len(told) > 1:
+                with pytest.raises(LeaseError):
+                    store.evict(key, to="host")
 
-    activation_store = ActivationStore(store, note_use=note)
+    activation_store = ActivationStore(store, Listening())
     offloaded = activation_store.keep(base(), "k")
     offloaded.release()
     offloaded.take()
@@ -324,13 +327,19 @@ def test_bytes_that_are_dropped_while_they_are_found_are_kept_anew(activation_st
 
 
 def test_a_lease_for_which_room_was_made_by_a_sweep_is_ended_as_others_are(store: Store) -> None:
-    def make_room(_: int) -> bool:
-        activation_store.sweep()
-        lease.release()
-        store.drop("parameters")
-        return True
+    class Sweeping(NothingToReclaim):
+        def make_room(self, needed_bytes: int, asking: object) -> bool:
+            activation_store.sweep()
+            lease.release()
+            store.drop("parameters")
+            return True
 
-    activation_store = ActivationStore(store, make_room=make_room)
+    class Host(NoHost):
+        @property
+        def reclaimer(self) -> Sweeping:
+            return Sweeping()
+
+    activation_store = ActivationStore(store, Host())
     offloaded = activation_store.keep(base(), "k")
     offloaded.release()
     store.put("parameters", torch.zeros(MIB, dtype=torch.uint8), tier="device")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.training.swap_models import DIM, Llama, assert_same_bits, config, inputs, operators, whole_layers
 from tests.training.twins import LATE_AND_OVERWRITTEN, Trial, assert_equal_lists, assert_equal_models
-from tierstore.training import offload, swap
+from tierstore.training import ActivationStore, Offload, offload, swap
 from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
+from tierstore.units import MIB
 
 MARKS: dict[str, dict[str, object]] = {
     "layers": whole_layers(2),
@@ -225,3 +228,38 @@ def test_the_input_of_a_layer_that_is_recomputed_stays(tmp_path: Path, is_reentr
     # Each layer's own sum is saved by its sine: that of the layer in the middle is recomputed.
     model = Chain(is_reentrant=is_reentrant)
     assert _keys(model, tmp_path, whole_layers(1)) == {"activation/0/0", "activation/2/0"}
+
+
+def _small_run(tmp_path: Path) -> Offload:
+    trial = _trial()
+    settings = {
+        "device": "emulated",
+        "max_device_memory": "2MB",
+        "offload_cpu_size": "8MB",
+        "offload_path": str(tmp_path),
+    }
+    return offload(trial.model, trial.optimizers, settings)
+
+
+def test_activations_that_a_program_keeps_in_a_run_s_store_are_counted_by_the_run(tmp_path: Path) -> None:
+    with _small_run(tmp_path) as run:
+        run.store.resize("device", 2 * MIB)
+        activation_store = ActivationStore(run.store)
+        offloaded = activation_store.keep(torch.arange(65536.0), "k")  # 256 KiB, and nothing else leases
+        offloaded.release()
+        run.store.resize("device", 0)  # as a run's own quota may be: it is raised for what is taken
+        assert offloaded.take().equal(torch.arange(65536.0))
+        assert run.store.stats().tiers["device"].capacity_bytes >= 262144
+
+
+def test_an_activation_store_over_a_run_s_store_is_kept_no_longer_than_it_is_used(tmp_path: Path) -> None:
+    model = Llama()
+    with _small_run(tmp_path) as run:
+        ended = []
+        for _ in range(3):
+            with swap(model, {"swap": True, **MARKS["layers"]}, store=run.store) as active:
+                model(inputs(0)).sum().backward()
+                ended.append(weakref.ref(active._activation_store))
+            del active
+            gc.collect()
+        assert [each() for each in ended] == [None] * 3

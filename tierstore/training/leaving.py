@@ -140,7 +140,7 @@ class Leaving:
         fetched = []
         for parameter in binding.tensors:
             gradients.note_change(parameter)  # steps that were made ahead of it are worth nothing
-            gradient = gradients.find(parameter)
+            gradient = gradients.table.find(parameter)
             if gradient is not None and gradient.binding is not None:
                 device = origins.get(parameter, parameter.device)
                 with contextlib.suppress(*_GONE):  # it has a part of its own, and is lost with that

@@ -30,6 +30,7 @@ from tierstore.training.activations import Sections, apply, read_sections, secti
 from tierstore.training.activations.apply import Activations
 from tierstore.training.activations.config.layers import Names
 from tierstore.training.activations.config.sections import SECTIONS
+from tierstore.training.activations.swapping.run_store import RunStore
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.placements import HOST, named_by_settings
 from tierstore.training.checkpoints.files import Checkpoint, ordinary_access
@@ -456,7 +457,7 @@ def _open(
         has_weights=source is not None or settings.durable,
         ignored=selection.ignored,
     )
-    store = Store(named_by_settings(settings.store_config()))
+    store = RunStore(named_by_settings(settings.store_config()))
     try:
         former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
         has_weights = source is not None or former is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.store import Store
+from tierstore.training.activations.swapping.run_store import RunStore
 from tierstore.training.autograd.shared_memory import require_sole_reference
 from tierstore.training.budgets.device_quota import DeviceQuota
 from tierstore.training.budgets.memory_meters import (
@@ -32,6 +33,7 @@ from tierstore.training.checkpoints.resumed import ResumedCheckpoint, forget, is
 from tierstore.training.checkpoints.weights import Weights
 from tierstore.training.faults import guard
 from tierstore.training.formats.json_codec import not_in_the_model
+from tierstore.training.inventory import Inventory
 from tierstore.training.modules import replicas
 from tierstore.training.modules.buffers import group_buffers
 from tierstore.training.modules.forward_needs import forward_sets
@@ -43,8 +45,9 @@ from tierstore.training.optimizer_needs import (
     working_sets,
 )
 from tierstore.training.optimizers.in_backward import Stepping
+from tierstore.training.residents import Residents
 from tierstore.training.selection import SelectedTensors, require_one_place
-from tierstore.training.session import Session
+from tierstore.training.session import Policies, Session
 from tierstore.training.totals import require_together
 from tierstore.units import MIB, format_bytes, parse_bytes
 
@@ -178,7 +181,7 @@ def open_session(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     config: OffloadConfig,
-    store: Store,
+    store: RunStore,
     source: Weights | ResumedCheckpoint | None,
     selection: SelectedTensors,
 ) -> Session:
@@ -211,18 +214,12 @@ def open_session(
             HOST,
             store.stats().tiers[HOST].capacity_bytes,
         )
-    meter = None if fastest == HOST else _meter(store)
-    windows = [] if fits and meter is None else _windows(store)
-    session = _new_session(model, optimizers, config, store, windows, meter, selection.ignored)
-    is_stashing = not fits or config.offload_grad is not None
-    session.gradients.must_stash = lambda: is_stashing
-    if is_stashing or meter is not None:
+    inventory = Inventory()
+    policies = _policies(optimizers, config, store, sets, inventory, fits=fits)
+    session = Session(model, optimizers, store, policies, inventory, selection.ignored)
+    if not fits or config.offload_grad is not None or policies.meter is not None:
         give_freed_memory_back()
     try:
-        if meter is not None and sets:
-            budget = _bound(session, sets, meter, fastest_bytes)
-            if config.offload_grad is None:
-                session.gradients.must_stash = lambda: not budget.has_room_for_gradients
         _say_if_elsewhere(store, selection.ignored)
         _say_if_another_way(model, selection.ignored)
         _make_way_for_wrappers(session, sets, fastest_bytes)
@@ -265,40 +262,61 @@ def _taken_in(
     return [*(each for each in model.parameters() if each not in ignored), *tensors_in(entries)]
 
 
-def _new_session(
-    model: nn.Module,
+def _policies(
     optimizers: Sequence[torch.optim.Optimizer],
     config: OffloadConfig,
     store: Store,
-    windows: Sequence[PrefetchWindow],
-    meter: Meter | None,
-    ignored: Mapping[torch.Tensor, str],
-) -> Session:
-    """Return a session that has nothing yet; its prefetcher knows the bytes of what will be adopted."""
-    nbytes: Mapping[str, int] = {}
-    prefetcher = Prefetcher(store, windows, lambda key: nbytes.get(key, 0), len(optimizers))
+    sets: Sequence[WorkingSet],
+    inventory: Inventory,
+    *,
+    fits: bool,
+) -> Policies:
+    """Return what decides for a session that is to be made, as the configuration says.
+
+    Args:
+        optimizers: that train.
+        config: how.
+        store: where to.
+        sets: what has to be together, bundle by bundle.
+        inventory: of what will be taken in.
+        fits: whether all of it fits into the fastest tier.
+    """
+    fastest = store.tier_names[0]
     stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
-    placements = Placements.of(config, store)
-    session = Session(model, optimizers, store, placements, prefetcher, meter, ignored, stepping)
-    nbytes = session.adopter.nbytes
-    return session
-
-
-def _bound(session: Session, sets: Sequence[WorkingSet], meter: Meter, fastest_bytes: int) -> DeviceQuota:
-    """Let the session's store have of the device what activations and workspace leave."""
-    fastest, prefetcher = session.store.tier_names[0], session.prefetcher
-    session.budget = budget = DeviceQuota(
-        session.store,
-        fastest_bytes,
-        sets,
-        meter,
-        session.bindings.apart,
-        lambda quota_bytes: prefetcher.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
+    meter = None if fastest == HOST else _meter(store)
+    prefetcher = Prefetcher(
+        store,
+        [] if fits and meter is None else _windows(store),
+        inventory.nbytes_of,
+        len(optimizers),
+        Residents(store, inventory, stepping).choose,
     )
-    budget.staying_bytes = session.gradients.staying_bytes
-    session.bindings.prepare = budget.prepare
-    session.bindings.ask_for_more = budget.grow
-    return budget
+    quota = None
+    if meter is not None and sets:
+        quota = DeviceQuota(
+            store,
+            store.stats().tiers[fastest].capacity_bytes,
+            sets,
+            meter,
+            lambda quota_bytes: prefetcher.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
+            inventory.gradients.staying_bytes,
+        )
+    return Policies(
+        Placements.of(config, store),
+        prefetcher,
+        meter,
+        quota,
+        _must_stash(config, quota, fits=fits),
+        stepping,
+    )
+
+
+def _must_stash(config: OffloadConfig, quota: DeviceQuota | None, *, fits: bool) -> Callable[[], bool]:
+    """Return what says whether gradients that backward makes are to go to the store."""
+    if quota is not None and config.offload_grad is None:
+        return lambda: not quota.has_room_for_gradients
+    is_stashing = not fits or config.offload_grad is not None
+    return lambda: is_stashing
 
 
 def _say_if_elsewhere(store: Store, ignored: Mapping[torch.Tensor, str]) -> None:

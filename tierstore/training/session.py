@@ -6,9 +6,9 @@ all at the end.  It is the guard's `FaultHandler`.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -19,13 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore import signals
 from tierstore.errors import CapacityError, KeyNotFound
-from tierstore.store import Store
 from tierstore.training.activations import apply
 from tierstore.training.activations.apply import Activations
 from tierstore.training.activations.config.layers import Names
 from tierstore.training.activations.config.sections import Sections
-from tierstore.training.activations.swapping.activation_store import ActivationStore
-from tierstore.training.activations.swapping.swap import activation_stores
+from tierstore.training.activations.swapping.run_store import RunStore
 from tierstore.training.autograd.accumulation import Accumulation, PassEnd, is_in_backward
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.autograd.saved_tensors import SavedTensors
@@ -33,6 +31,7 @@ from tierstore.training.budgets.clock import Clock
 from tierstore.training.budgets.device_quota import DeviceQuota, StepPhase
 from tierstore.training.budgets.memory_meters import Meter
 from tierstore.training.budgets.prefetcher import Prefetcher
+from tierstore.training.budgets.reclaimers import Reclaimers, Sweeper
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.grouping import Content, Group
@@ -44,6 +43,7 @@ from tierstore.training.checkpoints.resumed import ResumedCheckpoint
 from tierstore.training.checkpoints.weights import Weights
 from tierstore.training.checkpoints.writer import CheckpointWriter
 from tierstore.training.faults import guard
+from tierstore.training.inventory import Inventory
 from tierstore.training.leaving import Leaving
 from tierstore.training.modules import hooks
 from tierstore.training.modules.adopter import Adopter, give_values, part_from_base
@@ -61,7 +61,27 @@ from tierstore.training.optimizers.whole_steps import WholeSteps
 from tierstore.training.pytorch import torchscript
 from tierstore.training.pytorch.function_modes import out_of_sight
 from tierstore.training.pytorch.global_hooks import HookEverywhere, Removable
-from tierstore.training.residents import Residents
+
+
+@dataclass(frozen=True)
+class Policies:
+    """What decides for a session; made before it.
+
+    Attributes:
+        placements: where each kind of bytes goes.
+        prefetcher: learns and follows the plan.
+        meter: of what the program has on the device; ``None``: there is no device.
+        quota: of the device; ``None``: it is not divided with the program.
+        must_stash: says whether gradients that backward makes from now on go to the store.
+        stepping: when the optimizers step.
+    """
+
+    placements: Placements
+    prefetcher: Prefetcher
+    meter: Meter | None
+    quota: DeviceQuota | None
+    must_stash: Callable[[], bool]
+    stepping: Stepping
 
 
 class Session:
@@ -71,9 +91,8 @@ class Session:
         model: whose parameters are offloaded.
         optimizers: that train them.
         store: where they go.
-        placements: where each kind of bytes goes.
-        prefetcher: learns and follows the plan.
-        meter: of what the program has on the device; ``None``: there is no device.
+        policies: what decides for it.
+        inventory: is filled with what it has.
         ignored: parameters that stay ordinary tensors, with their names.
     """
 
@@ -81,57 +100,63 @@ class Session:
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        store: Store,
-        placements: Placements,
-        prefetcher: Prefetcher,
-        meter: Meter | None,
+        store: RunStore,
+        policies: Policies,
+        inventory: Inventory,
         ignored: Mapping[torch.Tensor, str] = MappingProxyType({}),
-        stepping: Stepping = Stepping.WHEN_ASKED,
     ) -> None:
-        self.stepping = stepping
+        self.stepping = policies.stepping
         self.model = model
         self.optimizers = tuple(optimizers)
         self.store = store
-        self.prefetcher = prefetcher
-        self.placements = placements
+        self.prefetcher = policies.prefetcher
+        self.placements = policies.placements
         self.ignored = ignored
-        self._meter = meter
-        self.budget: DeviceQuota | None = None
+        self.budget = policies.quota
+        self._meter = meter = policies.meter
+        self._reclaimers = Reclaimers(policies.quota)
         self.bindings = Bindings(
             store,
             self._note,
             explain=self._explain,
             note_lent=None if meter is None else meter.leave_out,
+            reclaimer=self._reclaimers,
         )
-        self.gradients = Gradients(store, self.bindings, self, placements.gradients)
+        self._reclaimers.add(self.bindings)
+        self._expectations = Expectations()
+        self.gradients = Gradients(
+            store,
+            self.bindings,
+            self,
+            self.placements.gradients,
+            inventory.gradients,
+            must_stash=policies.must_stash,
+            note_put=lambda binding: self.prefetcher.note_gradient(binding.key),
+            note_change=self._expectations.forget,
+        )
         self._in_backward: StepsInBackward | None = None
-        if stepping is Stepping.IN_BACKWARD:
+        if self.stepping is Stepping.IN_BACKWARD:
             self._in_backward = StepsInBackward(self)
         keeper = self._in_backward or self.gradients
         self.accumulation = Accumulation(keeper, self._begin_accumulation, self._landed, self._end_pass)
         self.leaving = Leaving(self)
-        self.saved = SavedTensors(self.bindings, self._settle_for_backward)
-        self.windows = hooks.ModuleWindows(self.bindings, self.saved)
-        self.gradients.note_put = lambda binding: prefetcher.note_gradient(binding.key)
-        prefetcher.choose_residents = Residents(self).choose
-        self._expectations = Expectations()
-        self.gradients.note_change = self._expectations.forget
-        self.adopter = Adopter(store, self.bindings, self)
+        self.saved = SavedTensors(self.bindings, self.before_unpacking)
+        self.windows = hooks.ModuleWindows(self.bindings, self.saved, self._discard_swap)
+        self.adopter = Adopter(store, self.bindings, self, inventory.nbytes)
         self.state_dicts = StateDicts(self.adopter, self.bindings)
         self.clock = Clock()
-        self.bundles: list[Binding] = []
+        self.bundles = inventory.bundles
         self.buffers = TravelingBuffers(model, self.adopter, self.windows, store.device)
         self.order: dict[Binding, int] = {}
-        self.steps: list[Steps] = []
+        self.steps = inventory.steps
         self._under_way = UnderWay()
         self._stepped_in_backward: dict[Steps, None] = {}  # since the model ran last
         self.durable: CheckpointWriter | None = None
         self.activations = Activations()
-        activation_stores[store] = weakref.WeakMethod(self._new_activation_store)
+        store.begin_hosting(self)
         self._handles: list[Removable] = []
         self._step_hooks: dict[int, int] = {}  # the number of ours, by the optimizer's id
         self._watched: set[torch.Tensor] = set()
-        self._activation_stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
 
     # --- the beginning ------------------------------------------------------------------------
 
@@ -206,38 +231,11 @@ class Session:
 
     def apply_to_activations(self, sections: Sections, layers: Names) -> None:
         """Swap and recompute what a document says, in this store and its quotas."""
-        self.activations = apply.apply(self.model, sections, layers, self._new_activation_store)
-        self.windows.discard_inner = self._discard_swap
+        self.activations = apply.apply(self.model, sections, layers, self.store)
 
     def _discard_swap(self, is_beginning: bool) -> None:
         if self.activations.swap is not None:
             self.activations.swap.discard_interrupted(int(is_beginning))
-
-    def _new_activation_store(self) -> ActivationStore:
-        ask_budget = self.bindings.ask_for_more
-
-        def make_room(needed_bytes: int) -> bool:
-            self.bindings.sweep()
-            return ask_budget(needed_bytes)
-
-        activation_store = ActivationStore(
-            self.store,
-            self.bindings.apart,
-            note_use=self._note_activation,
-            make_room=make_room,
-            note_adopted=_unheard if self._meter is None else self._meter.hand_over,
-            note_lent=_unheard if self._meter is None else self._meter.leave_out,
-            before_unpacking=self._settle_for_backward,
-        )
-
-        self._activation_stores.add(activation_store)
-
-        def ask_all(needed_bytes: int) -> bool:
-            activation_store.sweep()
-            return ask_budget(needed_bytes)
-
-        self.bindings.ask_for_more = ask_all
-        return activation_store
 
     def _add_steps(self) -> None:
         for index, optimizer in enumerate(self.optimizers):
@@ -274,7 +272,7 @@ class Session:
                 continue
             self._keep(own.register())
         self._keep(self.state_dicts.watch_model(self.model))
-        for gradient in self.gradients:
+        for gradient in self.gradients.table:
             self.watch_gradient(gradient.parameter)
         for steps in self.steps:
             self._watch_optimizer(steps)
@@ -383,10 +381,6 @@ class Session:
         self._settle_budget()
         self.prefetcher.note(binding.key)
 
-    def _note_activation(self, key: str, nbytes: int) -> None:
-        self._settle_budget()
-        self.prefetcher.note_passing(key, nbytes)
-
     def _settle_budget(self) -> None:
         if self.budget is not None:
             self.budget.settle()
@@ -401,8 +395,7 @@ class Session:
 
     def sweep_activations(self) -> None:
         """Drop swapped activations that nobody waits for."""
-        for activation_store in list(self._activation_stores):
-            activation_store.sweep()
+        self._reclaimers.sweep(but=self.bindings)
 
     def _begin_forward(self, inputs: Sequence[object]) -> None:
         self._require("the model is called")
@@ -466,7 +459,42 @@ class Session:
         self._look()
         self.clock.leave_out(self._expectations.offer(parameter))
 
-    # --- what the guard asks (guard.Warden) ---------------------------------------------------
+    # --- what activations ask (run_store.ActivationHost) ----------------------------------------
+
+    @property
+    def reclaimer(self) -> Reclaimers:
+        """See `ActivationHost.reclaimer`."""
+        return self._reclaimers
+
+    def apart(self) -> AbstractContextManager[object]:
+        """See `ActivationHost.apart`."""
+        return self.bindings.apart()
+
+    def add_activation_store(self, activation_store: Sweeper) -> None:
+        """See `ActivationHost.add_activation_store`."""
+        self._reclaimers.add(activation_store)
+
+    def note_activation(self, key: str, nbytes: int) -> None:
+        """See `ActivationHost.note_activation`."""
+        self._settle_budget()
+        self.prefetcher.note_passing(key, nbytes)
+
+    def note_adopted(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+        """See `ActivationHost.note_adopted`."""
+        if self._meter is not None:
+            self._meter.hand_over(storage, is_held)
+
+    def note_lent(self, storage: torch.UntypedStorage) -> None:
+        """See `ActivationHost.note_lent`."""
+        if self._meter is not None:
+            self._meter.leave_out(storage)
+
+    def before_unpacking(self) -> None:
+        """See `ActivationHost.before_unpacking`."""
+        self.leaving.go_on()
+        self.accumulation.settle()
+
+    # --- what the guard asks (guard.FaultHandler) ---------------------------------------------------
 
     def watch_saved(self) -> AbstractContextManager[None]:
         """Turn saved aliases of bundles into references, inside the context."""
@@ -513,10 +541,6 @@ class Session:
         """Raise if it may not be done while the run is suspended; go on, if it could not be left."""
         self.bindings.leasing.require(what)
         self.leaving.go_on()
-
-    def _settle_for_backward(self) -> None:
-        self.leaving.go_on()
-        self.accumulation.settle()
 
     def remove_hooks(self) -> None:
         """Leave nothing on the model and the optimizers."""
@@ -589,7 +613,3 @@ class Session:
         guarded_tensor = guard.guarded_tensor_of(part[0])
         if guarded_tensor is not None:
             self.steps[index].state.take_in_loaded(guarded_tensor.binding, Taken.ALL)
-
-
-def _unheard(*_: object) -> None:
-    """Nobody counts what the program has."""

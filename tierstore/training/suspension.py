@@ -219,7 +219,7 @@ class Suspension:
         yield from session.buffers
         for steps in session.steps:
             yield from steps.state.bindings.values()
-        yield from (each.binding for each in session.gradients if each.binding is not None)
+        yield from (each.binding for each in session.gradients.table if each.binding is not None)
 
     def _require_room(self, to: str) -> None:
         """Raise if the tiers from ``to`` on cannot hold everything."""
@@ -231,7 +231,7 @@ class Suspension:
         if len(below) < len(names):
             kept_bytes += sum(
                 native.nbytes
-                for each in self._session.gradients
+                for each in self._session.gradients.table
                 if (native := native_gradient(each.parameter)) is not None and native.layout is torch.strided
             )
         if kept_bytes > room_bytes:
@@ -245,7 +245,9 @@ class Suspension:
             )
 
     def _say_what_stays(self) -> None:
-        gradients = [each for each in self._session.gradients if native_gradient(each.parameter) is not None]
+        gradients = [
+            each for each in self._session.gradients.table if native_gradient(each.parameter) is not None
+        ]
         device = self._store.device
         is_elsewhere = device.type != "cpu"
         buffers = [name for name, each in ordinary_buffers(self._session.model) if each.device == device]

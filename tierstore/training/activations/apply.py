@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from tierstore.store import Store
 from tierstore.training.activations.config import config_log
 from tierstore.training.activations.config.conflicts import overlaps
 from tierstore.training.activations.config.layers import Names, find_layers
@@ -67,7 +68,7 @@ def apply(
     model: nn.Module,
     sections: Sections,
     layers: Names,
-    new_activation_store: Callable[[], ActivationStore] | None,
+    store: Store | None,
 ) -> Activations:
     """Do what a document says about activations; log it once, in the order of the layers.
 
@@ -75,8 +76,7 @@ def apply(
         model: whose.
         sections: of the document.
         layers: names of the containers of its layers; ``None``: to be found.
-        new_activation_store: makes what keeps swapped activations; ``None``: nothing is offloaded, and they
-            stay.
+        store: where swapped activations go; ``None``: nothing is offloaded, and they stay.
 
     Raises:
         ConfigError: the configuration does not fit the number of layers.
@@ -94,10 +94,9 @@ def apply(
     try:
         if sections.recompute is not None:
             done.recompute = recompute.apply(model, modules, plan)
-        if plan.swap.swap and new_activation_store is not None:
-            activation_store = new_activation_store()
-            check_tiers(activation_store.store)
-            done.swap = Swap(model, marks, activation_store, owns_store=False)
+        if plan.swap.swap and store is not None:
+            check_tiers(store)
+            done.swap = Swap(model, marks, ActivationStore(store), owns_store=False)
         elif plan.swap.swap:
             log.warning("memory_offload is OFF: activations are not swapped either.")
     except BaseException:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -30,11 +30,11 @@ from tierstore.training.autograd.gradient import (
     is_alone,
     is_kept,
     native_gradient,
-    nbytes_of,
     seen_by_autograd,
     set_native_gradient,
     show_gradient,
 )
+from tierstore.training.autograd.gradient_table import GradientTable
 from tierstore.training.bundles.binding import values_of
 from tierstore.training.bundles.bindings import Access, Binding, Bindings, natively, set_data
 from tierstore.training.bundles.ending import RunEnding
@@ -54,25 +54,42 @@ class Gradients:
         bindings: that handles belong to.
         fault_handler: who looks after handles.
         placement: of what is stashed.
+        table: of what is known of them.
+        must_stash: says whether those that autograd makes from now on are to be stashed.
+        note_put: told of each that comes to be stashed.
+        note_change: told of the parameter before a stash changes or goes.
+
+    Attributes:
+        table: of what is known of them.
+        note_change: see above.
     """
 
     def __init__(
-        self, store: Store, bindings: Bindings, fault_handler: guard.FaultHandler, placement: Placement
+        self,
+        store: Store,
+        bindings: Bindings,
+        fault_handler: guard.FaultHandler,
+        placement: Placement,
+        table: GradientTable,
+        *,
+        must_stash: Callable[[], bool],
+        note_put: Access,
+        note_change: Callable[[torch.Tensor], None],
     ) -> None:
         self._store = store
         self._bindings = bindings
         self._fault_handler = fault_handler
         self._placement = placement
-        self._of: dict[torch.Tensor, Gradient] = {}
+        self.table = table
         self._given: dict[Gradient, None] = {}  # what `bring_back` was called for, in that order
         self._kept: set[torch.Tensor] = set()  # by parameter: those that are always ordinary tensors
-        self.must_stash: Callable[[], bool] = lambda: False
-        self.note_put: Access | None = None
-        self.note_change: Callable[[torch.Tensor], None] = lambda _: None  # before a stash changes or goes
+        self._must_stash = must_stash
+        self._note_put = note_put
+        self.note_change = note_change
 
     def add(self, name: str, parameter: torch.nn.Parameter) -> None:
         """Look after one parameter's gradient; one that is there already becomes a stash."""
-        gradient = self._of[parameter] = Gradient(name, parameter)
+        gradient = self.table.add(name, parameter)
         if parameter in self._kept:
             gradient.stay = GradientStay.ALWAYS
         self._settle(gradient)
@@ -81,33 +98,11 @@ class Gradients:
         """Let gradients be ordinary tensors from now on, where autograd itself sees them."""
         for parameter in parameters:
             self._kept.add(parameter)
-            gradient = self._of.get(parameter)
+            gradient = self.table.find(parameter)
             if gradient is not None:
                 with gradient.lock:
                     gradient.stay = GradientStay.ALWAYS
                     self._restore(gradient)
-
-    def find(self, parameter: torch.Tensor) -> Gradient | None:
-        """Return the gradient of a parameter; ``None``: it is not one of the model's."""
-        return self._of.get(parameter)
-
-    def are_untouched(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether all of their gradients wait in the store and nobody has looked at one since."""
-        return all(self._of[parameter].is_untouched for parameter in parameters)
-
-    def staying_bytes(self) -> int:
-        """Return the bytes of those that are ordinary tensors until they are zeroed."""
-        stay = [each for each in self._of.values() if each.stay is not GradientStay.IN_STORE]
-        natives = [native_gradient(each.parameter) for each in stay if each.state is GradientState.ORDINARY]
-        return sum(nbytes_of(native) for native in natives if native is not None)
-
-    def know_uses(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take all uses until now for our own."""
-        for parameter in parameters:
-            self._of[parameter].know_uses()
-
-    def __iter__(self) -> Iterator[Gradient]:
-        return iter(self._of.values())
 
     # --- what p.grad means --------------------------------------------------------------------
 
@@ -116,7 +111,7 @@ class Gradients:
         native = native_gradient(parameter)
         if native is not None:
             return native
-        gradient = self._of.get(parameter)
+        gradient = self.table.find(parameter)
         return None if gradient is None else gradient.handle
 
     def assign(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -126,7 +121,7 @@ class Gradients:
             UsageError: it is a tensor that is offloaded itself, and no gradient.
             RuntimeError, TypeError: it cannot be the gradient of ``parameter``; the text is PyTorch's.
         """
-        gradient = self._of.get(parameter)
+        gradient = self.table.find(parameter)
         if gradient is None or value is parameter:  # which PyTorch refuses
             set_native_gradient(parameter, value)
             return
@@ -145,7 +140,7 @@ class Gradients:
         guarded_tensor = guard.guarded_tensor_of(value)
         if guarded_tensor is None:
             return
-        other = next((each for each in self._of.values() if each.binding is guarded_tensor.binding), None)
+        other = next((each for each in self.table if each.binding is guarded_tensor.binding), None)
         if other is None:
             raise UsageError(
                 f"cannot make {guarded_tensor.place.name!r} the gradient of {name!r}: it is offloaded, "
@@ -179,7 +174,7 @@ class Gradients:
             CapacityError: there is no room for it beside what is in use.
             BackendError: its bytes could not be brought.
         """
-        gradient = self._of.get(parameter)
+        gradient = self.table.find(parameter)
         if gradient is None:  # it is not one of the model's
             return None
         with gradient.lock:
@@ -199,7 +194,7 @@ class Gradients:
         """Whether what autograd makes of an ordinary gradient, or of none, may become a stash."""
         if gradient.stay is GradientStay.UNTIL_ZEROED and native_gradient(gradient.parameter) is None:
             gradient.stay = GradientStay.IN_STORE
-        if gradient.stay is GradientStay.IN_STORE and not gradient.flights and not self.must_stash():
+        if gradient.stay is GradientStay.IN_STORE and not gradient.flights and not self._must_stash():
             gradient.stay = GradientStay.UNTIL_ZEROED
         return gradient.stay is GradientStay.IN_STORE
 
@@ -209,7 +204,7 @@ class Gradients:
         Raises:
             CapacityError: there is no room for one; it stays as it is.
         """
-        for gradient in self._of.values():
+        for gradient in self.table:
             with gradient.lock:
                 self._stash(gradient)
 
@@ -273,7 +268,7 @@ class Gradients:
         gradient.know_uses()
 
     def _is_stashable(self, gradient: Gradient, native: torch.Tensor) -> bool:
-        return gradient.stay is GradientStay.IN_STORE and _has_plain_bytes(native) and self.must_stash()
+        return gradient.stay is GradientStay.IN_STORE and _has_plain_bytes(native) and self._must_stash()
 
     def _take_back(self, gradient: Gradient) -> None:
         assert gradient.binding is not None
@@ -291,8 +286,7 @@ class Gradients:
             )
             binding.is_saved_by_reference = False
             binding.after_use = self._placement.after_use
-            if self.note_put is not None:
-                self.note_put(binding)
+            self._note_put(binding)
             self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=self._placement.start)
         gradient.binding = binding
         gradient.move(GradientState.STASHED)
@@ -351,7 +345,7 @@ class Gradients:
 
     def stashed(self) -> list[Gradient]:
         """Return those whose bytes are in the store."""
-        return [gradient for gradient in self._of.values() if gradient.binding is not None]
+        return [gradient for gradient in self.table if gradient.binding is not None]
 
     def bring_back(self, gradient: Gradient, values: torch.Tensor | None) -> None:
         """Make a stashed gradient an ordinary one, and remember it: see `take_back`.
@@ -487,7 +481,7 @@ class Gradients:
             return [
                 (parameter, gradient.binding)
                 for parameter in parameters
-                if (gradient := self._of.get(parameter)) is not None
+                if (gradient := self.table.find(parameter)) is not None
                 and gradient.binding is not None
                 and not _is_superseded(gradient)
             ]
@@ -495,8 +489,8 @@ class Gradients:
     def show(self, stashed: Iterable[tuple[torch.Tensor, Binding]]) -> None:
         """Let a step see stashes, whose windows are open, where autograd itself sees gradients."""
         for parameter, binding in stashed:
-            with self._of[parameter].lock:
-                self._of[parameter].stepper = threading.get_ident()
+            with self.table[parameter].lock:
+                self.table[parameter].stepper = threading.get_ident()
                 show_gradient(parameter, binding.tensors[0])
 
     def hide(
@@ -508,22 +502,22 @@ class Gradients:
         """
         changed: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for parameter, binding in stashed:
-            self._of[parameter].stepper = None
+            self.table[parameter].stepper = None
             native = native_gradient(parameter)
             if native is not binding.tensors[0]:
                 changed.append((parameter, native))
-            if self._of[parameter].state is not GradientState.LENT:
+            if self.table[parameter].state is not GradientState.LENT:
                 set_native_gradient(parameter, None)
         return changed
 
     def look_at(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient, wherever its bytes are, for its looks; called natively."""
-        seen, gradient = seen_by_autograd(parameter), self._of.get(parameter)
+        seen, gradient = seen_by_autograd(parameter), self.table.find(parameter)
         return gradient.handle if seen is None and gradient is not None else seen
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter has a gradient, wherever it is."""
-        gradient = self._of.get(parameter)
+        gradient = self.table.find(parameter)
         return (gradient is not None and gradient.binding is not None) or native_gradient(
             parameter
         ) is not None

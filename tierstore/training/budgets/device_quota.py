@@ -22,7 +22,6 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tierstore import forks
@@ -31,6 +30,7 @@ from tierstore.store import Store
 from tierstore.training.budgets.memory_meters import Meter, tensors_in
 from tierstore.training.bundles.bindings import let_frames_go
 from tierstore.training.bundles.working_sets import ALIGNMENT_BYTES, WorkingSet, largest_needs, too_large
+from tierstore.training.pytorch.own_work import ordinary_mode
 from tierstore.units import align_up, format_bytes
 
 LEARNING_STEPS = 2
@@ -68,8 +68,8 @@ class DeviceQuota:
         limit_bytes: all that the program may have on the device.
         sets: of every bundle.
         meter: of what the program has outside the store.
-        apart: what is allocated inside this context is the store's.
         resized: told how much is the store's own.
+        staying_bytes: returns the bytes of gradients that are the program's for now.
 
     Raises:
         CapacityError: one bundle alone does not fit.
@@ -81,14 +81,13 @@ class DeviceQuota:
         limit_bytes: int,
         sets: Sequence[WorkingSet],
         meter: Meter,
-        apart: Callable[[], AbstractContextManager[object]],
         resized: Callable[[int], None],
+        staying_bytes: Callable[[], int],
     ) -> None:
         self._store = store
         self._tier = store.tier_names[0]
         self._limit_bytes = limit_bytes
         self._meter = meter
-        self._apart = apart
         self._resized = resized
         _, needed_bytes = largest_needs(sets)
         if needed_bytes > limit_bytes:
@@ -122,7 +121,7 @@ class DeviceQuota:
         self._learning: _Lesson | None = None
         self._elements = 0  # the most of inputs in the use that is learned from
         self._has_ended = False  # the use that is learned from, as far as is known
-        self.staying_bytes: Callable[[], int] = lambda: 0  # of gradients that are the program's for now
+        self._staying_bytes = staying_bytes
         self._give(self._floor_bytes)
 
     # --- a step -------------------------------------------------------------------------------
@@ -317,7 +316,7 @@ class DeviceQuota:
 
     def _divide(self) -> None:
         """Make the store's own what the program leaves of the budget."""
-        gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else self.staying_bytes()
+        gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
         for phase, program_bytes in self._program.items():
             rest_bytes = (
                 self._limit_bytes - self._spared(program_bytes) - gradient_bytes - self._unseen[phase]
@@ -329,7 +328,7 @@ class DeviceQuota:
 
     def _give(self, quota_bytes: int) -> None:
         if quota_bytes != self._quota_bytes:
-            with self._apart():
+            with ordinary_mode():  # what is allocated here is the store's
                 self._store.resize(self._tier, quota_bytes)
             self._quota_bytes = quota_bytes
 

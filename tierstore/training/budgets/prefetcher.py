@@ -24,6 +24,8 @@ from tierstore.planning.planner import PlanPosition
 from tierstore.store import Store
 from tierstore.training.bundles.grouping import next_version
 
+ChooseResidents = Callable[[Sequence[str], Sequence[str]], frozenset[str]]
+
 MOST_STEPS_WITHOUT_ALL = 16
 """A step ends when every optimizer has stepped, or one of them this often."""
 
@@ -67,10 +69,11 @@ class Prefetcher:
         windows: what is prefetched where; empty: everything fits, and nothing needs to be known.
         nbytes_of: the bytes of a key.
         optimizers: how many there are.
+        choose_residents: says which keys stay where they are, from those that a step used and those of
+            gradients among them; ``None``: none do.
 
     Attributes:
         residents: keys that the plan followed lets stay where they are.
-        choose_residents: says which, from the keys that a step used and those of gradients among them.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Prefetcher:
         windows: Sequence[PrefetchWindow],
         nbytes_of: Callable[[str], int],
         optimizers: int,
+        choose_residents: ChooseResidents | None = None,
     ) -> None:
         self._store = store
         # Guards all below, and the order in which the store is advised, which waits for nobody.
@@ -93,9 +97,7 @@ class Prefetcher:
         self._gradients: dict[str, None] = {}
         self._passing: dict[str, int] = {}  # the bytes of activations, as they were last
         self.residents: frozenset[str] = frozenset()
-        self.choose_residents: Callable[[Sequence[str], Sequence[str]], frozenset[str]] = (
-            lambda _accesses, _gradients: frozenset()
-        )
+        self._choose_residents = choose_residents
 
     @property
     def is_needed(self) -> bool:
@@ -179,7 +181,8 @@ class Prefetcher:
         if accesses == self._followed and self._place is not None:
             self._place.begin_cycle()
             return
-        self.residents = self.choose_residents(accesses, gradients)
+        if self._choose_residents is not None:
+            self.residents = self._choose_residents(accesses, gradients)
         # Its end is what a gradient is kept for, whether anybody looks at it or not.
         plan = plan_from(
             (*accesses, *gradients),

@@ -55,6 +55,7 @@ from tierstore.training.bundles.reclaimed_tensors import (
     lay,
     that_may_return,
 )
+from tierstore.training.bundles.reclaiming import NothingToReclaim, Reclaimer
 from tierstore.training.bundles.unseen_writes import may_have_changed, watch
 from tierstore.training.pytorch.function_modes import are_hooks_allowed
 from tierstore.training.pytorch.own_work import has_hands_on_tensors, ordinary_mode
@@ -87,6 +88,7 @@ class Bindings:
         apart: what is allocated inside this context is the store's.
         explain: asked when bundles cannot be here together.
         note_lent: told of each storage that shows leased bytes, of which the store knows nothing.
+        reclaimer: makes room where there is none for a bundle; ``None``: nobody does.
 
     Attributes:
         leasing: whether they may be leased.
@@ -101,6 +103,7 @@ class Bindings:
         apart: Apart = ordinary_mode,
         explain: Explain = lambda error: error,
         note_lent: NoteLent | None = None,
+        reclaimer: Reclaimer | None = None,
     ) -> None:
         self.store = store
         self._note_access = note_access
@@ -108,8 +111,7 @@ class Bindings:
         self._explain = explain
         self._note_lent = note_lent
         self._computing_tier: str | None = None
-        self.prepare: Callable[[int], None] = lambda _: None  # makes room for as much; may refuse
-        self.ask_for_more: MakeRoom = lambda _: False
+        self._reclaimer = reclaimer or NothingToReclaim()
         self._lock = forks.free_in_child(threading.RLock())  # guards all bindings and the next five
         self.leasing = Leasing()
         self._by_storage: dict[int, Binding] = {}
@@ -471,12 +473,13 @@ class Bindings:
         self._empty(tier)
         self._prepare(binding)
         return lease_with_room(
-            lambda: self.store.lease(binding.key, tier=tier, write=True), self.ask_for_more
+            lambda: self.store.lease(binding.key, tier=tier, write=True),
+            lambda needed_bytes: self._reclaimer.make_room(needed_bytes, self),
         )
 
     def _prepare(self, binding: Binding) -> None:
         if self._tier_of(binding) not in self.store.tier_names[1:]:
-            self.prepare(binding.nbytes)
+            self._reclaimer.prepare(binding.nbytes)
 
     def _empty(self, tier: str) -> None:
         """Push everything that is not leased out of a tier, so that its free bytes are in one piece.

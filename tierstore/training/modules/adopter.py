@@ -71,15 +71,18 @@ class Adopter:
         store: where the bytes go.
         bindings: that the new ones belong to.
         fault_handler: who looks after the tensors.
+        nbytes: is told the bytes of each bundle, by its key.
     """
 
-    def __init__(self, store: Store, bindings: Bindings, fault_handler: guard.FaultHandler) -> None:
+    def __init__(
+        self, store: Store, bindings: Bindings, fault_handler: guard.FaultHandler, nbytes: dict[str, int]
+    ) -> None:
         self._store = store
         self._bindings = bindings
         self._fault_handler = fault_handler
         self._scratch: list[torch.Tensor] = []  # that nobody uses now
         self._poisons = Poisons(store.device)
-        self.nbytes: dict[str, int] = {}
+        self._nbytes = nbytes
         self._origins: dict[Binding, list[torch.device]] = {}
         self._released: dict[Binding, dict[int, Placeholder]] = {}  # what had no bytes before, by its number
         self._given: dict[Binding, list[torch.device]] = {}  # what `bring_back` was called for, in that order
@@ -165,7 +168,7 @@ class Adopter:
             binding.parts.pop(number, None)  # of what stood in its place
         if released:
             self._released[binding] = released
-        self.nbytes[key] = nbytes
+        self._nbytes[key] = nbytes
         self._origins[binding] = origins  # from here on `restore_all` gives them back
         for place, tensor in zip(places, tensors, strict=True):
             if tensor.is_meta:
@@ -420,7 +423,7 @@ class Adopter:
         poisons = self._poisons_for(places, binding.tensors)
         binding.lay(places, nbytes, poisons)
         alone = self._that_come_home(binding)
-        self.nbytes[binding.key] = nbytes
+        self._nbytes[binding.key] = nbytes
         self._origins[binding] = self._given[binding]
         binding.come_home(alone)
 
@@ -435,7 +438,7 @@ class Adopter:
     def _drop(self, binding: Binding) -> None:
         with self._bindings.apart(), suppress(KeyNotFound):
             self._store.drop(binding.key)
-        self.nbytes.pop(binding.key, None)
+        self._nbytes.pop(binding.key, None)
 
     def forget(self, binding: Binding) -> None:
         """Drop a bundle's key; its tensors are nobody's any more."""

@@ -91,17 +91,19 @@ class ModuleWindows:
     Args:
         bindings: of the model.
         saved: is in force while a window is open.
+        discard_inner: ends what others put into force inside the outermost window, before it is discarded;
+            told whether the model's next call has begun.
 
     Attributes:
         owners: the hooks that open and close windows.
-        discard_inner: ends what others put into force inside the outermost window, before it is discarded;
-            told whether the model's next call has begun.
     """
 
-    def __init__(self, bindings: Bindings, saved: SavedTensors) -> None:
+    def __init__(
+        self, bindings: Bindings, saved: SavedTensors, discard_inner: Callable[[bool], None]
+    ) -> None:
         self._bindings = bindings
         self._saved = saved
-        self.discard_inner: Callable[[bool], None] = lambda _is_beginning: None
+        self._discard_inner = discard_inner
         self._running = _RunningModules()
         self._classes: dict[Binding, list[type]] = {}
         self.owners: list[ModuleHooks] = []
@@ -167,7 +169,7 @@ class ModuleWindows:
         """
         for _ in self._interrupted(beginning):
             if len(self._running.entries) == 1:
-                self.discard_inner(beginning is not None)
+                self._discard_inner(beginning is not None)
             self._end_last()
 
     def _leave_force(self) -> None:

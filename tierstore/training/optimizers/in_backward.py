@@ -157,7 +157,7 @@ class StepsInBackward:
         """Autograd is about to add to a gradient; return the one that `take` is due for when it is done."""
         if parameter not in self._hooks or parameter not in self._owners:
             return self._gradients.lend(parameter)
-        gradient = self._gradients.find(parameter)
+        gradient = self._gradients.table.find(parameter)
         if gradient is not None and gradient.handle is not None:  # from before this run
             self._gradients.assign(parameter, gradient.handle.clone())
         self._come_last(parameter)

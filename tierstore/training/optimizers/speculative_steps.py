@@ -164,7 +164,7 @@ class SpeculativeSteps:
         self._expected.clear()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                gradient = self._gradients.find(parameter)
+                gradient = self._gradients.table.find(parameter)
                 if gradient is None:
                     continue
                 if gradient.is_untouched and self._are_idle([gradient.binding]):
@@ -205,7 +205,7 @@ class SpeculativeSteps:
         expected = self._expected.get(parameter)
         if expected is None:
             return not self._gradients.has(parameter)
-        gradient = self._gradients.find(parameter)
+        gradient = self._gradients.table.find(parameter)
         return gradient is not None and gradient.accumulations == expected
 
     def _may_make(self, turn: StepUnit) -> bool:
@@ -283,7 +283,7 @@ class SpeculativeSteps:
                 lease.release(written=made is not None)
                 if made is None:
                     self._store.drop(*(next_version(binding.key) for binding in needed))
-        self._gradients.know_uses(turn.parameters)
+        self._gradients.table.know_uses(turn.parameters)
         self._made[turn.bundle] = made
         self._expectations.made[turn.bundle] = self
 
@@ -384,7 +384,7 @@ class SpeculativeSteps:
             and self._are_idle([*given, *read])
             and [(binding, binding.writes) for binding in given] == made.written
             and [(binding, binding.writes) for binding in read] == made.read
-            and self._gradients.are_untouched(turn.parameters)
+            and self._gradients.table.are_untouched(turn.parameters)
             and not _is_scaled(self.optimizer)
             and _options(turn) == made.options
             and _settings() == made.settings

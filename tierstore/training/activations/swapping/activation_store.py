@@ -51,19 +51,15 @@ from tierstore.training.activations.swapping.offloaded_storage import (
     StayOnDevice,
     StorageUser,
 )
+from tierstore.training.activations.swapping.run_store import ActivationHost, host_of
 from tierstore.training.autograd.saved_tensors import refuse_if_changed
 from tierstore.training.bundles.bindings import (
-    Apart,
-    MakeRoom,
     lease_with_room,
     let_frames_go,
     set_data,
 )
-from tierstore.training.pytorch.own_work import ordinary_mode
 
 log = logging.getLogger("tierstore")
-
-NoteAdopted = Callable[[torch.UntypedStorage, Callable[[], bool]], None]
 
 Park = Callable[["OffloadedStorage"], "OffloadedTensor"]
 
@@ -215,32 +211,15 @@ class ActivationStore:
 
     Args:
         store: where they go.
-        apart: what is allocated inside this context is the store's.
-        note_use: told the key of whatever is kept or taken, and its bytes, when they are held.
-        make_room: called where leases leave no room on the device for what is taken.
-        note_adopted: told of a storage that the store has adopted, and how to ask whether it has it still.
-        note_lent: told of a storage that lies over leased memory.
-        before_unpacking: what is to be called first whenever backward comes for a tensor.
+        host: who looks after the store; ``None``: the run that it is of, if it is of one.
+
+    Attributes:
+        host: who looks after the store.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        apart: Apart = ordinary_mode,
-        *,
-        note_use: Callable[[str, int], None] = lambda _key, _nbytes: None,
-        make_room: MakeRoom = lambda _: False,
-        note_adopted: NoteAdopted = lambda _storage, _is_held: None,
-        note_lent: Callable[[torch.UntypedStorage], None] = lambda _storage: None,
-        before_unpacking: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, store: Store, host: ActivationHost | None = None) -> None:
         self.store = store
-        self.before_unpacking = before_unpacking
-        self._apart = apart
-        self._note_use = note_use
-        self._make_room = make_room
-        self._note_adopted = note_adopted
-        self._note_lent = note_lent
+        self.host = host_of(store) if host is None else host
         self._counts = ActivationCounts()
         self._can_adopt = store.can_adopt
         self._fastest = store.tier_names[0]
@@ -254,6 +233,7 @@ class ActivationStore:
             int, dict[Extent, tuple[_KeptStorage, OffloadedStorage]]
         ] = {}  # by the storage's id
         self._offloaded_storages: dict[str, OffloadedStorage] = {}  # by key, until they are dropped
+        self.host.add_activation_store(self)
 
     @property
     def stats(self) -> ActivationStats:
@@ -346,7 +326,7 @@ class ActivationStore:
         with self._lock:
             self._known.setdefault(id(storage), {})[extent] = (known, offloaded_storage)
         self._counts.add("kept", offloaded_storage.nbytes)
-        self._note_use(offloaded_storage.key, offloaded_storage.nbytes)
+        self.host.note_activation(offloaded_storage.key, offloaded_storage.nbytes)
         return offloaded
 
     def _store(
@@ -382,7 +362,7 @@ class ActivationStore:
                 let_frames_go(error)  # they refer to these bytes
                 self.store.put(key, flat)
             else:
-                self._note_adopted(flat.untyped_storage(), lambda: self.is_here(offloaded_storage))
+                self.host.note_adopted(flat.untyped_storage(), lambda: self.is_here(offloaded_storage))
         else:
             self.store.put(key, flat)
         if not self._below:
@@ -521,7 +501,10 @@ class ActivationStore:
             self._note_away(offloaded_storage)
 
         def lease() -> Lease:
-            return lease_with_room(lambda: self.store.lease(offloaded_storage.key), self._make_room)
+            return lease_with_room(
+                lambda: self.store.lease(offloaded_storage.key),
+                lambda needed_bytes: self.host.reclaimer.make_room(needed_bytes, self),
+            )
 
         try:
             flat = offloaded_storage.lend(lease)
@@ -531,8 +514,8 @@ class ActivationStore:
             self._counts.add(offloaded_storage.stay.value, offloaded_storage.nbytes)
             offloaded_storage.stay = StayOnDevice.TAKEN
         if is_new:
-            self._note_lent(flat.untyped_storage())
-            self._note_use(offloaded_storage.key, offloaded_storage.nbytes)
+            self.host.note_lent(flat.untyped_storage())
+            self.host.note_activation(offloaded_storage.key, offloaded_storage.nbytes)
         return flat
 
     # --- the end of bytes ---------------------------------------------------------------------
@@ -546,7 +529,7 @@ class ActivationStore:
     def _working(self) -> Iterator[None]:
         """Do the activation store's own work: not the program's, and after what is left over from before."""
         forks.require_here(self._process, "the store of swapped activations")
-        with self._apart():
+        with self.host.apart():
             if self._ended:
                 self._take_note()
             for offloaded_storage in list(self._restless):

@@ -90,7 +90,7 @@ class Unpacker:
             return self._unpacked(packed)
 
     def _unpacked(self, packed: object) -> torch.Tensor:
-        self._activation_store.before_unpacking()
+        self._activation_store.host.before_unpacking()
         if isinstance(packed, Swapped):
             self._sweep_at_the_end()
             return packed.offloaded.take()

@@ -10,8 +10,7 @@ import contextlib
 import logging
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -193,23 +192,11 @@ def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store
     kept = Store(named_by_settings(offloading.store_config())) if store is None else store
     try:
         check_tiers(kept)
-        return Swap(model, marks, new_activation_store(kept), owns_store=store is None)
+        return Swap(model, marks, ActivationStore(kept), owns_store=store is None)
     except BaseException:
         if store is None:
             kept.close()
         raise
-
-
-activation_stores: weakref.WeakKeyDictionary[Store, weakref.WeakMethod[Callable[[], ActivationStore]]]
-activation_stores = weakref.WeakKeyDictionary()
-"""Who makes the activation stores of stores that others look after, and whose quotas they set."""
-
-
-def new_activation_store(store: Store) -> ActivationStore:
-    """Return an activation store over a store, under the quotas of whoever looks after it."""
-    maker = activation_stores.get(store)
-    make = None if maker is None else maker()
-    return ActivationStore(store) if make is None else make()
 
 
 def _read(config: Config) -> tuple[Sections, OffloadConfig]:

@@ -1,0 +1,104 @@
+"""The store of a run, and who looks after what activations do in it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from tierstore.config import StoreConfig
+from tierstore.store import Store
+from tierstore.training.budgets.reclaimers import Sweeper
+from tierstore.training.bundles.reclaiming import NothingToReclaim, Reclaimer
+from tierstore.training.pytorch.own_work import ordinary_mode
+
+
+class ActivationHost(Protocol):
+    """Who looks after a store that activations are kept in, its quotas and what it is told in advance."""
+
+    @property
+    def reclaimer(self) -> Reclaimer:
+        """Makes room where leases leave none on the device for what is taken."""
+        ...
+
+    def apart(self) -> AbstractContextManager[object]:
+        """Return a context in which what is allocated is the store's."""
+        ...
+
+    def add_activation_store(self, activation_store: Sweeper) -> None:
+        """Take in that there is one more, whose leases end when its ``sweep`` is called."""
+        ...
+
+    def note_activation(self, key: str, nbytes: int) -> None:
+        """Take in that bytes are kept or taken, when they are held."""
+        ...
+
+    def note_adopted(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+        """Take in that the store has adopted a storage; ``is_held`` says whether it has it still."""
+        ...
+
+    def note_lent(self, storage: torch.UntypedStorage) -> None:
+        """Take in that a storage lies over leased memory."""
+        ...
+
+    def before_unpacking(self) -> None:
+        """Backward comes for a tensor."""
+        ...
+
+
+class NoHost:
+    """An `ActivationHost` of a store that nobody looks after."""
+
+    @property
+    def reclaimer(self) -> Reclaimer:
+        """See `ActivationHost.reclaimer`."""
+        return NothingToReclaim()
+
+    def apart(self) -> AbstractContextManager[object]:
+        """See `ActivationHost.apart`."""
+        return ordinary_mode()
+
+    def add_activation_store(self, activation_store: Sweeper) -> None:
+        """See `ActivationHost.add_activation_store`."""
+
+    def note_activation(self, key: str, nbytes: int) -> None:
+        """See `ActivationHost.note_activation`."""
+
+    def note_adopted(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+        """See `ActivationHost.note_adopted`."""
+
+    def note_lent(self, storage: torch.UntypedStorage) -> None:
+        """See `ActivationHost.note_lent`."""
+
+    def before_unpacking(self) -> None:
+        """See `ActivationHost.before_unpacking`."""
+
+
+class RunStore(Store):
+    """A `tierstore.Store` that a run looks after: whoever keeps activations in it does so under its quotas.
+
+    Args:
+        config: of the store.
+    """
+
+    def __init__(self, config: StoreConfig) -> None:
+        super().__init__(config)
+        self._host: weakref.ref[ActivationHost] | None = None
+
+    def begin_hosting(self, host: ActivationHost) -> None:
+        """Take in who looks after the store, which keeps it no longer than the run does."""
+        assert self._host is None
+        self._host = weakref.ref(host)
+
+    @property
+    def host(self) -> ActivationHost:
+        """Who looks after it."""
+        return (None if self._host is None else self._host()) or NoHost()
+
+
+def host_of(store: Store) -> ActivationHost:
+    """Return who looks after the activations in a store."""
+    return store.host if isinstance(store, RunStore) else NoHost()

@@ -1,0 +1,52 @@
+"""The gradients of one model, by their parameters: what is known of them, made before who moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from tierstore.training.autograd.gradient import (
+    Gradient,
+    GradientState,
+    GradientStay,
+    native_gradient,
+    nbytes_of,
+)
+
+
+class GradientTable:
+    """All gradients of one model."""
+
+    def __init__(self) -> None:
+        self._of: dict[torch.Tensor, Gradient] = {}
+
+    def add(self, name: str, parameter: torch.nn.Parameter) -> Gradient:
+        """Return the gradient of one more parameter."""
+        gradient = self._of[parameter] = Gradient(name, parameter)
+        return gradient
+
+    def find(self, parameter: torch.Tensor) -> Gradient | None:
+        """Return the gradient of a parameter; ``None``: it is not one of the model's."""
+        return self._of.get(parameter)
+
+    def __getitem__(self, parameter: torch.Tensor) -> Gradient:
+        return self._of[parameter]
+
+    def __iter__(self) -> Iterator[Gradient]:
+        return iter(self._of.values())
+
+    def are_untouched(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of their gradients wait in the store and nobody has looked at one since."""
+        return all(self._of[parameter].is_untouched for parameter in parameters)
+
+    def staying_bytes(self) -> int:
+        """Return the bytes of those that are ordinary tensors until they are zeroed."""
+        stay = [each for each in self if each.stay is not GradientStay.IN_STORE]
+        natives = [native_gradient(each.parameter) for each in stay if each.state is GradientState.ORDINARY]
+        return sum(nbytes_of(native) for native in natives if native is not None)
+
+    def know_uses(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take all uses until now for our own."""
+        for parameter in parameters:
+            self._of[parameter].know_uses()
