@@ -10,6 +10,7 @@ import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from tests import target
+from tests.lock_order import locks_in_order
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,13 @@ def _on_the_accelerator() -> Iterator[None]:
         stack.enter_context(torch.device(target.accelerator, 0))
         yield
     torch.accelerator.synchronize()
+
+
+@pytest.fixture(autouse=True)
+def _locks_are_taken_in_order() -> Iterator[None]:
+    with locks_in_order() as out_of_order:
+        yield
+    assert not out_of_order
 
 
 @pytest.fixture

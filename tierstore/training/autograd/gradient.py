@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import enum
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tierstore import forks
 from tierstore.store import Store
+from tierstore.training import locks
 from tierstore.training.bundles.bindings import Binding, natively, set_data
+from tierstore.training.locks import Rank
 from tierstore.training.pytorch.own_work import ordinary_mode
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
@@ -132,7 +132,7 @@ class Gradient:
         self.accumulations = 0
         self.known_uses = 0
         self.stepper: int | None = None
-        self.lock = forks.free_in_child(threading.RLock())
+        self.lock = locks.new_lock(Rank.GRADIENT)
         self._lent_with = (0, 0)
 
     def move(self, state: GradientState) -> None:

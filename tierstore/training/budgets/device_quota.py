@@ -20,16 +20,16 @@ optimizers' steps, which need a bundle's gradients and state beside its paramete
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tierstore import forks
 from tierstore.errors import CapacityError
 from tierstore.store import Store
+from tierstore.training import locks
 from tierstore.training.budgets.memory_meters import Meter, tensors_in
 from tierstore.training.bundles.bindings import let_frames_go
 from tierstore.training.bundles.working_sets import ALIGNMENT_BYTES, WorkingSet, largest_needs, too_large
+from tierstore.training.locks import Rank
 from tierstore.training.pytorch.own_work import ordinary_mode
 from tierstore.units import align_up, format_bytes
 
@@ -95,9 +95,7 @@ class DeviceQuota:
         self._step_ahead_bytes = min(limit_bytes, needed_bytes + max(each.bundle_bytes for each in sets))
         self._all_bytes = sum(each.nbytes for each in sets)
         self._gradient_bytes = self._all_bytes - sum(each.bundle_bytes + each.state_bytes for each in sets)
-        self._lock = forks.free_in_child(
-            threading.RLock()
-        )  # guards what follows; held while hardware makes room
+        self._lock = locks.new_lock(Rank.DEVICE_QUOTA)  # guards what follows; held while hardware makes room
         below = [tier.capacity_bytes for name, tier in store.stats().tiers.items() if name != self._tier]
         # What the tiers below cannot hold has to be on the device, beside what is in use there.
         pinned_bytes = sum(each.pinned_bytes for each in sets)

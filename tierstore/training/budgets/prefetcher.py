@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tierstore import forks
 from tierstore.errors import KeyNotFound
 from tierstore.planning import Trace, plan_from
 from tierstore.planning.planner import PlanPosition
 from tierstore.store import Store
+from tierstore.training import locks
 from tierstore.training.bundles.grouping import next_version
+from tierstore.training.locks import Rank
 
 ChooseResidents = Callable[[Sequence[str], Sequence[str]], frozenset[str]]
 
@@ -86,7 +86,7 @@ class Prefetcher:
     ) -> None:
         self._store = store
         # Guards all below, and the order in which the store is advised, which waits for nobody.
-        self._lock = forks.free_in_child(threading.RLock())
+        self._lock = locks.new_lock(Rank.PREFETCHER)
         self._windows = list(windows)
         self._nbytes_of = nbytes_of
         self._steps = [0] * max(1, optimizers)

@@ -30,11 +30,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from tierstore import forks
 from tierstore.errors import CapacityError, KeyNotFound, LeaseError
 from tierstore.leases import Lease
 from tierstore.signals import in_one_piece
 from tierstore.store import Store
+from tierstore.training import locks
 from tierstore.training.bundles.binding import (
     Access,
     Binding,
@@ -57,6 +57,7 @@ from tierstore.training.bundles.reclaimed_tensors import (
 )
 from tierstore.training.bundles.reclaiming import NothingToReclaim, Reclaimer
 from tierstore.training.bundles.unseen_writes import may_have_changed, watch
+from tierstore.training.locks import Rank
 from tierstore.training.pytorch.function_modes import are_hooks_allowed
 from tierstore.training.pytorch.own_work import has_hands_on_tensors, ordinary_mode
 
@@ -112,7 +113,7 @@ class Bindings:
         self._note_lent = note_lent
         self._computing_tier: str | None = None
         self._reclaimer = reclaimer or NothingToReclaim()
-        self._lock = forks.free_in_child(threading.RLock())  # guards all bindings and the next five
+        self._lock = locks.new_lock(Rank.BINDINGS)  # guards all bindings and the next five
         self.leasing = Leasing()
         self._by_storage: dict[int, Binding] = {}
         self._lingering: dict[Binding, None] = {}

@@ -15,7 +15,6 @@ it alone and clears its gradient, and so is the moment: such a hook is what does
 from __future__ import annotations
 
 import enum
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -23,12 +22,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tierstore import forks
+from tierstore.training import locks
 from tierstore.training.autograd.gradient import Gradient, native_gradient, set_native_gradient
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.bundles.binding import natively
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.faults import guard
+from tierstore.training.locks import Rank
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.optimizers.step_units import placed
 from tierstore.training.optimizers.steps_by_bundle import StepsByBundle
@@ -98,8 +98,8 @@ class StepsInBackward:
         self._bindings = trainer.bindings
         self._gradients = trainer.gradients
         self._steps: list[StepsByBundle] = []
-        self._stepping = forks.free_in_child(
-            threading.RLock()
+        self._stepping = locks.new_lock(
+            Rank.STEP_IN_BACKWARD
         )  # an optimizer's groups are one thread's, and so are the next five
         self._owners: dict[torch.Tensor, list[StepsByBundle]] = {}
         self._groups: list[list[object]] = []  # as they were

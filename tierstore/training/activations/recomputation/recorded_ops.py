@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -22,9 +21,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch._ops import OpOverload
 
+from tierstore.training import locks
 from tierstore.training.autograd.saved_tensors import Delegated, Kept, restore
 from tierstore.training.bundles.binding import natively_in_sight
 from tierstore.training.bundles.bindings import natively
+from tierstore.training.locks import Rank
 from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
 
 _DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
@@ -105,7 +106,7 @@ class RecordedOp:
         self._kwargs = kwargs
         self._random = random
         self._counts = counts
-        self._lock = threading.RLock()  # guards the values while they are made
+        self._lock = locks.new_lock(Rank.RECORDED_OP)  # guards the values while they are made
         self._values: Sequence[torch.Tensor] | None = None
         self.is_pinned = False
         self._references: set[int] = set()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import threading
 from dataclasses import dataclass, fields
 
-from tierstore import forks
+from tierstore.training import locks
+from tierstore.training.locks import Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ActivationCounts:
     """The numbers behind `ActivationStats`.  Safe from any thread."""
 
     def __init__(self) -> None:
-        self._lock = forks.free_in_child(threading.Lock())  # guards the next
+        self._lock = locks.new_lock(Rank.COUNTS)  # guards the next
         self._numbers: collections.Counter[str] = collections.Counter()
 
     def add(self, what: str, nbytes: int | None = None) -> None:

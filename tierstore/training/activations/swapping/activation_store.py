@@ -32,7 +32,6 @@ import collections
 import contextlib
 import functools
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -45,6 +44,7 @@ from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, 
 from tierstore.leases import Lease
 from tierstore.store import Store
 from tierstore.tensor_io import current_stream
+from tierstore.training import locks
 from tierstore.training.activations.swapping.activation_stats import ActivationCounts, ActivationStats
 from tierstore.training.activations.swapping.offloaded_storage import (
     OffloadedStorage,
@@ -58,6 +58,7 @@ from tierstore.training.bundles.bindings import (
     let_frames_go,
     set_data,
 )
+from tierstore.training.locks import Rank
 
 log = logging.getLogger("tierstore")
 
@@ -227,7 +228,7 @@ class ActivationStore:
         self._ended: collections.deque[object] = collections.deque()  # users and storages that have died
         self.note_end = self._ended.append
         self._process = forks.here()
-        self._lock = forks.free_in_child(threading.Lock())  # guards the rest
+        self._lock = locks.new_lock(Rank.ACTIVATION_STORE)  # guards the rest
         self._restless: dict[OffloadedStorage, None] = {}  # they may have leases, or no users: see `_settle`
         self._known: dict[
             int, dict[Extent, tuple[_KeptStorage, OffloadedStorage]]

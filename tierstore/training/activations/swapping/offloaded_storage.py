@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import enum
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 
 import torch
 from torch.utils import dlpack
 
-from tierstore import forks
 from tierstore.leases import Lease
+from tierstore.training import locks
+from tierstore.training.locks import Rank
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 _capsule: Callable[[torch.Tensor], object] = torch._C._to_dlpack  # noqa: SLF001
@@ -79,7 +79,7 @@ class OffloadedStorage:
         self.key = ""
         self.nbytes = nbytes
         self.version = version
-        self.lock = forks.free_in_child(threading.RLock())
+        self.lock = locks.new_lock(Rank.OFFLOADED_STORAGE)
         self.users: dict[int, StorageUser] = {}
         self.turn = 0
         self.stay = StayOnDevice.UNTAKEN
