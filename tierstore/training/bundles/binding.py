@@ -78,6 +78,22 @@ REFERENCES_OF_ONE = _references_of_one()
 """What `references` is for the storage of one tensor that nobody else refers to."""
 
 
+class Residency(enum.Enum):
+    """Whether a bundle's bytes are where they are computed with, and whether its tensors have them."""
+
+    AWAY = enum.auto()  # they are the store's alone, wherever it has them: nothing is held
+    LEASED = enum.auto()  # held, for aliases, saved tensors or a pin: what they cost is leased bytes
+    OPEN = enum.auto()  # held, and its tensors at home have them, for a window
+
+
+_MAY_BECOME = {
+    Residency.AWAY: {Residency.AWAY, Residency.LEASED},
+    Residency.LEASED: {Residency.LEASED, Residency.OPEN, Residency.AWAY},
+    Residency.OPEN: {Residency.OPEN, Residency.LEASED},
+}
+"""By what it is; the same again is what was interrupted and is done once more."""
+
+
 class Where(enum.Enum):
     """Where a tensor's bytes are."""
 
@@ -112,7 +128,7 @@ class Binding:
 
     Attributes:
         tier: where it is leased.
-        is_dressed: whether its tensors that are at home have their bytes, for a window.
+        residency: whether its bytes are where they are computed with, and its tensors have them.
         dtypes: of the tensors.
         worn: the classes that the tensors wear now.
         uses: how often it was used.
@@ -131,8 +147,9 @@ class Binding:
         offsets: of each tensor in the storage that it is shown in, in elements.
         pieces: what of its bytes is shown as a storage of its own.
         storages: the leased bytes, as its tensors show them.
-        twins: on the meta device, with the true strides, each where it is in its storage. guarded tensors:
-        what is known of its tensors, by their ids (`tierstore.training.faults.guarded_tensors`).
+        twins: on the meta device, with the true strides, each where it is in its storage.
+        guarded_tensors: what is known of its tensors, by their ids
+            (`tierstore.training.faults.guarded_tensors`).
     """
 
     __slots__ = (
@@ -149,7 +166,6 @@ class Binding:
         "holders",
         "idle_versions",
         "is_dirty",
-        "is_dressed",
         "is_in_graphs",
         "is_saved_by_reference",
         "is_watched",
@@ -164,6 +180,7 @@ class Binding:
         "plain",
         "poisons",
         "regions",
+        "residency",
         "storages",
         "tensors",
         "tier",
@@ -201,7 +218,7 @@ class Binding:
         self.writes = 0
         self.windows = 0
         self.is_dirty = False
-        self.is_dressed = False
+        self.residency = Residency.AWAY
         self.is_saved_by_reference = True
         self.is_watched = False
         self.is_in_graphs = False
@@ -227,6 +244,11 @@ class Binding:
         self.poisons = tuple(poisons)
         self.offsets = self.pieces.offsets(self.places)
         self.twins = tuple(map(_twin, self.places, self.offsets))
+
+    def become(self, residency: Residency) -> None:
+        """Take in that the bytes came, went, or are the tensors' now, or no more."""
+        assert residency in _MAY_BECOME[self.residency], (self.key, self.residency, residency)
+        self.residency = residency
 
     @property
     def is_referred_to(self) -> bool:
@@ -328,7 +350,7 @@ def dress(binding: Binding, classes: Sequence[type]) -> None:
     assert shown is not None
     if versions_of(binding) != binding.idle_versions:
         _look_at_poisons(binding)
-    binding.is_dressed = True
+    binding.become(Residency.OPEN)
     with _Natively():  # the classes may be guards
         wear(binding, classes)
         for tensor, view, where in zip(binding.tensors, shown.views, binding.where, strict=True):
@@ -382,7 +404,7 @@ def undress(binding: Binding) -> None:
     binding.is_in_graphs = are_needed
     binding.has_bases = False
     binding.worn = binding.guards
-    binding.is_dressed = False
+    binding.become(Residency.LEASED)
     binding.idle_versions = versions_of(binding)
 
 

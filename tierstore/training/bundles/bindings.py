@@ -38,6 +38,7 @@ from tierstore.training import locks
 from tierstore.training.bundles.binding import (
     Access,
     Binding,
+    Residency,
     dress,
     keep_bases,
     natively,
@@ -157,7 +158,7 @@ class Bindings:
             were_several, self.are_several = self.are_several, len(self._threads) > 1
             if self.are_several and not were_several:
                 for binding in self._by_storage.values():
-                    if binding.is_dressed:
+                    if binding.residency is Residency.OPEN:
                         wear(binding, binding.guards)
 
     # --- windows ------------------------------------------------------------------------------
@@ -464,6 +465,7 @@ class Bindings:
             shown.tell_of_slices(self._note_lent)
         binding.baseline = binding.count_references()
         binding.flat = flat
+        binding.become(Residency.LEASED)
 
     def _lease_after_making_room(self, binding: Binding) -> Lease:
         """Lease a bundle that there was no room for, with every means that there is."""
@@ -500,7 +502,7 @@ class Bindings:
 
     def _settle(self, binding: Binding) -> None:
         """A binding has no window: release its lease, or let it linger while it is referred to."""
-        if binding.is_dressed or binding.is_in_graphs or binding.has_bases:
+        if binding.residency is Residency.OPEN or binding.is_in_graphs or binding.has_bases:
             undress(binding)
             if not binding.is_whole:
                 self._abroad[binding] = None
@@ -529,6 +531,7 @@ class Bindings:
         binding.storages = shown = None
         lease.release(written=binding.is_dirty)
         binding.lease = None
+        binding.become(Residency.AWAY)
         binding.writes += binding.is_dirty
         if binding.after_use is not None:
             binding.after_use(binding)
@@ -539,9 +542,10 @@ class Bindings:
         with self._lock, self.apart():
             self.pinned.discard(binding)
             binding.windows = 0
-            if binding.is_dressed and binding.flat is not None:
-                undress(binding)
-            binding.is_dressed = False
+            if binding.residency is Residency.OPEN:
+                if binding.flat is not None:
+                    undress(binding)
+                binding.become(Residency.LEASED)
             binding.worn = binding.guards
             self._lingering.pop(binding, None)
             self._abroad.pop(binding, None)

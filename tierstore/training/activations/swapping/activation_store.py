@@ -419,7 +419,7 @@ class ActivationStore:
             if not self.is_here(offloaded_storage):
                 self._note_away(offloaded_storage)
                 return None
-            offloaded_storage.stay = StayOnDevice.UNTAKEN
+            offloaded_storage.move(StayOnDevice.UNTAKEN)
         descent: Future[None] = Future()
         self._evict(offloaded_storage, self._below, descent)
         return descent
@@ -466,7 +466,7 @@ class ActivationStore:
     def _note_away(self, offloaded_storage: OffloadedStorage) -> None:
         """Count bytes that have left, however they did: once."""
         if offloaded_storage.stay is not StayOnDevice.AWAY:
-            offloaded_storage.stay = StayOnDevice.AWAY
+            offloaded_storage.move(StayOnDevice.AWAY)
             self._counts.add("released", offloaded_storage.nbytes)
 
     def _stays(self, offloaded_storage: OffloadedStorage, error: Exception, descent: Future[None]) -> None:
@@ -513,7 +513,7 @@ class ActivationStore:
             self._restless[offloaded_storage] = None  # a lease may be held, whatever came between
         if offloaded_storage.stay is not StayOnDevice.TAKEN:
             self._counts.add(offloaded_storage.stay.value, offloaded_storage.nbytes)
-            offloaded_storage.stay = StayOnDevice.TAKEN
+            offloaded_storage.move(StayOnDevice.TAKEN)
         if is_new:
             self.host.note_lent(flat.untyped_storage())
             self.host.note_activation(offloaded_storage.key, offloaded_storage.nbytes)

@@ -35,6 +35,16 @@ class StayOnDevice(enum.Enum):
     AWAY = "brought"  # seen to be away, and counted as released
 
 
+_MOVES = {
+    (StayOnDevice.UNTAKEN, StayOnDevice.TAKEN),  # taken before they had left
+    (StayOnDevice.UNTAKEN, StayOnDevice.AWAY),  # seen to have left
+    (StayOnDevice.AWAY, StayOnDevice.TAKEN),  # brought and taken
+    (StayOnDevice.AWAY, StayOnDevice.UNTAKEN),  # brought, and begin to leave once more
+    (StayOnDevice.TAKEN, StayOnDevice.UNTAKEN),  # begin to leave, for another pass
+    (StayOnDevice.TAKEN, StayOnDevice.AWAY),  # a quota sent them down
+}
+
+
 class StorageUser(weakref.ref[object]):
     """Somebody who may ask for the bytes of an offloaded storage, as long as it lives.
 
@@ -86,6 +96,11 @@ class OffloadedStorage:
         self._lease: Lease | None = None
         self._flat: torch.Tensor | None = None
         self._baseline = 0
+
+    def move(self, stay: StayOnDevice) -> None:
+        """Take in what became of the bytes; nothing may have."""
+        assert stay is self.stay or (self.stay, stay) in _MOVES, (self.stay, stay)
+        self.stay = stay
 
     def admit(self, owner: object, note_end: Callable[[StorageUser], None]) -> StorageUser:
         """Let ``owner`` ask for the bytes; when it has died, ``note_end`` is told, anywhere."""
