@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tierstore.core.entry import Entry, Replica
 from tierstore.core.eviction import POLICIES, size_class
+from tierstore.core.foresight import Foresight
 from tierstore.core.messages import ReplicaId
 from tierstore.core.model import Plan
 from tierstore.core.residency import ReplicaState, ReplicaStep
@@ -25,10 +28,24 @@ def replicas(*mebibytes: float) -> list[Replica]:
 def order(
     policy: str, candidates: list[Replica], needed_mib: float = 1, plan: Plan | None = None, position: int = 0
 ) -> str:
-    def distance(key: str) -> int | None:
-        return None if plan is None else plan.distance(key, position)
+    return "".join(victims(policy, candidates, int(needed_mib * MIB), plan, position))
 
-    return "".join(r.key for r in POLICIES[policy](candidates, int(needed_mib * MIB), distance))
+
+def victims(
+    policy: str, candidates: list[Replica], needed_bytes: int, plan: Plan | None = None, position: int = 0
+) -> Iterator[str]:
+    """Yield the keys of who goes, one after another."""
+    foresight = Foresight()
+    order = POLICIES[policy](foresight)
+    for candidate in candidates:
+        order.add(candidate)
+    foresight.follow(plan)
+    order.follow()
+    for _ in foresight.advance(position):
+        pass
+    for victim in order.victims(needed_bytes):
+        order.discard(victim)
+        yield victim.key
 
 
 def test_lru_takes_the_oldest_use_first() -> None:
@@ -66,6 +83,32 @@ def test_next_use_takes_what_is_needed_furthest_in_the_future() -> None:
 def test_next_use_takes_what_no_plan_knows_first_and_is_lru_without_one() -> None:
     assert order("next-use", replicas(1, 1, 1), plan=Plan(("0", "2")), position=0) == "102"
     assert order("next-use", replicas(1, 1, 1)) == "012"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_an_eviction_looks_at_does_not_grow_with_the_number_of_keys(policy: str) -> None:
+    class Counting(Foresight):
+        asked = 0
+
+        def distance(self, key: str) -> int | None:
+            self.asked += 1
+            return super().distance(key)
+
+    foresight = Counting()
+    order = POLICIES[policy](foresight)
+    foresight.follow(Plan([str(number) for number in range(1000)]))
+    members = replicas(*[1] * 1000)
+    for each in members:
+        order.add(each)
+    next(order.victims(MIB))
+    foresight.asked = 0
+    for position in range(1, 101):
+        victim = next(order.victims(MIB))
+        order.discard(victim)
+        order.add(victim)  # as it is brought again, and used
+        for key in foresight.advance(position):
+            order.refresh(members[int(key)])
+    assert foresight.asked <= 2 * 100
 
 
 def test_a_plan_is_a_cycle() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierstore.core import messages as m
-from tierstore.core.eviction import least_recently_used
+from tierstore.core.eviction import LeastRecentlyUsed
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Tier
 from tierstore.errors import BackendError, KeyNotFound, LeaseError
@@ -19,7 +19,7 @@ class Desk:
 
     def __init__(self) -> None:
         tiers = [Tier("host", 100, 100, 100, is_host=True), Tier("disk", 100, 100, 100, is_storage=True)]
-        self.ledger = Ledger(tiers, least_recently_used, stride=3)
+        self.ledger = Ledger(tiers, LeastRecentlyUsed, stride=3)
         self.copies: list[m.StartCopy] = []
         self.frees: list[m.FreeSlot] = []
         self.answers: dict[int, BaseException | str | None] = {}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.unit.test_ledger import DEVICE, DISK, HOST, Desk
 from tierstore.core import messages as m
 from tierstore.core.entry import Replica
-from tierstore.core.eviction import POLICIES, Distance
+from tierstore.core.eviction import POLICIES, LeastRecentlyUsed
 from tierstore.core.ledger import Ledger
 from tierstore.core.model import Tier
 from tierstore.errors import BackendError, CapacityError, KeyNotFound, LeaseError
@@ -215,12 +215,13 @@ def test_a_prefetch_is_declined_once_when_its_host_leg_is_refused_after_a_lower_
 
 
 def test_a_policy_that_names_a_victim_twice_evicts_it_once() -> None:
-    def stutter(candidates: Iterable[Replica], needed_bytes: int, distance: Distance) -> Iterator[Replica]:
-        for candidate in candidates:
-            yield from (candidate, candidate)
+    class Stuttering(LeastRecentlyUsed):
+        def victims(self, needed_bytes: int) -> Iterator[Replica]:
+            for victim in super().victims(needed_bytes):
+                yield from (victim, victim)
 
     desk = Desk()
-    desk.ledger = Ledger([Tier("device", 100, 100, 100), Tier("disk", 100, 100, 100)], stutter)
+    desk.ledger = Ledger([Tier("device", 100, 100, 100), Tier("disk", 100, 100, 100)], Stuttering)
     desk.store("a", 40, DEVICE)
     desk.store("b", 40, DEVICE)
     put = desk.put("new", 90, DEVICE)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.test_eviction import MIB, replicas
-from tierstore.core.eviction import POLICIES
+from tests.unit.test_eviction import MIB, replicas, victims
 from tierstore.planning import Plan, Trained, choose_residents, plan_from
 from tierstore.planning.residents import OTHERS
 
@@ -69,7 +68,7 @@ def test_residents_go_last_and_the_others_as_they_would_without_them(
 
     def order(plan: Plan, among: set[int]) -> list[str]:
         some = [replica for replica in candidates if int(replica.key) in among]
-        return [r.key for r in POLICIES["next-use"](some, MIB, lambda key: plan.distance(key, position))]
+        return list(victims("next-use", some, MIB, plan, position))
 
     trace = list(map(str, accesses))
     with_residents = order(plan_from(trace, {}, set(map(str, residents))), there)

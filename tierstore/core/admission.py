@@ -7,13 +7,11 @@ either waits for hardware that is already at it, or is refused at once.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from tierstore.core.books import Books
 from tierstore.core.entry import Replica, Want
-from tierstore.core.eviction import Policy, by_next_use
 from tierstore.core.messages import Urgency
-from tierstore.core.model import Plan
 from tierstore.core.requests import FlushRequest
 from tierstore.core.tier_state import TierState
 from tierstore.core.tier_state import advice as advice_on
@@ -29,25 +27,17 @@ class Admission(enum.Enum):
 
 
 class SpaceAdmission:
-    """Decides about room, by the policy and the plan.
+    """Decides about room; who goes for it is up to each tier's order.
 
     Args:
         books: the books.
-        policy: who goes next.
         push_down: begins to copy a replica to the tier below, so that it can be dropped; returns
             False if no lower tier can ever take it.
     """
 
-    def __init__(self, books: Books, policy: Policy, push_down: Callable[[Replica, Urgency], bool]) -> None:
+    def __init__(self, books: Books, push_down: Callable[[Replica, Urgency], bool]) -> None:
         self.books = books
-        self.policy = policy
         self.push_down = push_down
-        self.plan: Plan | None = None
-        self.position = 0
-
-    def distance(self, key: str) -> int | None:
-        """Return the accesses until ``key`` is used next; None: no plan knows it."""
-        return None if self.plan is None else self.plan.distance(key, self.position)
 
     def ask(self, tier_state: TierState, want: Want) -> Admission:
         """Say whether ``want`` can have room now or later, and set the hardware to it.
@@ -61,7 +51,7 @@ class SpaceAdmission:
         self._refuse_if_hopeless(tier_state, want, needed)
         missing = needed - tier_state.coming_free_bytes
         if missing > 0:
-            self.evict(tier_state, missing, self._candidates(tier_state, want), want.urgency, needed)
+            self.evict(tier_state, missing, self._victims(tier_state, want, needed), want.urgency)
         if needed <= tier_state.coming_free_bytes:
             return Admission.LATER
         if want.urgency is Urgency.PREFETCH:
@@ -71,23 +61,18 @@ class SpaceAdmission:
         raise self._refusal(tier_state, want, needed)
 
     def evict(
-        self,
-        tier_state: TierState,
-        missing_bytes: int,
-        candidates: Iterable[Replica],
-        urgency: Urgency,
-        needed: int,
+        self, tier_state: TierState, missing_bytes: int, victims: Iterable[Replica], urgency: Urgency
     ) -> None:
-        """Let candidates go, in the policy's order, until ``missing_bytes`` more are coming free."""
+        """Let victims go, in their order, until ``missing_bytes`` more are coming free."""
         target = tier_state.coming_free_bytes + missing_bytes
-        for victim in self.policy(candidates, needed, self.distance):
+        for victim in victims:
             if tier_state.coming_free_bytes >= target:
                 return
             self.let_go(tier_state, victim, urgency)
 
     def let_go(self, tier_state: TierState, victim: Replica, urgency: Urgency) -> None:
         """Evict one replica: drop it if another is READY, else push it down first."""
-        if tier_state.evictable.get(victim.entry.uid) is not victim:
+        if victim not in tier_state.evictable:
             return
         tier_state.counters.evictions += 1
         if len(victim.entry.ready()) > 1:
@@ -107,7 +92,8 @@ class SpaceAdmission:
     def reconsider(self, tier_state: TierState) -> None:
         """What was stuck may find room below again."""
         if tier_state.stuck:
-            tier_state.evictable.update(tier_state.stuck)
+            for replica in tier_state.stuck.values():
+                tier_state.evictable.add(replica)
             tier_state.stuck.clear()
 
     def keep_watermark(self, tier_state: TierState) -> None:
@@ -116,35 +102,25 @@ class SpaceAdmission:
         if tier_state.charged_bytes - leaving <= tier_state.tier.high_bytes or not tier_state.evictable:
             return
         excess = tier_state.charged_bytes - leaving - tier_state.tier.low_bytes
-        self.evict(tier_state, excess, self.evictable(tier_state), Urgency.WRITE_BACK, excess)
+        self.evict(tier_state, excess, tier_state.evictable.victims(excess), Urgency.WRITE_BACK)
 
-    def evictable(self, tier_state: TierState) -> list[Replica]:
-        """Return what may be evicted, oldest use first."""
-        return list(tier_state.evictable.values())
-
-    def _candidates(self, tier_state: TierState, want: Want) -> list[Replica]:
+    def _victims(self, tier_state: TierState, want: Want, needed: int) -> Iterator[Replica]:
         """A prefetch may only push out what the plan needs later than the prefetched."""
-        candidates = self.evictable(tier_state)
         if want.urgency is not Urgency.PREFETCH:
-            return candidates
-        own = self.distance(want.entry.key)
-        if own is None or self.policy is not by_next_use:
-            return []
-        distances = ((replica, self.distance(replica.key)) for replica in candidates)
-        return [replica for replica, distance in distances if distance is None or distance > own]
+            return tier_state.evictable.victims(needed)
+        own = self.books.foresight.distance(want.entry.key)
+        return iter(()) if own is None else tier_state.evictable.needed_later(own)
 
     def _refuse_if_hopeless(self, tier_state: TierState, want: Want, needed: int) -> None:
         """Refuse at once what only a lease's holder, or nobody, could make room for."""
         if needed > tier_state.limit_bytes - tier_state.bound_bytes:
+            if want.urgency is Urgency.PREFETCH:
+                raise CapacityError("a prefetch is not worth saying who is in its way")
             raise self._refusal(tier_state, want, needed)
 
     def _refusal(self, tier_state: TierState, want: Want, needed: int) -> CapacityError:
         """Say what was needed, what there is and who holds the rest."""
-        leased = [
-            entry
-            for entry in self.books.entries.values()
-            if (replica := entry.replicas.get(tier_state.index)) is not None and replica.leases
-        ]
+        leased = [replica.entry for replica in tier_state.leased.values()]
         holders = tuple(dict.fromkeys(holder for entry in leased for holder in entry.holders.values()))
         own = needed - want.slack_bytes
         message = (

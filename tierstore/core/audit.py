@@ -75,16 +75,20 @@ def _audit_sums(tier_state: TierState, replicas: list[Replica]) -> None:
 
 def _audit_sets(tier_state: TierState, replicas: list[Replica]) -> None:
     """A READY replica is leased, evictable, leaving, stuck or kept: exactly one of these."""
-    sets = (tier_state.evictable, tier_state.leaving, tier_state.stuck, tier_state.kept)
+    sets = (tier_state.leaving, tier_state.stuck, tier_state.kept)
     for replica in replicas:
         member_of = sum(group.get(replica.entry.uid) is replica for group in sets)
+        member_of += replica in tier_state.evictable
         is_free = replica.state is ReplicaState.READY and not replica.leases
         if member_of != int(is_free):
             _fail(
                 f"{tier_state.tier.name}: a {replica.state.name} replica is in {member_of} sets",
                 replica.entry,
             )
-    if sum(len(group) for group in sets) > len(replicas):
+    leased = {replica.entry.uid: replica for replica in replicas if replica.leases}
+    if tier_state.leased != leased:
+        _fail(f"{tier_state.tier.name}: {len(tier_state.leased)} replicas are said to be leased")
+    if len(tier_state.evictable) + sum(len(group) for group in sets) > len(replicas):
         _fail(f"{tier_state.tier.name}: a forgotten replica is still a candidate")
     if any(not replica.promises for replica in tier_state.kept.values()):
         _fail(f"{tier_state.tier.name}: a replica is kept that nobody was promised")

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import count
 
 from tierstore.core.entry import NOTHING, STORY_EVENTS, Entry, EntryLife, Replica
+from tierstore.core.eviction import Policy
+from tierstore.core.foresight import Foresight
 from tierstore.core.messages import Command, Found, FreeSlot, ReplicaId
-from tierstore.core.model import Tier
+from tierstore.core.model import Plan, Tier
 from tierstore.core.residency import ReplicaState, ReplicaStep
 from tierstore.core.tier_state import TierState
 from tierstore.errors import InvariantError
@@ -17,6 +19,7 @@ class Books:
     """Entries, replicas and the sums over them.
 
     Attributes:
+        foresight: what will be used when.
         tier_states: one for each tier, fastest first.
         index: the LIVE entry of each key, or the COMING one of a key that is new.
         entries: every entry that has replicas, wants or a name, by uid.
@@ -26,8 +29,11 @@ class Books:
         restless: tier states on which somebody may now get room.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        self.tier_states = [TierState(index, tier) for index, tier in enumerate(tiers)]
+    def __init__(self, tiers: Sequence[Tier], policy: Policy) -> None:
+        self.foresight = Foresight()
+        self.tier_states = [
+            TierState(index, tier, policy(self.foresight)) for index, tier in enumerate(tiers)
+        ]
         self.index: dict[str, Entry] = {}
         self.entries: dict[int, Entry] = {}
         self.replicas: dict[int, Replica] = {}
@@ -68,7 +74,7 @@ class Books:
         tier_state = self.tier_states[replica.tier]
         tier_state.filling_bytes -= replica.charge_bytes
         tier_state.ready_bytes += replica.charge_bytes
-        tier_state.evictable[replica.entry.uid] = replica
+        tier_state.evictable.add(replica)
         self.note(replica.entry, "ready", replica.tier)
         self._stir(replica)
 
@@ -100,6 +106,7 @@ class Books:
         if replica.entry.uid in tier_state.leaving:
             tier_state.leaving_bytes -= less
         replica.charge_bytes = charge_bytes
+        tier_state.evictable.refresh(replica)
         self.note(replica.entry, f"takes {charge_bytes} B", replica.tier)
         self._stir(replica)
 
@@ -127,7 +134,7 @@ class Books:
         tier_state.ready_bytes -= replica.charge_bytes
         if not replica.leases:
             tier_state.draining_bytes += replica.charge_bytes
-        tier_state.evictable.pop(entry.uid, None)
+        tier_state.evictable.discard(replica)
         tier_state.stuck.pop(entry.uid, None)
         tier_state.kept.pop(entry.uid, None)
         if tier_state.leaving.pop(entry.uid, None) is not None:
@@ -181,7 +188,8 @@ class Books:
         uid = replica.entry.uid
         if replica.leases == 0:
             tier_state.leased_bytes += replica.charge_bytes
-            tier_state.evictable.pop(uid, None)
+            tier_state.leased[uid] = replica
+            tier_state.evictable.discard(replica)
             tier_state.stuck.pop(uid, None)
             tier_state.kept.pop(uid, None)
             self.stay(replica)
@@ -194,8 +202,11 @@ class Books:
         if replica.leases:
             return
         tier_state.leased_bytes -= replica.charge_bytes
-        if replica.state is ReplicaState.READY:
-            (tier_state.kept if replica.promises else tier_state.evictable)[replica.entry.uid] = replica
+        del tier_state.leased[replica.entry.uid]
+        if replica.state is ReplicaState.READY and replica.promises:
+            tier_state.kept[replica.entry.uid] = replica
+        elif replica.state is ReplicaState.READY:
+            tier_state.evictable.add(replica)
         else:
             tier_state.draining_bytes += replica.charge_bytes
         self.free_if_idle(replica)
@@ -203,14 +214,12 @@ class Books:
 
     def touch(self, replica: Replica) -> None:
         """Note a use: an evictable replica goes to the end of the order."""
-        evictable = self.tier_states[replica.tier].evictable
-        if evictable.pop(replica.entry.uid, None) is not None:
-            evictable[replica.entry.uid] = replica
+        self.tier_states[replica.tier].evictable.use(replica)
 
     def leave(self, replica: Replica) -> None:
         """Mark an evictable replica as leaving: it drops when a lower one is READY."""
         tier_state = self.tier_states[replica.tier]
-        del tier_state.evictable[replica.entry.uid]
+        tier_state.evictable.discard(replica)
         tier_state.leaving[replica.entry.uid] = replica
         tier_state.leaving_bytes += replica.charge_bytes
 
@@ -246,7 +255,7 @@ class Books:
         uid = replica.entry.uid
         tier_state.promised_bytes += replica.charge_bytes
         self.stay(replica)
-        tier_state.evictable.pop(uid, None)
+        tier_state.evictable.discard(replica)
         tier_state.stuck.pop(uid, None)
         if replica.state is ReplicaState.READY and not replica.leases:
             tier_state.kept[uid] = replica
@@ -259,7 +268,7 @@ class Books:
         tier_state = self.tier_states[replica.tier]
         tier_state.promised_bytes -= replica.charge_bytes
         if tier_state.kept.pop(replica.entry.uid, None) is not None:
-            tier_state.evictable[replica.entry.uid] = replica
+            tier_state.evictable.add(replica)
         if replica.state is ReplicaState.RETAINED:
             replica.step(ReplicaStep.RELEASE)
             tier_state.retained_bytes -= replica.charge_bytes
@@ -295,6 +304,8 @@ class Books:
         entry.writer, former.writer = former.writer, None
         entry.holders, former.holders = former.holders, NOTHING
         entry.replicas[replica.tier] = former.replicas.pop(replica.tier)
+        leased = self.tier_states[replica.tier].leased
+        leased[entry.uid] = leased.pop(former.uid)
         replica.entry = entry
         self.note(entry, f"split off from {former.key!r}", replica.tier)
 
@@ -304,6 +315,25 @@ class Books:
         del self.index[entry.key]
         entry.key = key
         self.index[key] = entry
+        self.look_ahead_anew(entry)
+
+    def look_ahead_anew(self, entry: Entry) -> None:
+        """An entry's next use is another one than it was."""
+        for tier, replica in entry.replicas.items():
+            self.tier_states[tier].evictable.refresh(replica)
+
+    def follow(self, plan: Plan | None) -> None:
+        """Follow another plan."""
+        self.foresight.follow(plan)
+        for tier_state in self.tier_states:
+            tier_state.evictable.follow()
+
+    def advance(self, position: int) -> None:
+        """Go on to a position of the plan."""
+        for key in self.foresight.advance(position):
+            entry = self.index.get(key)
+            if entry is not None:
+                self.look_ahead_anew(entry)
 
     def stay(self, replica: Replica) -> None:
         """Take back `leave` if the replica was leaving, without making it evictable."""

@@ -43,8 +43,8 @@ class CopyScheduler:
     """
 
     def __init__(self, tiers: Sequence[Tier], policy: Policy, window_bytes: int, stride: int) -> None:
-        self.books = Books(tiers)
-        self.admission = SpaceAdmission(self.books, policy, self.push_down)
+        self.books = Books(tiers, policy)
+        self.admission = SpaceAdmission(self.books, self.push_down)
         self.resizes = QuotaResizes(self.books, self.admission)
         self.traffic = CopyTraffic(window_bytes)
         self.stride = stride

@@ -338,11 +338,10 @@ class Ledger:
             self.scheduler.part_with(entry, error)
 
     def _follow(self, event: m.PlanFollowed) -> None:
-        self.scheduler.admission.plan = event.plan
-        self.scheduler.admission.position = 0
+        self.books.follow(event.plan)
 
     def _advance(self, event: m.Advanced) -> None:
-        self.scheduler.admission.position = event.position
+        self.books.advance(event.position)
 
     def _freed(self, event: m.Freed) -> None:
         replica = self.books.replicas[event.place.replica]

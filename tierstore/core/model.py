@@ -51,6 +51,7 @@ class Plan:
     aliases: Mapping[str, str] = field(default_factory=dict)
     residents: Collection[str] = frozenset()
     _positions: Mapping[str, list[int]] = field(init=False, repr=False, compare=False)
+    _others: Mapping[str, list[str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Index the positions of every key."""
@@ -58,6 +59,14 @@ class Plan:
         for position, key in enumerate(self.accesses):
             positions.setdefault(key, []).append(position)
         object.__setattr__(self, "_positions", positions)
+        others: dict[str, list[str]] = {}
+        for other, key in self.aliases.items():
+            others.setdefault(key, []).append(other)
+        object.__setattr__(self, "_others", others)
+
+    def known_as(self, key: str) -> Sequence[str]:
+        """Return the keys that are used when ``key`` is: itself, and those whose alias it is."""
+        return (key, *self._others.get(key, ()))
 
     def distance(self, key: str, position: int) -> int | None:
         """Return how many accesses after ``position`` the key is used next; ``None``: never.

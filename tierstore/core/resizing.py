@@ -59,9 +59,7 @@ class QuotaResizes:
             return
         missing = -tier_state.coming_free_bytes
         if missing > 0:
-            self.admission.evict(
-                tier_state, missing, self.admission.evictable(tier_state), Urgency.DEMAND, missing
-            )
+            self.admission.evict(tier_state, missing, tier_state.evictable.victims(missing), Urgency.DEMAND)
         if tier_state.coming_free_bytes < 0 and not tier_state.is_in_motion:
             tier_state.limit_bytes = tier_state.tier.capacity_bytes
             self._end(tier_state, queue, self._refusal(tier_state, event.capacity_bytes))
@@ -80,14 +78,9 @@ class QuotaResizes:
                 self.books.out.append(Settle(queue.popleft().request, error))
 
     def _refusal(self, tier_state: TierState, capacity_bytes: int) -> CapacityError:
-        held = tier_state.charged_bytes - sum(
-            replica.charge_bytes for replica in tier_state.evictable.values()
-        )
+        held = tier_state.charged_bytes - sum(replica.charge_bytes for replica in tier_state.evictable)
         holders = {
-            holder
-            for entry in self.books.entries.values()
-            if (replica := entry.replicas.get(tier_state.index)) is not None and replica.leases
-            for holder in entry.holders.values()
+            holder for replica in tier_state.leased.values() for holder in replica.entry.holders.values()
         }
         reason = f"leased by {', '.join(sorted(holders))}" if holders else "no lower tier takes them"
         if tier_state.retained_bytes:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.core.entry import Replica, Want
+from tierstore.core.eviction import Order
 from tierstore.core.messages import Urgency
 from tierstore.core.model import Tier
 from tierstore.units import format_bytes
@@ -55,7 +56,8 @@ class TierState:
         promised_bytes: the part of it that commits and flushes count on: no eviction frees it.
         retained_bytes: the part of that which is of no other use.
         leaving: READY replicas whose copy to a lower tier is under way, by uid; they then drop.
-        evictable: READY replicas that nobody holds and that are not leaving, oldest use first.
+        evictable: READY replicas that nobody holds and that are not leaving, in the policy's order.
+        leased: READY or DRAINING replicas that leases hold, by uid.
         kept: READY replicas that nobody holds, but that are promised: to evict them would free nothing.
         lost_bytes: what the backend could not give back: charged for good.
         stuck: evictable ones for which no lower tier had room; they return when that may change.
@@ -76,6 +78,7 @@ class TierState:
         "is_committing",
         "is_resizing",
         "kept",
+        "leased",
         "leased_bytes",
         "leaving",
         "leaving_bytes",
@@ -92,7 +95,7 @@ class TierState:
         "waiting",
     )
 
-    def __init__(self, index: int, tier: Tier) -> None:
+    def __init__(self, index: int, tier: Tier, order: Order) -> None:
         self.index = index
         self.tier = tier
         self.limit_bytes = tier.capacity_bytes
@@ -106,7 +109,8 @@ class TierState:
         self.promised_bytes = 0
         self.retained_bytes = 0
         self.leaving: dict[int, Replica] = {}
-        self.evictable: dict[int, Replica] = {}
+        self.evictable = order
+        self.leased: dict[int, Replica] = {}
         self.stuck: dict[int, Replica] = {}
         self.kept: dict[int, Replica] = {}
         self.lost_bytes = 0
