@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore import signals
 from tierstore.errors import CapacityError, KeyNotFound
+from tierstore.training.activation_host import RunHost
 from tierstore.training.activations import apply
 from tierstore.training.activations.apply import Activations
 from tierstore.training.activations.config.layers import Names
@@ -31,7 +32,7 @@ from tierstore.training.budgets.clock import Clock
 from tierstore.training.budgets.device_quota import DeviceQuota, StepPhase
 from tierstore.training.budgets.memory_meters import Meter
 from tierstore.training.budgets.prefetcher import Prefetcher
-from tierstore.training.budgets.reclaimers import Reclaimers, Sweeper
+from tierstore.training.budgets.reclaimers import Reclaimers
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.grouping import Content, Group
@@ -140,7 +141,7 @@ class Session:
         keeper = self._in_backward or self.gradients
         self.accumulation = Accumulation(keeper, self._begin_accumulation, self._landed, self._end_pass)
         self.leaving = Leaving(self)
-        self.saved = SavedTensors(self.bindings, self.before_unpacking)
+        self.saved = SavedTensors(self.bindings, self._settle_for_backward)
         self.windows = hooks.ModuleWindows(self.bindings, self.saved, self._discard_swap)
         self.adopter = Adopter(store, self.bindings, self, inventory.nbytes)
         self.state_dicts = StateDicts(self.adopter, self.bindings)
@@ -153,7 +154,10 @@ class Session:
         self._stepped_in_backward: dict[Steps, None] = {}  # since the model ran last
         self.durable: CheckpointWriter | None = None
         self.activations = Activations()
-        store.begin_hosting(self)
+        self._activation_host = RunHost(
+            self._reclaimers, self.prefetcher, meter, self._settle_budget, self._settle_for_backward
+        )
+        store.begin_hosting(self._activation_host)
         self._handles: list[Removable] = []
         self._step_hooks: dict[int, int] = {}  # the number of ours, by the optimizer's id
         self._watched: set[torch.Tensor] = set()
@@ -459,41 +463,6 @@ class Session:
         self._look()
         self.clock.leave_out(self._expectations.offer(parameter))
 
-    # --- what activations ask (run_store.ActivationHost) ----------------------------------------
-
-    @property
-    def reclaimer(self) -> Reclaimers:
-        """See `ActivationHost.reclaimer`."""
-        return self._reclaimers
-
-    def apart(self) -> AbstractContextManager[object]:
-        """See `ActivationHost.apart`."""
-        return self.bindings.apart()
-
-    def add_activation_store(self, activation_store: Sweeper) -> None:
-        """See `ActivationHost.add_activation_store`."""
-        self._reclaimers.add(activation_store)
-
-    def note_activation(self, key: str, nbytes: int) -> None:
-        """See `ActivationHost.note_activation`."""
-        self._settle_budget()
-        self.prefetcher.note_passing(key, nbytes)
-
-    def note_adopted(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
-        """See `ActivationHost.note_adopted`."""
-        if self._meter is not None:
-            self._meter.hand_over(storage, is_held)
-
-    def note_lent(self, storage: torch.UntypedStorage) -> None:
-        """See `ActivationHost.note_lent`."""
-        if self._meter is not None:
-            self._meter.leave_out(storage)
-
-    def before_unpacking(self) -> None:
-        """See `ActivationHost.before_unpacking`."""
-        self.leaving.go_on()
-        self.accumulation.settle()
-
     # --- what the guard asks (guard.FaultHandler) ---------------------------------------------------
 
     def watch_saved(self) -> AbstractContextManager[None]:
@@ -541,6 +510,10 @@ class Session:
         """Raise if it may not be done while the run is suspended; go on, if it could not be left."""
         self.bindings.leasing.require(what)
         self.leaving.go_on()
+
+    def _settle_for_backward(self) -> None:
+        self.leaving.go_on()
+        self.accumulation.settle()
 
     def remove_hooks(self) -> None:
         """Leave nothing on the model and the optimizers."""

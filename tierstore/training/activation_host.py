@@ -1,0 +1,69 @@
+"""What a run does for activations that are kept in its store: its quotas and its plan are theirs, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from tierstore.training.budgets.memory_meters import Meter
+from tierstore.training.budgets.prefetcher import Prefetcher
+from tierstore.training.budgets.reclaimers import Reclaimers, Sweeper
+from tierstore.training.pytorch.own_work import ordinary_mode
+
+
+class RunHost:
+    """A `tierstore.training.activations.swapping.run_store.ActivationHost`.
+
+    Args:
+        reclaimer: of the run.
+        prefetcher: of the run.
+        meter: of what the program has on the device; ``None``: there is no device.
+        settle_budget: takes back what was given to the store for leases that have ended.
+        before_unpacking: is called when backward comes for a tensor.
+
+    Attributes:
+        reclaimer: see above.
+    """
+
+    def __init__(
+        self,
+        reclaimer: Reclaimers,
+        prefetcher: Prefetcher,
+        meter: Meter | None,
+        settle_budget: Callable[[], None],
+        before_unpacking: Callable[[], None],
+    ) -> None:
+        self.reclaimer = reclaimer
+        self._prefetcher = prefetcher
+        self._meter = meter
+        self._settle_budget = settle_budget
+        self._before_unpacking = before_unpacking
+
+    def apart(self) -> AbstractContextManager[object]:
+        """See `ActivationHost.apart`."""
+        return ordinary_mode()
+
+    def add_activation_store(self, activation_store: Sweeper) -> None:
+        """See `ActivationHost.add_activation_store`."""
+        self.reclaimer.add(activation_store)
+
+    def note_activation(self, key: str, nbytes: int) -> None:
+        """See `ActivationHost.note_activation`."""
+        self._settle_budget()
+        self._prefetcher.note_passing(key, nbytes)
+
+    def note_adopted(self, storage: torch.UntypedStorage, is_held: Callable[[], bool]) -> None:
+        """See `ActivationHost.note_adopted`."""
+        if self._meter is not None:
+            self._meter.hand_over(storage, is_held)
+
+    def note_lent(self, storage: torch.UntypedStorage) -> None:
+        """See `ActivationHost.note_lent`."""
+        if self._meter is not None:
+            self._meter.leave_out(storage)
+
+    def before_unpacking(self) -> None:
+        """See `ActivationHost.before_unpacking`."""
+        self._before_unpacking()
