@@ -34,7 +34,7 @@ nitpick_ignore_regex = [
     # A backend's classes are reached through its factory.
     (r"py:class", r"tierstore_backends\..*"),
     # What a store hands to the leases it makes.
-    (r"py:class", r"tierstore\.core\.messages\.Place"),
+    (r"py:class", r"tierstore\.core\.messages\.ReplicaId"),
     # Type variables have no page.
     (r"py:class", r"(.*\.)?[A-Z][a-z]*T|(.*\.)?T"),
 ]

@@ -21,7 +21,7 @@ class ActivationStats:
         handed_over, handed_over_bytes: those that were wanted while still on the device: no byte came back.
         stalls: how often somebody waited: for bytes to come, or for a copy before a release.
         refused: releases that did not come about, because nothing below had room.
-        offloaded, parked_bytes: those that are kept now.
+        offloaded, offloaded_bytes: those that are kept now.
     """
 
     kept: int = 0
