@@ -33,8 +33,8 @@ class Rank(enum.IntEnum):
 
 
 NESTED = frozenset({Rank.GRADIENT, Rank.RECORDED_OP})
-"""Of these a thread may have several: of a gradient that takes another's place, of an operator and of those
-that have made its inputs."""
+"""Of these a thread may have several: of a gradient and the one whose place it takes, of all gradients while
+a run is suspended; of an operator and of those that have made its inputs."""
 
 
 class RunLock(Protocol):

@@ -66,7 +66,7 @@ class Suspension:
         tiers = self._tiers_above(to)
         if self._bindings.leasing.state is LeasingState.ALLOWED:
             self._session.leaving.go_on()
-        with self._bindings.alone():
+        with self._session.gradients.alone(), self._bindings.alone():
             fresh = [tier for tier in tiers if tier not in self._emptied]
             if self._bindings.leasing.state is LeasingState.SUSPENDED and not fresh:
                 return

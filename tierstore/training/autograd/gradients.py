@@ -15,9 +15,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -197,6 +198,14 @@ class Gradients:
         if gradient.stay is GradientStay.IN_STORE and not gradient.flights and not self._must_stash():
             gradient.stay = GradientStay.UNTIL_ZEROED
         return gradient.stay is GradientStay.IN_STORE
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no other thread change a gradient, inside the context; to be entered before bindings' own."""
+        with contextlib.ExitStack() as held:
+            for gradient in list(self.table):
+                held.enter_context(gradient.lock)
+            yield
 
     def stash_all(self) -> None:
         """Bring every gradient that is an ordinary tensor of its own to a key.  Blocks.
