@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-_Natively = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
-
 
 def run_operator(func: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
     """Run an operator that a mode was asked to run; what it writes is counted as without the mode.
@@ -27,11 +25,11 @@ def run_operator(func: Callable[..., Any], args: Sequence[object], kwargs: Mappi
     places = _lists_written(func)
     if not places:
         return func(*args, **kwargs)
-    with _Natively():
+    with torch.DisableTorchFunctionSubclass():
         given = list(_given(places, args, kwargs))
         before = [tensor._version for tensor in given]  # noqa: SLF001 - nobody else tells
     result = func(*args, **kwargs)
-    with _Natively():
+    with torch.DisableTorchFunctionSubclass():
         uncounted = [each for each, then in zip(given, before, strict=True) if each._version == then]  # noqa: SLF001
         if uncounted:
             torch.autograd.graph.increment_version(uncounted)

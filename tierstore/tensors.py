@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tierstore.errors import BackendError, IntegrityError, UsageError
+from tierstore.torch_private import is_traceable_wrapper_subclass
 
 _LONGEST_TEXT: Final = 1 << 16  # of a spec; those that are kept are less than 1 KiB
 _LARGEST_NUMBER: Final = 2**63 - 1  # of torch's own

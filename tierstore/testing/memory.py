@@ -25,11 +25,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierstore.errors import UsageError
 from tierstore.modes import run_operator
 from tierstore.spi import device_storage_listeners
+from tierstore.torch_private import TorchDispatchMode
 from tierstore.units import format_bytes, parse_bytes
 
 __all__ = ["DeviceBudget", "OutOfDeviceMemory"]

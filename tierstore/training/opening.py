@@ -8,12 +8,11 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.jit._script import RecursiveScriptModule
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.store import Store
+from tierstore.torch_private import RecursiveScriptModule, is_traceable_wrapper_subclass
 from tierstore.training.activations.swapping.run_store import RunStore
 from tierstore.training.autograd.shared_memory import require_sole_reference
 from tierstore.training.budgets.device_quota import DeviceQuota

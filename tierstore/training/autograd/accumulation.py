@@ -26,17 +26,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from tierstore.torch_private import call_after_backward, current_autograd_node, current_graph_task
 from tierstore.training.autograd.gradient import Gradient
 from tierstore.training.pytorch.function_modes import out_of_sight
-
-# Without these nobody knows which pass a hook is called in, and whether a node is done.
-_current_pass: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
-_current_node: Callable[[], object] = torch._C._current_autograd_node  # noqa: SLF001
 
 
 def is_in_backward() -> bool:
     """Whether this thread runs a backward pass, as in a hook that autograd has called."""
-    return _current_pass() >= 0
+    return current_graph_task() >= 0
 
 
 class PassEnd(enum.Enum):
@@ -101,7 +98,7 @@ class _PassEndHook:
 
     def ask_for(self) -> None:
         """Let autograd call this at the end of the pass that runs now, after what it was asked for before."""
-        torch.autograd.Variable._execution_engine.queue_callback(self)  # noqa: SLF001 - nothing else is told
+        call_after_backward(self)
 
 
 class _Pass(NamedTuple):
@@ -140,9 +137,9 @@ class Accumulation:
         self._begin()
         gradient = self._keeper.lend(parameter)
         if gradient is not None:
-            number = _current_pass()
+            number = current_graph_task()
             found = self._passes.get(number) or self._open(number)
-            found.flights[threading.get_ident()] = _GradientInAutograd(gradient, _current_node())
+            found.flights[threading.get_ident()] = _GradientInAutograd(gradient, current_autograd_node())
 
     def _open(self, number: int) -> _Pass:
         self._keeper.begin_pass()
@@ -161,17 +158,17 @@ class Accumulation:
         self._settle()
 
     def _settle(self) -> None:
-        if self._keeper.counts_passes and is_in_backward() and _current_pass() not in self._passes:
-            self._open(_current_pass())
+        if self._keeper.counts_passes and is_in_backward() and current_graph_task() not in self._passes:
+            self._open(current_graph_task())
         if not self._passes:
             return
-        current, thread = _current_pass(), threading.get_ident()
+        current, thread = current_graph_task(), threading.get_ident()
         for number, each in list(self._passes.items()):
             if each.ending() is None:
                 self._end(number, PassEnd.INTERRUPTED)
             elif number == current:
                 flight = each.flights.get(thread)
-                if flight is not None and flight.node is not _current_node():
+                if flight is not None and flight.node is not current_autograd_node():
                     del each.flights[thread]
                     self._take(flight)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tierstore.store import Store
+from tierstore.torch_private import storage_use_count, tensor_use_count
 from tierstore.training import locks
 from tierstore.training.bundles.bindings import Binding, natively, set_data
 from tierstore.training.locks import Rank
@@ -18,8 +19,6 @@ from tierstore.training.pytorch.own_work import ordinary_mode
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _Tensor.grad.__get__
 _set_grad = _Tensor.grad.__set__
-_uses: Callable[[torch.Tensor], int] = _Tensor._use_count  # noqa: SLF001 - nor what saved a tensor for backward
-_storage_uses: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001 - aliases are not seen without
 
 
 seen_by_autograd = _get_grad
@@ -169,7 +168,7 @@ class Gradient:
 
     def _holders(self) -> tuple[int, int]:
         assert self.binding is not None
-        return _uses(self.binding.tensors[0]), sys.getrefcount(self.binding.tensors[0])
+        return tensor_use_count(self.binding.tensors[0]), sys.getrefcount(self.binding.tensors[0])
 
     @property
     def usual_key(self) -> str:
@@ -198,8 +197,8 @@ def _count_holders(parameter: torch.Tensor) -> tuple[int, int, int]:
     gradient = native_gradient(parameter)
     assert gradient is not None
     storage = gradient.untyped_storage()
-    uses = _storage_uses(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
-    return _uses(gradient), sys.getrefcount(gradient), uses
+    uses = storage_use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
+    return tensor_use_count(gradient), sys.getrefcount(gradient), uses
 
 
 def _count_of_one_alone() -> tuple[int, int, int]:
@@ -231,4 +230,4 @@ def is_kept(binding: Binding) -> bool:
     """Whether somebody else has a stash's handle, which autograd itself does not see."""
     references = sys.getrefcount(binding.tensors[0])
     # What saved it for a backward pass has no reference that Python counts.
-    return references > _OWN_REFERENCES or _uses(binding.tensors[0]) > 1
+    return references > _OWN_REFERENCES or tensor_use_count(binding.tensors[0]) > 1

@@ -30,19 +30,28 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.autograd import graph
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_map_only
 
+from tierstore.torch_private import (
+    disabled_torch_function,
+    make_wrapper_subclass,
+    set_versions,
+    tree_map_only,
+)
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.bundles.bindings import Binding, Bindings, natively, set_data
 from tierstore.training.bundles.layout import TensorLayout
 from tierstore.training.faults import guard
-from tierstore.training.pytorch.function_modes import are_function_modes_on, in_sight, out_of_sight
+from tierstore.training.pytorch.function_modes import (
+    are_function_modes_on,
+    are_hooks_allowed,
+    in_sight,
+    out_of_sight,
+)
 from tierstore.training.pytorch.own_work import ordinary_mode
 from tierstore.training.pytorch.saved_tensor_hooks import (
     Hook,
     InForce,
     Inside,
-    are_hooks_allowed,
     bring_into_force,
     chain,
     onwards,
@@ -50,10 +59,6 @@ from tierstore.training.pytorch.saved_tensor_hooks import (
     top_hooks,
     whose,
 )
-
-_autograd: Any = torch._C._autograd  # noqa: SLF001
-_set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
-_set_versions = _autograd._unsafe_set_version_counter  # noqa: SLF001
 
 
 class Reference(NamedTuple):
@@ -128,7 +133,7 @@ class StandIn(torch.Tensor):
 
     packed: Reference
     bring: Callable[[Reference], torch.Tensor]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # declared without its class there
@@ -146,7 +151,7 @@ class StandIn(torch.Tensor):
 
 def _stand_in(packed: Reference, bring: Callable[[Reference], torch.Tensor]) -> StandIn:
     with natively(), ordinary_mode():
-        made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
+        made = make_wrapper_subclass(
             StandIn,
             packed.shape,
             packed.stride,
@@ -472,10 +477,10 @@ def _counting_with(alias: torch.Tensor, owners: Sequence[torch.Tensor]) -> list[
     """Return those tensors whose version counter is that of an alias: equal numbers do not say so."""
     version = alias._version  # noqa: SLF001
     try:
-        _set_versions((alias,), (version + 1,))
+        set_versions((alias,), (version + 1,))
         return [owner for owner in owners if owner._version != version]  # noqa: SLF001
     finally:
-        _set_versions((alias,), (version,))
+        set_versions((alias,), (version,))
 
 
 def _refer(binding: Binding, tensor: torch.Tensor, *, is_alone: bool) -> Reference:

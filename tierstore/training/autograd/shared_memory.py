@@ -20,7 +20,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
@@ -29,12 +29,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tierstore.errors import UsageError
+from tierstore.torch_private import storage_use_count
 from tierstore.training.autograd.saved_tensors import Reference
 from tierstore.training.bundles.binding import Binding, Where, natively
 from tierstore.training.bundles.layout import overlapping
 from tierstore.training.bundles.placeholders import has_no_values
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
 _SHOWN = 3
 
 Named = Mapping[torch.Tensor, str]
@@ -185,14 +185,14 @@ def _unexplained(names: Named, known: Sequence[torch.Tensor]) -> dict[int, int]:
 def _references(tensor: torch.Tensor) -> int:
     """Count who refers to a tensor's storage: tensors, and users of the storage object itself."""
     storage = tensor.untyped_storage()
-    return _use_count(storage._cdata) + sys.getrefcount(storage) - _OWN_REFERENCES  # noqa: SLF001
+    return storage_use_count(storage._cdata) + sys.getrefcount(storage) - _OWN_REFERENCES  # noqa: SLF001
 
 
 def _count_own_references() -> int:
     """Return what `_references` counts without anybody's doing, beside the tensor itself."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
-    return _use_count(storage._cdata) + sys.getrefcount(storage) - 1  # noqa: SLF001
+    return storage_use_count(storage._cdata) + sys.getrefcount(storage) - 1  # noqa: SLF001
 
 
 _OWN_REFERENCES = _count_own_references()

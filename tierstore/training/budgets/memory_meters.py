@@ -9,12 +9,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tierstore.store import Store
+from tierstore.torch_private import (
+    is_legacy_batched_tensor,
+    is_traceable_wrapper_subclass,
+    is_transformed_tensor,
+    storage_use_count,
+)
 from tierstore.training.bundles.binding import natively
 from tierstore.training.pytorch import operator_observers
 from tierstore.units import align_up
@@ -98,11 +103,6 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, each.name) for each in fields(value))
 
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
-# Without it a tensor that a ``torch.func`` transform has wrapped would be asked for a storage, and raise.
-_functorch: Any = torch._C._functorch  # noqa: SLF001
-_is_transformed: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
-_is_batched: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor  # ``is_grads_batched``
 _ALONE = 2  # one tensor refers to a storage, beside the storage's object in Python
 
 # ---------------------------------------------------------------------- an emulated device
@@ -269,7 +269,7 @@ class _Counting:
             storage = None if entry is None else entry()
             if entry is None or storage is None:
                 self._adopted.pop(key, None)
-            elif _use_count(storage._cdata) <= _ALONE:  # noqa: SLF001
+            elif storage_use_count(storage._cdata) <= _ALONE:  # noqa: SLF001
                 del self._adopted[key]
                 if is_held():  # from now on others get at it by the store's leases only
                     self._forget(entry)
@@ -297,7 +297,7 @@ def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
     with natively():  # parameters wear other classes inside their windows and outside
         for tensor in tensors_in(values):
             is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-            is_wrapped = is_wrapper or _is_transformed(tensor) or _is_batched(tensor)
+            is_wrapped = is_wrapper or is_transformed_tensor(tensor) or is_legacy_batched_tensor(tensor)
             if tensor.layout is torch.strided and not is_wrapped:
                 yield tensor.untyped_storage()
 

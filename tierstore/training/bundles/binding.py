@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.leases import Lease
+from tierstore.torch_private import storage_use_count, tensor_use_count, version_of
 from tierstore.training.bundles.layout import TensorLayout, regions_of
 from tierstore.training.bundles.lease_storages import LeaseStorages, pieces_of
 from tierstore.training.bundles.memory_parts import MemoryPart, part_of, storage_of
@@ -35,11 +36,8 @@ from tierstore.training.pytorch.function_modes import are_function_modes_on
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
 _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
-_version_of: Callable[[torch.Tensor], int] = _Tensor._version.__get__  # noqa: SLF001
-_uses: Callable[[torch.Tensor], int] = _Tensor._use_count  # noqa: SLF001 - graphs are not seen without
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
-_Natively = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
-_NoFunctions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction  # noqa: SLF001
+_Natively = torch.DisableTorchFunctionSubclass
+_NoFunctions: Callable[[], AbstractContextManager[None]] = torch.DisableTorchFunction
 
 Access = Callable[["Binding"], None]
 
@@ -66,7 +64,7 @@ def references(tensor: torch.Tensor) -> int:
     ``torch.compile`` was used, an argument is counted twice.
     """
     storage = tensor.untyped_storage()
-    return _use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
+    return storage_use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
 
 
 def _references_of_one() -> int:
@@ -262,7 +260,7 @@ class Binding:
         assert self.storages is not None
         count = 0
         for storage in self.storages.all:
-            count += _use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
+            count += storage_use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
         return count
 
     def begin_bytes(self, tensor: torch.Tensor) -> int:
@@ -338,7 +336,7 @@ def _twin(place: TensorLayout, offset: int) -> torch.Tensor:
 def versions_of(binding: Binding) -> list[int]:
     """Return how often each tensor was written to, as far as autograd knows."""
     with _Natively():
-        return list(map(_version_of, binding.tensors))
+        return list(map(version_of, binding.tensors))
 
 
 # ---------------------------------------------------------------------- windows
@@ -432,11 +430,11 @@ def _is_saved(binding: Binding, number: int) -> bool:
     """
     tensor = binding.tensors[number]
     objects = 1 + binding.holders[number]
-    uses = _uses(tensor)
+    uses = tensor_use_count(tensor)
     if uses <= objects or not tensor.requires_grad:
         return uses > objects
     node = get_gradient_edge(tensor)  # a new one, if it has none: now it has one for certain
-    uses = _uses(tensor)
+    uses = tensor_use_count(tensor)
     del node
     return uses > objects + 1
 

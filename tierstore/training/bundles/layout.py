@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from tierstore.torch_private import negative_view
 from tierstore.units import align_up
 
 ALIGNMENT_BYTES = 64
@@ -67,8 +68,8 @@ class TensorLayout:
         offset = self.offset - begin_bytes // self.dtype.itemsize
         view = elements.as_strided(self.shape, self.stride, offset)
         if self.is_conj:
-            view = torch._conj(view)  # noqa: SLF001 - sets the bit that the tensor had
-        return torch._neg_view(view) if self.is_neg else view  # noqa: SLF001 - as well
+            view = torch.conj(view)  # sets the bit that the tensor had
+        return negative_view(view) if self.is_neg else view  # as well
 
     @functools.cached_property
     def begin_bytes(self) -> int:

@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import torch
 
+from tierstore.torch_private import TensorBase, negative_view
 from tierstore.training.bundles.layout import OverlapRegion, TensorLayout
 
 # As C++ has it: none of these is a guarded parameter, which `torch.Tensor.set_` would look for.
-_set = torch._C.TensorBase.set_  # noqa: SLF001
+_set = TensorBase.set_
 
 
 class Pieces(NamedTuple):
@@ -138,5 +139,5 @@ class LeaseStorages:
         view = torch.empty(0, dtype=dtype, device=self._device)
         _set(view, self._slices[piece], offset, shape, tuple(stride))
         if is_conj:
-            view = torch._conj(view)  # noqa: SLF001 - sets the bit that the tensor had
-        return torch._neg_view(view) if is_neg else view  # noqa: SLF001 - as well
+            view = torch.conj(view)  # sets the bit that the tensor had
+        return negative_view(view) if is_neg else view  # as well

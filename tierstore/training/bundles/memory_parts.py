@@ -20,6 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.output_buffers import host_memory
+from tierstore.torch_private import storage_of_weak_pointer
 from tierstore.training.bundles.layout import TensorLayout, span_of
 
 _UNIT_BYTES = 16  # of the largest element: complex128
@@ -134,8 +135,7 @@ def ground_of(
 
 def storage_of(known: StorageWeakRef) -> torch.UntypedStorage | None:
     """Return a storage that is known weakly; ``None``: it is gone."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(known.cdata)  # noqa: SLF001
-    return found
+    return storage_of_weak_pointer(known.cdata)
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from tierstore.torch_private import throw_on_write, warn_on_write
 from tierstore.training.bundles.layout import TensorLayout
 
 
@@ -109,11 +110,9 @@ def _set(tensor: torch.Tensor, flags: _Flags) -> None:
 @functools.cache
 def _flags() -> _Flags | None:
     """Return where the flags are; ``None``: they are not where they are looked for."""
-    throw = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)  # noqa: SLF001
-    warn = getattr(torch._C, "_set_warn_deprecated_on_mutable_data_ptr", None)  # noqa: SLF001
-    if throw is None or warn is None:
+    if throw_on_write is None or warn_on_write is None:
         return None
-    thrown, warned = _changed_by(throw), _changed_by(warn)
+    thrown, warned = _changed_by(throw_on_write), _changed_by(warn_on_write)
     # The flag lies between these two: [are there checks] [throw on write] [throw on read] [warn on write].
     if len(thrown) != 2 or warned != [thrown[0], thrown[1] + 2] or thrown[1] != thrown[0] + 1:
         return None

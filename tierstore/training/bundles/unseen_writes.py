@@ -21,9 +21,9 @@ from typing import Any
 import xxhash
 from torch import nn
 
+from tierstore.torch_private import NormWithStatistics, global_forward_hooks, global_forward_pre_hooks
 from tierstore.training.bundles.binding import Binding, natively, versions_of
 
-_modules: Any = nn.modules.module
 _OWN_OPERATORS = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor"})
 
 
@@ -34,7 +34,7 @@ def is_pytorchs_own(module: nn.Module) -> bool:
     """Whether nobody's code but PyTorch's runs between a module's first hook and its last."""
     if not _is_a_class_of_pytorch(type(module)) or "forward" in module.__dict__:
         return False
-    if _modules._global_forward_hooks or _modules._global_forward_pre_hooks:  # noqa: SLF001 - hooks of all modules
+    if global_forward_hooks or global_forward_pre_hooks:
         return False
     hooks = (module._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001 - there is no other way to ask
     return all(len(each) <= 1 or all(map(_is_ours, each.values())) for each in hooks)
@@ -42,7 +42,7 @@ def is_pytorchs_own(module: nn.Module) -> bool:
 
 def written_unseen(module: nn.Module, bindings: Iterable[Binding]) -> list[Binding]:
     """Return the bundles that a module of ``torch.nn`` writes though no counter tells."""
-    if not isinstance(module, nn.modules.batchnorm._NormBase):  # noqa: SLF001 - all norms with statistics
+    if not isinstance(module, NormWithStatistics):
         return []
     return [each for each in bindings if not isinstance(each.tensors[0], nn.Parameter)]
 

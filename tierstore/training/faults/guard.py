@@ -24,6 +24,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from tierstore.errors import UsageError
+from tierstore.torch_private import disabled_torch_function, make_subclass
 from tierstore.training.bundles.bindings import Binding, natively
 from tierstore.training.bundles.tensor_uses import (
     ADDRESSES,
@@ -191,7 +192,7 @@ def _view(guarded_tensor: GuardedTensor, tensor: torch.Tensor, *shape: Any) -> t
 def _require_that_it_may_be_trained(dtype: torch.dtype, requires_grad: bool = True) -> None:
     """Raise what PyTorch raises for a parameter of a type that has no gradients; of an alias it says less."""
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-        torch.Tensor._make_subclass(torch.nn.Parameter, torch.empty(0, dtype=dtype), requires_grad)  # noqa: SLF001
+        torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad)
 
 
 def _refuse_to_share(guarded_tensor: GuardedTensor, *_: object) -> None:
@@ -303,7 +304,7 @@ def of_its_own_class(tensor: torch.Tensor) -> torch.Tensor:
     with natively():
         alias: Any = tensor.detach()
         if kind is not torch.Tensor:
-            alias = torch.Tensor._make_subclass(kind, alias, tensor.requires_grad)  # noqa: SLF001
+            alias = make_subclass(kind, alias, tensor.requires_grad)
         else:
             alias.requires_grad_(tensor.requires_grad)
         alias.__dict__.update(tensor.__dict__)
@@ -313,7 +314,7 @@ def of_its_own_class(tensor: torch.Tensor) -> torch.Tensor:
 def _sees_uses(kind: type) -> bool:
     """Whether a class of a user's sees the uses of its tensors."""
     ask = kind.__torch_function__  # type: ignore[attr-defined]
-    return kind is not torch.Tensor and ask is not torch._C._disabled_torch_function_impl  # noqa: SLF001
+    return kind is not torch.Tensor and ask is not disabled_torch_function
 
 
 def _exported(func: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
-from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.jit._script import RecursiveScriptModule
-from torch.utils._pytree import tree_map_only
 
 from tierstore.errors import UsageError
+from tierstore.torch_private import (
+    RecursiveScriptModule,
+    foreach_types_of_optimizers,
+    foreach_types_of_utilities,
+    tree_map_only,
+)
 from tierstore.training.bundles.bindings import natively
 from tierstore.training.bundles.layout import place_of, raw_bytes
 from tierstore.training.bundles.tensor_uses import Function, get_data
@@ -255,12 +257,11 @@ def _let_foreach_take_handles() -> None:
     Its choice goes by exact classes, and on an accelerator the other way gives other bits.  So do utilities
     that treat lists, and optimizers that run their own ``step``.
     """
-    plain: dict[ModuleType, list[type]] = {
-        torch.utils._foreach_utils: [torch.Tensor],  # noqa: SLF001
-        importlib.import_module("torch.optim.optimizer"): [torch.Tensor, nn.Parameter],
-    }
-    for module, classes in plain.items():
-        kinds = getattr(module, "_foreach_supported_types", None)
+    plain: list[tuple[object, list[type]]] = [
+        (foreach_types_of_utilities, [torch.Tensor]),
+        (foreach_types_of_optimizers, [torch.Tensor, nn.Parameter]),
+    ]
+    for kinds, classes in plain:
         if isinstance(kinds, list):
             kinds += [guard for guard in map(guard_of, classes) if guard not in kinds]
 

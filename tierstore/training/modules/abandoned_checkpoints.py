@@ -13,10 +13,8 @@ from types import GeneratorType
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.distributed._composable.contract import STATE_KEY
-from torch.utils.checkpoint import _CheckpointFrame
 
+from tierstore.torch_private import COMPOSABLE_STATE, CheckpointFrame, composable_checkpoint
 from tierstore.training.pytorch.saved_tensor_hooks import Hook, top_hooks
 
 
@@ -32,18 +30,18 @@ def end_left_checkpoints(beginning: nn.Module) -> None:
         left.close()  # its hooks are the last ones, as in plain PyTorch
 
 
-def _frame_of_hook(hook: Hook) -> _CheckpointFrame | None:
+def _frame_of_hook(hook: Hook) -> CheckpointFrame | None:
     """Return what a checkpoint's hook writes to; ``None``: it is none of a checkpoint."""
     closure: Any = getattr(hook, "__closure__", None) or ()
     return next(
-        (cell.cell_contents for cell in closure if isinstance(cell.cell_contents, _CheckpointFrame)), None
+        (cell.cell_contents for cell in closure if isinstance(cell.cell_contents, CheckpointFrame)), None
     )
 
 
 def _begun_in(model: nn.Module) -> list[GeneratorType[None]]:
     """Return the checkpoints that hooks of modules have begun and not ended."""
-    composed = [module for module in model.modules() if STATE_KEY in module.__dict__]
-    states = [checkpoint.state(module) for module in composed]
+    composed = [module for module in model.modules() if COMPOSABLE_STATE in module.__dict__]
+    states = [composable_checkpoint.state(module) for module in composed]
     begun = [getattr(state, "_ac_generator", None) for state in states]
     return [each for each in begun if each is not None]
 

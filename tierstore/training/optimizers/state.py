@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tierstore.torch_private import storage_use_count, tensor_use_count
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.bundles.layout import TensorLayout
 from tierstore.training.bundles.placements import Placement
@@ -26,7 +27,6 @@ from tierstore.training.faults import guard
 from tierstore.training.faults.state_dict_entries import Links
 from tierstore.training.modules.adopter import Adopter, is_deserted
 
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001 - else aliases would go stale unseen
 _ALONE = 2  # one tensor refers to the storage, beside the storage's object in Python
 
 Order = Mapping[Binding, int]
@@ -232,8 +232,8 @@ def is_unshared(tensor: torch.Tensor) -> bool:
     return (
         storage.resizable()
         and not storage.is_shared()
-        and _use_count(storage._cdata) <= _ALONE  # noqa: SLF001
-        and tensor._use_count() <= 1  # type: ignore[attr-defined]  # noqa: SLF001 - graphs save the tensor itself
+        and storage_use_count(storage._cdata) <= _ALONE  # noqa: SLF001
+        and tensor_use_count(tensor) <= 1  # graphs save the tensor itself
         and storage.nbytes() == tensor.numel() * tensor.element_size()
     )
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.jit._script import RecursiveScriptModule
 from torch.utils.hooks import RemovableHandle
 
+from tierstore.torch_private import RecursiveScriptModule, process_loaded_state
 from tierstore.training.budgets.memory_meters import tensors_in
 from tierstore.training.bundles.bindings import Bindings, natively
 from tierstore.training.faults import guard
@@ -238,9 +238,8 @@ class _Cast:
         value = value if whole is None else whole
         guarded_tensor = guard.guarded_tensor_of(parameter)
         if value.dim() == 0 or guarded_tensor is None or id(value) in self._shared:
-            policy = torch.optim.Optimizer._process_value_according_to_param_policy  # noqa: SLF001 - the same policy
             own = copy.deepcopy(value, self._memo) if id(value) in self._shared else value
-            return policy(parameter, own, number, self._groups, name)  # type: ignore[arg-type]
+            return process_loaded_state(parameter, own, number, self._groups, name)
         is_cast = parameter.is_floating_point() and name != "step" and value.dtype != parameter.dtype
         is_as_it_is = not is_cast and value.device == parameter.device
         if is_as_it_is and (self._kept.has(guarded_tensor.binding, value) or is_unshared(value)):

@@ -18,15 +18,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch.overrides import handle_torch_function
 
-are_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # noqa: SLF001
+from tierstore.torch_private import (
+    are_saved_tensor_hooks_allowed,
+    count_function_modes,
+    is_function_mode_on,
+    pop_function_mode,
+    push_function_mode,
+)
+
+are_hooks_allowed = are_saved_tensor_hooks_allowed
 """Whether graphs show what they save to hooks: not under ``disable_saved_tensors_hooks``."""
-are_function_modes_on: Callable[[], bool] = torch._C._is_torch_function_mode_enabled  # noqa: SLF001
-_count: Callable[[], int] = torch._C._len_torch_function_stack  # noqa: SLF001
-_pop: Callable[[], object] = torch._C._pop_torch_function_stack  # noqa: SLF001
-_push: Callable[[object], None] = torch._C._push_on_torch_function_stack  # noqa: SLF001
+are_function_modes_on = is_function_mode_on
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -62,26 +66,26 @@ def leave_function_modes() -> Iterator[None]:
     modes: list[object] = []
     _aside.modes.append(modes)
     try:
-        while _count():
-            modes.append(_pop())
+        while count_function_modes():
+            modes.append(pop_function_mode())
         yield
     finally:
         _aside.modes.pop()
         while modes:
-            _push(modes.pop())
+            push_function_mode(modes.pop())
 
 
 @contextlib.contextmanager
 def _return_to_modes(modes: list[object]) -> Iterator[None]:
     _aside.modes.append([])
-    before = _count()
+    before = count_function_modes()
     try:
         for mode in reversed(modes):
-            _push(mode)
+            push_function_mode(mode)
         yield
     finally:
-        while _count() > before:
-            _pop()
+        while count_function_modes() > before:
+            pop_function_mode()
         _aside.modes.pop()
 
 

@@ -22,27 +22,35 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch._dynamo.callback import callback_handler
+
+from tierstore.torch_private import (
+    OpOverload,
+    TensorBase,
+    compiler_callbacks,
+    dispatch_key,
+    dispatch_keys_below,
+    fallthrough_keys,
+    higher_order_operators,
+    innermost_transform,
+    is_dispatch_key_included,
+    names_of_operators,
+    set_dispatch_key_included,
+    takes_numbers_as_tensors,
+)
 
 log = logging.getLogger("tierstore")
 
-Operator = torch._ops.OpOverload  # noqa: SLF001 - it has no public name
+Operator = OpOverload
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"
-_KEY: Any = torch._C._dispatch_key_parse(_KEY_NAME)  # noqa: SLF001 - only C++ has a name for it
-_BELOW: Any = torch._C._dispatch_keyset_full_after(_KEY)  # noqa: SLF001
-_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included  # noqa: SLF001
-_set_included: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included  # noqa: SLF001
-_COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001
-_NoFunctionModes: Any = torch._C.DisableTorchFunction  # noqa: SLF001
-_are_numbers_allowed: Callable[[str], bool] = torch._C._should_allow_numbers_as_tensors  # noqa: SLF001
-_names_of_operators: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names  # noqa: SLF001
-_innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
-_of_functions: Any = torch._ops  # noqa: SLF001 - operators that are given functions, such as ``torch.cond``
+_KEY = dispatch_key(_KEY_NAME)
+_BELOW = dispatch_keys_below(_KEY)
+_COMPOSITE = torch.DispatchKey.CompositeImplicitAutograd
+_callbacks = compiler_callbacks()
 
 
 class Observer(Protocol):
@@ -93,8 +101,8 @@ class _Kernels:
             if self._libraries:
                 return
             # PyTorch would look for kernels of theirs; what they run is seen.
-            _of_functions._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)  # noqa: SLF001
-            for function in _of_functions._higher_order_ops.values():  # noqa: SLF001
+            fallthrough_keys.append(_KEY)
+            for function in higher_order_operators.values():  # such as ``torch.cond``
                 function.fallthrough(_KEY)
             everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
             self._of_empty = torch.library.Library("aten", "IMPL")
@@ -123,8 +131,8 @@ def observe(observer: Observer) -> None:
     """Tell ``observer`` of the operators of this thread, backward included, until it is over."""
     _kernels.register()
     _kernels.let_empty_pass()
-    if _begin_compiling not in callback_handler.start_callbacks:  # whoever resets the compiler clears them
-        callback_handler.register_start_callback(_begin_compiling)
+    if _begin_compiling not in _callbacks.start_callbacks:  # whoever resets the compiler clears them
+        _callbacks.register_start_callback(_begin_compiling)
     if observer not in _thread.observers:
         _thread.observers = (*_thread.observers, observer)
     end_unseen()
@@ -138,21 +146,21 @@ def ignore(observer: Observer) -> None:
 
 def begin_unseen() -> bool:
     """Let nobody see what runs in this thread; return whether `end_unseen` is due."""
-    if not _is_included(_KEY):
+    if not is_dispatch_key_included(_KEY):
         return False
-    _set_included(_KEY, False)  # noqa: FBT003
+    set_dispatch_key_included(_KEY, False)  # noqa: FBT003
     return True
 
 
 def end_unseen() -> None:
     """Let observers see again what runs in this thread."""
-    _set_included(_KEY, _thread.is_seen and _innermost_transform() is None)
+    set_dispatch_key_included(_KEY, _thread.is_seen and innermost_transform() is None)
 
 
 def _begin_compiling(arguments: object) -> None:
     """Tell nobody of this thread's operators any more: the compiler begins."""
     del arguments
-    _set_included(_KEY, False)  # noqa: FBT003 - PyTorch's signature
+    set_dispatch_key_included(_KEY, False)  # noqa: FBT003 - PyTorch's signature
     if _thread.is_seen:
         log.warning("parts of the program are compiled: what they have on the device is not measured")
     for each in _thread.observers:
@@ -166,8 +174,8 @@ def _begin_compiling(arguments: object) -> None:
 def _run(operator: Operator, keys: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Run an operator, and tell of it."""
     thread = _thread
-    if not thread.is_seen or _innermost_transform() is not None:  # autograd goes on with what was included
-        _set_included(_KEY, False)  # noqa: FBT003
+    if not thread.is_seen or innermost_transform() is not None:  # autograd goes on with what was included
+        set_dispatch_key_included(_KEY, False)  # noqa: FBT003
         return _go_on(keys, operator, args, kwargs)
     thread.depth += 1
     try:
@@ -195,8 +203,8 @@ def _go_on(keys: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[st
     is_unseen = begin_unseen()
     try:
         if _takes_numbers(operator):
-            with _NoFunctionModes():
-                return operator._overloadpacket(*args, **kwargs)  # noqa: SLF001
+            with torch.DisableTorchFunction():
+                return operator.overloadpacket(*args, **kwargs)
         args, kwargs = _with_tensors(operator, args, kwargs)
     finally:
         if is_unseen:
@@ -211,10 +219,10 @@ def _is_number(value: object) -> bool:
 @functools.cache
 def _takes_numbers(operator: Operator) -> bool:
     """Say whether an operator, or an overload of it, takes numbers in the places of tensors."""
-    if _are_numbers_allowed(operator._schema.name.partition("::")[2]):  # noqa: SLF001
+    if takes_numbers_as_tensors(operator._schema.name.partition("::")[2]):  # noqa: SLF001
         return True
     places = [place for place in _places_of_tensors(operator) if isinstance(place, int)]
-    packet = operator._overloadpacket  # noqa: SLF001
+    packet = operator.overloadpacket
     schemas = [getattr(packet, name)._schema for name in packet.overloads()]  # noqa: SLF001
     return any(
         str(each.arguments[place].type) == "number"
@@ -237,7 +245,7 @@ def _as_tensor(value: object) -> object:
     if not _is_number(value):
         return value
     dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-    with _NoFunctionModes():
+    with torch.DisableTorchFunction():
         return torch.tensor(value, dtype=dtypes[type(value)], device="cpu")
 
 
@@ -264,7 +272,7 @@ def _places_of_tensors(operator: Operator) -> tuple[int | str, ...]:
 
 
 def _operators_of_pytorch() -> Iterator[Operator]:
-    for name in _names_of_operators():
+    for name in names_of_operators():
         library, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
         if library == "aten":
@@ -290,5 +298,5 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 def _is_made_from_empty(kind: type) -> bool:
     """Say whether a class of tensors leaves it to PyTorch how one is made; guards are never made."""
-    is_left: bool = vars(torch._C.TensorBase)["__new__"] is kind.__new__  # noqa: SLF001
+    is_left: bool = vars(TensorBase)["__new__"] is kind.__new__
     return is_left and not kind.__module__.startswith(("torch.", "tierstore."))

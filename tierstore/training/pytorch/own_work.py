@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from tierstore.torch_private import (
+    DeviceContext,
+    count_dispatch_modes,
+    count_function_modes,
+    dispatch_modes,
+    function_modes,
+    innermost_transform,
+    leave_dispatch_modes,
+    leave_transforms,
+)
 from tierstore.training.pytorch.function_modes import leave_function_modes, modes_aside
 from tierstore.training.pytorch.operator_observers import begin_unseen, end_unseen
-
-# Without these a user's modes and transforms would take the library's own work for the model's.
-_functorch: Any = torch._C._functorch  # noqa: SLF001
-_count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
-_count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # noqa: SLF001
 
 
 class _OwnWork(threading.local):
@@ -58,9 +57,9 @@ class ordinary_mode(AbstractContextManager[None]):  # noqa: N801 - used as a fun
         try:
             self._is_unseen = begin_unseen()
             if (
-                _functorch.peek_interpreter_stack() is not None
-                or _count_dispatch_modes()
-                or _count_function_modes()
+                innermost_transform() is not None
+                or count_dispatch_modes()
+                or count_function_modes()
                 or torch.is_inference_mode_enabled()
             ):
                 self._left = leave_all_modes()
@@ -94,8 +93,8 @@ def leave_all_modes() -> contextlib.ExitStack:
     """Leave every mode and transform of this thread; closing what is returned goes back to them."""
     with contextlib.ExitStack() as left:
         left.enter_context(leave_function_modes())
-        left.enter_context(_disable_current_modes())
-        left.enter_context(temporarily_clear_interpreter_stack())
+        left.enter_context(leave_dispatch_modes())
+        left.enter_context(leave_transforms())
         if torch.is_inference_mode_enabled():
             left.enter_context(torch.inference_mode(mode=False))
         return left.pop_all()
@@ -103,7 +102,7 @@ def leave_all_modes() -> contextlib.ExitStack:
 
 def is_dispatch_mode_on() -> bool:
     """Say whether a dispatch mode is on in this thread: version counters do not tell of all writes there."""
-    return _count_dispatch_modes() > 0
+    return count_dispatch_modes() > 0
 
 
 def are_modes_on() -> bool:
@@ -115,15 +114,15 @@ def are_modes_on() -> bool:
     if has_hands_on_tensors():
         return True
     modes = modes_aside()
-    if _count_function_modes():
-        modes = [*modes, *_get_current_function_mode_stack()]
+    if count_function_modes():
+        modes = [*modes, *function_modes()]
     return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def has_hands_on_tensors() -> bool:
     """Say whether a dispatch mode is handed what this thread's operators work on, to do what it likes."""
-    return _count_dispatch_modes() > 0 and any(
-        not getattr(mode, "is_meter", False) for mode in _get_current_dispatch_mode_stack()
+    return count_dispatch_modes() > 0 and any(
+        not getattr(mode, "is_meter", False) for mode in dispatch_modes()
     )
 
 

@@ -6,22 +6,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
+from tierstore.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 
 Hook = Callable[[Any], Any]
 
-_autograd: Any = torch._C._autograd  # noqa: SLF001
-push_hooks: Callable[[Hook, Hook], None] = _autograd._push_saved_tensors_default_hooks  # noqa: SLF001
-pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # noqa: SLF001
-
-# Without it hooks would be pushed where PyTorch has forbidden them, and raise.
-are_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # noqa: SLF001
+push_hooks = push_saved_tensor_hooks
+pop_hooks = pop_saved_tensor_hooks
 
 
 def top_hooks() -> tuple[Hook, Hook] | None:
     """Return the hooks that are in force in this thread."""
-    found: tuple[Hook, Hook] | None = _autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001, FBT003
-    return found
+    return top_saved_tensor_hooks(True)  # noqa: FBT003 - also while torch.jit traces
 
 
 class InForce(NamedTuple):

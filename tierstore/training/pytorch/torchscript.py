@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_ParameterDict: Any = torch._C.ParameterDict  # noqa: SLF001
-_ModuleDict: Any = torch._C.ModuleDict  # noqa: SLF001
+_ParameterDict: Any = torch.ParameterDict
+_ModuleDict: Any = torch.ModuleDict
 
 
 def holders_in(model: nn.Module) -> Counter[torch.Tensor]:

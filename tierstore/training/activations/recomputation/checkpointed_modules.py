@@ -23,13 +23,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import UsageError
+from tierstore.torch_private import (
+    begin_checkpoint,
+    current_graph_task,
+    eager_transforms,
+    innermost_transform,
+    tree_flatten,
+    tree_unflatten,
+)
 from tierstore.training.activations.recomputation import sliced_inputs
 from tierstore.training.activations.recomputation.forward_snapshot import ForwardSnapshot, has_lazy
 from tierstore.training.modules.hooks import Hook, OpenedCalls
@@ -47,8 +53,6 @@ log = logging.getLogger("tierstore")
 Context = AbstractContextManager[object]
 Contexts = Callable[[], tuple[Context, Context]]
 """Makes what a forward runs in, and what its repetitions run in."""
-
-_begin: Callable[..., Generator[None]] = checkpoint._checkpoint_without_reentrant_generator  # noqa: SLF001
 
 
 class _RunningRegion(NamedTuple):
@@ -81,7 +85,7 @@ def is_recomputed() -> bool:
 
     By a region or by the program's own ``torch.utils.checkpoint``.
     """
-    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - backward runs, also that of a reentrant one
+    if current_graph_task() != -1:  # backward runs, also that of a reentrant one
         return True
     return getattr(packs_the_rest(), "__module__", None) == checkpoint.__name__
 
@@ -95,8 +99,7 @@ def is_idle() -> bool:
     """
     if not torch.is_grad_enabled() or is_recomputed() or not are_hooks_allowed() or is_forward_mode():
         return True
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
-    return is_transformed or torch._C._is_tracing()  # noqa: SLF001
+    return innermost_transform() is not None or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
 
 
 def is_forward_mode() -> bool:
@@ -202,7 +205,7 @@ class CheckpointedModule:
 
         # Everything goes as a position: PyTorch looks there for tensors, which it has saved, and for devices
         # whose random state it keeps.
-        running = _begin(run, True, contexts, "default", False, True, *kept)  # noqa: FBT003
+        running = begin_checkpoint(run, True, contexts, "default", False, True, *kept)  # noqa: FBT003
         outer = top_hooks()
         with for_recompute():
             next(running)

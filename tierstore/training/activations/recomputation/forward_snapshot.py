@@ -16,14 +16,14 @@ import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tierstore.torch_private import is_traceable_wrapper_subclass, preserve_versions
 from tierstore.training.autograd.saved_tensors import refuse_if_changed
 from tierstore.training.bundles.bindings import natively
 
@@ -249,5 +249,4 @@ def _same_versions(tensors: tuple[torch.Tensor, ...]) -> contextlib.AbstractCont
     """Let tensors have the version afterwards that they had before, as nothing has changed for good."""
     if not tensors:
         return contextlib.nullcontext()
-    preserve = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]  # noqa: SLF001
-    return cast("contextlib.AbstractContextManager[None]", preserve(tensors))
+    return preserve_versions(tensors)

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierstore.modes import run_operator
+from tierstore.torch_private import OpOverload, TorchDispatchMode
 from tierstore.training.activations.recomputation.checkpointed_modules import Context, refuse_forward_mode
 from tierstore.training.activations.recomputation.recorded_ops import (
     Arguments,

@@ -26,11 +26,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.modes import run_operator
+from tierstore.torch_private import OpOverload, TorchDispatchMode
 from tierstore.training.activations.recomputation import checkpointed_modules, scopes
 from tierstore.training.activations.recomputation.recorded_ops import (
     Arguments,

@@ -19,8 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._ops import OpOverload
 
+from tierstore.torch_private import (
+    DisableAutocast,
+    ExcludeDispatchKeys,
+    OpOverload,
+    is_functional_tensor,
+    negative_view,
+)
 from tierstore.training import locks
 from tierstore.training.autograd.saved_tensors import Delegated, Kept, restore
 from tierstore.training.bundles.binding import natively_in_sight
@@ -28,9 +34,7 @@ from tierstore.training.bundles.bindings import natively
 from tierstore.training.locks import Rank
 from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
 
-_DisableAutocast = torch._C._DisableAutocast  # noqa: SLF001
-_Excluded = torch._C._SetExcludeDispatchKeyGuard  # noqa: SLF001
-_ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
+_ADInplaceOrView = torch.DispatchKey.ADInplaceOrView
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 
@@ -264,7 +268,7 @@ class RecordedOp:
         self._counts.made += 1
         random = contextlib.nullcontext() if self._random is None else self._random.again()
         # Some kernels look whether gradients are wanted.  None of the inputs asks for one.
-        with torch.enable_grad(), _DisableAutocast(), natively_in_sight():
+        with torch.enable_grad(), DisableAutocast(), natively_in_sight():
             args = mapped(self._args, InputRef, InputRef.get)
             kwargs = mapped(self._kwargs, InputRef, InputRef.get)
             with random:
@@ -295,8 +299,8 @@ class SavedOutput:
             view = torch.empty(0, dtype=self._dtype, device=value.device)
             view.set_(value.untyped_storage(), self._offset, self._shape, self._stride)
             if self._is_conj:
-                view = torch._conj(view)  # noqa: SLF001 - sets the bit, as the saved tensor had it
-            return torch._neg_view(view) if self._is_neg else view  # noqa: SLF001
+                view = torch.conj(view)  # sets the bit, as the saved tensor had it
+            return negative_view(view) if self._is_neg else view
 
     def __del__(self) -> None:
         self.call.forget(self._number)
@@ -421,7 +425,7 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def versions_are_shared() -> Iterator[None]:
     """Let aliases that are made inside share the counter of versions, also where a mode sees an operator."""
-    with _Excluded(_ADInplaceOrView, False):  # noqa: FBT003 - torch's own signature
+    with ExcludeDispatchKeys(_ADInplaceOrView, False):  # noqa: FBT003 - torch's own signature
         yield
 
 
@@ -441,7 +445,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def has_no_bytes(tensor: torch.Tensor) -> bool:
     """Whether it is functional, or the zeros of forward-mode differentiation."""
-    return torch._is_functional_tensor(tensor) or tensor._is_zerotensor()  # noqa: SLF001
+    return is_functional_tensor(tensor) or tensor._is_zerotensor()  # noqa: SLF001
 
 
 def can_repeat(args: Arguments, kwargs: Named) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.utils.hooks import RemovableHandle
 
+from tierstore.torch_private import OpOverload
 from tierstore.training.activations.config.patterns import Pattern
 from tierstore.training.modules.hooks import Hook, OpenedCalls
 

@@ -44,6 +44,7 @@ from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, 
 from tierstore.leases import Lease
 from tierstore.store import Store
 from tierstore.tensor_io import current_stream
+from tierstore.torch_private import negative_view
 from tierstore.training import locks
 from tierstore.training.activations.swapping.activation_stats import ActivationCounts, ActivationStats
 from tierstore.training.activations.swapping.offloaded_storage import (
@@ -96,8 +97,8 @@ class ViewShape:
         typed = flat.narrow(0, 0, whole_bytes).view(self.dtype)
         view = typed.as_strided(self.shape, self.stride, int(typed.storage_offset()) + self.offset)
         if self.is_conj:
-            view = torch._conj(view)  # noqa: SLF001 - sets the bit, as the kept tensor had it
-        return torch._neg_view(view) if self.is_neg else view  # noqa: SLF001
+            view = torch.conj(view)  # sets the bit, as the kept tensor had it
+        return negative_view(view) if self.is_neg else view
 
 
 class OffloadedTensor:

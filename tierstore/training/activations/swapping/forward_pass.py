@@ -22,8 +22,9 @@ from types import FrameType
 
 import torch
 from torch.autograd import function
-from torch.utils import _pytree, checkpoint
+from torch.utils import checkpoint
 
+from tierstore.torch_private import call_after_backward, current_graph_task, pytree
 from tierstore.training.activations.recomputation.checkpointed_modules import is_for_recompute
 from tierstore.training.activations.recomputation.recorded_ops import has_no_bytes
 from tierstore.training.activations.swapping.activation_store import (
@@ -60,7 +61,7 @@ SMALLEST_BYTES = 4096
 """Smaller storages stay on the device: a key would cost more than they do."""
 
 
-_HOOKS = (__file__, saved_tensors.__file__, function.__file__, _pytree.__file__)
+_HOOKS = (__file__, saved_tensors.__file__, function.__file__, pytree.__file__)
 _CHECKPOINT = checkpoint.__file__
 
 
@@ -103,10 +104,10 @@ class Unpacker:
 
     def _sweep_at_the_end(self) -> None:
         """Let a backward pass give up what its last nodes used."""
-        task: int = torch._C._current_graph_task_id()  # noqa: SLF001
+        task = current_graph_task()
         if task not in (-1, self._last_task):
             self._last_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._activation_store.sweep)  # noqa: SLF001
+            call_after_backward(self._activation_store.sweep)
 
 
 class ForwardPass(Inside):

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
+from tierstore.torch_private import names_of_operators
 from tierstore.training.activations.config.patterns import Pattern
 from tierstore.training.activations.config.plan import ActivationPlan, LayerMatches, LayerPlan, SwapMatch
 from tierstore.training.activations.swapping.operator_watch import (
@@ -139,6 +139,6 @@ def _names_operator(level: re.Pattern[str]) -> bool:
 @functools.cache
 def _operator_names() -> frozenset[str]:
     """Return what all ATen operators are called."""
-    names = torch._C._dispatch_get_all_op_names()  # noqa: SLF001
+    names = names_of_operators()
     aten = (name.removeprefix("aten::").split(".")[0] for name in names if name.startswith("aten::"))
     return frozenset((*aten, *ATTENTION))

@@ -18,22 +18,20 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
+from tierstore.torch_private import next_sequence_number
 from tierstore.training.activations.swapping.activation_store import WeakOffloadedTensor
 
 _ACCUMULATES = 2**63
 """From here on a sequence number says that the node accumulates a gradient: it runs at once."""
 
-_next_number: Any = torch._C._autograd._get_sequence_nr  # noqa: SLF001
-
 
 def last_number() -> int:
     """Return the sequence number of the node that this thread made last."""
-    return int(_next_number()) - 1
+    return next_sequence_number() - 1
 
 
 @dataclass(slots=True)

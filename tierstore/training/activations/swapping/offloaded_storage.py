@@ -20,11 +20,9 @@ import torch
 from torch.utils import dlpack
 
 from tierstore.leases import Lease
+from tierstore.torch_private import storage_use_count
 from tierstore.training import locks
 from tierstore.training.locks import Rank
-
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # noqa: SLF001
-_capsule: Callable[[torch.Tensor], object] = torch._C._to_dlpack  # noqa: SLF001
 
 
 class StayOnDevice(enum.Enum):
@@ -126,7 +124,7 @@ class OffloadedStorage:
         else:
             self._lease.use()
         if self._flat is None:
-            flat = dlpack.from_dlpack(_capsule(self._lease.tensor))
+            flat = dlpack.from_dlpack(dlpack.to_dlpack(self._lease.tensor))  # type: ignore[attr-defined]
             self._baseline = _references(flat)
             self._flat = flat
         return self._flat
@@ -148,4 +146,4 @@ class OffloadedStorage:
 def _references(flat: torch.Tensor) -> int:
     """Count who refers to the memory of ``flat``: tensors, and users of the storage object itself."""
     storage = flat.untyped_storage()
-    return _use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001
+    return storage_use_count(storage._cdata) + sys.getrefcount(storage)  # noqa: SLF001

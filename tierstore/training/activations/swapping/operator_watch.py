@@ -24,9 +24,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from tierstore.modes import run_operator
+from tierstore.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    current_dispatch_mode,
+    current_graph_task,
+    is_traceable_wrapper_subclass,
+)
 from tierstore.training.activations.recomputation.checkpointed_modules import refuse_forward_mode
 from tierstore.training.activations.recomputation.recorded_ops import is_changing, written
 from tierstore.training.bundles.bindings import natively
@@ -35,7 +41,7 @@ from tierstore.training.pytorch.own_work import is_own_work
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-Operator = torch._ops.OpOverload[..., Any]  # noqa: SLF001 - it has no public name
+Operator = OpOverload[..., Any]
 
 ATTENTION = ("scaled_dot_product_attention", "flash_attention")
 """What PyTorch's attention kernels are called as well, whichever runs."""
@@ -70,7 +76,7 @@ class MarkScope:
 
 def is_backward() -> bool:
     """Say whether this thread runs a backward pass."""
-    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001
+    return current_graph_task() != -1
 
 
 def names_of(operator: Operator) -> tuple[str, ...]:
@@ -235,7 +241,7 @@ class OperatorWatch(TorchDispatchMode):
         Returns whether it is in force no more; if not, call it again later.
         """
         self.is_over = True
-        is_on_top = torch.utils._python_dispatch._get_current_dispatch_mode() is self  # noqa: SLF001
+        is_on_top = current_dispatch_mode() is self
         if is_on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return is_on_top

@@ -20,12 +20,11 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
-from torch._ops import OpOverload
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tierstore.errors import UsageError
+from tierstore.torch_private import CachedDispatchMode, CachingDispatchMode, OpOverload, tree_map
 from tierstore.training.activations.recomputation.recorded_ops import (
     is_changing,
     is_plain,
@@ -155,7 +154,7 @@ class _OffloadedValue:
         return self._kept.take()
 
 
-class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be built upon
+class _Caching(CachingDispatchMode):
     """What the forward runs in."""
 
     def __init__(
@@ -235,7 +234,7 @@ class _Caching(checkpoint._CachingTorchDispatchMode):  # noqa: SLF001 - to be bu
         self._release(float("inf"))
 
 
-class _Cached(checkpoint._CachedTorchDispatchMode):  # noqa: SLF001 - to be built upon
+class _Cached(CachedDispatchMode):
     """What recomputing runs in."""
 
     def __init__(

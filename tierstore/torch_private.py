@@ -1,0 +1,356 @@
+"""Private names of PyTorch: all that the library uses, each with what breaks without it.
+
+PyTorch promises nothing of these.  ``tests/unit/test_torch_private.py`` and ``test_torch_private_modes.py``
+have tests for each of them, which say what the library relies on: run them first with a new version.
+
+1. A private function, class or object of a module of PyTorch is imported here and nowhere else, under a name
+   of ours.  The comment above it says what breaks without it.  Where PyTorch has a public name for the same
+   thing, that is used, and nothing stands here.
+2. A private attribute of PyTorch's objects is used where it is needed, as that may be at each operator, and
+   stands in the list below.
+3. Names of operators (``aten::_to_copy``) are no private names: graphs that are exported have them.
+4. This module imports nothing of ours, and nothing that takes long: what does is imported by a function.
+
+For none of the attributes there is a public alternative, unless the list names one that falls short.
+
+- ``_ac_generator``: what composable checkpoints have begun is not found after an interrupt: hooks of saved
+  tensors stay in force. In: abandoned_checkpoints.
+- ``_base``: views are taken for tensors with memory of their own. In: adopter, buffers, shared_memory.
+- ``_buffers``: a recomputed forward finds changed buffers; ``named_buffers`` leaves out those that are
+  ``None``. In: buffers, forward_snapshot.
+- ``_c``: scripts hold parameters that nobody knows of. In: torchscript.
+- ``_call_impl``: a call of a module that an interrupt has ended is not told from one that runs: windows
+  stay open. In: hooks.
+- ``_cdata``: a storage has no identity: who shares memory is not known. In: binding, bindings, gradient,
+  guarded_tensors, layout, lease_storages, memory_meters, memory_parts, offloaded_storage, poisons,
+  reclaimed_tensors, shared_memory, state, state_dict_entries, state_dicts.
+- ``_current_level``: forward-mode derivatives are recomputed in another order. In: checkpointed_modules.
+- ``_destroy``: subclasses made from ``empty`` fail while operators are observed. In: operator_observers.
+- ``_forward_hooks``: a user's hook may write weights that count as clean. In: unseen_writes.
+- ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In:
+  shared_memory, unseen_writes.
+- ``_from_public_api``: a hook of ``state_dict`` is called with other arguments. In: state_dicts.
+- ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In:
+  gradient, memory.
+- ``_is_param``: a guarded parameter of a user's class is no ``nn.Parameter``. In: guarded_classes,
+  state_dict_entries.
+- ``_is_view``: a buffer that cannot be made anew is let go of. In: buffers.
+- ``_is_zerotensor``: zeros of forward mode are asked for bytes, and raise. In: recorded_ops.
+- ``_non_persistent_buffers_set``: checkpoints hold buffers that a state dict leaves out; the keys of
+  ``state_dict`` would tell, and run everybody's hooks. In: tensor_names.
+- ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: session.
+- ``_optimizer_step_pre_hooks``: users' hooks before a step see groups that are emptied, and what only shows
+  an optimizer is taken for one. In: given, session.
+- ``_parameters``: weights that ``functional_call`` lends are recomputed from the model's;
+  ``named_parameters`` leaves out what is no parameter. In: forward_snapshot.
+- ``_post_accumulate_grad_hooks``: a user's hook comes after a step in backward. In: in_backward.
+- ``_raw_saved_``: what graphs hold of a tensor is not named in errors; the attributes begin so. In:
+  shared_memory.
+- ``_schema``: nobody knows what an operator writes. In: modes, operator_observers, operator_watch,
+  recorded_ops, scopes, unseen_writes.
+- ``_sequence_nr``: nothing is fetched ahead of backward: it waits. In: node_triggers.
+- ``_tensor_name``: weights under ``prune`` are taken for aliases. In: shared_memory.
+- ``_torchdynamo_disable``: the compiler traces the library's functions; ``torch.compiler.disable`` would
+  add a call to each. In: signals.
+- ``_use_count``: a tensor that a graph has saved counts as nobody's; guards refuse it, so that
+  ``swap_tensors`` takes no guarded tensor apart. In: guarded_classes, shared_memory.
+- ``_values``: as ``_indices``. In: gradient, memory.
+- ``_version``: backward goes through changed weights in silence. In: activation_store, forward_snapshot,
+  kept_outputs, modes, recomputed_operators, saved_tensors, speculative_steps, state_dict_entries,
+  whole_steps.
+
+Some hooks and frames of PyTorch are known by names inside of its functions: ``_checkpoint_hook``'s hooks
+(``forward_pass``), ``save_on_cpu``'s (``saved_tensors``), the local ``new_frame`` of a checkpoint's generator
+(``abandoned_checkpoints``), and what ``Optimizer.step`` is put into (``hooked`` and ``__wrapped__``, in
+``registered``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Generator, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import overrides
+from torch._functorch import eager_transforms as _eager_transforms
+from torch._functorch import pyfunctorch as _pyfunctorch
+
+# Operators are not told from other functions.  No public alternative: ``torch.ops`` has instances only.
+from torch._ops import OpOverload
+from torch.distributed._composable.checkpoint_activation import checkpoint as _composable_checkpoint
+from torch.distributed._composable.contract import STATE_KEY as _STATE_KEY
+from torch.jit import _script
+from torch.nn.modules import batchnorm
+from torch.nn.modules import module as _modules
+from torch.utils import _device, _foreach_utils, _python_dispatch, _pytree, checkpoint
+
+__all__ = [
+    "COMPOSABLE_STATE",
+    "CachedDispatchMode",
+    "CachingDispatchMode",
+    "CheckpointFrame",
+    "CompilerCallbacks",
+    "DeviceContext",
+    "DisableAutocast",
+    "ExcludeDispatchKeys",
+    "NormWithStatistics",
+    "OpOverload",
+    "RecursiveScriptModule",
+    "TensorBase",
+    "TorchDispatchMode",
+    "are_saved_tensor_hooks_allowed",
+    "begin_checkpoint",
+    "call_after_backward",
+    "compiler_callbacks",
+    "composable_checkpoint",
+    "count_dispatch_modes",
+    "count_function_modes",
+    "current_autograd_node",
+    "current_dispatch_mode",
+    "current_graph_task",
+    "disabled_torch_function",
+    "dispatch_key",
+    "dispatch_keys_below",
+    "dispatch_modes",
+    "eager_transforms",
+    "fallthrough_keys",
+    "foreach_types_of_optimizers",
+    "foreach_types_of_utilities",
+    "function_modes",
+    "global_forward_hooks",
+    "global_forward_pre_hooks",
+    "higher_order_operators",
+    "innermost_transform",
+    "is_dispatch_key_included",
+    "is_function_mode_on",
+    "is_functional_tensor",
+    "is_legacy_batched_tensor",
+    "is_traceable_wrapper_subclass",
+    "is_transformed_tensor",
+    "leave_dispatch_modes",
+    "leave_transforms",
+    "make_subclass",
+    "make_wrapper_subclass",
+    "names_of_operators",
+    "negative_view",
+    "next_sequence_number",
+    "pop_function_mode",
+    "pop_saved_tensor_hooks",
+    "preserve_versions",
+    "process_loaded_state",
+    "push_function_mode",
+    "push_saved_tensor_hooks",
+    "pytree",
+    "set_dispatch_key_included",
+    "set_versions",
+    "storage_of_weak_pointer",
+    "storage_use_count",
+    "takes_numbers_as_tensors",
+    "tensor_use_count",
+    "throw_on_write",
+    "top_saved_tensor_hooks",
+    "tree_flatten",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "version_of",
+    "warn_on_write",
+]
+
+_C: Any = torch._C
+_autograd: Any = torch._C._autograd
+_functorch: Any = torch._C._functorch
+_ops: Any = torch._ops
+_Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
+
+_Hook = Callable[[Any], Any]
+
+
+class CompilerCallbacks(Protocol):
+    """What is told when ``torch.compile`` begins to compile."""
+
+    start_callbacks: list[Callable[[Any], None]]
+
+    def register_start_callback(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Let ``callback`` be told."""
+        ...
+
+
+# ---------------------------------------------------------------------- tensors and storages
+
+# Bytes are given back while others use them, or never.  No public alternative.
+storage_use_count: Callable[[int], int] = _C._storage_Use_Count
+# Bytes that a graph has saved are given back before backward.  No public alternative.
+tensor_use_count: Callable[[torch.Tensor], int] = _Tensor._use_count
+# A guarded tensor asks its guard for its version.  No public alternative: the property has no other name.
+version_of: Callable[[torch.Tensor], int] = _Tensor._version.__get__
+# Storages that are known weakly are not found again, so bytes are read twice.  No public alternative.
+storage_of_weak_pointer: Callable[[int], torch.UntypedStorage | None]
+storage_of_weak_pointer = torch.UntypedStorage._new_with_weak_ptr
+# What C++ does with a tensor is mixed up with what is put over it in Python.  No public alternative:
+# ``torch.Tensor``'s own members are those in Python.
+TensorBase: Any = _C.TensorBase
+# Bytes that are away are read as NaN, in place of an error.  No public alternative.
+throw_on_write: Callable[[torch.Tensor], object] | None = getattr(_C, "_set_throw_on_mutable_data_ptr", None)
+# As `throw_on_write`: where the flag for reads lies is found between the two.  No public alternative.
+warn_on_write: Callable[[torch.Tensor], object] | None
+warn_on_write = getattr(_C, "_set_warn_deprecated_on_mutable_data_ptr", None)
+# A view has the wrong sign.  No public alternative: ``torch.neg`` computes.
+negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+# Tensors under ``functionalize`` are asked for bytes, and raise.  No public alternative.
+is_functional_tensor: Callable[[torch.Tensor], bool] = torch._is_functional_tensor
+# Subclasses that wrap others are not refused, or not taken apart into what has bytes.  No public alternative.
+is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+# An alias of a parameter has not its class.  No public alternative: ``as_subclass`` keeps the graph.
+make_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
+# What stands in for a saved tensor needs its bytes.  No public alternative.
+make_wrapper_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
+# Uses of what stands in for a saved tensor come back as its class.  No public alternative.
+disabled_torch_function: Any = _C._disabled_torch_function_impl
+
+# ---------------------------------------------------------------------- autograd
+
+# Nothing is packed that a graph saves.  ``torch.autograd.graph.saved_tensors_hooks`` is no alternative: it
+# ends what came last, and others may have come since.
+push_saved_tensor_hooks: Callable[[_Hook, _Hook], None] = _autograd._push_saved_tensors_default_hooks
+# As `push_saved_tensor_hooks`.
+pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+# Hooks of the program that were in force before see nothing.  No public alternative.
+top_saved_tensor_hooks: Callable[[bool], tuple[_Hook, _Hook] | None]
+top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
+# Hooks are pushed where PyTorch has forbidden them, and raise.  No public alternative.
+are_saved_tensor_hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
+# Nobody knows which backward pass a hook is called in, or whether it is in one.  No public alternative.
+current_graph_task: Callable[[], int] = _C._current_graph_task_id
+# Nobody knows whether a node is done, so gradients are taken too early.  No public alternative.
+current_autograd_node: Callable[[], object] = _C._current_autograd_node
+# Gradients and activations stay on the device after backward.  No public alternative.
+call_after_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+# Nothing is fetched ahead of backward: it waits.  No public alternative: ``Node`` has no number, only names.
+next_sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+# Backward goes on through weights that were changed, or refuses what was not.  ``increment_version`` is no
+# alternative: it sets no version back.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
+set_versions = _autograd._unsafe_set_version_counter
+# Buffers that are put back before a forward runs again count as changed.  No public alternative.
+preserve_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[None]]
+preserve_versions = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+
+# ---------------------------------------------------------------------- modes and transforms
+
+# A mode of ours has no base.  No public alternative: that of ``torch.overrides`` sees no operators.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+# Modes of the program take the library's own work for the model's.  No public alternative.
+count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+# As `count_dispatch_modes`: a mode that only counts bytes is not told from one that changes tensors.
+dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+# A mode of ours that ends below somebody's takes theirs away.  No public alternative.
+current_dispatch_mode: Callable[[], object | None] = _python_dispatch._get_current_dispatch_mode
+# As `count_dispatch_modes`.
+leave_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
+# As `count_dispatch_modes`, for ``TorchFunctionMode``.
+count_function_modes: Callable[[], int] = _C._len_torch_function_stack
+# As `count_function_modes`: ``with torch.device(...)`` is taken for a mode that changes tensors.
+function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+# As `function_modes`.  No public alternative: ``torch.device`` is no class of modes.
+DeviceContext = _device.DeviceContext
+# Modes of the program see looks of the library.  `count_function_modes` is no alternative: it counts those
+# that are disabled, too.
+is_function_mode_on: Callable[[], bool] = _C._is_torch_function_mode_enabled
+# As `count_function_modes`.  ``torch.DisableTorchFunction`` is no alternative: guards would see nothing then.
+pop_function_mode: Callable[[], object] = _C._pop_torch_function_stack
+# As `pop_function_mode`.
+push_function_mode: Callable[[object], None] = _C._push_on_torch_function_stack
+# Transforms of ``torch.func`` take the library's own work for the model's.  No public alternative.
+innermost_transform: Callable[[], object | None] = _functorch.peek_interpreter_stack
+# As `innermost_transform`.
+leave_transforms: Callable[[], AbstractContextManager[Any]] = _pyfunctorch.temporarily_clear_interpreter_stack
+# ``torch.func.jvp`` is refused inside of a forward.  No public alternative.  (A module: its number changes.)
+eager_transforms = _eager_transforms
+# A tensor that a transform has wrapped is asked for a storage, and raises.  No public alternative.
+is_transformed_tensor: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+# As `is_transformed_tensor`, under ``is_grads_batched``.
+is_legacy_batched_tensor: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor
+
+# ---------------------------------------------------------------------- operators
+
+# Scopes that name an operator are refused.  ``dir(torch.ops.aten)`` is no alternative: it has those used
+# so far.
+names_of_operators: Callable[[], list[str]] = _C._dispatch_get_all_op_names
+# Operators are observed by a mode, which the program sees.  ``torch.DispatchKey`` is no alternative: it lacks
+# the key that is used.
+dispatch_key: Callable[[str], Any] = _C._dispatch_key_parse
+# As `dispatch_key`: an operator that is observed would call itself.  No public alternative.
+dispatch_keys_below: Callable[[Any], Any] = _C._dispatch_keyset_full_after
+# As `dispatch_key`.
+is_dispatch_key_included: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_included
+# As `dispatch_key`.
+set_dispatch_key_included: Callable[[Any, bool], None] = _C._dispatch_tls_set_dispatch_key_included
+# A number in a tensor's place makes observed operators promote types in another way.  No public alternative.
+takes_numbers_as_tensors: Callable[[str], bool] = _C._should_allow_numbers_as_tensors
+# ``torch.cond`` and its like raise while operators are observed.  No public alternative.
+fallthrough_keys: list[Any] = _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+# As `fallthrough_keys`, for those that were made before.
+higher_order_operators: MutableMapping[str, Any] = _ops._higher_order_ops
+# An operator that is run again is cast once more.  ``torch.autocast(enabled=False)`` is no alternative: it is
+# for one type of device, and clears what is cached.
+DisableAutocast: Callable[[], AbstractContextManager[None]] = _C._DisableAutocast
+# Aliases that are made where a mode sees an operator count their changes alone.  No public alternative.
+ExcludeDispatchKeys: Callable[[Any, bool], AbstractContextManager[None]] = _C._SetExcludeDispatchKeyGuard
+# Guarded tensors are stepped one by one, which on an accelerator gives other bits.  No public alternative.
+foreach_types_of_utilities: object = getattr(_foreach_utils, "_foreach_supported_types", None)
+# As `foreach_types_of_utilities`.
+foreach_types_of_optimizers: object
+foreach_types_of_optimizers = getattr(
+    importlib.import_module("torch.optim.optimizer"), "_foreach_supported_types", None
+)
+# Arguments in containers are not found.  No public alternative.  (A module: hooks know frames by its file.)
+pytree = _pytree
+# As `pytree`.
+tree_flatten = _pytree.tree_flatten
+# As `pytree`.
+tree_map = _pytree.tree_map
+# As `pytree`.
+tree_map_only = _pytree.tree_map_only
+# As `pytree`.
+tree_unflatten = _pytree.tree_unflatten
+
+# ---------------------------------------------------------------------- checkpoints, modules, optimizers
+
+# A module cannot be recomputed by its hooks.  ``checkpoint`` is no alternative: it calls what it recomputes.
+begin_checkpoint: Callable[..., Generator[None]] = checkpoint._checkpoint_without_reentrant_generator
+# A policy cannot offload.  ``create_selective_checkpoint_contexts`` is no alternative: its modes keep all.
+CachingDispatchMode = checkpoint._CachingTorchDispatchMode
+# As `CachingDispatchMode`, for the second run.
+CachedDispatchMode = checkpoint._CachedTorchDispatchMode
+# Checkpoints that an interrupt has left open stay in force.  No public alternative.
+CheckpointFrame = checkpoint._CheckpointFrame
+# As `CheckpointFrame`, for composable ones.
+composable_checkpoint: Any = _composable_checkpoint
+# As `composable_checkpoint`: by it a module says that it has some.
+COMPOSABLE_STATE: Any = _STATE_KEY
+# Running statistics that are written count as clean.  No public alternative: one base of all such norms.
+NormWithStatistics = batchnorm._NormBase
+# A hook for all modules may write weights that count as clean.  No public alternative.
+global_forward_hooks: MutableMapping[int, Any] = _modules._global_forward_hooks
+# As `global_forward_hooks`.
+global_forward_pre_hooks: MutableMapping[int, Any] = _modules._global_forward_pre_hooks
+# Scripts, which take no hooks, are not refused.  ``torch.jit.ScriptModule`` is no alternative: traced modules
+# are some, and take hooks.
+RecursiveScriptModule = _script.RecursiveScriptModule
+# State that is loaded is cast in another way than plain PyTorch's.  No public alternative.
+process_loaded_state: Callable[..., Any] = torch.optim.Optimizer._process_value_according_to_param_policy
+
+
+def compiler_callbacks() -> CompilerCallbacks:
+    """Return what is told when ``torch.compile`` begins.  Importing that takes seconds.
+
+    Without it observers of operators make compiled code be compiled again.  No public alternative.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    return callback_handler
