@@ -22,8 +22,10 @@ class Rank(enum.IntEnum):
     """What a lock guards, first to last."""
 
     STEP_IN_BACKWARD = enum.auto()  # an optimizer's groups, while it steps in the midst of backward
+    RECORDED_OP = (
+        enum.auto()
+    )  # the values of an operator that is run again: what it was given may have to be brought
     GRADIENT = enum.auto()  # one gradient's state
-    RECORDED_OP = enum.auto()  # the values of an operator that is run again
     OFFLOADED_STORAGE = enum.auto()  # one storage of an activation, in the store
     BINDINGS = enum.auto()  # leases and windows of bundles
     DEVICE_QUOTA = enum.auto()  # what the store has of the device
