@@ -11,7 +11,9 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -149,32 +151,32 @@ def lease_growth(settings: Settings) -> Figure:
 
 
 def idle_key(settings: Settings) -> Figure:
-    """Put keys, evict them to disk, and see by how much the process has grown for each."""
+    """Put keys, evict them to disk, and see by how much a process has grown for each."""
     count = settings.scaled(100_000, least=1_000)
     details = {}
-    reached = 0.0
-    kinds: dict[str, dict[str, object]] = {"scratch": {}, "durable": {"durable": True}}
-    for kind, options in kinds.items():
+    for kind, is_durable in (("scratch", False), ("durable", True)):
         path = settings.scratch / f"idle {kind}"
-        disk = ts.TierConfig(
-            "disk", "files", 2 * count * _TENSOR_BYTES, options={"path": str(path), **options}
-        )
-        host = ts.TierConfig("host", "pinned", 16 * MIB)
-        with ts.Store(ts.StoreConfig([host, disk])) as store:
-            fill(store, 1_000, tier="disk")
-            store.drop(*(key_of(number) for number in range(1_000)))
-            before = _resident_bytes()
-            fill(store, count, tier="disk")
-            if options:
-                store.flush()
-            each = (_resident_bytes() - before) / count
+        # In a process that has had others, new ones find memory that is there already.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            each = process.submit(_idle_key_bytes, path, count, is_durable=is_durable).result()
         details[f"{kind} store (KiB)"] = f"{each / KIB:.2f}"
-        reached = max(reached, each / KIB)
     details["keys"] = f"{count:,}, such as {key_of(count - 1)!r}"
-    what = (
-        "resident memory that a key on disk takes in the process, without its data: the larger of two stores"
-    )
-    return Figure("idle-key", what, reached, "KiB", 2, 1, Better.LOWER, details)
+    what = "resident memory that a key on disk takes in the process, without its data, in a durable store"
+    return Figure("idle-key", what, each / KIB, "KiB", 2, 1, Better.LOWER, details)
+
+
+def _idle_key_bytes(path: Path, count: int, *, is_durable: bool) -> float:
+    options = {"path": str(path), "durable": is_durable}
+    disk = ts.TierConfig("disk", "files", 2 * count * _TENSOR_BYTES, options=options)
+    host = ts.TierConfig("host", "pinned", 16 * MIB)
+    with ts.Store(ts.StoreConfig([host, disk])) as store:
+        fill(store, 1_000, tier="disk")
+        store.drop(*(key_of(number) for number in range(1_000)))
+        before = _resident_bytes()
+        fill(store, count, tier="disk")
+        if is_durable:
+            store.flush()
+        return (_resident_bytes() - before) / count
 
 
 def _resident_bytes() -> int:
