@@ -41,8 +41,7 @@ def victims(
         order.add(candidate)
     foresight.follow(plan)
     order.follow()
-    for _ in foresight.advance(position):
-        pass
+    foresight.advance(position)
     for victim in order.victims(needed_bytes):
         order.discard(victim)
         yield victim.key

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tierstore.core.model import Plan
 
 
@@ -24,17 +22,16 @@ class Foresight:
         self.plan = plan
         self._position = 0
 
-    def advance(self, position: int) -> Iterator[str]:
-        """Go on to a position of the plan; yield the keys whose next use is another one from there."""
+    def advance(self, position: int) -> list[str]:
+        """Go on to a position of the plan; return the keys whose next use is another one from there."""
+        former, self._position = self._position, position
         if self.plan is None or not self.plan.accesses:
-            self._position = position
-            return
-        length = len(self.plan.accesses)
-        passed = range(self._position + 1, self._position + 1 + (position - self._position) % length)
-        self.turn += len(passed)
-        self._position = position
-        for each in passed:
-            yield from self.plan.known_as(self.plan.accesses[each % length])
+            return []
+        accesses = self.plan.accesses
+        steps = (position - former) % len(accesses)
+        self.turn += steps
+        passed = (accesses[(former + step) % len(accesses)] for step in range(1, steps + 1))
+        return [key for each in passed for key in self.plan.known_as(each)]
 
     def distance(self, key: str) -> int | None:
         """Return the accesses until ``key`` is used next; ``None``: no plan knows it."""

@@ -339,7 +339,7 @@ class Session:
         for handle in handles:
             self._handles.append(handle)
 
-    # --- what steps ask (turns.Trainer) ---------------------------------------------------------
+    # --- what steps ask (StepTrainer) -------------------------------------------------------------
 
     @property
     def optimizer_tier(self) -> str:

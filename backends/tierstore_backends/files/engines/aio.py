@@ -40,7 +40,7 @@ class AsyncEngine:
     """Tasks that share one queue for each direction.
 
     Args:
-        `BatchIo`s: one for each task.
+        batch_ios: one for each task.
         syscalls: opens the streams.
         path_of: names the file that holds an address.
         waiting: the empty queues.

@@ -46,7 +46,7 @@ class _RingBatch:
     """A batch that has begun.
 
     Args:
-        BatchIo: knows what to ask of the kernel.
+        batch_io: knows what to ask of the kernel.
         batch: what moves.
     """
 
@@ -68,7 +68,7 @@ class RingEngine:
     """See the module.
 
     Args:
-        BatchIo: what is asked of the kernel; its memory is shared by all that is in flight.
+        batch_io: what is asked of the kernel; its memory is shared by all that is in flight.
         ring: where it is asked.
         entries: the most batches in flight: what the ring was opened for.
         waiting: the empty queues.
