@@ -9,27 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tierstore.errors import BackendError
 from tierstore_backends.files.addressing.segments import Segments
 from tierstore_backends.files.extents import Extent, Layout
-
-
-class FileSpace(Protocol):
-    """Room in files, wherever they are.  See `Space`, in one directory, for the rest."""
-
-    def reserve(self, nbytes: int) -> tuple[Extent, ...]:
-        """Take extents for ``nbytes``."""
-        ...
-
-    def free(self, extents: Sequence[Extent]) -> bool:
-        """Take extents back; return whether the files hold more than is in use above them all."""
-        ...
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Hold at most ``capacity_bytes`` from now on."""
-        ...
 
 
 class Limits(NamedTuple):

@@ -132,7 +132,7 @@ def allot(
 
 
 class Stripes:
-    """Room on several drives.  See `tierstore_backends.files.addressing.space.FileSpace`.
+    """Room on several drives.  See `tierstore_backends.files.addressing.space.Space`, for one.
 
     Args:
         drives: each with its share of the capacity.
