@@ -9,9 +9,11 @@ import torch
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
+from tierstore.planning import Placement
+from tierstore.planning.placement import CPU
+from tierstore.planning.rules import HOST
 from tierstore.training.bundles import layout
 from tierstore.training.bundles.grouping import Content, Group
-from tierstore.training.bundles.placements import HOST
 from tierstore.training.bundles.working_sets import (
     ALIGNMENT_BYTES,
     ForwardSet,
@@ -178,15 +180,32 @@ def require_room(
         raise too_large(tier, capacity_bytes, needs)
 
 
-def without_elsewhere(groups: Sequence[Group], sets: Sequence[WorkingSet]) -> list[WorkingSet]:
+def stepped_in_host(groups: Sequence[Group], placement: Placement) -> list[int]:
+    """Return the indices of the optimizers that step something in host memory."""
+    return sorted(
+        {
+            group.optimizer
+            for group in groups
+            if group.optimizer is not None and _is_stepped_in_host(group, placement)
+        }
+    )
+
+
+def without_elsewhere(
+    groups: Sequence[Group], sets: Sequence[WorkingSet], placement: Placement
+) -> list[WorkingSet]:
     """Return the needs in host memory where optimizers compute in it, beside a device.
 
-    What nobody trains need not come there, and what is pinned is trained on the device.
+    What nobody trains need not come there.
     """
     return [
-        each if group.optimizer is not None and not group.is_pinned else WorkingSet(each.name, 0, 0)
+        each if _is_stepped_in_host(group, placement) else WorkingSet(each.name, 0, 0)
         for group, each in zip(groups, sets, strict=True)
     ]
+
+
+def _is_stepped_in_host(group: Group, placement: Placement) -> bool:
+    return group.optimizer is not None and placement.bundles[group.key].state.device == CPU
 
 
 def _in_pages(needs: WorkingSet, gap_bytes: int) -> WorkingSet:

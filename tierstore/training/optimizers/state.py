@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from tierstore.planning import Home
 from tierstore.torch_private import storage_use_count, tensor_use_count
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.bundles.layout import TensorLayout
-from tierstore.training.bundles.placements import Placement
 from tierstore.training.faults import guard
 from tierstore.training.faults.state_dict_entries import Links
 from tierstore.training.modules.adopter import Adopter, is_deserted
@@ -48,7 +48,7 @@ class OptimizerState:
         index: which of the model's optimizers it is.
         order: of the bundles of all parameters.
         adopter: that takes tensors into the store and gives them back.
-        placement: of the state.
+        home_of: returns where state of a bundle lives.
         taken: which tensors go there.
         computes_on: returns the device on which the optimizer steps a bundle.
 
@@ -63,7 +63,7 @@ class OptimizerState:
         index: int,
         order: Order,
         adopter: Adopter,
-        placement: Placement,
+        home_of: Callable[[Binding], Home],
         taken: Taken,
         computes_on: Callable[[Binding], torch.device],
     ) -> None:
@@ -71,7 +71,7 @@ class OptimizerState:
         self.index = index
         self._order = order
         self._adopter = adopter
-        self._placement = placement
+        self._home_of = home_of
         self.taken = taken
         self._computes_on = computes_on
         self.bindings: dict[Binding, Binding] = {}
@@ -135,7 +135,7 @@ class OptimizerState:
         devices_in_the_end = self._adopter.origins_of(bundle)
         origins = [devices_in_the_end[parameter] for parameter, _ in found]
         key = state_key(self.index, bundle.key)
-        self._own(bundle, self._adopter.adopt(key, named, self._placement, origins=origins))
+        self._own(bundle, self._adopter.adopt(key, named, self._home_of(bundle), origins=origins))
         links.tie()
 
     def _let_go(self, state: Binding) -> None:
@@ -198,7 +198,7 @@ class OptimizerState:
             origins: where each of them goes in the end.
         """
         key = state_key(self.index, bundle.key)
-        self._own(bundle, self._adopter.bind(key, places, tensors, self._placement, origins))
+        self._own(bundle, self._adopter.bind(key, places, tensors, self._home_of(bundle), origins))
 
     def _own(self, bundle: Binding, state: Binding) -> None:
         state.is_saved_by_reference = False

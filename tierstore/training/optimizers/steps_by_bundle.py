@@ -271,9 +271,7 @@ class StepsByBundle:
         state = self.state.bindings.get(turn.bundle)
         needed = [turn.bundle, *(binding for _, binding in stashed), *([state] if state else [])]
         needed = [binding for binding in needed if binding not in held]
-        is_pinned = turn.bundle in bindings.pinned  # then it is stepped where it is
-        tier = bindings.store.tier_names[0] if is_pinned else self._trainer.optimizer_tier
-        with placed(bindings, needed, tier), bindings.window(needed):
+        with placed(bindings, needed, self._trainer.step_tier(turn.bundle)), bindings.window(needed):
             turn.bundle.is_dirty = True
             if state is not None:
                 state.is_dirty = True
