@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.training import one_budget
+from tests.training.one_budget import RECOMPUTES, SWAPS
 from tests.training.twins import (
     LAYOUTS,
     Loop,
@@ -28,7 +30,7 @@ from tests.training.twins import (
     with_device,
 )
 from tierstore.errors import ConfigError, TierStoreError, UsageError
-from tierstore.planning import Placement, Stashing
+from tierstore.planning import Placement, Stashing, Treatment
 from tierstore.store import Store
 from tierstore.training import Offload, offload
 from tierstore.training.bundles.bindings import Binding, Bindings
@@ -246,3 +248,36 @@ def test_the_enumeration_of_stashing_is_what_a_run_prints(tmp_path: Path) -> Non
     with offload(blocks(), None, config_of("host", tmp_path)) as run:
         assert run.placement.stashing is Stashing.NEVER
         assert "stashed: never" in str(run.placement)
+
+
+# ---------------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("again", RECOMPUTES)
+@pytest.mark.parametrize("swapped", SWAPS)
+def test_a_run_says_what_happens_to_activations(swapped: str, again: str, tmp_path: Path) -> None:
+    layers = range(one_budget.LAYERS)
+    patterns = {
+        "no swap": [],
+        "layers swapped": [""],
+        "operators swapped": ["attention", r"feed_forward\.mul", "aten.silu"],
+    }[swapped]
+    said = {(layer, pattern, Treatment.SWAP) for layer in layers for pattern in patterns}
+    if again == "a layer recomputed":
+        said |= {(0, "", Treatment.RECOMPUTE)}
+    if again == "operators recomputed":
+        said |= {(layer, "feed_forward", Treatment.RECOMPUTE) for layer in (layers if not patterns else [0])}
+    model = one_budget.build().model
+    with offload(model, adam(model), one_budget.document(tmp_path, swap=swapped, recompute=again)) as run:
+        first = run.placement
+    assert {(mark.layer, mark.operators, mark.treatment) for mark in first.marks} == said
+    assert all(mark.ahead == 2 * (mark.treatment is Treatment.SWAP) for mark in first.marks)
+    if swapped == "no swap":
+        return
+    for more in (first.to_mapping(), {**first.to_mapping(), "marks": []}):
+        document = one_budget.document(tmp_path, swap=swapped, recompute=again, placement=more)
+        with offload(model, adam(model), document) as run:
+            assert run.placement == first
+    other = one_budget.document(tmp_path, swap="no swap", recompute=again, placement=first.to_mapping())
+    with pytest.raises(ConfigError, match="swap_config and recompute_config decide these"):
+        offload(model, adam(model), other)

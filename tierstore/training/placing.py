@@ -5,15 +5,18 @@ What is trained together stays together: a bundle, the optimizers' state of it, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
 
 from tierstore.config import OffloadConfig
-from tierstore.planning import BundleHomes, Placement, Trained, choose_residents
+from tierstore.errors import ConfigError
+from tierstore.planning import BundleHomes, PlacedMark, Placement, Trained, Treatment, choose_residents
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey, place
+from tierstore.quoting import quoted
 from tierstore.store import Store
+from tierstore.training.activations.config.plan import ActivationPlan
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.bundles.grouping import Group
 from tierstore.training.bundles.working_sets import WorkingSet
@@ -58,6 +61,22 @@ def _whole_optimizer(group: Group, optimizers: Sequence[torch.optim.Optimizer]) 
     return f"{type(optimizers[group.optimizer]).__name__} (number {group.optimizer})"
 
 
+def _marks(plan: ActivationPlan) -> Iterator[PlacedMark]:
+    """Yield what happens to activations, layer by layer; communication has none."""
+    for layer in plan.layers:
+        again, swap = layer.recompute, layer.swap
+        if again.is_whole:
+            yield PlacedMark(layer.layer_id, "", Treatment.RECOMPUTE)
+        for pattern in again.operators:
+            yield PlacedMark(layer.layer_id, pattern.text, Treatment.RECOMPUTE)
+        for pattern in again.exclude:
+            yield PlacedMark(layer.layer_id, pattern.text, Treatment.KEEP)
+        if swap.prefetch is not None:
+            yield PlacedMark(layer.layer_id, "", Treatment.SWAP, swap.prefetch)
+        for pattern, ahead in swap.operators:
+            yield PlacedMark(layer.layer_id, pattern.text, Treatment.SWAP, ahead)
+
+
 class Placing:
     """Keeps the placement of one run.
 
@@ -81,6 +100,20 @@ class Placing:
     def homes(self, bundle: Binding) -> BundleHomes:
         """Return where all of a bundle lives."""
         return self.placement.bundles[bundle.key]
+
+    def note_activations(self, plan: ActivationPlan | None) -> None:
+        """Take in what happens to activations.
+
+        Raises:
+            ConfigError: the placement that was given says something else.
+        """
+        marks = () if plan is None else tuple(_marks(plan))
+        if self.placement.marks and self.placement.marks != marks:
+            raise ConfigError(
+                f"placement: marks={quoted(list(map(str, self.placement.marks)))}: swap_config and "
+                f"recompute_config decide these, and say {quoted(list(map(str, marks)))}. Leave the key out."
+            )
+        self.placement = replace(self.placement, marks=marks)
 
     def residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
         """Return the keys that stay from step to step; choose them, unless they were before the first one.

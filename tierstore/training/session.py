@@ -238,6 +238,7 @@ class Session:
     def apply_to_activations(self, sections: Sections, layers: Names) -> None:
         """Swap and recompute what a document says, in this store and its quotas."""
         self.activations = apply.apply(self.model, sections, layers, self.store)
+        self.placing.note_activations(self.activations.plan)
 
     def _discard_swap(self, is_beginning: bool) -> None:
         if self.activations.swap is not None:
