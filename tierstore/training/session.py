@@ -52,9 +52,10 @@ from tierstore.training.modules.adopter import Adopter, give_values, part_from_b
 from tierstore.training.modules.buffers import TravelingBuffers
 from tierstore.training.modules.forward_needs import needs_of
 from tierstore.training.optimizers import registered
+from tierstore.training.optimizers.adapters import Taken
 from tierstore.training.optimizers.in_backward import Stepping, StepsInBackward
 from tierstore.training.optimizers.speculative_steps import Expectations
-from tierstore.training.optimizers.state import OptimizerState, Taken
+from tierstore.training.optimizers.state import OptimizerState
 from tierstore.training.optimizers.state_dicts import StateDicts
 from tierstore.training.optimizers.step_units import Steps, runs_of_step
 from tierstore.training.optimizers.steps_by_bundle import StepsByBundle
@@ -247,14 +248,12 @@ class Session:
     def _add_steps(self) -> None:
         for index, optimizer in enumerate(self.optimizers):
             is_known = registered.is_per_parameter(optimizer)
-            taken = Taken.ALL if is_known else Taken.UNSHARED
             state = OptimizerState(
                 optimizer,
                 index,
                 self.order,
                 self.adopter,
                 lambda bundle: self.placing.homes(bundle).state,
-                taken,
                 self.computes_on,
             )
             if is_known:
