@@ -173,8 +173,8 @@ class Adopter:
             if tensor.is_meta:
                 materialise(tensor, poison_for(place, self._store.device))
         guard.enrol(binding, self._fault_handler)
-        for tensor, poison, kind in zip(tensors, poisons, guards, strict=True):
-            set_data(tensor, poison)
+        for number, (tensor, kind) in enumerate(zip(tensors, guards, strict=True)):
+            binding.detach(number)
             tensor.__class__ = kind
         return binding
 
@@ -312,7 +312,7 @@ class Adopter:
         for number, (tensor, plain) in enumerate(zip(binding.tensors, binding.plain, strict=True)):
             with natively():
                 if binding.where[number] is Where.HOME:
-                    set_data(tensor, values[number])
+                    binding.slots[number].attach(tensor, values[number])
                 elif devices[number].type not in (tensor.device.type, "meta"):
                     set_data(tensor, _moved(tensor, binding.parts.get(number), devices[number]))
             tensor.__class__ = plain
@@ -372,7 +372,7 @@ class Adopter:
                 tensor.__class__ = plain
                 continue
             with natively():
-                set_data(tensor, binding.poisons[number])  # it may show bytes of a lease that has ended
+                binding.detach(number)  # it may show bytes of a lease that has ended
             put_on(number, plain, looks[number])
         self._origins.pop(binding, None)
 
