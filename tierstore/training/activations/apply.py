@@ -36,11 +36,13 @@ class Activations:
     Attributes:
         recompute: what is computed again; ``None``: nothing was asked for.
         swap: what is swapped; ``None``: nothing.
+        plan: what both were told; ``None``: nothing.
     """
 
     def __init__(self, recomputed: Recompute | None = None, swapped: Swap | None = None) -> None:
         self.recompute = recomputed
         self.swap = swapped
+        self.plan: ActivationPlan | None = None
 
     @property
     def swap_stats(self) -> ActivationStats | None:
@@ -91,6 +93,7 @@ def apply(
     marks = mark(modules, plan)
     _say(modules, plan, marks)
     done = Activations()
+    done.plan = plan
     try:
         if sections.recompute is not None:
             done.recompute = recompute.apply(model, modules, plan)
