@@ -38,7 +38,7 @@ from tierstore.torch_private import (
 )
 from tierstore.training.activations.recomputation import sliced_inputs
 from tierstore.training.activations.recomputation.forward_snapshot import ForwardSnapshot, has_lazy
-from tierstore.training.modules.hooks import Hook, OpenedCalls
+from tierstore.training.activations.runtime.module_calls import CallStack, QuietHook, hook_around
 from tierstore.training.pytorch.function_modes import are_hooks_allowed
 from tierstore.training.pytorch.saved_tensor_hooks import (
     InForce,
@@ -77,7 +77,6 @@ class _RegionThread(threading.local):
 
 
 _here = _RegionThread()
-_opened: OpenedCalls[_RunningRegion] = OpenedCalls(_RunningRegion.close)
 
 
 def is_recomputed() -> bool:
@@ -150,6 +149,7 @@ class CheckpointedModule:
 
     Args:
         module: whose forward is run again.
+        calls: of its model.
         contexts: what it runs in; made anew for each forward.
         groups: processes that keep a slice each of what the module is given (`slices`).
 
@@ -159,9 +159,14 @@ class CheckpointedModule:
     """
 
     def __init__(
-        self, module: nn.Module, contexts: Contexts | None = None, groups: Sequence[sliced_inputs.Group] = ()
+        self,
+        module: nn.Module,
+        calls: CallStack,
+        contexts: Contexts | None = None,
+        groups: Sequence[sliced_inputs.Group] = (),
     ) -> None:
         self.module = module
+        self._calls = calls
         self.forwards = 0
         self.repetitions = 0
         self._contexts = contexts or checkpoint.noop_context_fn
@@ -170,15 +175,12 @@ class CheckpointedModule:
 
     def register(self) -> list[RemovableHandle]:
         """Hook it to its module, around the hooks that it has."""
-        return [
-            self.module.register_forward_pre_hook(_EnterRegion(self), prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(_LeaveRegion(self)),
-            self.module.register_forward_hook(_Abandon(self), always_call=True),
-        ]
+        leave = self.module.register_forward_hook(QuietHook(self._leave))
+        return [leave, *hook_around(self.module, self._enter, self._abandon)]
 
-    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The module begins to run, or a copy that shares its hooks."""
-        discard_interrupted()
+        self._calls.discard_interrupted()
         if is_idle() or has_lazy(module):
             return
         values, shape = tree_flatten((args, dict(kwargs)))
@@ -211,7 +213,8 @@ class CheckpointedModule:
             next(running)
         hooks = top_hooks()
         assert hooks is not None
-        _opened.begin(self, _RunningRegion(running, before, InForce(hooks[0], outer)))
+        region = _RunningRegion(running, before, InForce(hooks[0], outer))
+        self._calls.begin(self, region, region.close)
 
     def _say_what_is_read_once(self) -> None:
         if not self._has_said:
@@ -221,30 +224,25 @@ class CheckpointedModule:
                 type(self.module).__name__,
             )
 
-    def leave(self) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         """The module has run."""
-        discard_interrupted()
-        entry = _opened.end(self)
-        if entry is not None:
-            entry.before.end()
-            next(entry.running, None)
+        del module, args, output
+        region = self._calls.end(self, _RunningRegion)
+        if region is not None:
+            region.before.end()
+            next(region.running, None)
 
-    def abandon(self) -> None:
+    def _abandon(self, module: nn.Module, args: object, output: object) -> None:
         """The module has run, or an exception ended it: then the region is still open."""
-        discard_interrupted()
-        entry = _opened.end(self)
-        if entry is not None:
-            entry.running.close()
+        del module, args, output
+        region = self._calls.end(self, _RunningRegion)
+        if region is not None:
+            region.running.close()
 
 
 def _copied(value: Any) -> Any:  # noqa: ANN401 - an argument
     """Return a copy of what a forward may set attributes of."""
     return copy.copy(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def discard_interrupted() -> None:
-    """Close what modules left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    _opened.discard_interrupted()
 
 
 class _Again:
@@ -269,32 +267,3 @@ class _Again:
             self._inner.__exit__(*error)
         finally:
             self._before.__exit__()
-
-
-class _EnterRegion(Hook):
-    def __init__(self, region: CheckpointedModule) -> None:
-        self._region = region
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._region.enter(module, args, kwargs)
-
-
-class _LeaveRegion(Hook):
-    def __init__(self, region: CheckpointedModule) -> None:
-        self._region = region
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
-        del module, args, output
-        self._region.leave()
-
-
-class _Abandon(Hook):
-    def __init__(self, region: CheckpointedModule) -> None:
-        self._region = region
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
-        del module, args, output
-        self._region.abandon()

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.modes import run_operator
 from tierstore.torch_private import OpOverload, TorchDispatchMode
-from tierstore.training.activations.recomputation import checkpointed_modules, scopes
+from tierstore.training.activations.recomputation import checkpointed_modules
 from tierstore.training.activations.recomputation.recorded_ops import (
     Arguments,
     InputIndex,
@@ -53,8 +53,8 @@ from tierstore.training.activations.recomputation.recorded_ops import (
     written,
 )
 from tierstore.training.activations.recomputation.scopes import OperatorSelection
+from tierstore.training.activations.runtime.module_calls import CallStack, hook_around
 from tierstore.training.autograd.saved_tensors import Delegated, keep, refers
-from tierstore.training.modules.hooks import Hook, OpenedCalls
 from tierstore.training.pytorch.saved_tensor_hooks import (
     Inside,
     bring_into_force,
@@ -89,13 +89,8 @@ class _Pack(Inside):
         if self.outer is None:
             return keep(tensor)
         pack, unpack = self.outer
-        with self._run.apart(), _as_it_is_wanted():
+        with self._run.apart(), self._run.as_it_is_wanted():
             return Delegated(pack(tensor), unpack)
-
-
-def _as_it_is_wanted() -> contextlib.AbstractContextManager[None]:
-    """Pack for an operator that runs again, if all that run now do."""
-    return checkpointed_modules.for_recompute() if scopes.current().is_whole else contextlib.nullcontext()
 
 
 class _LayerForward(TorchDispatchMode):
@@ -129,6 +124,11 @@ class _LayerForward(TorchDispatchMode):
         finally:
             self._is_paused = before
 
+    def as_it_is_wanted(self) -> contextlib.AbstractContextManager[None]:
+        """Pack for an operator that runs again, if all that run now do."""
+        is_whole = self._selection.scope.is_whole
+        return checkpointed_modules.for_recompute() if is_whole else contextlib.nullcontext()
+
     def find(self, tensor: torch.Tensor) -> SavedOutput | None:
         """Return a reference to the run that made ``tensor``; ``None`` if it is to be kept."""
         live = self._look_up(tensor)
@@ -136,7 +136,7 @@ class _LayerForward(TorchDispatchMode):
             return None
         made = SavedOutput(live.call, live.index, tensor, is_saved=True)
         if not live.call.is_packed:
-            with self.apart(), _as_it_is_wanted():
+            with self.apart(), self.as_it_is_wanted():
                 live.call.pack()
         return made
 
@@ -228,73 +228,45 @@ class _LayerForward(TorchDispatchMode):
                 self._givens.settle(storage)
 
 
-# ---------------------------------------------------------------------- a layer's hooks
-
-
-_opened: OpenedCalls[_LayerForward] = OpenedCalls(_LayerForward.end)
-
-
 class RecomputedOperators:
     """A layer with chosen operators.
 
     Args:
         module: the layer.
+        calls: of its model.
         selection: its operators.
         givens: of all layers of the model.
         counts: to tell of what came of it.
     """
 
     def __init__(
-        self, module: nn.Module, selection: OperatorSelection, givens: InputIndex, counts: RecomputeCounts
+        self,
+        module: nn.Module,
+        calls: CallStack,
+        selection: OperatorSelection,
+        givens: InputIndex,
+        counts: RecomputeCounts,
     ) -> None:
         self.module = module
+        self._calls = calls
         self._selection = selection
         self._givens = givens
         self._counts = counts
 
     def register(self) -> list[RemovableHandle]:
         """Hook it to its module, around the hooks that it has."""
-        return [
-            self.module.register_forward_pre_hook(_EnterLayer(self), prepend=True),
-            self.module.register_forward_hook(_LeaveLayer(self), always_call=True),
-        ]
+        return hook_around(self.module, self._enter, self._leave)
 
-    def enter(self) -> None:
+    def _enter(self, *_: object) -> None:
         """The layer begins to run."""
-        discard_interrupted()
+        self._calls.discard_interrupted()
         if not checkpointed_modules.is_idle():
             run = _LayerForward(self._selection, self._givens, self._counts)
             run.begin()
-            _opened.begin(self, run)
+            self._calls.begin(self, run, run.end)
 
-    def leave(self) -> None:
+    def _leave(self, *_: object) -> None:
         """The layer has run, well or badly."""
-        discard_interrupted()
-        run = _opened.end(self)
+        run = self._calls.end(self, _LayerForward)
         if run is not None:
             run.end()
-
-
-def discard_interrupted() -> None:
-    """End what layers left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    _opened.discard_interrupted()
-
-
-class _EnterLayer(Hook):
-    def __init__(self, layer: RecomputedOperators) -> None:
-        self._layer = layer
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        del module, args
-        self._layer.enter()
-
-
-class _LeaveLayer(Hook):
-    def __init__(self, layer: RecomputedOperators) -> None:
-        self._layer = layer
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
-        del module, args, output
-        self._layer.leave()

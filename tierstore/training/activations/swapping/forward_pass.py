@@ -35,8 +35,8 @@ from tierstore.training.activations.swapping.activation_store import (
 from tierstore.training.activations.swapping.node_triggers import Triggers
 from tierstore.training.activations.swapping.operator_watch import (
     MarkScope,
+    Operator,
     OperatorWatch,
-    ScopeStack,
     is_backward,
     storage_of,
 )
@@ -117,6 +117,7 @@ class ForwardPass(Inside):
         activation_store: where activations go.
         unpacker: that gives them back.
         own: ids of the model's parameters and buffers.
+        find: says by what an operator that runs now is marked.
         is_paused: says whether what is saved now stays, whatever marks it.
     """
 
@@ -125,14 +126,13 @@ class ForwardPass(Inside):
         activation_store: ActivationStore,
         unpacker: Unpacker,
         own: frozenset[int],
+        find: Callable[[Operator], MarkScope | None],
         is_paused: Callable[[], bool],
     ) -> None:
-        self.depth = 1
-        self.scopes = ScopeStack()
         self.triggers = Triggers()
         self.operators = 0
         self.watch = OperatorWatch(
-            own, self.scopes, self._count_operator, self._is_asked, activation_store.note_change
+            own, find, self._count_operator, self._is_asked, activation_store.note_change
         )
         self._activation_store = activation_store
         self._unpacker = unpacker

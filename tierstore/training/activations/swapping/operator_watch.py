@@ -90,14 +90,19 @@ def names_of(operator: Operator) -> tuple[str, ...]:
 
 
 @dataclass(slots=True, eq=False)
-class _Frame:
-    """A module that runs, and what its operators are marked by."""
+class MarkedCall:
+    """A call of a module, and what the operators in it are marked by."""
 
-    module: nn.Module | None
     whole: MarkScope | None = None
     named: tuple[MarkScope, ...] = ()
     own: tuple[MarkScope, ...] = ()
     known: dict[object, MarkScope | None] = field(default_factory=dict)
+
+    def within(self, scopes: Sequence[MarkScope]) -> MarkedCall:
+        """Return a call inside this one, of a module with these scopes."""
+        by = {reach: tuple(scope for scope in scopes if scope.reach is reach) for reach in Reach}
+        whole = _highest([self.whole, *by[Reach.ALL]])
+        return MarkedCall(whole, self.named + by[Reach.NAMED], by[Reach.OWN])
 
     def find(self, operator: Operator) -> MarkScope | None:
         """Return the scope that counts for an operator."""
@@ -109,29 +114,8 @@ class _Frame:
         return self.known[operator]
 
 
-class ScopeStack:
-    """The modules that run, outermost first, with their marks."""
-
-    def __init__(self) -> None:
-        self._frames = [_Frame(None)]
-
-    def enter(self, module: nn.Module, scopes: Sequence[MarkScope]) -> None:
-        """A module begins to run."""
-        outer = self._frames[-1]
-        by = {reach: tuple(scope for scope in scopes if scope.reach is reach) for reach in Reach}
-        whole = _highest([outer.whole, *by[Reach.ALL]])
-        self._frames.append(_Frame(module, whole, outer.named + by[Reach.NAMED], by[Reach.OWN]))
-
-    def leave(self, module: nn.Module) -> None:
-        """A module has run, and so have those that began inside it, well or badly."""
-        frames = self._frames
-        if any(frame.module is module for frame in frames):
-            while frames.pop().module is not module:
-                pass
-
-    def find(self, operator: Operator) -> MarkScope | None:
-        """Return the scope that counts for an operator that runs now."""
-        return self._frames[-1].find(operator)
+UNMARKED = MarkedCall()
+"""What is around all marked calls."""
 
 
 def _highest(scopes: Iterable[MarkScope | None]) -> MarkScope | None:
@@ -207,7 +191,7 @@ class OperatorWatch(TorchDispatchMode):
 
     Args:
         own: ids of the model's parameters and buffers.
-        scopes: which operators are marked now.
+        find: says by what an operator that runs now is marked.
         note_operator: called after each operator that is not a view.
         is_asked: says whether what is saved now would be ours.
         note_change: told of each storage that an operator changes.
@@ -216,7 +200,7 @@ class OperatorWatch(TorchDispatchMode):
     def __init__(
         self,
         own: frozenset[int],
-        scopes: ScopeStack,
+        find: Callable[[Operator], MarkScope | None],
         note_operator: Callable[[], None],
         is_asked: Callable[[], bool],
         note_change: Callable[[torch.UntypedStorage], None],
@@ -226,7 +210,7 @@ class OperatorWatch(TorchDispatchMode):
         self.is_paused = False
         self.is_over = False
         self._own = own
-        self._scopes = scopes
+        self._find = find
         self._note_operator = note_operator
         self._is_asked = is_asked
         self._note_change = note_change
@@ -291,7 +275,7 @@ class OperatorWatch(TorchDispatchMode):
 
     def _see(self, func: Operator, given: Mapping[int, bool], result: object) -> None:
         """Take in what an operator that is no view returned."""
-        scope = self._scopes.find(func)
+        scope = self._find(func)
         if scope is not None and not self._is_asked():
             scope = None
         is_own = bool(given) and all(given.values())
