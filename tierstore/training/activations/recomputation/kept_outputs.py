@@ -14,7 +14,7 @@ import torch
 
 from tierstore.modes import run_operator
 from tierstore.torch_private import OpOverload, TorchDispatchMode
-from tierstore.training.activations.recomputation.checkpointed_modules import Context, refuse_forward_mode
+from tierstore.training.activations.recomputation.checkpointed_modules import Context
 from tierstore.training.activations.recomputation.recorded_ops import (
     Arguments,
     Named,
@@ -27,6 +27,7 @@ from tierstore.training.activations.recomputation.recorded_ops import (
     tensors_in,
     written,
 )
+from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
 
 Asked = Callable[[OpOverload], bool]
 """Says whether the output of an operator that runs now is kept."""

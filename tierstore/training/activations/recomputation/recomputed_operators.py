@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.modes import run_operator
 from tierstore.torch_private import OpOverload, TorchDispatchMode
-from tierstore.training.activations.recomputation import checkpointed_modules
+from tierstore.training.activations.recomputation.checkpointed_modules import is_idle
 from tierstore.training.activations.recomputation.recorded_ops import (
     Arguments,
     InputIndex,
@@ -53,6 +53,7 @@ from tierstore.training.activations.recomputation.recorded_ops import (
     written,
 )
 from tierstore.training.activations.recomputation.scopes import OperatorSelection
+from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
 from tierstore.training.activations.runtime.module_calls import CallStack, hook_around
 from tierstore.training.autograd.saved_tensors import Delegated, keep, refers
 from tierstore.training.pytorch.saved_tensor_hooks import (
@@ -81,6 +82,11 @@ class _Pack(Inside):
         self._run = run
         self.outer = top_hooks()
 
+    @property
+    def is_for_repetition(self) -> bool:  # type: ignore[override]
+        """See `Inside`."""
+        return self._run.is_whole
+
     def __call__(self, tensor: torch.Tensor) -> object:
         made = self._run.find(tensor)
         if made is not None:
@@ -89,7 +95,7 @@ class _Pack(Inside):
         if self.outer is None:
             return keep(tensor)
         pack, unpack = self.outer
-        with self._run.apart(), self._run.as_it_is_wanted():
+        with self._run.apart():
             return Delegated(pack(tensor), unpack)
 
 
@@ -124,10 +130,10 @@ class _LayerForward(TorchDispatchMode):
         finally:
             self._is_paused = before
 
-    def as_it_is_wanted(self) -> contextlib.AbstractContextManager[None]:
-        """Pack for an operator that runs again, if all that run now do."""
-        is_whole = self._selection.scope.is_whole
-        return checkpointed_modules.for_recompute() if is_whole else contextlib.nullcontext()
+    @property
+    def is_whole(self) -> bool:
+        """Whether all operators that run now are to run again."""
+        return self._selection.scope.is_whole
 
     def find(self, tensor: torch.Tensor) -> SavedOutput | None:
         """Return a reference to the run that made ``tensor``; ``None`` if it is to be kept."""
@@ -136,7 +142,7 @@ class _LayerForward(TorchDispatchMode):
             return None
         made = SavedOutput(live.call, live.index, tensor, is_saved=True)
         if not live.call.is_packed:
-            with self.apart(), self.as_it_is_wanted():
+            with self.apart():
                 live.call.pack()
         return made
 
@@ -161,7 +167,7 @@ class _LayerForward(TorchDispatchMode):
         named = kwargs or {}
         if self._is_paused or not isinstance(func, OpOverload):
             return run_operator(func, args, named)
-        checkpointed_modules.refuse_forward_mode()
+        refuse_forward_mode()
         if is_changing(func):
             self._before_change(written(func, args, named))
             return run_operator(func, args, named)
@@ -260,7 +266,7 @@ class RecomputedOperators:
     def _enter(self, *_: object) -> None:
         """The layer begins to run."""
         self._calls.discard_interrupted()
-        if not checkpointed_modules.is_idle():
+        if not is_idle():
             run = _LayerForward(self._selection, self._givens, self._counts)
             run.begin()
             self._calls.begin(self, run, run.end)

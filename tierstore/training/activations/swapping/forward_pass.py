@@ -15,17 +15,12 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
 
 import torch
-from torch.autograd import function
-from torch.utils import checkpoint
 
-from tierstore.torch_private import call_after_backward, current_graph_task, pytree
-from tierstore.training.activations.recomputation.checkpointed_modules import is_for_recompute
+from tierstore.torch_private import call_after_backward, current_graph_task
 from tierstore.training.activations.recomputation.recorded_ops import has_no_bytes
 from tierstore.training.activations.swapping.activation_store import (
     ActivationStore,
@@ -37,10 +32,9 @@ from tierstore.training.activations.swapping.operator_watch import (
     MarkScope,
     Operator,
     OperatorWatch,
-    is_backward,
     storage_of,
 )
-from tierstore.training.autograd import saved_tensors
+from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.autograd.saved_tensors import Delegated, Kept, in_packed, keep, restore, sees_all
 from tierstore.training.pytorch.function_modes import in_sight, out_of_sight
 from tierstore.training.pytorch.saved_tensor_hooks import (
@@ -49,7 +43,7 @@ from tierstore.training.pytorch.saved_tensor_hooks import (
     Inside,
     bring_into_force,
     chain,
-    packs_the_rest,
+    is_for_repetition,
     take_out_of_force,
     whose,
 )
@@ -59,10 +53,6 @@ RELEASE_FACTOR = 3
 
 SMALLEST_BYTES = 4096
 """Smaller storages stay on the device: a key would cost more than they do."""
-
-
-_HOOKS = (__file__, saved_tensors.__file__, function.__file__, pytree.__file__)
-_CHECKPOINT = checkpoint.__file__
 
 
 class Swapped:
@@ -196,7 +186,7 @@ class ForwardPass(Inside):
 
     def _swapped(self, tensor: torch.Tensor) -> torch.Tensor | Swapped:
         """Return what is kept of a tensor that is marked, or the tensor."""
-        scope = None if self._is_paused() or is_backward() else self._scope_of(tensor)
+        scope = None if self._is_paused() or is_in_backward() else self._scope_of(tensor)
         return tensor if scope is None else self._swap(tensor, scope)
 
     def _scope_of(self, tensor: torch.Tensor) -> MarkScope | None:
@@ -211,7 +201,7 @@ class ForwardPass(Inside):
         ):
             return None
         scope = self.watch.storages.scope_of(storage)
-        if scope is not None and (is_for_recompute() or _is_asked_by_checkpoint(sys._getframe())):  # noqa: SLF001
+        if scope is not None and is_for_repetition(self):
             self.watch.storages.unmark(storage)
             return None
         return scope
@@ -249,18 +239,3 @@ class ForwardPass(Inside):
             for _, _, offloaded in sorted(self._due):
                 if offloaded.key not in near:
                     offloaded.leave()  # what was kept last is wanted first: nobody waits for it to be gone
-
-
-def _is_asked_by_checkpoint(frame: FrameType | None) -> bool:
-    """Say whether a tensor is saved as the input of what ``torch.utils.checkpoint`` will recompute.
-
-    It has its inputs saved as nodes have; only who calls the hook tells.
-    """
-    while frame is not None and frame.f_code.co_filename in _HOOKS:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == _CHECKPOINT
-
-
-def are_recomputed() -> bool:
-    """Say whether ``torch.utils.checkpoint`` gets what is saved now."""
-    return str(getattr(packs_the_rest(), "__qualname__", "")).startswith("_checkpoint_hook.")

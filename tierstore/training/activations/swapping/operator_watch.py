@@ -30,11 +30,11 @@ from tierstore.torch_private import (
     OpOverload,
     TorchDispatchMode,
     current_dispatch_mode,
-    current_graph_task,
     is_traceable_wrapper_subclass,
 )
-from tierstore.training.activations.recomputation.checkpointed_modules import refuse_forward_mode
 from tierstore.training.activations.recomputation.recorded_ops import is_changing, written
+from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
+from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.bundles.bindings import natively
 from tierstore.training.pytorch.function_modes import are_function_modes_on, out_of_sight
 from tierstore.training.pytorch.own_work import is_own_work
@@ -72,11 +72,6 @@ class MarkScope:
     rank: int
     reach: Reach = Reach.ALL
     matches: Callable[[Operator], bool] = lambda _: True
-
-
-def is_backward() -> bool:
-    """Say whether this thread runs a backward pass."""
-    return current_graph_task() != -1
 
 
 def names_of(operator: Operator) -> tuple[str, ...]:
@@ -242,7 +237,7 @@ class OperatorWatch(TorchDispatchMode):
         if are_function_modes_on():
             with out_of_sight():
                 return self.__torch_dispatch__(func, types, args, kwargs)
-        is_seen = not (self.is_paused or self.is_over or is_own_work() or is_backward())
+        is_seen = not (self.is_paused or self.is_over or is_own_work() or is_in_backward())
         if is_seen:
             refuse_forward_mode()
         result = run_operator(func, args, kwargs or {})

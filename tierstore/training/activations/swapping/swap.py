@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -30,22 +29,21 @@ from tierstore.training.activations.config.layers import Names, find_layers
 from tierstore.training.activations.config.plan import plan_layers
 from tierstore.training.activations.config.sections import SECTIONS, Sections, read_sections, sections_of
 from tierstore.training.activations.config.swap_config import SwapConfig
-from tierstore.training.activations.recomputation.checkpointed_modules import is_forward_mode
+from tierstore.training.activations.runtime.forward_conditions import is_saving
 from tierstore.training.activations.runtime.module_calls import CallStack, hook_inside
 from tierstore.training.activations.swapping.activation_stats import ActivationStats
 from tierstore.training.activations.swapping.activation_store import ActivationStore
-from tierstore.training.activations.swapping.forward_pass import ForwardPass, Unpacker, are_recomputed
+from tierstore.training.activations.swapping.forward_pass import ForwardPass, Unpacker
 from tierstore.training.activations.swapping.marks import Marks, mark
 from tierstore.training.activations.swapping.operator_watch import (
     UNMARKED,
     MarkedCall,
     MarkScope,
     Operator,
-    is_backward,
 )
+from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.budgets.memory_meters import tensors_in
 from tierstore.training.bundles.placements import named_by_settings
-from tierstore.training.pytorch.function_modes import are_hooks_allowed
 
 log = logging.getLogger("tierstore")
 
@@ -308,7 +306,7 @@ class SwapHooks:
         current = self._calls.last(ForwardPass)
         if current is not None:
             self._calls.begin(self, current)
-        elif not self._is_paused() and _is_watched():
+        elif not self._is_paused() and is_saving():
             own = frozenset(map(id, (*self.model.parameters(), *self.model.buffers())))
             find = functools.partial(_scope_in, self._calls)
             current = ForwardPass(self._activation_store, self._unpacker, own, find, self._is_paused)
@@ -362,7 +360,7 @@ class _MarkedHooks:
     def enter(self, *_: object) -> None:
         """The module begins to run."""
         self._calls.discard_interrupted()
-        if self._calls.last(ForwardPass) is not None and not is_backward():
+        if self._calls.last(ForwardPass) is not None and not is_in_backward():
             outer = self._calls.last(MarkedCall) or UNMARKED
             self._calls.begin(self, outer.within(self._scopes))
 
@@ -373,10 +371,3 @@ class _MarkedHooks:
         current = self._calls.last(ForwardPass)
         if is_marked and current is not None and self._is_layer and output is not None:
             current.walk(tensors_in((output,)))
-
-
-def _is_watched() -> bool:
-    """Say whether a forward pass that begins now saves anything that would come to us."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_forward_mode():
-        return False
-    return not is_backward() and are_hooks_allowed() and not are_recomputed()
