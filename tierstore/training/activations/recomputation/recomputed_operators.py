@@ -20,9 +20,8 @@ Wrapper subclasses (DTensor) and functional tensors are left alone.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,6 +53,7 @@ from tierstore.training.activations.recomputation.recorded_ops import (
 )
 from tierstore.training.activations.recomputation.scopes import OperatorSelection
 from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
+from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.activations.runtime.module_calls import CallStack, hook_around
 from tierstore.training.autograd.saved_tensors import Delegated, keep, refers
 from tierstore.training.pytorch.saved_tensor_hooks import (
@@ -64,14 +64,11 @@ from tierstore.training.pytorch.saved_tensor_hooks import (
 )
 
 
-class _Live(weakref.ref[torch.UntypedStorage]):
-    """A storage that is an operator's output as yet."""
+class _LiveOutput(NamedTuple):
+    """What is known of a storage that is an operator's output as yet."""
 
-    __slots__ = ("call", "index", "key", "version")
-
-    key: int
     call: RecordedOp
-    index: int
+    number: int  # of the operator's outputs
     version: int
 
 
@@ -107,7 +104,7 @@ class _LayerForward(TorchDispatchMode):
         self.counts = counts
         self._selection = selection
         self._is_paused = False
-        self._live: dict[int, _Live] = {}
+        self._live: LiveStorages[_LiveOutput] = LiveStorages()
         self._givens = givens
 
     def begin(self) -> None:
@@ -140,18 +137,15 @@ class _LayerForward(TorchDispatchMode):
         live = self._look_up(tensor)
         if live is None:
             return None
-        made = SavedOutput(live.call, live.index, tensor, is_saved=True)
+        made = SavedOutput(live.call, live.number, tensor, is_saved=True)
         if not live.call.is_packed:
             with self.apart():
                 live.call.pack()
         return made
 
-    def _look_up(self, tensor: torch.Tensor) -> _Live | None:
-        if not is_plain(tensor):
-            return None
-        storage = tensor.untyped_storage()
-        live = self._live.get(id(storage))
-        if live is None or live() is not storage or live.call.is_over:
+    def _look_up(self, tensor: torch.Tensor) -> _LiveOutput | None:
+        live = self._live.get(tensor.untyped_storage()) if is_plain(tensor) else None
+        if live is None or live.call.is_over:
             return None
         return live if live.version == tensor._version else None  # noqa: SLF001
 
@@ -196,10 +190,8 @@ class _LayerForward(TorchDispatchMode):
         call = RecordedOp(func, inputs, named, random, self.counts)
         self._givens.add(call)
         for index, tensor in fresh:
-            storage = tensor.untyped_storage()
-            live = _Live(storage, self._forget)
-            live.key, live.call, live.index, live.version = id(storage), call, index, tensor._version  # noqa: SLF001
-            self._live[live.key] = live
+            output = _LiveOutput(call, index, tensor._version)  # noqa: SLF001
+            self._live.put(tensor.untyped_storage(), output)
 
     def _taken(self, argument: object, *, is_cloned: bool) -> object:
         """Return an argument with an `InputRef` for each tensor."""
@@ -207,7 +199,7 @@ class _LayerForward(TorchDispatchMode):
         def taken(tensor: torch.Tensor) -> InputRef:
             live = self._look_up(tensor)
             if live is not None:
-                made = SavedOutput(live.call, live.index, tensor, is_saved=False)
+                made = SavedOutput(live.call, live.number, tensor, is_saved=False)
                 return InputRef(made, unpack, is_cloned=is_cloned)
             reference = None if saved is None else saved.refer(tensor)
             if saved is not None and reference is not None:
@@ -220,17 +212,11 @@ class _LayerForward(TorchDispatchMode):
         saved = refers()
         return mapped(argument, torch.Tensor, taken)
 
-    def _forget(self, live: weakref.ref[torch.UntypedStorage]) -> None:
-        """An output has died.  Runs anywhere."""
-        assert isinstance(live, _Live)
-        if self._live.get(live.key) is live:
-            del self._live[live.key]
-
     def _before_change(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if is_plain(tensor):
                 storage = tensor.untyped_storage()
-                self._live.pop(id(storage), None)
+                self._live.discard(storage)
                 self._givens.settle(storage)
 
 

@@ -25,9 +25,10 @@ from tierstore.torch_private import (
     ExcludeDispatchKeys,
     OpOverload,
     is_functional_tensor,
-    negative_view,
 )
 from tierstore.training import locks
+from tierstore.training.activations.runtime.live_storages import LiveStorages
+from tierstore.training.activations.runtime.tensor_views import TensorView
 from tierstore.training.autograd.saved_tensors import Delegated, Kept, restore
 from tierstore.training.bundles.binding import natively_in_sight
 from tierstore.training.bundles.bindings import natively
@@ -151,14 +152,11 @@ class RecordedOp:
         """Whether the outputs are there."""
         return self._values is not None
 
-    @property
-    def arguments(self) -> tuple[Arguments, Named]:
-        """What the operator was given."""
-        return self._args, self._kwargs
-
-    def was_given(self, storage: torch.UntypedStorage) -> bool:
-        """Whether an input lies in a storage, and whoever changes that changes the input."""
-        return any(each.storage is storage for each in found((self._args, self._kwargs), InputRef))
+    def storages(self) -> Iterator[torch.UntypedStorage]:
+        """Yield the storages of inputs: whoever changes one changes the input."""
+        for each in found((self._args, self._kwargs), InputRef):
+            if each.storage is not None:
+                yield each.storage
 
     def settle(self) -> None:
         """Depend on the inputs no more: they are about to change.
@@ -279,28 +277,17 @@ class RecordedOp:
 class SavedOutput:
     """A reference to an output of a run: what is saved instead of the output."""
 
-    __slots__ = ("_dtype", "_index", "_is_conj", "_is_neg", "_number", "_offset", "_shape", "_stride", "call")
+    __slots__ = ("_index", "_number", "_view", "call")
 
     def __init__(self, call: RecordedOp, index: int, tensor: torch.Tensor, *, is_saved: bool) -> None:
         self.call = call
         self._index = index
-        self._dtype = tensor.dtype
-        self._shape = tensor.shape
-        self._stride = tensor.stride()
-        self._offset = int(tensor.storage_offset())
-        self._is_conj = tensor.is_conj()
-        self._is_neg = tensor.is_neg()
+        self._view = TensorView.of(tensor)
         self._number = call.refer(is_saved=is_saved)
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor that it stands for, or a view that is the same."""
-        value = self.call.value(self._index, self._number)
-        with torch.no_grad():
-            view = torch.empty(0, dtype=self._dtype, device=value.device)
-            view.set_(value.untyped_storage(), self._offset, self._shape, self._stride)
-            if self._is_conj:
-                view = torch.conj(view)  # sets the bit, as the saved tensor had it
-            return negative_view(view) if self._is_neg else view
+        return self._view.over(self.call.value(self._index, self._number).untyped_storage())
 
     def __del__(self) -> None:
         self.call.forget(self._number)
@@ -363,26 +350,24 @@ class RecomputeCounts:
 
 
 class InputIndex:
-    """Which calls were given what: asked before something changes.  Storages are told by the live object."""
+    """Which calls were given what: asked before something changes."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, weakref.WeakSet[RecordedOp]] = {}
-        self._limit = 1024  # when those without calls are looked for
+        self._calls: LiveStorages[weakref.WeakSet[RecordedOp]] = LiveStorages()
 
     def add(self, call: RecordedOp) -> None:
         """Take a call in."""
-        for each in found(call.arguments, InputRef):
-            if each.storage is not None:
-                self._calls.setdefault(id(each.storage), weakref.WeakSet()).add(call)
-        if len(self._calls) > self._limit:
-            self._calls = {key: calls for key, calls in self._calls.items() if len(calls)}
-            self._limit = 2 * len(self._calls) + 1024
+        for storage in call.storages():
+            calls = self._calls.get(storage)
+            if calls is None:
+                calls = weakref.WeakSet()
+                self._calls.put(storage, calls)
+            calls.add(call)
 
     def settle(self, storage: torch.UntypedStorage) -> None:
         """Let every call that was given a storage depend on it no more: it is about to change."""
-        for call in list(self._calls.get(id(storage), ())):
-            if call.was_given(storage):
-                call.settle()
+        for call in list(self._calls.get(storage) or ()):
+            call.settle()
 
 
 # ---------------------------------------------------------------------- arguments

@@ -200,9 +200,9 @@ class ForwardPass(Inside):
             or storage.device != self._activation_store.store.device
         ):
             return None
-        scope = self.watch.storages.scope_of(storage)
+        scope = self.watch.scope_of(storage)
         if scope is not None and is_for_repetition(self):
-            self.watch.storages.unmark(storage)
+            self.watch.unmark(storage)
             return None
         return scope
 

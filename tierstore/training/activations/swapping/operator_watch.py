@@ -17,7 +17,6 @@ Storages are told by the live object, never by an address.  One thread, one forw
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,7 @@ from tierstore.torch_private import (
 )
 from tierstore.training.activations.recomputation.recorded_ops import is_changing, written
 from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
+from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.bundles.bindings import natively
 from tierstore.training.pytorch.function_modes import are_function_modes_on, out_of_sight
@@ -120,45 +120,8 @@ def _highest(scopes: Iterable[MarkScope | None]) -> MarkScope | None:
 # ---------------------------------------------------------------------- which storages
 
 
-class _Seen(weakref.ref[torch.UntypedStorage]):
-    """A live storage: who wrote it last, or that it is the model's own."""
-
-    __slots__ = ("key", "scope")
-
-    key: int
-    scope: MarkScope | None  # None: of parameters and buffers alone
-
-
-class LiveStorages:
-    """What is known of live storages.  Forgets those that die."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
-
-    def scope_of(self, storage: torch.UntypedStorage) -> MarkScope | None:
-        """Return what a storage is marked by."""
-        seen = self._seen.get(id(storage))
-        return seen.scope if seen is not None and seen() is storage else None
-
-    def is_own(self, storage: torch.UntypedStorage) -> bool:
-        """Say whether a storage is the model's own."""
-        seen = self._seen.get(id(storage))
-        return seen is not None and seen.scope is None and seen() is storage
-
-    def note(self, storage: torch.UntypedStorage, scope: MarkScope | None) -> None:
-        """Take in who wrote a storage; ``None``: it is the model's own."""
-        seen = _Seen(storage, self._forget)
-        seen.key, seen.scope = id(storage), scope
-        self._seen[seen.key] = seen
-
-    def unmark(self, storage: torch.UntypedStorage) -> None:
-        """Somebody wrote it who is not marked."""
-        self._seen.pop(id(storage), None)
-
-    def _forget(self, seen: weakref.ref[torch.UntypedStorage]) -> None:
-        """A storage has died.  Runs anywhere: a dictionary's pop is one step."""
-        assert isinstance(seen, _Seen)
-        self._seen.pop(seen.key, None)
+OWN = MarkScope(-1, 0, -1)
+"""Stands for what was made of parameters and buffers alone: it is the model's own, and never marked."""
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -201,7 +164,7 @@ class OperatorWatch(TorchDispatchMode):
         note_change: Callable[[torch.UntypedStorage], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = LiveStorages()
+        self._written: LiveStorages[MarkScope] = LiveStorages()  # who wrote a storage last, if it is marked
         self.is_paused = False
         self.is_over = False
         self._own = own
@@ -224,6 +187,15 @@ class OperatorWatch(TorchDispatchMode):
         if is_on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return is_on_top
+
+    def scope_of(self, storage: torch.UntypedStorage) -> MarkScope | None:
+        """Return what a storage is marked by."""
+        scope = self._written.get(storage)
+        return None if scope is OWN else scope
+
+    def unmark(self, storage: torch.UntypedStorage) -> None:
+        """Let a storage be marked no more."""
+        self._written.discard(storage)
 
     # torch's signature: the types of arguments and result are those of the operation.
     def __torch_dispatch__(
@@ -260,9 +232,9 @@ class OperatorWatch(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 storage = storage_of(value)
                 if storage is not None:
-                    is_own = self.storages.is_own(storage)
+                    is_own = self._written.get(storage) is OWN
                     if not is_own and id(value) in self._own:
-                        self.storages.note(storage, None)
+                        self._written.put(storage, OWN)
                         is_own = True
                     given[id(storage)] = is_own
             elif isinstance(value, list | tuple):
@@ -282,9 +254,9 @@ class OperatorWatch(TorchDispatchMode):
 
     def _made(self, storage: torch.UntypedStorage, scope: MarkScope | None, *, is_own: bool) -> None:
         if is_own or scope is not None:
-            self.storages.note(storage, None if is_own else scope)
+            self._written.put(storage, OWN if is_own or scope is None else scope)
         else:
-            self.storages.unmark(storage)
+            self._written.discard(storage)
 
 
 def _writes(func: Operator) -> bool:
