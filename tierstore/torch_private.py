@@ -35,7 +35,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_is_param``: a guarded parameter of a user's class is no ``nn.Parameter``. In: guarded_classes,
   state_dict_entries.
 - ``_is_view``: a buffer that cannot be made anew is let go of. In: buffers.
-- ``_is_zerotensor``: zeros of forward mode are asked for bytes, and raise. In: recorded_ops.
+- ``_is_zerotensor``: zeros of forward mode are asked for bytes, and raise. In: operators.
 - ``_non_persistent_buffers_set``: checkpoints hold buffers that a state dict leaves out; the keys of
   ``state_dict`` would tell, and run everybody's hooks. In: tensor_names.
 - ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: session.
@@ -47,7 +47,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_raw_saved_``: what graphs hold of a tensor is not named in errors; the attributes begin so. In:
   shared_memory.
 - ``_schema``: nobody knows what an operator writes. In: modes, operator_observers, operator_watch,
-  recorded_ops, scopes, unseen_writes.
+  operators, recorded_ops, scopes, unseen_writes.
 - ``_sequence_nr``: nothing is fetched ahead of backward: it waits. In: node_triggers.
 - ``_tensor_name``: weights under ``prune`` are taken for aliases. In: shared_memory.
 - ``_torchdynamo_disable``: the compiler traces the library's functions; ``torch.compiler.disable`` would

@@ -31,30 +31,32 @@ from tierstore.modes import run_operator
 from tierstore.torch_private import OpOverload, TorchDispatchMode
 from tierstore.training.activations.recomputation.checkpointed_modules import is_idle
 from tierstore.training.activations.recomputation.recorded_ops import (
-    Arguments,
     InputIndex,
     InputRef,
-    Named,
     RandomState,
     RecomputeCounts,
     RecordedOp,
     SavedOutput,
-    alias_of,
     can_repeat,
-    is_changing,
-    is_plain,
     is_unfilled,
-    mapped,
     random_state_for,
-    tensors_in,
     unpack,
     updated_unsaid,
-    written,
 )
 from tierstore.training.activations.recomputation.scopes import OperatorSelection
 from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
 from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.activations.runtime.module_calls import CallStack, hook_around
+from tierstore.training.activations.runtime.operators import (
+    Arguments,
+    Named,
+    alias_of,
+    is_changing,
+    is_plain,
+    mapped,
+    tensors_in,
+    written,
+)
 from tierstore.training.autograd.saved_tensors import Delegated, keep, refers
 from tierstore.training.pytorch.saved_tensor_hooks import (
     Inside,

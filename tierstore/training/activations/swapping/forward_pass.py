@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from tierstore.torch_private import call_after_backward, current_graph_task
-from tierstore.training.activations.recomputation.recorded_ops import has_no_bytes
+from tierstore.training.activations.runtime.operators import (
+    has_no_bytes,
+)
 from tierstore.training.activations.swapping.activation_store import (
     ActivationStore,
     OffloadedTensor,

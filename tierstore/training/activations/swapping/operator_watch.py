@@ -31,9 +31,12 @@ from tierstore.torch_private import (
     current_dispatch_mode,
     is_traceable_wrapper_subclass,
 )
-from tierstore.training.activations.recomputation.recorded_ops import is_changing, written
 from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
 from tierstore.training.activations.runtime.live_storages import LiveStorages
+from tierstore.training.activations.runtime.operators import (
+    is_changing,
+    written,
+)
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.bundles.bindings import natively
 from tierstore.training.pytorch.function_modes import are_function_modes_on, out_of_sight

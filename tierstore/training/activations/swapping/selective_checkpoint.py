@@ -24,14 +24,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tierstore.errors import UsageError
 from tierstore.torch_private import CachedDispatchMode, CachingDispatchMode, OpOverload, tree_map
-from tierstore.training.activations.recomputation.recorded_ops import (
+from tierstore.training.activations.runtime.live_storages import LiveStorages
+from tierstore.training.activations.runtime.operators import (
     is_changing,
     is_plain,
     tensors_in,
     versions_are_shared,
     written,
 )
-from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.activations.swapping.activation_store import ActivationStore, OffloadedTensor
 
 SMALL_BYTES = 4096
