@@ -238,7 +238,7 @@ class Session:
         self.activations = apply.apply(self.model, sections, layers, self.store)
 
     def _discard_activations(self) -> None:
-        self.activations.calls.discard_interrupted()
+        self.activations.runtime.discard_interrupted()
 
     def _add_steps(self) -> None:
         for index, optimizer in enumerate(self.optimizers):

@@ -22,7 +22,7 @@ from tierstore.training.activations.config.sections import Sections
 from tierstore.training.activations.recomputation import recompute
 from tierstore.training.activations.recomputation.chosen_layers import match_layers
 from tierstore.training.activations.recomputation.recompute import Recompute, RecomputeStats
-from tierstore.training.activations.runtime.module_calls import CallStack
+from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
 from tierstore.training.activations.swapping.activation_stats import ActivationStats
 from tierstore.training.activations.swapping.activation_store import ActivationStore
 from tierstore.training.activations.swapping.marks import Marks, mark
@@ -37,13 +37,13 @@ class Activations:
     Attributes:
         recompute: what is computed again; ``None``: nothing was asked for.
         swap: what is swapped; ``None``: nothing.
-        calls: of the model.
+        runtime: of the model.
     """
 
     def __init__(self) -> None:
         self.recompute: Recompute | None = None
         self.swap: Swap | None = None
-        self.calls = CallStack()
+        self.runtime = ActivationRuntime()
 
     @property
     def swap_stats(self) -> ActivationStats | None:
@@ -96,10 +96,10 @@ def apply(
     done = Activations()
     try:
         if sections.recompute is not None:
-            done.recompute = recompute.apply(model, modules, plan, done.calls)
+            done.recompute = recompute.apply(model, modules, plan, done.runtime)
         if plan.swap.swap and store is not None:
             check_tiers(store)
-            done.swap = Swap(model, done.calls, marks, ActivationStore(store), owns_store=False)
+            done.swap = Swap(model, done.runtime, marks, ActivationStore(store), owns_store=False)
         elif plan.swap.swap:
             log.warning("memory_offload is OFF: activations are not swapped either.")
     except BaseException:

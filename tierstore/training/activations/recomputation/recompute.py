@@ -38,7 +38,8 @@ from tierstore.training.activations.recomputation.recomputed_operators import Re
 from tierstore.training.activations.recomputation.recorded_ops import InputIndex, RecomputeCounts
 from tierstore.training.activations.recomputation.scopes import ScopeHooks
 from tierstore.training.activations.recomputation.sliced_inputs import groups_of, is_distributed
-from tierstore.training.activations.runtime.module_calls import CallStack, QuietHook
+from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
+from tierstore.training.activations.runtime.module_calls import QuietHook
 
 log = logging.getLogger("tierstore")
 
@@ -68,8 +69,8 @@ class Recompute:
     Made by `recompute`.
     """
 
-    def __init__(self, model: nn.Module, calls: CallStack) -> None:
-        self._calls = calls
+    def __init__(self, model: nn.Module, runtime: ActivationRuntime) -> None:
+        self._runtime = runtime
         self._regions: list[CheckpointedModule] = []
         self._counts = RecomputeCounts()
         self._givens = InputIndex()
@@ -91,25 +92,25 @@ class Recompute:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._calls.discard_interrupted()
+        self._runtime.discard_interrupted()
 
     def _discard(self, *_: object) -> None:
         """End what an interrupt left open, before the model runs again."""
-        self._calls.discard_interrupted()
+        self._runtime.discard_interrupted()
 
     def add(self, layer: ChosenLayer) -> None:
         """Recompute what is meant of one layer."""
         for module in layer.regions:
-            region = CheckpointedModule(module, self._calls, layer.contexts(), layer.groups)
+            region = CheckpointedModule(module, self._runtime.calls, layer.contexts(), layer.groups)
             self._regions.append(region)
             self._handles += region.register()
         if layer.has_operators:
             operators = RecomputedOperators(
-                layer.module, self._calls, layer.selection, self._givens, self._counts
+                layer.module, self._runtime, layer.selection, self._givens, self._counts
             )
             self._handles += operators.register()
         for module, scope in layer.scopes():
-            self._handles += ScopeHooks(module, self._calls, scope).register()
+            self._handles += ScopeHooks(module, self._runtime.calls, scope).register()
 
     def __enter__(self) -> Self:
         """Return the object itself."""
@@ -155,26 +156,28 @@ def recompute(
     found = list(find_layers(model, layers).values())
     plan = plan_layers(sections.recompute, sections.swap, num_layers=len(found), **layout)
     _say(plan, match_layers(found, plan))
-    return apply(model, found, plan, CallStack())
+    return apply(model, found, plan, ActivationRuntime())
 
 
 _UNSAID: Mapping[str, object] = {"pipeline_stage": 1, "pp_interleave_num": 1, "offset": 0}
 
 
-def apply(model: nn.Module, layers: Sequence[nn.Module], plan: ActivationPlan, calls: CallStack) -> Recompute:
+def apply(
+    model: nn.Module, layers: Sequence[nn.Module], plan: ActivationPlan, runtime: ActivationRuntime
+) -> Recompute:
     """Do what a plan says about recomputing; log only what of it has no effect.
 
     Args:
         model: that has the layers.
         layers: of the model.
         plan: for them.
-        calls: of the model.
+        runtime: of the model.
     """
     matches = match_layers(layers, plan)
-    run = Recompute(model, calls)
+    run = Recompute(model, runtime)
     try:
         for layer, found in zip(plan.layers, matches, strict=True):
-            run.add(ChosenLayer.of(layers[layer.layer_id], calls, plan.recompute, layer, found))
+            run.add(ChosenLayer.of(layers[layer.layer_id], runtime.calls, plan.recompute, layer, found))
     except BaseException:
         run.close()
         raise

@@ -19,16 +19,14 @@ Wrapper subclasses (DTensor) and functional tensors are left alone.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tierstore.modes import run_operator
-from tierstore.torch_private import OpOverload, TorchDispatchMode
+from tierstore.torch_private import OpOverload
 from tierstore.training.activations.recomputation.checkpointed_modules import is_idle
 from tierstore.training.activations.recomputation.recorded_ops import (
     InputIndex,
@@ -44,9 +42,11 @@ from tierstore.training.activations.recomputation.recorded_ops import (
     updated_unsaid,
 )
 from tierstore.training.activations.recomputation.scopes import OperatorSelection
+from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
 from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
 from tierstore.training.activations.runtime.live_storages import LiveStorages
-from tierstore.training.activations.runtime.module_calls import CallStack, hook_around
+from tierstore.training.activations.runtime.module_calls import hook_around
+from tierstore.training.activations.runtime.operator_mode import WatchedOperators
 from tierstore.training.activations.runtime.operators import (
     Arguments,
     Named,
@@ -74,6 +74,12 @@ class _LiveOutput(NamedTuple):
     version: int
 
 
+class _Beginning(NamedTuple):
+    """How a chosen operator began."""
+
+    random: RandomState | None
+
+
 class _Pack(Inside):
     """Packs what autograd saves while a layer runs."""
 
@@ -94,40 +100,36 @@ class _Pack(Inside):
         if self.outer is None:
             return keep(tensor)
         pack, unpack = self.outer
-        with self._run.apart():
+        with self._run.operators.unwatched():
             return Delegated(pack(tensor), unpack)
 
 
-class _LayerForward(TorchDispatchMode):
-    """One forward of a layer: the mode that sees its operators."""
+class _LayerForward:
+    """One forward of a layer, which watches its operators: an `OperatorWatcher`."""
 
-    def __init__(self, selection: OperatorSelection, givens: InputIndex, counts: RecomputeCounts) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        operators: WatchedOperators,
+        selection: OperatorSelection,
+        givens: InputIndex,
+        counts: RecomputeCounts,
+    ) -> None:
+        self.operators = operators
         self.counts = counts
         self._selection = selection
-        self._is_paused = False
         self._live: LiveStorages[_LiveOutput] = LiveStorages()
         self._givens = givens
 
     def begin(self) -> None:
         """Come into force in this thread."""
         self._hooks = bring_into_force(_Pack(self), unpack)
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.operators.begin(self)
 
     def end(self) -> None:
         """Be in force no more: what is saved from now on is kept as usual."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.operators.end(self)
         take_out_of_force(self._hooks)
         self._live.clear()
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """What happens inside the context is no part of the layer."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     @property
     def is_whole(self) -> bool:
@@ -141,7 +143,7 @@ class _LayerForward(TorchDispatchMode):
             return None
         made = SavedOutput(live.call, live.number, tensor, is_saved=True)
         if not live.call.is_packed:
-            with self.apart():
+            with self.operators.unwatched():
                 live.call.pack()
         return made
 
@@ -151,29 +153,22 @@ class _LayerForward(TorchDispatchMode):
             return None
         return live if live.version == tensor._version else None  # noqa: SLF001
 
-    # torch's signature: the types of arguments and result are those of the operation.
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Arguments = (),
-        kwargs: Named | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Run the operator, and remember how, if it is chosen."""
-        named = kwargs or {}
-        if self._is_paused or not isinstance(func, OpOverload):
-            return run_operator(func, args, named)
+    def before(self, func: OpOverload, args: Arguments, kwargs: Named) -> object:
+        """See `OperatorWatcher`: note the random state of a chosen operator."""
         refuse_forward_mode()
         if is_changing(func):
-            self._before_change(written(func, args, named))
-            return run_operator(func, args, named)
+            self._before_change(written(func, args, kwargs))
+            return None
         is_chosen = torch.is_grad_enabled() and self._selection.means(func) and not is_unfilled(func)
-        is_chosen = is_chosen and can_repeat(args, named)
-        random = random_state_for(func, args, named) if is_chosen else None
-        result = run_operator(func, args, named)
-        if is_chosen:
-            self._remember(func, args, named, result, random)
-        return result
+        if not is_chosen or not can_repeat(args, kwargs):
+            return None
+        return _Beginning(random_state_for(func, args, kwargs))
+
+    def after(
+        self, noted: _Beginning, func: OpOverload, args: Arguments, kwargs: Named, result: object
+    ) -> None:
+        """See `OperatorWatcher`: remember how a chosen operator is run."""
+        self._remember(func, args, kwargs, result, noted.random)
 
     def _remember(
         self, func: OpOverload, args: Arguments, kwargs: Named, result: object, random: RandomState | None
@@ -227,7 +222,7 @@ class RecomputedOperators:
 
     Args:
         module: the layer.
-        calls: of its model.
+        runtime: of its model.
         selection: its operators.
         givens: of all layers of the model.
         counts: to tell of what came of it.
@@ -236,13 +231,13 @@ class RecomputedOperators:
     def __init__(
         self,
         module: nn.Module,
-        calls: CallStack,
+        runtime: ActivationRuntime,
         selection: OperatorSelection,
         givens: InputIndex,
         counts: RecomputeCounts,
     ) -> None:
         self.module = module
-        self._calls = calls
+        self._runtime = runtime
         self._selection = selection
         self._givens = givens
         self._counts = counts
@@ -253,14 +248,14 @@ class RecomputedOperators:
 
     def _enter(self, *_: object) -> None:
         """The layer begins to run."""
-        self._calls.discard_interrupted()
+        self._runtime.discard_interrupted()
         if not is_idle():
-            run = _LayerForward(self._selection, self._givens, self._counts)
+            run = _LayerForward(self._runtime.operators, self._selection, self._givens, self._counts)
             run.begin()
-            self._calls.begin(self, run, run.end)
+            self._runtime.calls.begin(self, run, run.end)
 
     def _leave(self, *_: object) -> None:
         """The layer has run, well or badly."""
-        run = self._calls.end(self, _LayerForward)
+        run = self._runtime.calls.end(self, _LayerForward)
         if run is not None:
             run.end()

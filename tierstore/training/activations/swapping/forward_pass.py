@@ -12,15 +12,15 @@ as an input is marked no more.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from tierstore.torch_private import call_after_backward, current_graph_task
+from tierstore.training.activations.runtime.operator_mode import WatchedOperators
 from tierstore.training.activations.runtime.operators import (
     has_no_bytes,
 )
@@ -110,6 +110,7 @@ class ForwardPass(Inside):
         unpacker: that gives them back.
         own: ids of the model's parameters and buffers.
         find: says by what an operator that runs now is marked.
+        operators: of the thread.
         is_paused: says whether what is saved now stays, whatever marks it.
     """
 
@@ -119,6 +120,7 @@ class ForwardPass(Inside):
         unpacker: Unpacker,
         own: frozenset[int],
         find: Callable[[Operator], MarkScope | None],
+        operators: WatchedOperators,
         is_paused: Callable[[], bool],
     ) -> None:
         self.triggers = Triggers()
@@ -126,6 +128,7 @@ class ForwardPass(Inside):
         self.watch = OperatorWatch(
             own, find, self._count_operator, self._is_asked, activation_store.note_change
         )
+        self._operators = operators
         self._activation_store = activation_store
         self._unpacker = unpacker
         self._is_paused = is_paused
@@ -147,33 +150,24 @@ class ForwardPass(Inside):
         self.outer = before = self._hooks.before
         are_on_host = self._activation_store.store.device.type == "cpu"
         self._is_all_shown = before is not None and sees_all(before[0], are_on_host=are_on_host)
-        self.watch.begin()
+        self._operators.begin(self.watch)
 
-    def end(self) -> bool:
-        """Be in force no more; return whether it was possible, or has to be tried again later."""
+    def end(self) -> None:
+        """Be in force no more."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             take_out_of_force(hooks)
-        return self.watch.end()
+        self._operators.end(self.watch)
 
     def _is_asked(self) -> bool:
         """Say whether what is saved now comes to `pack`."""
         return next((each for each in map(whose, chain()) if isinstance(each, ForwardPass)), None) is self
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """What happens inside the context is no part of the model."""
-        before, self.watch.is_paused = self.watch.is_paused, True
-        try:
-            yield
-        finally:
-            self.watch.is_paused = before
-
     # --- packing ------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
-        with self.apart(), out_of_sight():
+        with self._operators.unwatched(), out_of_sight():
             kept = tensor if self._is_all_shown else self._swapped(tensor)
             if kept is not tensor:
                 return kept
@@ -225,18 +219,18 @@ class ForwardPass(Inside):
     def _count_operator(self) -> None:
         self.operators += 1
         if self._due and self._due[0][0] <= self.operators:
-            with self.apart():
+            with self._operators.unwatched():
                 while self._due and self._due[0][0] <= self.operators:
                     heapq.heappop(self._due)[2].release()
 
     def walk(self, outputs: Iterable[torch.Tensor]) -> None:
         """A part of the model has made ``outputs``: see which nodes backward will run."""
-        with self.apart():
+        with self._operators.unwatched():
             self.triggers.walk(outputs)
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> None:
         """The model has made ``outputs``: give up what is not wanted at once."""
-        with self.apart():
+        with self._operators.unwatched():
             near = self.triggers.end(outputs)
             for _, _, offloaded in sorted(self._due):
                 if offloaded.key not in near:

@@ -24,22 +24,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstore.modes import run_operator
 from tierstore.torch_private import (
     OpOverload,
-    TorchDispatchMode,
-    current_dispatch_mode,
     is_traceable_wrapper_subclass,
 )
 from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
 from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.activations.runtime.operators import (
+    Arguments,
+    Named,
     is_changing,
     written,
 )
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.bundles.bindings import natively
-from tierstore.training.pytorch.function_modes import are_function_modes_on, out_of_sight
+from tierstore.training.pytorch.function_modes import are_function_modes_on
 from tierstore.training.pytorch.own_work import is_own_work
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -147,8 +146,8 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-class OperatorWatch(TorchDispatchMode):
-    """Sees every operator of its thread, and marks what the marked ones return.
+class OperatorWatch:
+    """Sees every operator of its thread, and marks what the marked ones return: an `OperatorWatcher`.
 
     Args:
         own: ids of the model's parameters and buffers.
@@ -166,30 +165,12 @@ class OperatorWatch(TorchDispatchMode):
         is_asked: Callable[[], bool],
         note_change: Callable[[torch.UntypedStorage], None],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._written: LiveStorages[MarkScope] = LiveStorages()  # who wrote a storage last, if it is marked
-        self.is_paused = False
-        self.is_over = False
         self._own = own
         self._find = find
         self._note_operator = note_operator
         self._is_asked = is_asked
         self._note_change = note_change
-
-    def begin(self) -> None:
-        """Come into force in this thread."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> bool:
-        """See nothing any more, and be in force no more, unless a mode of others is above.
-
-        Returns whether it is in force no more; if not, call it again later.
-        """
-        self.is_over = True
-        is_on_top = current_dispatch_mode() is self
-        if is_on_top:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return is_on_top
 
     def scope_of(self, storage: torch.UntypedStorage) -> MarkScope | None:
         """Return what a storage is marked by."""
@@ -200,34 +181,27 @@ class OperatorWatch(TorchDispatchMode):
         """Let a storage be marked no more."""
         self._written.discard(storage)
 
-    # torch's signature: the types of arguments and result are those of the operation.
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Run the operation and take in what it made."""
-        if are_function_modes_on():
-            with out_of_sight():
-                return self.__torch_dispatch__(func, types, args, kwargs)
-        is_seen = not (self.is_paused or self.is_over or is_own_work() or is_in_backward())
-        if is_seen:
-            refuse_forward_mode()
-        result = run_operator(func, args, kwargs or {})
-        if is_seen:
-            given: dict[int, bool] = {}
-            self._look(args, given)
-            if kwargs:
-                self._look(kwargs.values(), given)
-            if is_changing(func):
-                for storage in _storages(written(func, args, kwargs or {})):
-                    self._note_change(storage)
-            if not func.is_view:
-                self._see(func, given, result)
-                self._note_operator()
-        return result
+    def before(self, func: Operator, args: Arguments, kwargs: Named) -> object:
+        """See `OperatorWatcher`."""
+        del func, args, kwargs
+        if is_own_work() or is_in_backward():
+            return None
+        refuse_forward_mode()
+        return self
+
+    def after(self, noted: object, func: Operator, args: Arguments, kwargs: Named, result: object) -> None:
+        """See `OperatorWatcher`."""
+        del noted
+        given: dict[int, bool] = {}
+        self._look(args, given)
+        if kwargs:
+            self._look(kwargs.values(), given)
+        if is_changing(func):
+            for storage in _storages(written(func, args, kwargs)):
+                self._note_change(storage)
+        if not func.is_view:
+            self._see(func, given, result)
+            self._note_operator()
 
     def _look(self, values: Iterable[object], given: dict[int, bool]) -> None:
         """Put into ``given`` the storages in ``values``, and whether they are the model's own."""

@@ -29,6 +29,7 @@ from tierstore.training.activations.config.layers import Names, find_layers
 from tierstore.training.activations.config.plan import plan_layers
 from tierstore.training.activations.config.sections import SECTIONS, Sections, read_sections, sections_of
 from tierstore.training.activations.config.swap_config import SwapConfig
+from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
 from tierstore.training.activations.runtime.forward_conditions import is_saving
 from tierstore.training.activations.runtime.module_calls import CallStack, hook_inside
 from tierstore.training.activations.swapping.activation_stats import ActivationStats
@@ -78,7 +79,7 @@ class Swap:
     def __init__(
         self,
         model: nn.Module,
-        calls: CallStack,
+        runtime: ActivationRuntime,
         marks: Marks,
         activation_store: ActivationStore | None,
         *,
@@ -88,7 +89,7 @@ class Swap:
         self._owns_store = owns_store
         self._is_closed = False
         self._process = forks.here()
-        self._hooks = None if activation_store is None else SwapHooks(model, calls, marks, activation_store)
+        self._hooks = None if activation_store is None else SwapHooks(model, runtime, marks, activation_store)
         if self._hooks is not None:
             self._hooks.register()
 
@@ -193,11 +194,11 @@ def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store
     config_log.say(plan, marks.matches)
     warn_of_idle(marks)
     if not plan.swap.swap:
-        return Swap(model, CallStack(), marks, None, owns_store=False)
+        return Swap(model, ActivationRuntime(), marks, None, owns_store=False)
     kept = Store(named_by_settings(offloading.store_config())) if store is None else store
     try:
         check_tiers(kept)
-        return Swap(model, CallStack(), marks, ActivationStore(kept), owns_store=store is None)
+        return Swap(model, ActivationRuntime(), marks, ActivationStore(kept), owns_store=store is None)
     except BaseException:
         if store is None:
             kept.close()
@@ -235,12 +236,11 @@ def check_tiers(store: Store) -> None:
 # ---------------------------------------------------------------------- hooks
 
 
-class _SwapThread(threading.local):
-    """What this thread swaps: pauses, and the forward passes that have ended below a mode of others."""
+class _SwapPauses(threading.local):
+    """In how many contexts this thread is in which nothing is swapped, one inside another."""
 
     def __init__(self) -> None:
-        self.pauses = 0  # contexts in which nothing is swapped, one inside another
-        self.stuck: list[ForwardPass] = []
+        self.count = 0
 
 
 class SwapHooks:
@@ -248,7 +248,7 @@ class SwapHooks:
 
     Args:
         model: whose.
-        calls: of the model.
+        runtime: of the model.
         marks: in it.
         activation_store: where activations go.
 
@@ -257,15 +257,16 @@ class SwapHooks:
     """
 
     def __init__(
-        self, model: nn.Module, calls: CallStack, marks: Marks, activation_store: ActivationStore
+        self, model: nn.Module, runtime: ActivationRuntime, marks: Marks, activation_store: ActivationStore
     ) -> None:
         self.model = model
         self.passes = self.operators = self.triggers = 0
-        self._calls = calls
+        self._runtime = runtime
+        self._calls = runtime.calls
         self._marks = marks
         self._activation_store = activation_store
         self._unpacker = Unpacker(activation_store)
-        self._thread = _SwapThread()
+        self._pauses = _SwapPauses()
         self._handles: list[RemovableHandle] = []
 
     def register(self) -> None:
@@ -283,25 +284,23 @@ class SwapHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._calls.discard_interrupted()
-        self._end_stuck()
+        self._runtime.discard_interrupted()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let whatever this thread saves inside the context stay."""
-        self._thread.pauses += 1
+        self._pauses.count += 1
         try:
             yield
         finally:
-            self._thread.pauses -= 1
+            self._pauses.count -= 1
 
     def _is_paused(self) -> bool:
-        return self._thread.pauses > 0
+        return self._pauses.count > 0
 
     def _before(self, *_: object) -> None:
         """The model begins to run, maybe inside itself: that is one pass."""
-        self._calls.discard_interrupted()
-        self._end_stuck()
+        self._runtime.discard_interrupted()
         self._activation_store.sweep()
         current = self._calls.last(ForwardPass)
         if current is not None:
@@ -309,7 +308,9 @@ class SwapHooks:
         elif not self._is_paused() and is_saving():
             own = frozenset(map(id, (*self.model.parameters(), *self.model.buffers())))
             find = functools.partial(_scope_in, self._calls)
-            current = ForwardPass(self._activation_store, self._unpacker, own, find, self._is_paused)
+            current = ForwardPass(
+                self._activation_store, self._unpacker, own, find, self._runtime.operators, self._is_paused
+            )
             current.begin()
             self._calls.begin(self, current, functools.partial(self._end, current))
             self.passes += 1
@@ -327,15 +328,9 @@ class SwapHooks:
             self._end(current)
 
     def _end(self, current: ForwardPass) -> None:
-        if not current.end():
-            self._thread.stuck.append(current)
+        current.end()
         self.operators += current.operators
         self.triggers += current.triggers.made
-
-    def _end_stuck(self) -> None:
-        stuck = self._thread.stuck
-        while stuck and stuck[-1].end():
-            stuck.pop()
 
 
 def _scope_in(calls: CallStack, operator: Operator) -> MarkScope | None:
