@@ -24,7 +24,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_cdata``: a storage has no identity: who shares memory is not known. In: binding, bindings, gradient,
   guarded_tensors, layout, lease_storages, memory_meters, memory_parts, offloaded_storage, poisons,
   reclaimed_tensors, shared_memory, state, state_dict_entries, state_dicts.
-- ``_current_level``: forward-mode derivatives are recomputed in another order. In: checkpointed_modules.
+- ``_current_level``: forward-mode derivatives are recomputed in another order. In: forward_conditions.
 - ``_destroy``: subclasses made from ``empty`` fail while operators are observed. In: operator_observers.
 - ``_forward_hooks``: a user's hook may write weights that count as clean. In: unseen_writes.
 - ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In:
@@ -35,7 +35,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_is_param``: a guarded parameter of a user's class is no ``nn.Parameter``. In: guarded_classes,
   state_dict_entries.
 - ``_is_view``: a buffer that cannot be made anew is let go of. In: buffers.
-- ``_is_zerotensor``: zeros of forward mode are asked for bytes, and raise. In: recorded_ops.
+- ``_is_zerotensor``: zeros of forward mode are asked for bytes, and raise. In: operators.
 - ``_non_persistent_buffers_set``: checkpoints hold buffers that a state dict leaves out; the keys of
   ``state_dict`` would tell, and run everybody's hooks. In: tensor_names.
 - ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: session.
@@ -47,7 +47,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_raw_saved_``: what graphs hold of a tensor is not named in errors; the attributes begin so. In:
   shared_memory.
 - ``_schema``: nobody knows what an operator writes. In: modes, operator_observers, operator_watch,
-  recorded_ops, scopes, unseen_writes.
+  operators, recorded_ops, scopes, unseen_writes.
 - ``_sequence_nr``: nothing is fetched ahead of backward: it waits. In: node_triggers.
 - ``_tensor_name``: weights under ``prune`` are taken for aliases. In: shared_memory.
 - ``_torchdynamo_disable``: the compiler traces the library's functions; ``torch.compiler.disable`` would
@@ -59,10 +59,11 @@ For none of the attributes there is a public alternative, unless the list names 
   kept_outputs, modes, recomputed_operators, saved_tensors, speculative_steps, state_dict_entries,
   whole_steps.
 
-Some hooks and frames of PyTorch are known by names inside of its functions: ``_checkpoint_hook``'s hooks
-(``forward_pass``), ``save_on_cpu``'s (``saved_tensors``), the local ``new_frame`` of a checkpoint's generator
-(``abandoned_checkpoints``), and what ``Optimizer.step`` is put into (``hooked`` and ``__wrapped__``, in
-``registered``).
+Some hooks and frames of PyTorch are known by names inside of its functions: ``save_on_cpu``'s hooks
+(``saved_tensors``), the local ``new_frame`` of a checkpoint's generator (``abandoned_checkpoints``), and what
+``Optimizer.step`` is put into (``hooked`` and ``__wrapped__``, in ``registered``).  Hooks and frames of
+``torch.utils.checkpoint`` are known by the module that they are of, as is who may call between them
+(``saved_tensor_hooks``).
 """
 
 from __future__ import annotations

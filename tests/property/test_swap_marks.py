@@ -281,7 +281,7 @@ def _found(
 
     def pack(self: ForwardPass, tensor: Tensor) -> object:
         storage = tensor.untyped_storage()
-        scope = self.watch.storages.scope_of(storage)
+        scope = self.watch.scope_of(storage)
         packed = real(self, tensor)
         found.append(scope.prefetch if isinstance(packed, Swapped) and scope is not None else None)
         return packed

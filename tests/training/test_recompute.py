@@ -31,7 +31,7 @@ from tests.training.recompute_models import (
 from tests.training.twins import assert_equal_models
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import recompute, swap
-from tierstore.training.activations.recomputation import scopes
+from tierstore.training.activations.recomputation.scopes import OperatorScope
 
 WIDE = 64
 
@@ -528,7 +528,7 @@ def test_a_call_that_failed_is_not_taken_for_the_next_one(
     assert run.stats().repetitions + run.stats().operators > 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # noqa: FBT003
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    assert scopes.current() == scopes.OperatorScope()
+    assert run._runtime.calls.last(OperatorScope) is None
 
 
 def test_the_model_is_as_it_was_when_it_is_closed() -> None:

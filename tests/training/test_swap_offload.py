@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from pathlib import Path
@@ -197,8 +198,11 @@ def test_an_operator_whose_consumer_is_recomputed_is_not_swapped(tmp_path: Path)
     assert len(own) < len({key for key in plain if key.split("/")[1] in "02"})
 
 
+@pytest.mark.parametrize("is_offloaded", [False, True], ids=["", "offloaded"])
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_the_input_of_a_layer_that_is_recomputed_stays(tmp_path: Path, is_reentrant: bool) -> None:
+def test_the_input_of_a_layer_that_is_recomputed_stays(
+    tmp_path: Path, is_reentrant: bool, is_offloaded: bool
+) -> None:
     class Chain(nn.Module):
         """Layers of one operator each that saves its input alone."""
 
@@ -206,6 +210,7 @@ def test_the_input_of_a_layer_that_is_recomputed_stays(tmp_path: Path, is_reentr
             super().__init__()
             self.layers = nn.ModuleList(Sine() for _ in range(3))
             self.is_reentrant = is_reentrant
+            self.scale = nn.Parameter(torch.ones(1))  # so that it is a bundle's module
 
         def forward(self, x: Tensor) -> Tensor:
             """Transform; the layer in the middle is recomputed, and its input is saved by others, too."""
@@ -225,9 +230,24 @@ def test_the_input_of_a_layer_that_is_recomputed_stays(tmp_path: Path, is_reentr
             """Transform."""
             return (x + self.weight).sin()
 
+    class Outer(nn.Module):
+        """What has no layers of its own."""
+
+        def __init__(self, chain: nn.Module) -> None:
+            super().__init__()
+            self.chain = chain
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Transform."""
+            output: Tensor = self.chain(x)
+            return output
+
     # Each layer's own sum is saved by its sine: that of the layer in the middle is recomputed.
-    model = Chain(is_reentrant=is_reentrant)
-    assert _keys(model, tmp_path, whole_layers(1)) == {"activation/0/0", "activation/2/0"}
+    model = Outer(Chain(is_reentrant=is_reentrant))
+    settings = {"device": "emulated", "max_device_memory": "2MB", "offload_cpu_size": "8MB"}
+    with offload(model, None, settings) if is_offloaded else contextlib.nullcontext():
+        keys = _keys(model, tmp_path, whole_layers(1))
+    assert keys == {"activation/0/0", "activation/2/0"}
 
 
 def _small_run(tmp_path: Path) -> Offload:

@@ -15,7 +15,7 @@ from torch import nn
 
 from tierstore.callers import opener
 from tierstore.errors import UsageError
-from tierstore.training.activations.swapping.operator_watch import is_backward
+from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.optimizers.step_units import runs_of_step
 from tierstore.training.session import Session
 
@@ -101,7 +101,7 @@ def _why_not(run: OpenRun, session: Session) -> str:
             session.durable is not None
         ),
         "the model, a backward pass or a step is under way": not session.windows.is_outermost
-        or is_backward()
+        or is_in_backward()
         or any(map(runs_of_step, session.optimizers)),
         "swapped activations wait for backward": waits,
         f"it does not fit into memory: {shortage}": shortage is not None,

@@ -144,7 +144,7 @@ class Session:
         self.accumulation = Accumulation(keeper, self._begin_accumulation, self._landed, self._end_pass)
         self.leaving = Leaving(self)
         self.saved = SavedTensors(self.bindings, self._settle_for_backward)
-        self.windows = hooks.ModuleWindows(self.bindings, self.saved, self._discard_swap)
+        self.windows = hooks.ModuleWindows(self.bindings, self.saved, self._discard_activations)
         self.adopter = Adopter(store, self.bindings, self, inventory.nbytes)
         self.state_dicts = StateDicts(self.adopter, self.bindings)
         self.clock = Clock()
@@ -241,9 +241,8 @@ class Session:
         self.activations = apply.apply(self.model, sections, layers, self.store)
         self.placing.note_activations(self.activations.plan)
 
-    def _discard_swap(self, is_beginning: bool) -> None:
-        if self.activations.swap is not None:
-            self.activations.swap.discard_interrupted(int(is_beginning))
+    def _discard_activations(self) -> None:
+        self.activations.runtime.discard_interrupted()
 
     def _add_steps(self) -> None:
         for index, optimizer in enumerate(self.optimizers):

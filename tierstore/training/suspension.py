@@ -28,7 +28,7 @@ import torch
 
 from tierstore.errors import CapacityError, KeyNotFound, UsageError
 from tierstore.planning.rules import DISK, HOST
-from tierstore.training.activations.swapping.operator_watch import is_backward
+from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.autograd.gradient import native_gradient
 from tierstore.training.bundles.bindings import Binding, set_data
 from tierstore.training.bundles.leasing import LeasingState
@@ -186,7 +186,7 @@ class Suspension:
         session.accumulation.settle()
         if not session.windows.is_outermost:
             raise UsageError("the model runs: suspend between steps.")
-        if is_backward():
+        if is_in_backward():
             raise UsageError("a backward pass runs: suspend between steps.")
         if any(runs_of_step(optimizer) for optimizer in session.optimizers):
             raise UsageError("an optimizer steps: suspend between steps.")

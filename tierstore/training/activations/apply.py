@@ -22,6 +22,7 @@ from tierstore.training.activations.config.sections import Sections
 from tierstore.training.activations.recomputation import recompute
 from tierstore.training.activations.recomputation.chosen_layers import match_layers
 from tierstore.training.activations.recomputation.recompute import Recompute, RecomputeStats
+from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
 from tierstore.training.activations.swapping.activation_stats import ActivationStats
 from tierstore.training.activations.swapping.activation_store import ActivationStore
 from tierstore.training.activations.swapping.marks import Marks, mark
@@ -37,12 +38,14 @@ class Activations:
         recompute: what is computed again; ``None``: nothing was asked for.
         swap: what is swapped; ``None``: nothing.
         plan: what both were told; ``None``: nothing.
+        runtime: of the model.
     """
 
-    def __init__(self, recomputed: Recompute | None = None, swapped: Swap | None = None) -> None:
-        self.recompute = recomputed
-        self.swap = swapped
+    def __init__(self) -> None:
+        self.recompute: Recompute | None = None
+        self.swap: Swap | None = None
         self.plan: ActivationPlan | None = None
+        self.runtime = ActivationRuntime()
 
     @property
     def swap_stats(self) -> ActivationStats | None:
@@ -96,10 +99,10 @@ def apply(
     done.plan = plan
     try:
         if sections.recompute is not None:
-            done.recompute = recompute.apply(model, modules, plan)
+            done.recompute = recompute.apply(model, modules, plan, done.runtime)
         if plan.swap.swap and store is not None:
             check_tiers(store)
-            done.swap = Swap(model, marks, ActivationStore(store), owns_store=False)
+            done.swap = Swap(model, done.runtime, marks, ActivationStore(store), owns_store=False)
         elif plan.swap.swap:
             log.warning("memory_offload is OFF: activations are not swapped either.")
     except BaseException:

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd import graph
-from torch.utils import checkpoint
 
 from tierstore.torch_private import (
     disabled_torch_function,
@@ -54,6 +53,7 @@ from tierstore.training.pytorch.saved_tensor_hooks import (
     Inside,
     bring_into_force,
     chain,
+    is_checkpoints,
     onwards,
     pop_hooks,
     top_hooks,
@@ -420,7 +420,7 @@ def _kind_of(hook: Hook, *, are_on_host: bool) -> Callable[[SavedTensors, tuple[
         hook: that is in force.
         are_on_host: whether the model's tensors are.
     """
-    if getattr(hook, "__module__", None) == checkpoint.__name__:
+    if is_checkpoints(hook):
         return Repeated
     return PacksShown if sees_all(hook, are_on_host=are_on_host) else Chained
 

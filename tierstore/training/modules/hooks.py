@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,16 +91,13 @@ class ModuleWindows:
     Args:
         bindings: of the model.
         saved: is in force while a window is open.
-        discard_inner: ends what others put into force inside the outermost window, before it is discarded;
-            told whether the model's next call has begun.
+        discard_inner: ends what others put into force inside the outermost window, before it is discarded.
 
     Attributes:
         owners: the hooks that open and close windows.
     """
 
-    def __init__(
-        self, bindings: Bindings, saved: SavedTensors, discard_inner: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, bindings: Bindings, saved: SavedTensors, discard_inner: Callable[[], None]) -> None:
         self._bindings = bindings
         self._saved = saved
         self._discard_inner = discard_inner
@@ -169,7 +166,7 @@ class ModuleWindows:
         """
         for _ in self._interrupted(beginning):
             if len(self._running.entries) == 1:
-                self._discard_inner(beginning is not None)
+                self._discard_inner()
             self._end_last()
 
     def _leave_force(self) -> None:
@@ -281,51 +278,6 @@ def _may_leave_force() -> bool:
             return False
         frame = frame.f_back
     return True
-
-
-Thing = TypeVar("Thing")
-
-
-class OpenedCalls(threading.local, Generic[Thing]):
-    """What the calls of modules that run in this thread have opened, outermost first.
-
-    A call is known by its frame, so that it is not taken for the module's next one.
-
-    Args:
-        end: ends what a call has opened that was interrupted.  It must not take locks.
-    """
-
-    def __init__(self, end: Callable[[Thing], None]) -> None:
-        self._end = end
-        self._entries: list[tuple[ModuleCall, object, Thing]] = []
-
-    @property
-    def last(self) -> Thing | None:
-        """What was opened last."""
-        return self._entries[-1][2] if self._entries else None
-
-    def begin(self, owner: object, thing: Thing) -> None:
-        """Take in what a hook has opened for the call that it is called in.
-
-        Args:
-            owner: of the hook, one a module.
-            thing: that is open.
-        """
-        self._entries.append((ModuleCall(sys._getframe(), self.discard_interrupted), owner, thing))  # noqa: SLF001
-
-    def end(self, owner: object) -> Thing | None:
-        """Return what ``owner`` has opened for the call that this is called in; ``None``: nothing."""
-        if self._entries:
-            call, its_owner, thing = self._entries[-1]
-            if its_owner is owner and call.is_around(sys._getframe()):  # noqa: SLF001
-                self._entries.pop()
-                return thing
-        return None
-
-    def discard_interrupted(self) -> None:
-        """End, innermost first, what calls have opened that a ``KeyboardInterrupt`` or its like has ended."""
-        while self._entries and not self._entries[-1][0].is_running:
-            self._end(self._entries.pop()[2])
 
 
 class ModuleHooks:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
-from tierstore.torch_private import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from torch.autograd import function
+from torch.utils import checkpoint
+
+from tierstore.torch_private import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    pytree,
+    top_saved_tensor_hooks,
+)
 
 Hook = Callable[[Any], Any]
 
@@ -63,9 +73,11 @@ class Inside:
 
     Attributes:
         outer: those; ``None``: there were none.
+        is_for_repetition: whether what it leaves to them now is wanted by something that runs again.
     """
 
     outer: tuple[Hook, Hook] | None = None
+    is_for_repetition: bool = False
 
 
 def whose(hook: Hook) -> object:
@@ -90,3 +102,39 @@ def chain() -> Iterator[Hook]:
 def packs_the_rest() -> Hook | None:
     """Return the hook in this thread that packs what no other one does; ``None``: nobody does."""
     return next(iter(deque(chain(), maxlen=1)), None)
+
+
+def is_checkpoints(hook: Hook) -> bool:
+    """Say whether a hook is of ``torch.utils.checkpoint``."""
+    return getattr(hook, "__module__", None) == checkpoint.__name__
+
+
+def is_for_repetition(asker: object) -> bool:
+    """Say whether what is packed now is wanted by something that runs again: it is to stay where it is.
+
+    Args:
+        asker: whose hook packs it; others may have left it to him.
+    """
+    for owner in map(whose, chain()):
+        if owner is asker:
+            break
+        if isinstance(owner, Inside) and owner.is_for_repetition:
+            return True
+    return is_input_of_checkpoint(sys._getframe())  # noqa: SLF001 - there is no other way to know
+
+
+def is_input_of_checkpoint(frame: FrameType | None) -> bool:
+    """Say whether a tensor is saved as the input of what ``torch.utils.checkpoint`` will recompute.
+
+    It has its inputs saved as nodes have; only who calls the hook tells.
+
+    Args:
+        frame: in the hook.
+    """
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == checkpoint.__name__
+
+
+_BETWEEN = ("tierstore.", "torch._dynamo.", function.__name__, pytree.__name__)
+"""The modules whose frames are between a hook and who saves."""

@@ -12,10 +12,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
@@ -23,26 +21,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from tierstore.errors import UsageError
 from tierstore.torch_private import (
     begin_checkpoint,
-    current_graph_task,
-    eager_transforms,
     innermost_transform,
     tree_flatten,
     tree_unflatten,
 )
 from tierstore.training.activations.recomputation import sliced_inputs
 from tierstore.training.activations.recomputation.forward_snapshot import ForwardSnapshot, has_lazy
-from tierstore.training.modules.hooks import Hook, OpenedCalls
-from tierstore.training.pytorch.function_modes import are_hooks_allowed
+from tierstore.training.activations.runtime.forward_conditions import is_saving
+from tierstore.training.activations.runtime.module_calls import CallStack, QuietHook, hook_around
 from tierstore.training.pytorch.saved_tensor_hooks import (
     InForce,
-    packs_the_rest,
     push_hooks,
     take_out_of_force,
     top_hooks,
@@ -69,80 +62,15 @@ class _RunningRegion(NamedTuple):
         self.running.close()
 
 
-class _RegionThread(threading.local):
-    """What happens in this thread."""
-
-    def __init__(self) -> None:
-        self.is_for_recompute = False
-
-
-_here = _RegionThread()
-_opened: OpenedCalls[_RunningRegion] = OpenedCalls(_RunningRegion.close)
-
-
-def is_recomputed() -> bool:
-    """Whether what runs in this thread is recomputed in backward as a whole, or is just being recomputed.
-
-    By a region or by the program's own ``torch.utils.checkpoint``.
-    """
-    if current_graph_task() != -1:  # backward runs, also that of a reentrant one
-        return True
-    return getattr(packs_the_rest(), "__module__", None) == checkpoint.__name__
-
-
 def is_idle() -> bool:
     """Whether nothing that begins now in this thread is to be recomputed.
 
-    Nothing is kept for backward, it is recomputed anyway, or it is seen through a transform of ``torch.func``
-    or by ``torch.jit.trace``, or derivatives go along with it: its operators would be others than those of
-    its repetition.
+    Nothing of it is ours (`is_saving`), or it is seen through a transform of ``torch.func`` or by
+    ``torch.jit.trace``: its operators would be others than those of its repetition.
     """
-    if not torch.is_grad_enabled() or is_recomputed() or not are_hooks_allowed() or is_forward_mode():
+    if not is_saving() or innermost_transform() is not None:
         return True
-    return innermost_transform() is not None or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-
-
-def is_forward_mode() -> bool:
-    """Whether derivatives may go along with a forward that begins now.
-
-    Their formulas ask whether there is a dispatch mode, and compute in another order then.
-    """
-    return forward_ad._current_level >= 0  # noqa: SLF001 - of all threads; a transform's is one as well
-
-
-def refuse_forward_mode() -> None:
-    """Refuse derivatives that begin to go along in the midst of a forward that a mode of ours sees.
-
-    Called for each operator.  A transform of ``torch.func`` takes the modes into account by itself.
-
-    Raises:
-        UsageError: a module has entered ``torch.autograd.forward_ad.dual_level()``.
-    """
-    if is_forward_mode() and eager_transforms.JVP_NESTING == 0:
-        raise UsageError(
-            "torch.autograd.forward_ad.dual_level() was entered in a forward whose activations are swapped "
-            "or whose operators are recomputed: it would compute its derivatives in another order. Enter it "
-            "around the call of the model, where nothing of that happens then, use torch.func.jvp inside, or "
-            "leave this module out of swap and recompute."
-        )
-
-
-def is_for_recompute() -> bool:
-    """Whether what this thread packs is wanted by something that is recomputed.
-
-    Such tensors are not swapped.
-    """
-    return _here.is_for_recompute
-
-
-@contextlib.contextmanager
-def for_recompute() -> Iterator[None]:
-    """Pack what something that is recomputed wants."""
-    before, _here.is_for_recompute = _here.is_for_recompute, True
-    try:
-        yield
-    finally:
-        _here.is_for_recompute = before
+    return torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call,no-any-return]
 
 
 class CheckpointedModule:
@@ -150,6 +78,7 @@ class CheckpointedModule:
 
     Args:
         module: whose forward is run again.
+        calls: of its model.
         contexts: what it runs in; made anew for each forward.
         groups: processes that keep a slice each of what the module is given (`slices`).
 
@@ -159,9 +88,14 @@ class CheckpointedModule:
     """
 
     def __init__(
-        self, module: nn.Module, contexts: Contexts | None = None, groups: Sequence[sliced_inputs.Group] = ()
+        self,
+        module: nn.Module,
+        calls: CallStack,
+        contexts: Contexts | None = None,
+        groups: Sequence[sliced_inputs.Group] = (),
     ) -> None:
         self.module = module
+        self._calls = calls
         self.forwards = 0
         self.repetitions = 0
         self._contexts = contexts or checkpoint.noop_context_fn
@@ -170,15 +104,12 @@ class CheckpointedModule:
 
     def register(self) -> list[RemovableHandle]:
         """Hook it to its module, around the hooks that it has."""
-        return [
-            self.module.register_forward_pre_hook(_EnterRegion(self), prepend=True, with_kwargs=True),
-            self.module.register_forward_hook(_LeaveRegion(self)),
-            self.module.register_forward_hook(_Abandon(self), always_call=True),
-        ]
+        leave = self.module.register_forward_hook(QuietHook(self._leave))
+        return [leave, *hook_around(self.module, self._enter, self._abandon)]
 
-    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The module begins to run, or a copy that shares its hooks."""
-        discard_interrupted()
+        self._calls.discard_interrupted()
         if is_idle() or has_lazy(module):
             return
         values, shape = tree_flatten((args, dict(kwargs)))
@@ -207,11 +138,11 @@ class CheckpointedModule:
         # whose random state it keeps.
         running = begin_checkpoint(run, True, contexts, "default", False, True, *kept)  # noqa: FBT003
         outer = top_hooks()
-        with for_recompute():
-            next(running)
+        next(running)
         hooks = top_hooks()
         assert hooks is not None
-        _opened.begin(self, _RunningRegion(running, before, InForce(hooks[0], outer)))
+        region = _RunningRegion(running, before, InForce(hooks[0], outer))
+        self._calls.begin(self, region, region.close)
 
     def _say_what_is_read_once(self) -> None:
         if not self._has_said:
@@ -221,30 +152,25 @@ class CheckpointedModule:
                 type(self.module).__name__,
             )
 
-    def leave(self) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         """The module has run."""
-        discard_interrupted()
-        entry = _opened.end(self)
-        if entry is not None:
-            entry.before.end()
-            next(entry.running, None)
+        del module, args, output
+        region = self._calls.end(self, _RunningRegion)
+        if region is not None:
+            region.before.end()
+            next(region.running, None)
 
-    def abandon(self) -> None:
+    def _abandon(self, module: nn.Module, args: object, output: object) -> None:
         """The module has run, or an exception ended it: then the region is still open."""
-        discard_interrupted()
-        entry = _opened.end(self)
-        if entry is not None:
-            entry.running.close()
+        del module, args, output
+        region = self._calls.end(self, _RunningRegion)
+        if region is not None:
+            region.running.close()
 
 
 def _copied(value: Any) -> Any:  # noqa: ANN401 - an argument
     """Return a copy of what a forward may set attributes of."""
     return copy.copy(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def discard_interrupted() -> None:
-    """Close what modules left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    _opened.discard_interrupted()
 
 
 class _Again:
@@ -269,32 +195,3 @@ class _Again:
             self._inner.__exit__(*error)
         finally:
             self._before.__exit__()
-
-
-class _EnterRegion(Hook):
-    def __init__(self, region: CheckpointedModule) -> None:
-        self._region = region
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._region.enter(module, args, kwargs)
-
-
-class _LeaveRegion(Hook):
-    def __init__(self, region: CheckpointedModule) -> None:
-        self._region = region
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
-        del module, args, output
-        self._region.leave()
-
-
-class _Abandon(Hook):
-    def __init__(self, region: CheckpointedModule) -> None:
-        self._region = region
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
-        del module, args, output
-        self._region.abandon()

@@ -16,6 +16,7 @@ from tierstore.training.activations.recomputation.checkpointed_modules import Co
 from tierstore.training.activations.recomputation.kept_outputs import keeping
 from tierstore.training.activations.recomputation.scopes import OperatorScope, OperatorSelection
 from tierstore.training.activations.recomputation.sliced_inputs import Group, groups_of, is_distributed
+from tierstore.training.activations.runtime.module_calls import CallStack
 
 
 def match_layers(layers: Sequence[nn.Module], plan: ActivationPlan) -> list[LayerMatches]:
@@ -66,11 +67,17 @@ class ChosenLayer:
 
     @classmethod
     def of(
-        cls, module: nn.Module, config: RecomputeConfig, plan: LayerPlan, matches: LayerMatches
+        cls,
+        module: nn.Module,
+        calls: CallStack,
+        config: RecomputeConfig,
+        plan: LayerPlan,
+        matches: LayerMatches,
     ) -> ChosenLayer:
         """Return what a plan means."""
         again = plan.recompute
         selection = OperatorSelection(
+            calls,
             tuple(pattern for pattern in again.operators if pattern.is_aten),
             tuple(pattern for pattern in again.exclude if pattern.is_aten),
             keeps_collectives=is_distributed() and not config.mp_comm_recompute,

@@ -14,16 +14,16 @@ import torch
 
 from tierstore.modes import run_operator
 from tierstore.torch_private import OpOverload, TorchDispatchMode
-from tierstore.training.activations.recomputation.checkpointed_modules import Context, refuse_forward_mode
-from tierstore.training.activations.recomputation.recorded_ops import (
+from tierstore.training.activations.recomputation.checkpointed_modules import Context
+from tierstore.training.activations.recomputation.recorded_ops import RandomState, random_state_for
+from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
+from tierstore.training.activations.runtime.operators import (
     Arguments,
     Named,
-    RandomState,
     alias_of,
     is_changing,
     is_plain,
     mapped,
-    random_state_for,
     tensors_in,
     written,
 )

@@ -17,7 +17,6 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 
 from tierstore.training.activations.config import config_log
@@ -33,14 +32,14 @@ from tierstore.training.activations.config.sections import (
     sections_of,
 )
 from tierstore.training.activations.config.swap_config import SwapConfig
-from tierstore.training.activations.recomputation import checkpointed_modules, recomputed_operators, scopes
 from tierstore.training.activations.recomputation.checkpointed_modules import CheckpointedModule
 from tierstore.training.activations.recomputation.chosen_layers import ChosenLayer, match_layers, submodule
 from tierstore.training.activations.recomputation.recomputed_operators import RecomputedOperators
 from tierstore.training.activations.recomputation.recorded_ops import InputIndex, RecomputeCounts
 from tierstore.training.activations.recomputation.scopes import ScopeHooks
 from tierstore.training.activations.recomputation.sliced_inputs import groups_of, is_distributed
-from tierstore.training.modules.hooks import Hook
+from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
+from tierstore.training.activations.runtime.module_calls import QuietHook
 
 log = logging.getLogger("tierstore")
 
@@ -70,11 +69,14 @@ class Recompute:
     Made by `recompute`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, runtime: ActivationRuntime) -> None:
+        self._runtime = runtime
         self._regions: list[CheckpointedModule] = []
         self._counts = RecomputeCounts()
         self._givens = InputIndex()
-        self._handles = [model.register_forward_pre_hook(_Tidy(), prepend=True)]
+        self._handles = [
+            model.register_forward_pre_hook(QuietHook(self._discard), prepend=True, with_kwargs=True)
+        ]
 
     def stats(self) -> RecomputeStats:
         """Return what it did so far."""
@@ -90,20 +92,25 @@ class Recompute:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        discard_interrupted()
+        self._runtime.discard_interrupted()
+
+    def _discard(self, *_: object) -> None:
+        """End what an interrupt left open, before the model runs again."""
+        self._runtime.discard_interrupted()
 
     def add(self, layer: ChosenLayer) -> None:
         """Recompute what is meant of one layer."""
         for module in layer.regions:
-            region = CheckpointedModule(module, layer.contexts(), layer.groups)
+            region = CheckpointedModule(module, self._runtime.calls, layer.contexts(), layer.groups)
             self._regions.append(region)
             self._handles += region.register()
         if layer.has_operators:
-            self._handles += RecomputedOperators(
-                layer.module, layer.selection, self._givens, self._counts
-            ).register()
+            operators = RecomputedOperators(
+                layer.module, self._runtime, layer.selection, self._givens, self._counts
+            )
+            self._handles += operators.register()
         for module, scope in layer.scopes():
-            self._handles += ScopeHooks(module, scope).register()
+            self._handles += ScopeHooks(module, self._runtime.calls, scope).register()
 
     def __enter__(self) -> Self:
         """Return the object itself."""
@@ -149,25 +156,28 @@ def recompute(
     found = list(find_layers(model, layers).values())
     plan = plan_layers(sections.recompute, sections.swap, num_layers=len(found), **layout)
     _say(plan, match_layers(found, plan))
-    return apply(model, found, plan)
+    return apply(model, found, plan, ActivationRuntime())
 
 
 _UNSAID: Mapping[str, object] = {"pipeline_stage": 1, "pp_interleave_num": 1, "offset": 0}
 
 
-def apply(model: nn.Module, layers: Sequence[nn.Module], plan: ActivationPlan) -> Recompute:
+def apply(
+    model: nn.Module, layers: Sequence[nn.Module], plan: ActivationPlan, runtime: ActivationRuntime
+) -> Recompute:
     """Do what a plan says about recomputing; log only what of it has no effect.
 
     Args:
         model: that has the layers.
         layers: of the model.
         plan: for them.
+        runtime: of the model.
     """
     matches = match_layers(layers, plan)
-    run = Recompute(model)
+    run = Recompute(model, runtime)
     try:
         for layer, found in zip(plan.layers, matches, strict=True):
-            run.add(ChosenLayer.of(layers[layer.layer_id], plan.recompute, layer, found))
+            run.add(ChosenLayer.of(layers[layer.layer_id], runtime.calls, plan.recompute, layer, found))
     except BaseException:
         run.close()
         raise
@@ -183,22 +193,6 @@ def _read(config: Config) -> Sections:
     if RECOMPUTE in config or SWAP in config:
         return sections_of(config)
     return Sections(RecomputeConfig.from_mapping(config))
-
-
-class _Tidy(Hook):
-    """Ends what a ``KeyboardInterrupt`` left open, before the model runs again."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        del module, args
-        discard_interrupted()
-
-
-def discard_interrupted() -> None:
-    """End what a ``KeyboardInterrupt`` left open in this thread: PyTorch calls no hooks then."""
-    checkpointed_modules.discard_interrupted()
-    recomputed_operators.discard_interrupted()
-    scopes.discard_interrupted()
 
 
 # ---------------------------------------------------------------------- what is said

@@ -19,42 +19,45 @@ Wrapper subclasses (DTensor) and functional tensors are left alone.
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tierstore.modes import run_operator
-from tierstore.torch_private import OpOverload, TorchDispatchMode
-from tierstore.training.activations.recomputation import checkpointed_modules, scopes
+from tierstore.torch_private import OpOverload
+from tierstore.training.activations.recomputation.checkpointed_modules import is_idle
 from tierstore.training.activations.recomputation.recorded_ops import (
-    Arguments,
     InputIndex,
     InputRef,
-    Named,
     RandomState,
     RecomputeCounts,
     RecordedOp,
     SavedOutput,
-    alias_of,
     can_repeat,
-    is_changing,
-    is_plain,
     is_unfilled,
-    mapped,
     random_state_for,
-    tensors_in,
     unpack,
     updated_unsaid,
-    written,
 )
 from tierstore.training.activations.recomputation.scopes import OperatorSelection
+from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
+from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
+from tierstore.training.activations.runtime.live_storages import LiveStorages
+from tierstore.training.activations.runtime.module_calls import hook_around
+from tierstore.training.activations.runtime.operator_mode import WatchedOperators
+from tierstore.training.activations.runtime.operators import (
+    Arguments,
+    Named,
+    alias_of,
+    is_changing,
+    is_plain,
+    mapped,
+    tensors_in,
+    written,
+)
 from tierstore.training.autograd.saved_tensors import Delegated, keep, refers
-from tierstore.training.modules.hooks import Hook, OpenedCalls
 from tierstore.training.pytorch.saved_tensor_hooks import (
     Inside,
     bring_into_force,
@@ -63,15 +66,18 @@ from tierstore.training.pytorch.saved_tensor_hooks import (
 )
 
 
-class _Live(weakref.ref[torch.UntypedStorage]):
-    """A storage that is an operator's output as yet."""
+class _LiveOutput(NamedTuple):
+    """What is known of a storage that is an operator's output as yet."""
 
-    __slots__ = ("call", "index", "key", "version")
-
-    key: int
     call: RecordedOp
-    index: int
+    number: int  # of the operator's outputs
     version: int
+
+
+class _Beginning(NamedTuple):
+    """How a chosen operator began."""
+
+    random: RandomState | None
 
 
 class _Pack(Inside):
@@ -81,6 +87,11 @@ class _Pack(Inside):
         self._run = run
         self.outer = top_hooks()
 
+    @property
+    def is_for_repetition(self) -> bool:  # type: ignore[override]
+        """See `Inside`."""
+        return self._run.is_whole
+
     def __call__(self, tensor: torch.Tensor) -> object:
         made = self._run.find(tensor)
         if made is not None:
@@ -89,89 +100,75 @@ class _Pack(Inside):
         if self.outer is None:
             return keep(tensor)
         pack, unpack = self.outer
-        with self._run.apart(), _as_it_is_wanted():
+        with self._run.operators.unwatched():
             return Delegated(pack(tensor), unpack)
 
 
-def _as_it_is_wanted() -> contextlib.AbstractContextManager[None]:
-    """Pack for an operator that runs again, if all that run now do."""
-    return checkpointed_modules.for_recompute() if scopes.current().is_whole else contextlib.nullcontext()
+class _LayerForward:
+    """One forward of a layer, which watches its operators: an `OperatorWatcher`."""
 
-
-class _LayerForward(TorchDispatchMode):
-    """One forward of a layer: the mode that sees its operators."""
-
-    def __init__(self, selection: OperatorSelection, givens: InputIndex, counts: RecomputeCounts) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        operators: WatchedOperators,
+        selection: OperatorSelection,
+        givens: InputIndex,
+        counts: RecomputeCounts,
+    ) -> None:
+        self.operators = operators
         self.counts = counts
         self._selection = selection
-        self._is_paused = False
-        self._live: dict[int, _Live] = {}
+        self._live: LiveStorages[_LiveOutput] = LiveStorages()
         self._givens = givens
 
     def begin(self) -> None:
         """Come into force in this thread."""
         self._hooks = bring_into_force(_Pack(self), unpack)
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.operators.begin(self)
 
     def end(self) -> None:
         """Be in force no more: what is saved from now on is kept as usual."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.operators.end(self)
         take_out_of_force(self._hooks)
         self._live.clear()
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """What happens inside the context is no part of the layer."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+    @property
+    def is_whole(self) -> bool:
+        """Whether all operators that run now are to run again."""
+        return self._selection.scope.is_whole
 
     def find(self, tensor: torch.Tensor) -> SavedOutput | None:
         """Return a reference to the run that made ``tensor``; ``None`` if it is to be kept."""
         live = self._look_up(tensor)
         if live is None:
             return None
-        made = SavedOutput(live.call, live.index, tensor, is_saved=True)
+        made = SavedOutput(live.call, live.number, tensor, is_saved=True)
         if not live.call.is_packed:
-            with self.apart(), _as_it_is_wanted():
+            with self.operators.unwatched():
                 live.call.pack()
         return made
 
-    def _look_up(self, tensor: torch.Tensor) -> _Live | None:
-        if not is_plain(tensor):
-            return None
-        storage = tensor.untyped_storage()
-        live = self._live.get(id(storage))
-        if live is None or live() is not storage or live.call.is_over:
+    def _look_up(self, tensor: torch.Tensor) -> _LiveOutput | None:
+        live = self._live.get(tensor.untyped_storage()) if is_plain(tensor) else None
+        if live is None or live.call.is_over:
             return None
         return live if live.version == tensor._version else None  # noqa: SLF001
 
-    # torch's signature: the types of arguments and result are those of the operation.
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Arguments = (),
-        kwargs: Named | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Run the operator, and remember how, if it is chosen."""
-        named = kwargs or {}
-        if self._is_paused or not isinstance(func, OpOverload):
-            return run_operator(func, args, named)
-        checkpointed_modules.refuse_forward_mode()
+    def before(self, func: OpOverload, args: Arguments, kwargs: Named) -> object:
+        """See `OperatorWatcher`: note the random state of a chosen operator."""
+        refuse_forward_mode()
         if is_changing(func):
-            self._before_change(written(func, args, named))
-            return run_operator(func, args, named)
+            self._before_change(written(func, args, kwargs))
+            return None
         is_chosen = torch.is_grad_enabled() and self._selection.means(func) and not is_unfilled(func)
-        is_chosen = is_chosen and can_repeat(args, named)
-        random = random_state_for(func, args, named) if is_chosen else None
-        result = run_operator(func, args, named)
-        if is_chosen:
-            self._remember(func, args, named, result, random)
-        return result
+        if not is_chosen or not can_repeat(args, kwargs):
+            return None
+        return _Beginning(random_state_for(func, args, kwargs))
+
+    def after(
+        self, noted: _Beginning, func: OpOverload, args: Arguments, kwargs: Named, result: object
+    ) -> None:
+        """See `OperatorWatcher`: remember how a chosen operator is run."""
+        self._remember(func, args, kwargs, result, noted.random)
 
     def _remember(
         self, func: OpOverload, args: Arguments, kwargs: Named, result: object, random: RandomState | None
@@ -190,10 +187,8 @@ class _LayerForward(TorchDispatchMode):
         call = RecordedOp(func, inputs, named, random, self.counts)
         self._givens.add(call)
         for index, tensor in fresh:
-            storage = tensor.untyped_storage()
-            live = _Live(storage, self._forget)
-            live.key, live.call, live.index, live.version = id(storage), call, index, tensor._version  # noqa: SLF001
-            self._live[live.key] = live
+            output = _LiveOutput(call, index, tensor._version)  # noqa: SLF001
+            self._live.put(tensor.untyped_storage(), output)
 
     def _taken(self, argument: object, *, is_cloned: bool) -> object:
         """Return an argument with an `InputRef` for each tensor."""
@@ -201,7 +196,7 @@ class _LayerForward(TorchDispatchMode):
         def taken(tensor: torch.Tensor) -> InputRef:
             live = self._look_up(tensor)
             if live is not None:
-                made = SavedOutput(live.call, live.index, tensor, is_saved=False)
+                made = SavedOutput(live.call, live.number, tensor, is_saved=False)
                 return InputRef(made, unpack, is_cloned=is_cloned)
             reference = None if saved is None else saved.refer(tensor)
             if saved is not None and reference is not None:
@@ -214,24 +209,12 @@ class _LayerForward(TorchDispatchMode):
         saved = refers()
         return mapped(argument, torch.Tensor, taken)
 
-    def _forget(self, live: weakref.ref[torch.UntypedStorage]) -> None:
-        """An output has died.  Runs anywhere."""
-        assert isinstance(live, _Live)
-        if self._live.get(live.key) is live:
-            del self._live[live.key]
-
     def _before_change(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if is_plain(tensor):
                 storage = tensor.untyped_storage()
-                self._live.pop(id(storage), None)
+                self._live.discard(storage)
                 self._givens.settle(storage)
-
-
-# ---------------------------------------------------------------------- a layer's hooks
-
-
-_opened: OpenedCalls[_LayerForward] = OpenedCalls(_LayerForward.end)
 
 
 class RecomputedOperators:
@@ -239,62 +222,40 @@ class RecomputedOperators:
 
     Args:
         module: the layer.
+        runtime: of its model.
         selection: its operators.
         givens: of all layers of the model.
         counts: to tell of what came of it.
     """
 
     def __init__(
-        self, module: nn.Module, selection: OperatorSelection, givens: InputIndex, counts: RecomputeCounts
+        self,
+        module: nn.Module,
+        runtime: ActivationRuntime,
+        selection: OperatorSelection,
+        givens: InputIndex,
+        counts: RecomputeCounts,
     ) -> None:
         self.module = module
+        self._runtime = runtime
         self._selection = selection
         self._givens = givens
         self._counts = counts
 
     def register(self) -> list[RemovableHandle]:
         """Hook it to its module, around the hooks that it has."""
-        return [
-            self.module.register_forward_pre_hook(_EnterLayer(self), prepend=True),
-            self.module.register_forward_hook(_LeaveLayer(self), always_call=True),
-        ]
+        return hook_around(self.module, self._enter, self._leave)
 
-    def enter(self) -> None:
+    def _enter(self, *_: object) -> None:
         """The layer begins to run."""
-        discard_interrupted()
-        if not checkpointed_modules.is_idle():
-            run = _LayerForward(self._selection, self._givens, self._counts)
+        self._runtime.discard_interrupted()
+        if not is_idle():
+            run = _LayerForward(self._runtime.operators, self._selection, self._givens, self._counts)
             run.begin()
-            _opened.begin(self, run)
+            self._runtime.calls.begin(self, run, run.end)
 
-    def leave(self) -> None:
+    def _leave(self, *_: object) -> None:
         """The layer has run, well or badly."""
-        discard_interrupted()
-        run = _opened.end(self)
+        run = self._runtime.calls.end(self, _LayerForward)
         if run is not None:
             run.end()
-
-
-def discard_interrupted() -> None:
-    """End what layers left open in this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    _opened.discard_interrupted()
-
-
-class _EnterLayer(Hook):
-    def __init__(self, layer: RecomputedOperators) -> None:
-        self._layer = layer
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        del module, args
-        self._layer.enter()
-
-
-class _LeaveLayer(Hook):
-    def __init__(self, layer: RecomputedOperators) -> None:
-        self._layer = layer
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
-        del module, args, output
-        self._layer.leave()

@@ -15,31 +15,33 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from tierstore.torch_private import (
     DisableAutocast,
-    ExcludeDispatchKeys,
     OpOverload,
-    is_functional_tensor,
-    negative_view,
 )
 from tierstore.training import locks
+from tierstore.training.activations.runtime.live_storages import LiveStorages
+from tierstore.training.activations.runtime.operators import (
+    Arguments,
+    Named,
+    found,
+    is_plain,
+    mapped,
+    tensors_in,
+)
+from tierstore.training.activations.runtime.tensor_views import TensorView
 from tierstore.training.autograd.saved_tensors import Delegated, Kept, restore
 from tierstore.training.bundles.binding import natively_in_sight
-from tierstore.training.bundles.bindings import natively
 from tierstore.training.locks import Rank
 from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
 
-_ADInplaceOrView = torch.DispatchKey.ADInplaceOrView
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _RUNNING_STATISTICS = ("running_mean", "running_var")
-
-Arguments = tuple[object, ...]
-Named = Mapping[str, object]
 
 
 class InputRef:
@@ -151,14 +153,11 @@ class RecordedOp:
         """Whether the outputs are there."""
         return self._values is not None
 
-    @property
-    def arguments(self) -> tuple[Arguments, Named]:
-        """What the operator was given."""
-        return self._args, self._kwargs
-
-    def was_given(self, storage: torch.UntypedStorage) -> bool:
-        """Whether an input lies in a storage, and whoever changes that changes the input."""
-        return any(each.storage is storage for each in found((self._args, self._kwargs), InputRef))
+    def storages(self) -> Iterator[torch.UntypedStorage]:
+        """Yield the storages of inputs: whoever changes one changes the input."""
+        for each in found((self._args, self._kwargs), InputRef):
+            if each.storage is not None:
+                yield each.storage
 
     def settle(self) -> None:
         """Depend on the inputs no more: they are about to change.
@@ -279,28 +278,17 @@ class RecordedOp:
 class SavedOutput:
     """A reference to an output of a run: what is saved instead of the output."""
 
-    __slots__ = ("_dtype", "_index", "_is_conj", "_is_neg", "_number", "_offset", "_shape", "_stride", "call")
+    __slots__ = ("_index", "_number", "_view", "call")
 
     def __init__(self, call: RecordedOp, index: int, tensor: torch.Tensor, *, is_saved: bool) -> None:
         self.call = call
         self._index = index
-        self._dtype = tensor.dtype
-        self._shape = tensor.shape
-        self._stride = tensor.stride()
-        self._offset = int(tensor.storage_offset())
-        self._is_conj = tensor.is_conj()
-        self._is_neg = tensor.is_neg()
+        self._view = TensorView.of(tensor)
         self._number = call.refer(is_saved=is_saved)
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor that it stands for, or a view that is the same."""
-        value = self.call.value(self._index, self._number)
-        with torch.no_grad():
-            view = torch.empty(0, dtype=self._dtype, device=value.device)
-            view.set_(value.untyped_storage(), self._offset, self._shape, self._stride)
-            if self._is_conj:
-                view = torch.conj(view)  # sets the bit, as the saved tensor had it
-            return negative_view(view) if self._is_neg else view
+        return self._view.over(self.call.value(self._index, self._number).untyped_storage())
 
     def __del__(self) -> None:
         self.call.forget(self._number)
@@ -363,89 +351,27 @@ class RecomputeCounts:
 
 
 class InputIndex:
-    """Which calls were given what: asked before something changes.  Storages are told by the live object."""
+    """Which calls were given what: asked before something changes."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, weakref.WeakSet[RecordedOp]] = {}
-        self._limit = 1024  # when those without calls are looked for
+        self._calls: LiveStorages[weakref.WeakSet[RecordedOp]] = LiveStorages()
 
     def add(self, call: RecordedOp) -> None:
         """Take a call in."""
-        for each in found(call.arguments, InputRef):
-            if each.storage is not None:
-                self._calls.setdefault(id(each.storage), weakref.WeakSet()).add(call)
-        if len(self._calls) > self._limit:
-            self._calls = {key: calls for key, calls in self._calls.items() if len(calls)}
-            self._limit = 2 * len(self._calls) + 1024
+        for storage in call.storages():
+            calls = self._calls.get(storage)
+            if calls is None:
+                calls = weakref.WeakSet()
+                self._calls.put(storage, calls)
+            calls.add(call)
 
     def settle(self, storage: torch.UntypedStorage) -> None:
         """Let every call that was given a storage depend on it no more: it is about to change."""
-        for call in list(self._calls.get(id(storage), ())):
-            if call.was_given(storage):
-                call.settle()
+        for call in list(self._calls.get(storage) or ()):
+            call.settle()
 
 
 # ---------------------------------------------------------------------- arguments
-
-
-def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - an operator's own
-    """Return nested arguments with all of one kind changed."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return type(value)([mapped(each, kind, change) for each in value])
-    if isinstance(value, Mapping):
-        return {name: mapped(each, kind, change) for name, each in value.items()}
-    return value
-
-
-def found(value: object, kind: type) -> Iterator[Any]:
-    """Yield all of one kind in nested arguments."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from found(each, kind)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from found(each, kind)
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested arguments."""
-    return found(value, torch.Tensor)
-
-
-def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without its graph; it shares the counter of versions."""
-    with natively(), versions_are_shared():
-        return tensor.detach()
-
-
-@contextlib.contextmanager
-def versions_are_shared() -> Iterator[None]:
-    """Let aliases that are made inside share the counter of versions, also where a mode sees an operator."""
-    with ExcludeDispatchKeys(_ADInplaceOrView, False):  # noqa: FBT003 - torch's own signature
-        yield
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has bytes of its own and a counter of versions."""
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return False
-    with natively():
-        if tensor.layout is not torch.strided or tensor.is_inference() or has_no_bytes(tensor):
-            return False
-        try:
-            tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # as inside of torch.func's transforms
-            return False
-        return True
-
-
-def has_no_bytes(tensor: torch.Tensor) -> bool:
-    """Whether it is functional, or the zeros of forward-mode differentiation."""
-    return is_functional_tensor(tensor) or tensor._is_zerotensor()  # noqa: SLF001
 
 
 def can_repeat(args: Arguments, kwargs: Named) -> bool:
@@ -472,28 +398,7 @@ def updated_unsaid(func: OpOverload) -> frozenset[int | str]:
     )
 
 
-def is_collective(func: OpOverload) -> bool:
-    """Say whether processes communicate in an operator that may change what it is given, whatever it says."""
-    return func.namespace == "c10d"
-
-
-@functools.cache
-def is_changing(func: OpOverload) -> bool:
-    """Say whether an operator changes what it is given; a collective may, whatever its schema says."""
-    return func._schema.is_mutable or is_collective(func)  # noqa: SLF001 - the one place that says it
-
-
 @functools.cache
 def is_unfilled(func: OpOverload) -> bool:
     """Say whether what an operator returns has no values until somebody writes them, unseen perhaps."""
     return func._schema.name.split("::")[-1] in _UNFILLED  # noqa: SLF001
-
-
-def written(func: OpOverload, args: Arguments, kwargs: Named) -> Iterator[torch.Tensor]:
-    """Yield what an operator changes."""
-    if is_collective(func):
-        yield from tensors_in((args, kwargs))
-        return
-    for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - the one place that says it
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.torch_private import OpOverload
 from tierstore.training.activations.config.patterns import Pattern
-from tierstore.training.modules.hooks import Hook, OpenedCalls
+from tierstore.training.activations.runtime.module_calls import CallStack, hook_around
 
 _COLLECTIVES = "_c10d_functional"
 _KNOWN_AS = {
@@ -79,14 +78,6 @@ def names_of(operators: Sequence[str]) -> frozenset[str]:
     return frozenset(each for name in operators for each in (name, *_KNOWN_AS.get(name, ())))
 
 
-_opened: OpenedCalls[OperatorScope] = OpenedCalls(lambda _: None)
-
-
-def current() -> OperatorScope:
-    """Return the scope of the module whose forward runs."""
-    return _opened.last or _NOTHING
-
-
 def is_collective(operator: OpOverload) -> bool:
     """Whether an operator is communication between processes."""
     return bool(operator.namespace == _COLLECTIVES)
@@ -97,19 +88,26 @@ class OperatorSelection:
     """The operators of one layer that are meant, by name where a scope says so, and by pattern anywhere.
 
     Attributes:
+        calls: of its model.
         chosen: patterns of ATen operators.
         excluded: patterns of ATen operators that are not.
         keeps_collectives: whether communication between processes is excluded everywhere.
     """
 
+    calls: CallStack
     chosen: tuple[Pattern, ...] = ()
     excluded: tuple[Pattern, ...] = ()
     keeps_collectives: bool = False
     _anywhere: dict[object, tuple[bool, bool]] = field(default_factory=dict, init=False, repr=False)
 
+    @property
+    def scope(self) -> OperatorScope:
+        """The scope of the module whose forward runs."""
+        return self.calls.last(OperatorScope) or _NOTHING
+
     def means(self, operator: OpOverload) -> bool:
         """Say whether an operator that runs now is meant."""
-        scope = current()
+        scope = self.scope
         is_chosen, is_excluded = self._by_pattern(operator)
         if is_excluded or _name(operator) in scope.excluded:
             return False
@@ -117,7 +115,7 @@ class OperatorSelection:
 
     def excludes(self, operator: OpOverload) -> bool:
         """Say whether an operator that runs now is excluded."""
-        scope = current()
+        scope = self.scope
         if is_collective(operator) and (self.keeps_collectives or scope.without_collectives):
             return True
         return self._by_pattern(operator)[1] or _name(operator) in scope.excluded
@@ -143,51 +141,24 @@ class ScopeHooks:
 
     Args:
         module: that does.
+        calls: of its model.
         scope: its operators.
     """
 
-    def __init__(self, module: nn.Module, scope: OperatorScope) -> None:
+    def __init__(self, module: nn.Module, calls: CallStack, scope: OperatorScope) -> None:
         self.module = module
         self.scope = scope
+        self._calls = calls
 
     def register(self) -> list[RemovableHandle]:
         """Hook them to the module, around the hooks that it has."""
-        return [
-            self.module.register_forward_pre_hook(_EnterScope(self), prepend=True),
-            self.module.register_forward_hook(_LeaveScope(self), always_call=True),
-        ]
+        return hook_around(self.module, self._enter, self._leave)
 
-    def enter(self) -> None:
+    def _enter(self, *_: object) -> None:
         """The module begins to run."""
-        discard_interrupted()
-        _opened.begin(self, self.scope)
+        self._calls.discard_interrupted()
+        self._calls.begin(self, self.scope)
 
-    def leave(self) -> None:
+    def _leave(self, *_: object) -> None:
         """The module has run, well or badly."""
-        discard_interrupted()
-        _opened.end(self)
-
-
-class _EnterScope(Hook):
-    def __init__(self, hooks: ScopeHooks) -> None:
-        self._hooks = hooks
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        del module, args
-        self._hooks.enter()
-
-
-class _LeaveScope(Hook):
-    def __init__(self, hooks: ScopeHooks) -> None:
-        self._hooks = hooks
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401 - and returns it
-        del module, args, output
-        self._hooks.leave()
-
-
-def discard_interrupted() -> None:
-    """Forget modules of this thread that a ``KeyboardInterrupt`` or its like has ended."""
-    _opened.discard_interrupted()
+        self._calls.end(self, OperatorScope)

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed, nn
 
-from tierstore.training.activations.recomputation.recorded_ops import is_plain
+from tierstore.training.activations.runtime.operators import (
+    is_plain,
+)
 
 SMALL_BYTES = 4096
 """Inputs below this are kept as a whole."""

@@ -35,7 +35,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 
@@ -44,8 +43,8 @@ from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, 
 from tierstore.leases import Lease
 from tierstore.store import Store
 from tierstore.tensor_io import current_stream
-from tierstore.torch_private import negative_view
 from tierstore.training import locks
+from tierstore.training.activations.runtime.tensor_views import TensorView
 from tierstore.training.activations.swapping.activation_stats import ActivationCounts, ActivationStats
 from tierstore.training.activations.swapping.offloaded_storage import (
     OffloadedStorage,
@@ -80,42 +79,21 @@ class _KeptStorage(weakref.ref[torch.UntypedStorage]):
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class ViewShape:
-    """How a tensor lies in kept bytes."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    is_conj: bool
-    is_neg: bool
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in the bytes that it was kept with."""
-        whole_bytes = flat.numel() - flat.numel() % self.dtype.itemsize
-        typed = flat.narrow(0, 0, whole_bytes).view(self.dtype)
-        view = typed.as_strided(self.shape, self.stride, int(typed.storage_offset()) + self.offset)
-        if self.is_conj:
-            view = torch.conj(view)  # sets the bit, as the kept tensor had it
-        return negative_view(view) if self.is_neg else view
-
-
 class OffloadedTensor:
     """A tensor in the store.  Made by `ActivationStore.keep`; the last one of the same bytes drops them."""
 
-    __slots__ = ("__weakref__", "_activation_store", "_shape", "_user", "_version", "_witness")
+    __slots__ = ("__weakref__", "_activation_store", "_user", "_version", "_view", "_witness")
 
     def __init__(
         self,
         activation_store: ActivationStore,
-        shape: ViewShape,
+        view: TensorView,
         witness: torch.Tensor,
         version: int,
         offloaded_storage: OffloadedStorage,
     ) -> None:
         self._activation_store = activation_store
-        self._shape = shape
+        self._view = view
         self._witness = witness
         self._version = version
         self._user = offloaded_storage.admit(self, activation_store.note_end)
@@ -168,9 +146,9 @@ class OffloadedTensor:
             CapacityError: what is leased leaves no room for it.
             BackendError: the bytes could not be brought.
         """
-        shape = self._shape
-        refuse_if_changed(shape.dtype, shape.shape, self._witness._version, self._version)  # noqa: SLF001
-        return self._activation_store.take(self._user, shape.view)
+        view = self._view
+        refuse_if_changed(view.dtype, view.shape, self._witness._version, self._version)  # noqa: SLF001
+        return self._activation_store.take(self._user, view)
 
 
 class WeakOffloadedTensor:
@@ -266,14 +244,11 @@ class ActivationStore:
             _note_stream(tensor)
             storage = tensor.untyped_storage()
             low, high = self._extent(tensor, storage)
-            offset = int(tensor.storage_offset()) - low // tensor.element_size()
-            shape = ViewShape(
-                tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg()
-            )
+            view = TensorView.of(tensor, low)
             witness = tensor.detach()
             # The counter of versions stays, the memory does not.
             set_data(witness, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-            park = functools.partial(OffloadedTensor, self, shape, witness, version)
+            park = functools.partial(OffloadedTensor, self, view, witness, version)
             offloaded = self._share(storage, (low, high), version, park)
             return offloaded or self._keep_anew(storage, (low, high), version, name, park)
 
@@ -488,13 +463,13 @@ class ActivationStore:
                 self._note_away(offloaded_storage)
             self.store.prefetch(offloaded_storage.key)
 
-    def take(self, user: StorageUser, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def take(self, user: StorageUser, view: TensorView) -> torch.Tensor:
         """See `OffloadedTensor.take`."""
         offloaded_storage = user.offloaded_storage
         with self._working(), offloaded_storage.lock:
             flat = self._lend(offloaded_storage)
             user.turn = offloaded_storage.turn
-            return view(flat)
+            return view.over(flat.untyped_storage(), int(flat.storage_offset()))
 
     def _lend(self, offloaded_storage: OffloadedStorage) -> torch.Tensor:
         is_new = not offloaded_storage.is_leased

@@ -12,21 +12,18 @@ as an input is marked no more.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch.autograd import function
-from torch.utils import checkpoint
 
-from tierstore.torch_private import call_after_backward, current_graph_task, pytree
-from tierstore.training.activations.recomputation.checkpointed_modules import is_for_recompute
-from tierstore.training.activations.recomputation.recorded_ops import has_no_bytes
+from tierstore.torch_private import call_after_backward, current_graph_task
+from tierstore.training.activations.runtime.operator_mode import WatchedOperators
+from tierstore.training.activations.runtime.operators import (
+    has_no_bytes,
+)
 from tierstore.training.activations.swapping.activation_store import (
     ActivationStore,
     OffloadedTensor,
@@ -35,12 +32,11 @@ from tierstore.training.activations.swapping.activation_store import (
 from tierstore.training.activations.swapping.node_triggers import Triggers
 from tierstore.training.activations.swapping.operator_watch import (
     MarkScope,
+    Operator,
     OperatorWatch,
-    ScopeStack,
-    is_backward,
     storage_of,
 )
-from tierstore.training.autograd import saved_tensors
+from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.autograd.saved_tensors import Delegated, Kept, in_packed, keep, restore, sees_all
 from tierstore.training.pytorch.function_modes import in_sight, out_of_sight
 from tierstore.training.pytorch.saved_tensor_hooks import (
@@ -49,7 +45,7 @@ from tierstore.training.pytorch.saved_tensor_hooks import (
     Inside,
     bring_into_force,
     chain,
-    packs_the_rest,
+    is_for_repetition,
     take_out_of_force,
     whose,
 )
@@ -59,10 +55,6 @@ RELEASE_FACTOR = 3
 
 SMALLEST_BYTES = 4096
 """Smaller storages stay on the device: a key would cost more than they do."""
-
-
-_HOOKS = (__file__, saved_tensors.__file__, function.__file__, pytree.__file__)
-_CHECKPOINT = checkpoint.__file__
 
 
 class Swapped:
@@ -117,6 +109,8 @@ class ForwardPass(Inside):
         activation_store: where activations go.
         unpacker: that gives them back.
         own: ids of the model's parameters and buffers.
+        find: says by what an operator that runs now is marked.
+        operators: of the thread.
         is_paused: says whether what is saved now stays, whatever marks it.
     """
 
@@ -125,15 +119,16 @@ class ForwardPass(Inside):
         activation_store: ActivationStore,
         unpacker: Unpacker,
         own: frozenset[int],
+        find: Callable[[Operator], MarkScope | None],
+        operators: WatchedOperators,
         is_paused: Callable[[], bool],
     ) -> None:
-        self.depth = 1
-        self.scopes = ScopeStack()
         self.triggers = Triggers()
         self.operators = 0
         self.watch = OperatorWatch(
-            own, self.scopes, self._count_operator, self._is_asked, activation_store.note_change
+            own, find, self._count_operator, self._is_asked, activation_store.note_change
         )
+        self._operators = operators
         self._activation_store = activation_store
         self._unpacker = unpacker
         self._is_paused = is_paused
@@ -155,33 +150,24 @@ class ForwardPass(Inside):
         self.outer = before = self._hooks.before
         are_on_host = self._activation_store.store.device.type == "cpu"
         self._is_all_shown = before is not None and sees_all(before[0], are_on_host=are_on_host)
-        self.watch.begin()
+        self._operators.begin(self.watch)
 
-    def end(self) -> bool:
-        """Be in force no more; return whether it was possible, or has to be tried again later."""
+    def end(self) -> None:
+        """Be in force no more."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             take_out_of_force(hooks)
-        return self.watch.end()
+        self._operators.end(self.watch)
 
     def _is_asked(self) -> bool:
         """Say whether what is saved now comes to `pack`."""
         return next((each for each in map(whose, chain()) if isinstance(each, ForwardPass)), None) is self
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """What happens inside the context is no part of the model."""
-        before, self.watch.is_paused = self.watch.is_paused, True
-        try:
-            yield
-        finally:
-            self.watch.is_paused = before
-
     # --- packing ------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
-        with self.apart(), out_of_sight():
+        with self._operators.unwatched(), out_of_sight():
             kept = tensor if self._is_all_shown else self._swapped(tensor)
             if kept is not tensor:
                 return kept
@@ -196,7 +182,7 @@ class ForwardPass(Inside):
 
     def _swapped(self, tensor: torch.Tensor) -> torch.Tensor | Swapped:
         """Return what is kept of a tensor that is marked, or the tensor."""
-        scope = None if self._is_paused() or is_backward() else self._scope_of(tensor)
+        scope = None if self._is_paused() or is_in_backward() else self._scope_of(tensor)
         return tensor if scope is None else self._swap(tensor, scope)
 
     def _scope_of(self, tensor: torch.Tensor) -> MarkScope | None:
@@ -210,9 +196,9 @@ class ForwardPass(Inside):
             or storage.device != self._activation_store.store.device
         ):
             return None
-        scope = self.watch.storages.scope_of(storage)
-        if scope is not None and (is_for_recompute() or _is_asked_by_checkpoint(sys._getframe())):  # noqa: SLF001
-            self.watch.storages.unmark(storage)
+        scope = self.watch.scope_of(storage)
+        if scope is not None and is_for_repetition(self):
+            self.watch.unmark(storage)
             return None
         return scope
 
@@ -233,34 +219,19 @@ class ForwardPass(Inside):
     def _count_operator(self) -> None:
         self.operators += 1
         if self._due and self._due[0][0] <= self.operators:
-            with self.apart():
+            with self._operators.unwatched():
                 while self._due and self._due[0][0] <= self.operators:
                     heapq.heappop(self._due)[2].release()
 
     def walk(self, outputs: Iterable[torch.Tensor]) -> None:
         """A part of the model has made ``outputs``: see which nodes backward will run."""
-        with self.apart():
+        with self._operators.unwatched():
             self.triggers.walk(outputs)
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> None:
         """The model has made ``outputs``: give up what is not wanted at once."""
-        with self.apart():
+        with self._operators.unwatched():
             near = self.triggers.end(outputs)
             for _, _, offloaded in sorted(self._due):
                 if offloaded.key not in near:
                     offloaded.leave()  # what was kept last is wanted first: nobody waits for it to be gone
-
-
-def _is_asked_by_checkpoint(frame: FrameType | None) -> bool:
-    """Say whether a tensor is saved as the input of what ``torch.utils.checkpoint`` will recompute.
-
-    It has its inputs saved as nodes have; only who calls the hook tells.
-    """
-    while frame is not None and frame.f_code.co_filename in _HOOKS:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == _CHECKPOINT
-
-
-def are_recomputed() -> bool:
-    """Say whether ``torch.utils.checkpoint`` gets what is saved now."""
-    return str(getattr(packs_the_rest(), "__qualname__", "")).startswith("_checkpoint_hook.")

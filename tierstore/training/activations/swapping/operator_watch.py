@@ -17,7 +17,6 @@ Storages are told by the live object, never by an address.  One thread, one forw
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,18 +24,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstore.modes import run_operator
 from tierstore.torch_private import (
     OpOverload,
-    TorchDispatchMode,
-    current_dispatch_mode,
-    current_graph_task,
     is_traceable_wrapper_subclass,
 )
-from tierstore.training.activations.recomputation.checkpointed_modules import refuse_forward_mode
-from tierstore.training.activations.recomputation.recorded_ops import is_changing, written
+from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
+from tierstore.training.activations.runtime.live_storages import LiveStorages
+from tierstore.training.activations.runtime.operators import (
+    Arguments,
+    Named,
+    is_changing,
+    written,
+)
+from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.bundles.bindings import natively
-from tierstore.training.pytorch.function_modes import are_function_modes_on, out_of_sight
+from tierstore.training.pytorch.function_modes import are_function_modes_on
 from tierstore.training.pytorch.own_work import is_own_work
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -74,11 +76,6 @@ class MarkScope:
     matches: Callable[[Operator], bool] = lambda _: True
 
 
-def is_backward() -> bool:
-    """Say whether this thread runs a backward pass."""
-    return current_graph_task() != -1
-
-
 def names_of(operator: Operator) -> tuple[str, ...]:
     """Return what an operator is called, without its overload: ``mul``; attention also by its usual names."""
     name = operator.overloadpacket.__name__
@@ -90,14 +87,19 @@ def names_of(operator: Operator) -> tuple[str, ...]:
 
 
 @dataclass(slots=True, eq=False)
-class _Frame:
-    """A module that runs, and what its operators are marked by."""
+class MarkedCall:
+    """A call of a module, and what the operators in it are marked by."""
 
-    module: nn.Module | None
     whole: MarkScope | None = None
     named: tuple[MarkScope, ...] = ()
     own: tuple[MarkScope, ...] = ()
     known: dict[object, MarkScope | None] = field(default_factory=dict)
+
+    def within(self, scopes: Sequence[MarkScope]) -> MarkedCall:
+        """Return a call inside this one, of a module with these scopes."""
+        by = {reach: tuple(scope for scope in scopes if scope.reach is reach) for reach in Reach}
+        whole = _highest([self.whole, *by[Reach.ALL]])
+        return MarkedCall(whole, self.named + by[Reach.NAMED], by[Reach.OWN])
 
     def find(self, operator: Operator) -> MarkScope | None:
         """Return the scope that counts for an operator."""
@@ -109,29 +111,8 @@ class _Frame:
         return self.known[operator]
 
 
-class ScopeStack:
-    """The modules that run, outermost first, with their marks."""
-
-    def __init__(self) -> None:
-        self._frames = [_Frame(None)]
-
-    def enter(self, module: nn.Module, scopes: Sequence[MarkScope]) -> None:
-        """A module begins to run."""
-        outer = self._frames[-1]
-        by = {reach: tuple(scope for scope in scopes if scope.reach is reach) for reach in Reach}
-        whole = _highest([outer.whole, *by[Reach.ALL]])
-        self._frames.append(_Frame(module, whole, outer.named + by[Reach.NAMED], by[Reach.OWN]))
-
-    def leave(self, module: nn.Module) -> None:
-        """A module has run, and so have those that began inside it, well or badly."""
-        frames = self._frames
-        if any(frame.module is module for frame in frames):
-            while frames.pop().module is not module:
-                pass
-
-    def find(self, operator: Operator) -> MarkScope | None:
-        """Return the scope that counts for an operator that runs now."""
-        return self._frames[-1].find(operator)
+UNMARKED = MarkedCall()
+"""What is around all marked calls."""
 
 
 def _highest(scopes: Iterable[MarkScope | None]) -> MarkScope | None:
@@ -141,45 +122,8 @@ def _highest(scopes: Iterable[MarkScope | None]) -> MarkScope | None:
 # ---------------------------------------------------------------------- which storages
 
 
-class _Seen(weakref.ref[torch.UntypedStorage]):
-    """A live storage: who wrote it last, or that it is the model's own."""
-
-    __slots__ = ("key", "scope")
-
-    key: int
-    scope: MarkScope | None  # None: of parameters and buffers alone
-
-
-class LiveStorages:
-    """What is known of live storages.  Forgets those that die."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
-
-    def scope_of(self, storage: torch.UntypedStorage) -> MarkScope | None:
-        """Return what a storage is marked by."""
-        seen = self._seen.get(id(storage))
-        return seen.scope if seen is not None and seen() is storage else None
-
-    def is_own(self, storage: torch.UntypedStorage) -> bool:
-        """Say whether a storage is the model's own."""
-        seen = self._seen.get(id(storage))
-        return seen is not None and seen.scope is None and seen() is storage
-
-    def note(self, storage: torch.UntypedStorage, scope: MarkScope | None) -> None:
-        """Take in who wrote a storage; ``None``: it is the model's own."""
-        seen = _Seen(storage, self._forget)
-        seen.key, seen.scope = id(storage), scope
-        self._seen[seen.key] = seen
-
-    def unmark(self, storage: torch.UntypedStorage) -> None:
-        """Somebody wrote it who is not marked."""
-        self._seen.pop(id(storage), None)
-
-    def _forget(self, seen: weakref.ref[torch.UntypedStorage]) -> None:
-        """A storage has died.  Runs anywhere: a dictionary's pop is one step."""
-        assert isinstance(seen, _Seen)
-        self._seen.pop(seen.key, None)
+OWN = MarkScope(-1, 0, -1)
+"""Stands for what was made of parameters and buffers alone: it is the model's own, and never marked."""
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -202,12 +146,12 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-class OperatorWatch(TorchDispatchMode):
-    """Sees every operator of its thread, and marks what the marked ones return.
+class OperatorWatch:
+    """Sees every operator of its thread, and marks what the marked ones return: an `OperatorWatcher`.
 
     Args:
         own: ids of the model's parameters and buffers.
-        scopes: which operators are marked now.
+        find: says by what an operator that runs now is marked.
         note_operator: called after each operator that is not a view.
         is_asked: says whether what is saved now would be ours.
         note_change: told of each storage that an operator changes.
@@ -216,64 +160,48 @@ class OperatorWatch(TorchDispatchMode):
     def __init__(
         self,
         own: frozenset[int],
-        scopes: ScopeStack,
+        find: Callable[[Operator], MarkScope | None],
         note_operator: Callable[[], None],
         is_asked: Callable[[], bool],
         note_change: Callable[[torch.UntypedStorage], None],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = LiveStorages()
-        self.is_paused = False
-        self.is_over = False
+        self._written: LiveStorages[MarkScope] = LiveStorages()  # who wrote a storage last, if it is marked
         self._own = own
-        self._scopes = scopes
+        self._find = find
         self._note_operator = note_operator
         self._is_asked = is_asked
         self._note_change = note_change
 
-    def begin(self) -> None:
-        """Come into force in this thread."""
-        self.__enter__()  # type: ignore[no-untyped-call]
+    def scope_of(self, storage: torch.UntypedStorage) -> MarkScope | None:
+        """Return what a storage is marked by."""
+        scope = self._written.get(storage)
+        return None if scope is OWN else scope
 
-    def end(self) -> bool:
-        """See nothing any more, and be in force no more, unless a mode of others is above.
+    def unmark(self, storage: torch.UntypedStorage) -> None:
+        """Let a storage be marked no more."""
+        self._written.discard(storage)
 
-        Returns whether it is in force no more; if not, call it again later.
-        """
-        self.is_over = True
-        is_on_top = current_dispatch_mode() is self
-        if is_on_top:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return is_on_top
+    def before(self, func: Operator, args: Arguments, kwargs: Named) -> object:
+        """See `OperatorWatcher`."""
+        del func, args, kwargs
+        if is_own_work() or is_in_backward():
+            return None
+        refuse_forward_mode()
+        return self
 
-    # torch's signature: the types of arguments and result are those of the operation.
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Run the operation and take in what it made."""
-        if are_function_modes_on():
-            with out_of_sight():
-                return self.__torch_dispatch__(func, types, args, kwargs)
-        is_seen = not (self.is_paused or self.is_over or is_own_work() or is_backward())
-        if is_seen:
-            refuse_forward_mode()
-        result = run_operator(func, args, kwargs or {})
-        if is_seen:
-            given: dict[int, bool] = {}
-            self._look(args, given)
-            if kwargs:
-                self._look(kwargs.values(), given)
-            if is_changing(func):
-                for storage in _storages(written(func, args, kwargs or {})):
-                    self._note_change(storage)
-            if not func.is_view:
-                self._see(func, given, result)
-                self._note_operator()
-        return result
+    def after(self, noted: object, func: Operator, args: Arguments, kwargs: Named, result: object) -> None:
+        """See `OperatorWatcher`."""
+        del noted
+        given: dict[int, bool] = {}
+        self._look(args, given)
+        if kwargs:
+            self._look(kwargs.values(), given)
+        if is_changing(func):
+            for storage in _storages(written(func, args, kwargs)):
+                self._note_change(storage)
+        if not func.is_view:
+            self._see(func, given, result)
+            self._note_operator()
 
     def _look(self, values: Iterable[object], given: dict[int, bool]) -> None:
         """Put into ``given`` the storages in ``values``, and whether they are the model's own."""
@@ -281,9 +209,9 @@ class OperatorWatch(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 storage = storage_of(value)
                 if storage is not None:
-                    is_own = self.storages.is_own(storage)
+                    is_own = self._written.get(storage) is OWN
                     if not is_own and id(value) in self._own:
-                        self.storages.note(storage, None)
+                        self._written.put(storage, OWN)
                         is_own = True
                     given[id(storage)] = is_own
             elif isinstance(value, list | tuple):
@@ -291,7 +219,7 @@ class OperatorWatch(TorchDispatchMode):
 
     def _see(self, func: Operator, given: Mapping[int, bool], result: object) -> None:
         """Take in what an operator that is no view returned."""
-        scope = self._scopes.find(func)
+        scope = self._find(func)
         if scope is not None and not self._is_asked():
             scope = None
         is_own = bool(given) and all(given.values())
@@ -303,9 +231,9 @@ class OperatorWatch(TorchDispatchMode):
 
     def _made(self, storage: torch.UntypedStorage, scope: MarkScope | None, *, is_own: bool) -> None:
         if is_own or scope is not None:
-            self.storages.note(storage, None if is_own else scope)
+            self._written.put(storage, OWN if is_own or scope is None else scope)
         else:
-            self.storages.unmark(storage)
+            self._written.discard(storage)
 
 
 def _writes(func: Operator) -> bool:

@@ -14,7 +14,6 @@ PyTorch's own (`torch.utils.checkpoint.create_selective_checkpoint_contexts`).
 from __future__ import annotations
 
 import collections
-import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -25,7 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tierstore.errors import UsageError
 from tierstore.torch_private import CachedDispatchMode, CachingDispatchMode, OpOverload, tree_map
-from tierstore.training.activations.recomputation.recorded_ops import (
+from tierstore.training.activations.runtime.live_storages import LiveStorages
+from tierstore.training.activations.runtime.operators import (
     is_changing,
     is_plain,
     tensors_in,
@@ -169,7 +169,7 @@ class _Caching(CachingDispatchMode):
         self._activation_store = activation_store
         self._kept = offloaded
         self._due: collections.deque[tuple[int, OffloadedTensor]] = collections.deque()
-        self._offloaded: dict[int, tuple[weakref.ref[torch.UntypedStorage], _OffloadedValue]] = {}
+        self._offloaded: LiveStorages[_OffloadedValue] = LiveStorages()
         self._operators = 0
 
     # torch's signature: the types of arguments and result are those of the operation.
@@ -193,9 +193,8 @@ class _Caching(CachingDispatchMode):
 
     def _note_change(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in filter(is_plain, tensors):
-            storage = tensor.untyped_storage()
-            known, away = self._offloaded.get(id(storage), (None, None))
-            if known is not None and away is not None and known() is storage:
+            away = self._offloaded.get(tensor.untyped_storage())
+            if away is not None:
                 away.is_changed = True
 
     def _offload(self, func: OpOverload, given: object) -> None:
@@ -222,7 +221,7 @@ class _Caching(CachingDispatchMode):
         self._kept.append(offloaded)
         self._due.append((self._operators, offloaded))
         away = _OffloadedValue(offloaded, name)
-        self._offloaded[id(storage)] = (weakref.ref(storage), away)
+        self._offloaded.put(storage, away)
         return away
 
     def _release(self, until: float) -> None:

@@ -7,8 +7,8 @@ and `Swap.close` removes every hook.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -30,16 +29,22 @@ from tierstore.training.activations.config.layers import Names, find_layers
 from tierstore.training.activations.config.plan import plan_layers
 from tierstore.training.activations.config.sections import SECTIONS, Sections, read_sections, sections_of
 from tierstore.training.activations.config.swap_config import SwapConfig
-from tierstore.training.activations.recomputation.checkpointed_modules import is_forward_mode
+from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
+from tierstore.training.activations.runtime.forward_conditions import is_saving
+from tierstore.training.activations.runtime.module_calls import CallStack, hook_inside
 from tierstore.training.activations.swapping.activation_stats import ActivationStats
 from tierstore.training.activations.swapping.activation_store import ActivationStore
-from tierstore.training.activations.swapping.forward_pass import ForwardPass, Unpacker, are_recomputed
+from tierstore.training.activations.swapping.forward_pass import ForwardPass, Unpacker
 from tierstore.training.activations.swapping.marks import Marks, mark
-from tierstore.training.activations.swapping.operator_watch import MarkScope, is_backward
+from tierstore.training.activations.swapping.operator_watch import (
+    UNMARKED,
+    MarkedCall,
+    MarkScope,
+    Operator,
+)
+from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.budgets.memory_meters import tensors_in
 from tierstore.training.bundles.placements import named_by_settings
-from tierstore.training.modules.hooks import Hook, ModuleCall, calls_on_the_stack
-from tierstore.training.pytorch.function_modes import are_hooks_allowed, out_of_sight
 
 log = logging.getLogger("tierstore")
 
@@ -72,13 +77,19 @@ class Swap:
     """
 
     def __init__(
-        self, model: nn.Module, marks: Marks, activation_store: ActivationStore | None, *, owns_store: bool
+        self,
+        model: nn.Module,
+        runtime: ActivationRuntime,
+        marks: Marks,
+        activation_store: ActivationStore | None,
+        *,
+        owns_store: bool,
     ) -> None:
         self._activation_store = activation_store
         self._owns_store = owns_store
         self._is_closed = False
         self._process = forks.here()
-        self._hooks = None if activation_store is None else SwapHooks(model, marks, activation_store)
+        self._hooks = None if activation_store is None else SwapHooks(model, runtime, marks, activation_store)
         if self._hooks is not None:
             self._hooks.register()
 
@@ -122,11 +133,6 @@ class Swap:
         """
         with contextlib.nullcontext() if self._hooks is None else self._hooks.paused():
             yield
-
-    def discard_interrupted(self, own_calls: int = 0) -> None:
-        """See `SwapHooks.discard_interrupted`; for those whose hooks are around these."""
-        if self._hooks is not None:
-            self._hooks.discard_interrupted(own_calls)
 
     def close(self) -> None:
         """Remove every hook, and close the store if it is the swap's own.  Idempotent.
@@ -188,11 +194,11 @@ def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store
     config_log.say(plan, marks.matches)
     warn_of_idle(marks)
     if not plan.swap.swap:
-        return Swap(model, marks, None, owns_store=False)
+        return Swap(model, ActivationRuntime(), marks, None, owns_store=False)
     kept = Store(named_by_settings(offloading.store_config())) if store is None else store
     try:
         check_tiers(kept)
-        return Swap(model, marks, ActivationStore(kept), owns_store=store is None)
+        return Swap(model, ActivationRuntime(), marks, ActivationStore(kept), owns_store=store is None)
     except BaseException:
         if store is None:
             kept.close()
@@ -230,14 +236,11 @@ def check_tiers(store: Store) -> None:
 # ---------------------------------------------------------------------- hooks
 
 
-class _ForwardPasses(threading.local):
-    """The forward pass that this thread makes, those that have ended below a mode of others, and pauses."""
+class _SwapPauses(threading.local):
+    """In how many contexts this thread is in which nothing is swapped, one inside another."""
 
     def __init__(self) -> None:
-        self.pauses = 0  # contexts in which nothing is swapped, one inside another
-        self.current: ForwardPass | None = None
-        self.call: ModuleCall | None = None  # in which it began
-        self.stuck: list[ForwardPass] = []
+        self.count = 0
 
 
 class SwapHooks:
@@ -245,6 +248,7 @@ class SwapHooks:
 
     Args:
         model: whose.
+        runtime: of the model.
         marks: in it.
         activation_store: where activations go.
 
@@ -252,13 +256,17 @@ class SwapHooks:
         passes, operators, triggers: see `SwapStats`.
     """
 
-    def __init__(self, model: nn.Module, marks: Marks, activation_store: ActivationStore) -> None:
+    def __init__(
+        self, model: nn.Module, runtime: ActivationRuntime, marks: Marks, activation_store: ActivationStore
+    ) -> None:
         self.model = model
         self.passes = self.operators = self.triggers = 0
+        self._runtime = runtime
+        self._calls = runtime.calls
         self._marks = marks
         self._activation_store = activation_store
         self._unpacker = Unpacker(activation_store)
-        self._running = _ForwardPasses()
+        self._pauses = _SwapPauses()
         self._handles: list[RemovableHandle] = []
 
     def register(self) -> None:
@@ -266,147 +274,95 @@ class SwapHooks:
         if not self._marks.layers:
             return
         # Inside every other hook that is there: what others put into force for the model stays around ours.
-        self._handles = [
-            self.model.register_forward_pre_hook(_BeforeRoot(self)),
-            self.model.register_forward_hook(_AfterRoot(self), prepend=True, always_call=True),
-        ]
+        self._handles += hook_inside(self.model, self._before, self._after)
         for module, scopes in self._marks.scopes.items():
-            self._handles.append(module.register_forward_pre_hook(_EnterSwapped(self, scopes)))
-            leave = _LeaveSwapped(self, is_layer=module in self._marks.layers)
-            self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
+            marked = _MarkedHooks(self._calls, scopes, is_layer=module in self._marks.layers)
+            self._handles += hook_inside(module, marked.enter, marked.leave)
 
     def remove(self) -> None:
         """Leave nothing on the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.discard_interrupted()
+        self._runtime.discard_interrupted()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let whatever this thread saves inside the context stay."""
-        self._running.pauses += 1
+        self._pauses.count += 1
         try:
             yield
         finally:
-            self._running.pauses -= 1
+            self._pauses.count -= 1
 
     def _is_paused(self) -> bool:
-        return self._running.pauses > 0
+        return self._pauses.count > 0
 
-    def before(self) -> None:
-        """The model begins to run."""
-        self.discard_interrupted(own_calls=1)
+    def _before(self, *_: object) -> None:
+        """The model begins to run, maybe inside itself: that is one pass."""
+        self._runtime.discard_interrupted()
         self._activation_store.sweep()
-        current = self._running.current
+        current = self._calls.last(ForwardPass)
         if current is not None:
-            current.depth += 1
-        elif not self._is_paused() and _is_watched():
+            self._calls.begin(self, current)
+        elif not self._is_paused() and is_saving():
             own = frozenset(map(id, (*self.model.parameters(), *self.model.buffers())))
-            current = ForwardPass(self._activation_store, self._unpacker, own, self._is_paused)
+            find = functools.partial(_scope_in, self._calls)
+            current = ForwardPass(
+                self._activation_store, self._unpacker, own, find, self._runtime.operators, self._is_paused
+            )
             current.begin()
-            self._running.current = current
-            self._running.call = ModuleCall(sys._getframe(), self.discard_interrupted)  # noqa: SLF001
+            self._calls.begin(self, current, functools.partial(self._end, current))
             self.passes += 1
 
-    def after(self, output: object) -> None:
+    def _after(self, module: nn.Module, args: object, output: object) -> None:
         """The model has run, well or badly."""
-        current = self._running.current
-        if current is None:
+        del module, args
+        current = self._calls.end(self, ForwardPass)
+        if current is None or self._calls.last(ForwardPass) is current:
             return
-        current.depth -= 1
-        if current.depth == 0:
-            try:
-                if output is not None:
-                    current.finish(list(tensors_in((output,))))
-            finally:
-                self._end(current)
+        try:
+            if output is not None:
+                current.finish(list(tensors_in((output,))))
+        finally:
+            self._end(current)
 
     def _end(self, current: ForwardPass) -> None:
-        self._running.current = self._running.call = None
-        if not current.end():
-            self._running.stuck.append(current)
+        current.end()
         self.operators += current.operators
         self.triggers += current.triggers.made
 
-    def discard_interrupted(self, own_calls: int = 0) -> None:
-        """End a pass that a ``KeyboardInterrupt`` or its like has ended: PyTorch calls no hooks then.
 
-        Args:
-            own_calls: how many calls of the model have begun that the pass does not know of.
-        """
-        stuck = self._running.stuck
-        while stuck and stuck[-1].end():
-            stuck.pop()
-        current = self._running.current
-        if current is None:
-            return
-        if current.depth > calls_on_the_stack(sys._getframe())[self.model] - own_calls:  # noqa: SLF001
-            self._end(current)
-
-    def enter(self, module: nn.Module, scopes: Sequence[MarkScope]) -> None:
-        """A module of the model begins to run."""
-        current = self._running.current
-        if current is not None and not is_backward():
-            current.scopes.enter(module, scopes)
-
-    def leave(self, module: nn.Module, output: object, *, is_layer: bool) -> None:
-        """A module of the model has run, well or badly."""
-        current = self._running.current
-        if current is not None and not is_backward():
-            current.scopes.leave(module)
-            if is_layer and output is not None:
-                current.walk(tensors_in((output,)))
+def _scope_in(calls: CallStack, operator: Operator) -> MarkScope | None:
+    """Return what an operator is marked by that runs now."""
+    return (calls.last(MarkedCall) or UNMARKED).find(operator)
 
 
-def _is_watched() -> bool:
-    """Say whether a forward pass that begins now saves anything that would come to us."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_forward_mode():
-        return False
-    return not is_backward() and are_hooks_allowed() and not are_recomputed()
+class _MarkedHooks:
+    """What the hooks of a module of the model do that is marked, or has to be told apart from those that are.
 
+    Args:
+        calls: of the model.
+        scopes: of the module.
+        is_layer: whether what is swapped in it may come back before backward has reached what is behind it.
+    """
 
-class _BeforeRoot(Hook):
-    def __init__(self, hooks: SwapHooks) -> None:
-        self._hooks = hooks
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: object) -> None:
-        del module, args
-        with out_of_sight():
-            self._hooks.before()
-
-
-class _AfterRoot(Hook):
-    def __init__(self, hooks: SwapHooks) -> None:
-        self._hooks = hooks
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        del module, args
-        with out_of_sight():
-            self._hooks.after(output)
-
-
-class _EnterSwapped(Hook):
-    def __init__(self, hooks: SwapHooks, scopes: Sequence[MarkScope]) -> None:
-        self._hooks = hooks
+    def __init__(self, calls: CallStack, scopes: Sequence[MarkScope], *, is_layer: bool) -> None:
+        self._calls = calls
         self._scopes = tuple(scopes)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: object) -> None:
-        del args
-        with out_of_sight():
-            self._hooks.enter(module, self._scopes)
-
-
-class _LeaveSwapped(Hook):
-    def __init__(self, hooks: SwapHooks, *, is_layer: bool) -> None:
-        self._hooks = hooks
         self._is_layer = is_layer
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        del args
-        with out_of_sight():
-            self._hooks.leave(module, output, is_layer=self._is_layer)
+    def enter(self, *_: object) -> None:
+        """The module begins to run."""
+        self._calls.discard_interrupted()
+        if self._calls.last(ForwardPass) is not None and not is_in_backward():
+            outer = self._calls.last(MarkedCall) or UNMARKED
+            self._calls.begin(self, outer.within(self._scopes))
+
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
+        """The module has run, well or badly."""
+        del module, args
+        is_marked = self._calls.end(self, MarkedCall) is not None
+        current = self._calls.last(ForwardPass)
+        if is_marked and current is not None and self._is_layer and output is not None:
+            current.walk(tensors_in((output,)))

@@ -1,0 +1,1 @@
+"""What happens while a model runs whose activations are swapped or recomputed."""
