@@ -6,14 +6,18 @@ Knows nothing of tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, cast
 
 from tierstore.codec import Compressed
 from tierstore.core.tier_state import TierState
 from tierstore.engine.engine import Engine
 from tierstore.signals import uninterrupted
-from tierstore.spi import Backend
-from tierstore.stats import StoreStats, TierStats, Traffic, io_of
+from tierstore.spi import Backend, CountingBackend
+from tierstore.stats import StoreStats, TierStats, Traffic
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @uninterrupted
@@ -62,9 +66,10 @@ def _tier_stats(tier_state: TierState) -> TierStats:
 
 def _with_medium(tier: TierStats, backend: Backend) -> TierStats:
     """Add what the medium itself says; one that keeps more than its slots, such as a pool, what it holds."""
+    can, counting = backend.capabilities, cast("CountingBackend", backend)
     return replace(
         tier,
-        reserved_bytes=int(getattr(backend, "reserved_bytes", tier.charged_bytes)),
+        reserved_bytes=counting.reserved_bytes if can.has_reserved_bytes else tier.charged_bytes,
         codec=backend.codec_stats if isinstance(backend, Compressed) else None,
-        io=io_of(backend),
+        io=asdict(cast("DataclassInstance", counting.io_stats)) if can.has_io_stats else {},
     )

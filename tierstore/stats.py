@@ -108,9 +108,3 @@ class StoreStats:
         """Return what ``dataclasses.asdict`` does, with ``"from->to"`` for directions: JSON can say that."""
         traffic = {f"{source}->{target}": asdict(moved) for (source, target), moved in self.traffic.items()}
         return asdict(self) | {"traffic": traffic}
-
-
-def io_of(backend: object) -> Mapping[str, Counted]:
-    """Return what a backend counts: its ``io_stats``, a frozen dataclass, where it has that."""
-    counted = getattr(backend, "io_stats", None)
-    return {} if counted is None else asdict(counted)

@@ -36,7 +36,7 @@ from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.signals import in_one_piece, uninterrupted
-from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium, device_storage_listeners
+from tierstore.spi import Backend, Medium, broken_promise, device_storage_listeners
 from tierstore.stats import StoreStats
 from tierstore.tensor_io import TensorIo
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
@@ -78,11 +78,11 @@ class Store:
     def _start(self, config: StoreConfig, opened: Sequence[OpenedBackend]) -> None:
         backends = [each.backend for each in opened]
         tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
-        _check_durable(tiers, backends)
+        _check_durable(tiers)
         self.tier_names = tuple(tier.name for tier in tiers)
         self.is_durable = any(tier.is_durable for tier in tiers)
         ledger = Ledger(tiers, POLICIES[config.eviction])
-        self._can_adopt = isinstance(backends[0], AdoptingBackend)
+        self._can_adopt = backends[0].capabilities.adopts
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
         self._tensor_io = TensorIo(self._engine)
         for index, each in enumerate(opened):
@@ -495,6 +495,8 @@ def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[Open
             backends.append(_open(tier, tier.backend))
         else:
             backends.append(cast("Backend", tier.backend))
+        if (fault := broken_promise(backends[-1])) is not None:
+            raise ConfigError(f"TierConfig {tier.name!r}: the backend {fault}", tier=tier.name)
         opened.append(with_codec(backends[-1], tier.codec, tier.name))
         backends[-1] = opened[-1].backend
     return opened
@@ -514,7 +516,7 @@ def _open(tier: TierConfig, name: str) -> Backend:
     return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
 
 
-def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:
+def _check_durable(tiers: Sequence[Tier]) -> None:
     """Raise ``ConfigError`` if the store could not keep what it promises."""
     durable = [tier.name for tier in tiers if tier.is_durable]
     if len(durable) > 1:
@@ -522,12 +524,6 @@ def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:
             f"StoreConfig: one tier of a store can be durable, not {', '.join(durable)}: a flush is one step "
             "on one medium"
         )
-    for tier, backend in zip(tiers, backends, strict=True):
-        if tier.is_durable and not isinstance(backend, DurableBackend):
-            raise ConfigError(
-                f"StoreConfig: the backend of {tier.name!r} says that it is durable, but has no recovered() "
-                "and commit()"
-            )
 
 
 def _tier(config: TierConfig, backend: Backend) -> Tier:

@@ -87,9 +87,9 @@ class Engine:
         Raises:
             CapacityError: the tier's quota cannot hold it.
         """
-        alignment_bytes = self.backends[tier].capabilities.alignment_bytes
+        capabilities = self.backends[tier].capabilities
         found = [
-            m.Found(name, slot.nbytes, held_bytes(slot, alignment_bytes), spec_of(note, slot.nbytes))
+            m.Found(name, slot.nbytes, held_bytes(slot, capabilities), spec_of(note, slot.nbytes))
             for name, note, slot in map(_RECORD_FIELDS, records)
         ]
         number = self.number()
