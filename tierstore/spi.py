@@ -53,7 +53,8 @@ A slot may take less of the medium than was asked for, once it is written (``has
 `held_bytes`.
 
 A backend that reaches a device's memory may be a `DirectBackend` (``has_direct_paths``), one whose memory is
-the program's own an `AdoptingBackend` (``adopts``), one that tells of itself a `CountingBackend`.
+the program's own an `AdoptingBackend` (``adopts``), one that tells of itself a `CountingBackend`, and one in
+which operations wait for more than the medium a `WaitingBackend` (``has_waits``).
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class Capabilities:
         has_shrinking_slots: whether its slots are `ShrinkingSlot`.
         has_reserved_bytes: whether it says what it keeps, as a `CountingBackend`.
         has_io_stats: whether it says what it did, as a `CountingBackend`.
+        has_waits: whether it is a `WaitingBackend`.
     """
 
     medium: Medium
@@ -117,6 +119,7 @@ class Capabilities:
     has_shrinking_slots: bool = False
     has_reserved_bytes: bool = False
     has_io_stats: bool = False
+    has_waits: bool = False
 
 
 class Completion:
@@ -387,6 +390,17 @@ class CountingBackend(Backend, Protocol):
         ...
 
 
+class WaitingBackend(Backend, Protocol):
+    """A backend in which operations may wait for time to pass, not only for the medium.  Optional."""
+
+    def stop_waiting(self) -> None:
+        """End, with an error, what has not begun and waits; let nothing wait from now on.  Does not block.
+
+        Called before ``close``, when nobody wants what is under way any more.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Something that a backend can do in a place, or why not.
@@ -447,7 +461,15 @@ class DurableBackend(Backend, Protocol):
         ...
 
 
-class FullBackend(BatchBackend, DirectBackend, AdoptingBackend, DurableBackend, CountingBackend, Protocol):
+class FullBackend(
+    BatchBackend,
+    DirectBackend,
+    AdoptingBackend,
+    DurableBackend,
+    CountingBackend,
+    WaitingBackend,
+    Protocol,
+):
     """What a backend may be, for those who ask its capabilities before they use it so."""
 
 
@@ -458,6 +480,7 @@ _PROMISES: Final[Mapping[str, Sequence[str]]] = {
     "adopts": ("adopt",),
     "has_reserved_bytes": ("reserved_bytes",),
     "has_io_stats": ("io_stats",),
+    "has_waits": ("stop_waiting",),
 }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ import torch
 
 from tierstore.accounts import collect
 from tierstore.callers import opening
-from tierstore.codec import OpenedBackend, with_codec
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
@@ -31,15 +29,15 @@ from tierstore.engine.engine import Engine, close_all
 from tierstore.engine.executor import Opening
 from tierstore.engine.gc_pause import no_collections
 from tierstore.engine.holds import Hold
-from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.signals import in_one_piece, uninterrupted
-from tierstore.spi import Backend, Medium, broken_promise, device_storage_listeners
+from tierstore.spi import Backend, Medium, device_storage_listeners
 from tierstore.stats import StoreStats
 from tierstore.tensor_io import TensorIo
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
+from tierstore.tier_backends import TierBackend, open_all
 
 log = logging.getLogger("tierstore")
 
@@ -66,7 +64,7 @@ class Store:
         backends: list[Backend] = []
         try:
             with opening("Store(...)"), no_collections():
-                self._start(config, _open_all(config.tiers, backends))
+                self._start(config, open_all(config.tiers, backends))
         except BaseException:
             # Nothing waits and nothing moves yet.
             try:
@@ -75,7 +73,7 @@ class Store:
                 log.exception("a tier's backend could not be closed")
             raise
 
-    def _start(self, config: StoreConfig, opened: Sequence[OpenedBackend]) -> None:
+    def _start(self, config: StoreConfig, opened: Sequence[TierBackend]) -> None:
         backends = [each.backend for each in opened]
         tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
         _check_durable(tiers)
@@ -85,6 +83,7 @@ class Store:
         self._can_adopt = backends[0].capabilities.adopts
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
         self._tensor_io = TensorIo(self._engine)
+        self._backends = dict(zip(self.tier_names, opened, strict=True))
         for index, each in enumerate(opened):
             if tiers[index].is_durable:
                 self._engine.recover(index, each.found, found_spec)
@@ -418,7 +417,7 @@ class Store:
         self._engine.require_here()
         with self._lock:
             stall_seconds = self._stall_seconds
-        return collect(self._engine, self.tier_names, self._tensor_io.got, stall_seconds)
+        return collect(self._engine, self._backends, self._tensor_io.got, stall_seconds)
 
     def leased_bytes(self, tier: str) -> int:
         """Return the bytes of a tier that leases hold: as `stats` says, without all the rest.
@@ -485,35 +484,6 @@ class Store:
         if tier == FASTEST:
             return 0
         raise UsageError(f"no tier {tier!r}; the tiers are {', '.join(self.tier_names)}.", tier=str(tier))
-
-
-def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[OpenedBackend]:
-    """Open every tier's backend; each is added to ``backends`` as soon as it is open."""
-    opened: list[OpenedBackend] = []
-    for tier in tiers:
-        if isinstance(tier.backend, str):
-            backends.append(_open(tier, tier.backend))
-        else:
-            backends.append(cast("Backend", tier.backend))
-        if (fault := broken_promise(backends[-1])) is not None:
-            raise ConfigError(f"TierConfig {tier.name!r}: the backend {fault}", tier=tier.name)
-        opened.append(with_codec(backends[-1], tier.codec, tier.name))
-        backends[-1] = opened[-1].backend
-    return opened
-
-
-def _open(tier: TierConfig, name: str) -> Backend:
-    """Open a tier's backend by its name."""
-    try:
-        return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
-    except ConfigError:
-        raise
-    except UsageError as error:
-        # A store or a run that was forgotten, in a cycle that nobody has collected, may have the place.
-        error.__traceback__ = None
-        for _ in range(2):  # what has a finalizer goes first, and then what only that has kept
-            gc.collect()
-    return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
 
 
 def _check_durable(tiers: Sequence[Tier]) -> None:

@@ -26,6 +26,7 @@ EVERYTHING = Capabilities(
     has_shrinking_slots=True,
     has_reserved_bytes=True,
     has_io_stats=True,
+    has_waits=True,
 )
 PROMISES = [
     "is_durable",
@@ -34,6 +35,7 @@ PROMISES = [
     "adopts",
     "has_reserved_bytes",
     "has_io_stats",
+    "has_waits",
 ]
 Wrap = Callable[[Backend], Backend]
 
@@ -48,6 +50,7 @@ ARGUMENTS: Mapping[str, tuple[object, ...]] = {
     "free": (SLOT,),
     "resize": (5,),
     "close": (),
+    "stop_waiting": (),
     "adopt": (BUFFER,),
     "accepts": (BUFFER,),
     "recovered": (),

@@ -23,10 +23,12 @@ class OpenedBackend:
     Attributes:
         backend: what the engine calls.
         found: what it has recovered, if it finds its slots again.  Nobody is to ask it a second time.
+        codec: the backend itself, if it packs or unpacks.
     """
 
     backend: Backend
     found: Sequence[Record] = ()
+    codec: Compressed | None = None
 
 
 def with_codec(backend: Backend, codec: str | None, tier: str) -> OpenedBackend:
@@ -53,13 +55,16 @@ def with_codec(backend: Backend, codec: str | None, tier: str) -> OpenedBackend:
 
 def _opened(backend: Backend, codec: str | None) -> OpenedBackend:
     if not backend.capabilities.is_durable:
-        return OpenedBackend(backend if codec is None else Compressed(backend, codec))
+        if codec is None:
+            return OpenedBackend(backend)
+        packed = Compressed(backend, codec)
+        return OpenedBackend(packed, codec=packed)
     durable = cast("DurableBackend", backend)
     if codec is not None:
         wrapped = DurableCompressed(durable, codec)  # which may refuse: before anything is asked
-        return OpenedBackend(wrapped, wrapped.recovered())
+        return OpenedBackend(wrapped, wrapped.recovered(), wrapped)
     found = durable.recovered()
     if backend.capabilities.medium is not Medium.STORAGE or not any(is_ours(record.note) for record in found):
         return OpenedBackend(backend, found)
     wrapped = DurableCompressed(durable, codec)
-    return OpenedBackend(wrapped, wrapped.unpacked(found))
+    return OpenedBackend(wrapped, wrapped.unpacked(found), wrapped)

@@ -100,6 +100,11 @@ class ForwardingBackend:
         """See `tierstore.spi.Backend`."""
         self.within.resize(capacity_bytes)
 
+    def stop_waiting(self) -> None:
+        """See `tierstore.spi.WaitingBackend`: the backend within is told, if it is one."""
+        if self.within.capabilities.has_waits:
+            self.within.stop_waiting()
+
     def close(self) -> None:
         """Close the backend within."""
         self.within.close()
