@@ -248,7 +248,7 @@ class ShrinkingSlot(Slot, Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """What it takes: at most ``nbytes``, rounded up to the alignment, and a multiple of that.
+        """What it takes, at most ``nbytes``, rounded up to the alignment, and a multiple of that.
 
         Changes only where a ``write`` completes.
         """
@@ -383,7 +383,7 @@ class CountingBackend(Backend, Protocol):
 
     @property
     def io_stats(self) -> object:
-        """What it did: a frozen dataclass of ints, floats and texts, and of tuples of other such ones.
+        """What it did, as a frozen dataclass of ints, floats and texts, and of tuples of other such ones.
 
         It appears in `tierstore.stats.TierStats.io`.
         """
