@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -289,6 +290,32 @@ def test_room_that_is_not_there_is_not_waited_for() -> None:
 def test_bytes_that_are_used_where_they_lie_have_no_retries() -> None:
     with pytest.raises(ConfigError, match="used where they lie"):
         Retrying(MemoryBackend(10), 3)
+
+
+def test_a_callback_of_what_was_tried_again_cannot_close_the_backend() -> None:
+    has_callback = threading.Event()
+
+    class Patient(MemoryBackend):
+        def write(self, slot: Slot, source: Buffer) -> Completion:
+            assert has_callback.wait(30)
+            return super().write(slot, source)
+
+    faulty = Faulty(Patient(100, is_storage=True), error=AWAY, on=["write"], fail_at=1)
+    backend = Retrying(faulty, 1, first_wait_s=0.001)
+    refused: list[BaseException] = []
+
+    def close(error: BaseException | None) -> None:
+        try:
+            backend.close()
+        except UsageError as refusal:
+            refused.append(refusal)
+
+    ended = backend.write(backend.reserve(10), pattern(10, 1))
+    ended.add_done_callback(close)
+    has_callback.set()
+    succeed(ended)
+    backend.close()
+    assert [str(each) for each in refused] == ["a backend cannot be closed from a completion's callback"]
 
 
 def test_real_time_passes_and_every_thread_ends() -> None:

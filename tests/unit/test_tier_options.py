@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -134,3 +136,49 @@ def test_each_try_keeps_to_the_limit_and_a_codec_packs_before_both() -> None:
         assert stats.codec.packed_tensors == 1
         assert stats.wrappers["retries"] == {"retries": 0, "recovered": 0, "given_up": 0}
         assert stats.wrappers["bandwidth"]["limit_bytes_per_s"] == 2 << 30
+
+
+YAML = """
+offload_config:
+  offload_cpu_size: 1MB
+  offload_disk_size: 1MB
+  offload_path: {path}
+  host_mem_block_size: 64KB
+  disk_options:
+    max_write_bandwidth: {rate}
+    retries: 5
+    retry_wait_s: 0.5
+"""
+
+
+@pytest.fixture
+def write_yaml(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a configuration with a bandwidth."""
+
+    def write(rate: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(YAML.format(path=tmp_path / "files", rate=rate))
+        return path
+
+    return write
+
+
+def test_a_yaml_file_says_it_for_the_disk(write_yaml: Callable[[str], Path]) -> None:
+    config = ts.OffloadConfig.from_yaml(write_yaml("800MB/s"))
+    assert ts.OffloadConfig.from_mapping(config.to_mapping()) == config
+    with ts.Store(dataclasses.replace(config, device="cpu").store_config()) as opened:
+        opened.put("k", numbered(1), tier="disk")
+        assert opened.get("k").equal(numbered(1))
+        wrappers = opened.stats().tiers["disk"].wrappers
+        assert wrappers["bandwidth"]["limit_bytes_per_s"] == 800 << 20
+        assert set(wrappers) == {"bandwidth", "retries"}
+        assert json.loads(json.dumps(opened.stats().as_dict()))["tiers"]["disk"]["wrappers"] == wrappers
+
+
+def test_a_bad_value_in_a_yaml_file_is_refused_by_name_and_makes_no_files(
+    write_yaml: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = dataclasses.replace(ts.OffloadConfig.from_yaml(write_yaml("quick")), device="cpu")
+    with pytest.raises(ts.ConfigError, match="max_write_bandwidth='quick'"):
+        ts.Store(config.store_config())
+    assert not (tmp_path / "files").exists()
