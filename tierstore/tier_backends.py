@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -14,6 +15,8 @@ from tierstore.errors import ConfigError, UsageError
 from tierstore.spi import Backend, Record, broken_promise
 from tierstore.wrappers.configured import split_options, wrap
 from tierstore.wrappers.kinds import TierWrapper
+
+_PAUSES_S = (0.0, 0.05, 0.25)  # before a place that is taken is tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +60,19 @@ def open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[TierB
 
 
 def _open(tier: TierConfig, name: str, options: Mapping[str, object]) -> Backend:
-    """Open a tier's backend by its name."""
-    try:
-        return open_backend(name, capacity_bytes=tier.capacity_bytes, options=options)
-    except ConfigError:
-        raise
-    except UsageError as error:
-        # A store or a run that was forgotten, in a cycle that nobody has collected, may have the place.
-        error.__traceback__ = None
+    """Open a tier's backend by its name.
+
+    A store or a run that was forgotten may have the place: until its cycle is collected, and before that
+    until its bytes have moved that were on their way.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return open_backend(name, capacity_bytes=tier.capacity_bytes, options=options)
+        except ConfigError:
+            raise
+        except UsageError as error:
+            error.__traceback__ = None
+        time.sleep(pause_s)
         for _ in range(2):  # what has a finalizer goes first, and then what only that has kept
             gc.collect()
     return open_backend(name, capacity_bytes=tier.capacity_bytes, options=options)
