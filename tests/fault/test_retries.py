@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import tierstore as ts
 from tests.files_disk import ScriptedKernel, open_durable, open_files
@@ -17,6 +18,7 @@ from tests.zarr_stores import FaultyStore, memory, open_zarr
 from tierstore.spi import Backend
 from tierstore.testing.batching import Batching
 from tierstore.testing.faults import Faulty
+from tierstore.units import MIB
 from tierstore_backends.memory import MemoryBackend
 
 PATIENCE_S = 20
@@ -193,6 +195,35 @@ def test_a_commit_that_fails_for_a_while_is_one_commit() -> None:
         store.drop("k")
         store.flush()
     assert disk.image == {}
+
+
+@pytest.mark.parametrize("codec", [None, "lz4"])
+def test_a_durable_store_is_found_again_whatever_failed_for_a_while(
+    tmp_path: Path, codec: str | None
+) -> None:
+    def opened(fail_at: range) -> ts.Store:
+        disk = Faulty(
+            open_durable(tmp_path, 8 * MIB),
+            error=AWAY,
+            on=["read", "write", "free", "commit"],
+            fail_at=fail_at,
+        )
+        tiers = [
+            ts.TierConfig("host", MemoryBackend(8 * MIB), 8 * MIB),
+            ts.TierConfig("disk", disk, 8 * MIB, options={**OPTIONS, "max_bandwidth": "4GB/s"}, codec=codec),
+        ]
+        return ts.Store(ts.StoreConfig(tiers))
+
+    values = {str(number): torch.arange(100_000) * number for number in range(3)}
+    with opened(range(2, 10**6, 3)) as store:
+        for key, value in values.items():
+            store.put(key, value, tier="host")
+        store.flush()
+        store.drop("0")
+        assert store.stats().tiers["disk"].wrappers["retries"]["recovered"] != 0
+    with opened(range(1, 10**6, 2)) as store:
+        assert set(store) == {"1", "2"}
+        assert all(store.get(key).equal(values[key]) for key in store)
 
 
 def test_a_sync_that_failed_is_not_tried_again_but_told(tmp_path: Path) -> None:

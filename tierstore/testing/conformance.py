@@ -35,6 +35,7 @@ from tierstore.spi import (
     Medium,
     PartialError,
     Slot,
+    WaitingBackend,
     broken_promise,
     held_bytes,
 )
@@ -233,6 +234,19 @@ class BackendConformance:
         nowhere = torch.empty(4096, dtype=torch.uint8, device="meta")
         direct = cast("DirectBackend", backend)
         assert [direct.accepts(nowhere) for _ in range(2)] == [False, False]
+
+    def test_nothing_waits_when_it_was_told_to_stop(self, backend: Backend) -> None:
+        """An operation ends, with an error or without, however often it was told."""
+        if not backend.capabilities.has_waits:
+            pytest.skip("nothing waits in this backend but for the medium")
+        slots = [stored(backend, pattern(MIB, seed)) for seed in range(4)]
+        reads = [backend.read(slot, torch.empty(MIB, dtype=torch.uint8)) for slot in slots]
+        for _ in range(2):
+            cast("WaitingBackend", backend).stop_waiting()
+        for read in reads:
+            finish(read)
+        for slot in slots:
+            finish(backend.free(slot))
 
     def test_adopted_memory_is_a_slot_like_others(self, backend: Backend) -> None:
         """It is the slot's memory itself; it is charged, and freeing it only lets go of it."""
