@@ -5,26 +5,30 @@ Knows nothing of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, cast
 
-from tierstore.codec import Compressed
 from tierstore.core.tier_state import TierState
 from tierstore.engine.engine import Engine
 from tierstore.signals import uninterrupted
-from tierstore.spi import Backend
-from tierstore.stats import StoreStats, TierStats, Traffic, io_of
+from tierstore.spi import CountingBackend
+from tierstore.stats import Counted, StoreStats, TierStats, Traffic
+from tierstore.tier_backends import TierBackend
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @uninterrupted
 def collect(
-    engine: Engine, tier_names: Sequence[str], got: Mapping[int, Traffic], stall_seconds: float
+    engine: Engine, backends: Mapping[str, TierBackend], got: Mapping[int, Traffic], stall_seconds: float
 ) -> StoreStats:
     """Ask the books and the media of a store.
 
     Args:
         engine: of the store.
-        tier_names: fastest first.
+        backends: by the tiers' names, fastest first.
         got: what callers got, by the number of the tier that it came from.
         stall_seconds: how long they were blocked.
     """
@@ -34,12 +38,12 @@ def collect(
             d: Traffic(x.copies, x.moved_bytes) for d, x in ledger.scheduler.traffic.windows.items()
         }
     )
-    names = (*tier_names, "caller")  # index -1 is the caller
+    names = (*backends, "caller")  # index -1 is the caller
     traffic = {(names[source], names[target]): moved for (source, target), moved in windows.items()}
     traffic.update({(names[tier], "caller"): moved for tier, moved in got.items()})
     by_name = {
         name: _with_medium(tier, backend)
-        for name, tier, backend in zip(tier_names, tiers, engine.backends, strict=True)
+        for (name, backend), tier in zip(backends.items(), tiers, strict=True)
     }
     return StoreStats(by_name, traffic, stall_seconds)
 
@@ -60,11 +64,17 @@ def _tier_stats(tier_state: TierState) -> TierStats:
     )
 
 
-def _with_medium(tier: TierStats, backend: Backend) -> TierStats:
-    """Add what the medium itself says; one that keeps more than its slots, such as a pool, what it holds."""
+def _with_medium(tier: TierStats, opened: TierBackend) -> TierStats:
+    """Add what the medium itself says, and what stands around it; a pool keeps more than its slots."""
+    can, counting = opened.backend.capabilities, cast("CountingBackend", opened.backend)
     return replace(
         tier,
-        reserved_bytes=int(getattr(backend, "reserved_bytes", tier.charged_bytes)),
-        codec=backend.codec_stats if isinstance(backend, Compressed) else None,
-        io=io_of(backend),
+        reserved_bytes=counting.reserved_bytes if can.has_reserved_bytes else tier.charged_bytes,
+        codec=None if opened.codec is None else opened.codec.codec_stats,
+        io=_as_mapping(counting.io_stats) if can.has_io_stats else {},
+        wrappers={name: _as_mapping(wrapper.stats) for name, wrapper in opened.wrappers.items()},
     )
+
+
+def _as_mapping(stats: object) -> Mapping[str, Counted]:
+    return asdict(cast("DataclassInstance", stats))

@@ -7,7 +7,32 @@ apply).  Messages say what was tried, on what, with which numbers, and what to d
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
+from typing import Final
+
+TRANSIENT_ERRNOS: Final = frozenset(
+    {
+        errno.EINTR,  # a signal came first
+        errno.EAGAIN,  # no memory for the request now, or a lock of a network file system
+        errno.EBUSY,
+        errno.ETIMEDOUT,  # a server or a path to a disk that is away for a while; what "softerr" mounts say
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EPIPE,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+    }
+)
+"""What may pass when an operation of a medium failed with it.
+
+Not ``EIO``: a disk says so after it has tried for seconds, of bytes that will not come back.  ``ESTALE``
+stays as long as the file is open, and a full medium (``ENOSPC``, ``EDQUOT``) until somebody makes room.
+"""
 
 
 class TierStoreError(Exception):

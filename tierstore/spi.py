@@ -26,11 +26,14 @@ A backend owes:
 9. A failed ``write`` or ``read`` leaves every other slot as it was.
 10. Bytes of a slot are given back to the medium before its ``free`` completes, and not earlier.
 
-A backend to which one call with many small slots costs less than many calls may be a `BatchBackend`
-too; all of the above then holds for each slot of a batch.
+What a backend can do besides, its `Capabilities` say; nobody finds it out in another way.  For what they do
+not say, it may have the members or not.
 
-A backend whose medium survives the process may be a `DurableBackend` too (and then says so in its
-capabilities).  For it the engine guarantees besides:
+A backend to which one call with many small slots costs less than many calls may be a `BatchBackend`
+(``has_batches``); all of the above then holds for each slot of a batch.
+
+A backend whose medium survives the process may be a `DurableBackend` (``is_durable``).  For it the engine
+guarantees besides:
 
 11. A slot that the last commit named, or one after it that failed, is neither written nor freed
     until a later commit that does not name it has completed without error.
@@ -46,12 +49,12 @@ and the backend owes:
 15. ``close`` keeps what the last commit left, as it would be found after a power loss.
 16. A commit that says what is gone costs what it speaks of, and not what there is.
 
-A slot may take less of the medium than was asked for, once it is written: see `held_bytes`.
+A slot may take less of the medium than was asked for, once it is written (``has_shrinking_slots``): see
+`held_bytes`.
 
-A backend whose memory is the program's own may be an `AdoptingBackend` too.
-
-A backend that counts what it does shows it as ``io_stats``, a frozen dataclass of ints, floats and texts, and
-of tuples of other such dataclasses; it appears in `tierstore.stats.TierStats.io`.
+A backend that reaches a device's memory may be a `DirectBackend` (``has_direct_paths``), one whose memory is
+the program's own an `AdoptingBackend` (``adopts``), one that tells of itself a `CountingBackend`, and one in
+which operations wait for more than the medium a `WaitingBackend` (``has_waits``).
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -96,6 +99,13 @@ class Capabilities:
         alignment_bytes: slots take a multiple of this many bytes of the medium.
         depth: how many reads and writes at a time keep the medium busy.
         device: where the ``memory`` of addressable slots lives.
+        has_batches: whether it is a `BatchBackend`.
+        has_direct_paths: whether it is a `DirectBackend`.
+        adopts: whether it is an `AdoptingBackend`.
+        has_shrinking_slots: whether its slots are `ShrinkingSlot`.
+        has_reserved_bytes: whether it says what it keeps, as a `CountingBackend`.
+        has_io_stats: whether it says what it did, as a `CountingBackend`.
+        has_waits: whether it is a `WaitingBackend`.
     """
 
     medium: Medium
@@ -103,6 +113,13 @@ class Capabilities:
     alignment_bytes: int = 1
     depth: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+    has_batches: bool = False
+    has_direct_paths: bool = False
+    adopts: bool = False
+    has_shrinking_slots: bool = False
+    has_reserved_bytes: bool = False
+    has_io_stats: bool = False
+    has_waits: bool = False
 
 
 class Completion:
@@ -226,18 +243,26 @@ class Slot(Protocol):
         ...
 
 
-def held_bytes(slot: Slot, alignment_bytes: int) -> int:
-    """Return what ``slot`` takes of its medium, which is what its tier is charged for it.
+class ShrinkingSlot(Slot, Protocol):
+    """A slot that may take less of the medium than was asked for, such as a compressed one.  Optional."""
 
-    That is ``slot.nbytes``, rounded up to the alignment; or ``slot.held_bytes`` if the slot has such an
-    attribute: an int that is at most the former, changes only where a ``write`` completes, and is a
-    multiple of the alignment.  A backend that compresses has it.
-    """
-    held: int | None = getattr(slot, "held_bytes", None)
-    return align_up(slot.nbytes, alignment_bytes) if held is None else held
+    @property
+    def held_bytes(self) -> int:
+        """What it takes, at most ``nbytes``, rounded up to the alignment, and a multiple of that.
+
+        Changes only where a ``write`` completes.
+        """
+        ...
 
 
-@runtime_checkable
+def held_bytes(slot: Slot, capabilities: Capabilities) -> int:
+    """Return what ``slot`` takes of its medium, which is what its tier is charged for it."""
+    if capabilities.has_shrinking_slots:
+        return cast("ShrinkingSlot", slot).held_bytes
+    return align_up(slot.nbytes, capabilities.alignment_bytes)
+
+
+@runtime_checkable  # for tests of what a medium says of its slots; nobody else asks a slot
 class AddressableSlot(Slot, Protocol):
     """A slot of a ``HOST`` or ``DEVICE`` backend: its bytes can be used in place."""
 
@@ -298,7 +323,6 @@ class Backend(Protocol):
         ...
 
 
-@runtime_checkable
 class BatchBackend(Backend, Protocol):
     """A backend that moves many small slots in one call, under one completion.  Optional.
 
@@ -316,7 +340,6 @@ class BatchBackend(Backend, Protocol):
         ...
 
 
-@runtime_checkable
 class DirectBackend(Backend, Protocol):
     """A ``STORAGE`` backend that reaches memory of a device without a buffer between.  Optional.
 
@@ -331,7 +354,6 @@ class DirectBackend(Backend, Protocol):
         ...
 
 
-@runtime_checkable
 class AdoptingBackend(Backend, Protocol):
     """A ``DEVICE`` backend that makes a slot of memory that the program has allocated.  Optional.
 
@@ -347,6 +369,34 @@ class AdoptingBackend(Backend, Protocol):
         Raises:
             CapacityError: as ``reserve``.
             BackendError: it is no memory of this device, or the medium failed.
+        """
+        ...
+
+
+class CountingBackend(Backend, Protocol):
+    """A backend that tells of itself.  Each member is optional by itself."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the medium holds at most, used by slots or not; otherwise that is what is charged."""
+        ...
+
+    @property
+    def io_stats(self) -> object:
+        """What it did, as a frozen dataclass of ints, floats and texts, and of tuples of other such ones.
+
+        It appears in `tierstore.stats.TierStats.io`.
+        """
+        ...
+
+
+class WaitingBackend(Backend, Protocol):
+    """A backend in which operations may wait for time to pass, not only for the medium.  Optional."""
+
+    def stop_waiting(self) -> None:
+        """End, with an error, what has not begun and waits; let nothing wait from now on.  Does not block.
+
+        Called before ``close``, when nobody wants what is under way any more.
         """
         ...
 
@@ -387,7 +437,6 @@ class Record:
     slot: Slot
 
 
-@runtime_checkable
 class DurableBackend(Backend, Protocol):
     """A backend that finds its slots again after the process is gone.  See the module."""
 
@@ -410,6 +459,39 @@ class DurableBackend(Backend, Protocol):
                 the last commit left stays.  ``None``: nothing survives but ``records``.
         """
         ...
+
+
+class FullBackend(
+    BatchBackend,
+    DirectBackend,
+    AdoptingBackend,
+    DurableBackend,
+    CountingBackend,
+    WaitingBackend,
+    Protocol,
+):
+    """What a backend may be, for those who ask its capabilities before they use it so."""
+
+
+_PROMISES: Final[Mapping[str, Sequence[str]]] = {
+    "is_durable": ("recovered", "commit"),
+    "has_batches": ("read_many", "write_many"),
+    "has_direct_paths": ("accepts",),
+    "adopts": ("adopt",),
+    "has_reserved_bytes": ("reserved_bytes",),
+    "has_io_stats": ("io_stats",),
+    "has_waits": ("stop_waiting",),
+}
+
+
+def broken_promise(backend: Backend) -> str | None:
+    """Say which capability a backend claims without the members that it takes; ``None``: there is none."""
+    for capability, members in _PROMISES.items():
+        if getattr(backend.capabilities, capability) and any(
+            getattr(backend, member, None) is None for member in members
+        ):
+            return f"says {capability}=True, but has no {' and '.join(f'{member}()' for member in members)}"
+    return None
 
 
 class BackendFactory(Protocol):

@@ -35,6 +35,8 @@ class TierStats:
         io: what the medium counts of its own, by name, such as calls, their mean size and how many were
             in flight; empty where it counts nothing.  A tier over several drives has ``drives``, a tuple
             with a mapping of the same kind for each.
+        wrappers: what stands around the medium because the tier's options say so, and what it did:
+            ``"bandwidth"`` and ``"retries"``, each a mapping like ``io``.
     """
 
     capacity_bytes: int
@@ -50,6 +52,7 @@ class TierStats:
     refusals: int
     codec: CodecStats | None = None
     io: Mapping[str, Counted] = field(default_factory=dict, hash=False)
+    wrappers: Mapping[str, Mapping[str, Counted]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,3 @@ class StoreStats:
         """Return what ``dataclasses.asdict`` does, with ``"from->to"`` for directions: JSON can say that."""
         traffic = {f"{source}->{target}": asdict(moved) for (source, target), moved in self.traffic.items()}
         return asdict(self) | {"traffic": traffic}
-
-
-def io_of(backend: object) -> Mapping[str, Counted]:
-    """Return what a backend counts: its ``io_stats``, a frozen dataclass, where it has that."""
-    counted = getattr(backend, "io_stats", None)
-    return {} if counted is None else asdict(counted)

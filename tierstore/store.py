@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -22,7 +20,6 @@ import torch
 
 from tierstore.accounts import collect
 from tierstore.callers import opening
-from tierstore.codec import OpenedBackend, with_codec
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.core import messages as m
 from tierstore.core.eviction import POLICIES
@@ -32,22 +29,20 @@ from tierstore.engine.engine import Engine, close_all
 from tierstore.engine.executor import Opening
 from tierstore.engine.gc_pause import no_collections
 from tierstore.engine.holds import Hold
-from tierstore.engine.registry import open_backend
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.signals import in_one_piece, uninterrupted
-from tierstore.spi import AdoptingBackend, Backend, DurableBackend, Medium, device_storage_listeners
+from tierstore.spi import Backend, Medium, device_storage_listeners
 from tierstore.stats import StoreStats
 from tierstore.tensor_io import TensorIo
 from tierstore.tensors import TensorSpec, bytes_of, describe, found_spec, is_whole, to_text
+from tierstore.tier_backends import TierBackend, open_all
 
 log = logging.getLogger("tierstore")
 
 FASTEST = "device"
 """The tier name that stands for the fastest tier where no tier bears it."""
-
-_PAUSES_S = (0.0, 0.05, 0.25)  # before a place that is taken is tried again
 
 
 class Store:
@@ -69,7 +64,7 @@ class Store:
         backends: list[Backend] = []
         try:
             with opening("Store(...)"), no_collections():
-                self._start(config, _open_all(config.tiers, backends))
+                self._start(config, open_all(config.tiers, backends))
         except BaseException:
             # Nothing waits and nothing moves yet.
             try:
@@ -78,16 +73,17 @@ class Store:
                 log.exception("a tier's backend could not be closed")
             raise
 
-    def _start(self, config: StoreConfig, opened: Sequence[OpenedBackend]) -> None:
+    def _start(self, config: StoreConfig, opened: Sequence[TierBackend]) -> None:
         backends = [each.backend for each in opened]
         tiers = [_tier(tier, backend) for tier, backend in zip(config.tiers, backends, strict=True)]
-        _check_durable(tiers, backends)
+        _check_durable(tiers)
         self.tier_names = tuple(tier.name for tier in tiers)
         self.is_durable = any(tier.is_durable for tier in tiers)
         ledger = Ledger(tiers, POLICIES[config.eviction])
-        self._can_adopt = isinstance(backends[0], AdoptingBackend)
+        self._can_adopt = backends[0].capabilities.adopts
         self._engine = Engine(ledger, backends, self.tier_names, cast("Callable[[object], str]", to_text))
         self._tensor_io = TensorIo(self._engine)
+        self._backends = dict(zip(self.tier_names, opened, strict=True))
         for index, each in enumerate(opened):
             if tiers[index].is_durable:
                 self._engine.recover(index, each.found, found_spec)
@@ -421,7 +417,7 @@ class Store:
         self._engine.require_here()
         with self._lock:
             stall_seconds = self._stall_seconds
-        return collect(self._engine, self.tier_names, self._tensor_io.got, stall_seconds)
+        return collect(self._engine, self._backends, self._tensor_io.got, stall_seconds)
 
     def leased_bytes(self, tier: str) -> int:
         """Return the bytes of a tier that leases hold: as `stats` says, without all the rest.
@@ -490,39 +486,7 @@ class Store:
         raise UsageError(f"no tier {tier!r}; the tiers are {', '.join(self.tier_names)}.", tier=str(tier))
 
 
-def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[OpenedBackend]:
-    """Open every tier's backend; each is added to ``backends`` as soon as it is open."""
-    opened: list[OpenedBackend] = []
-    for tier in tiers:
-        if isinstance(tier.backend, str):
-            backends.append(_open(tier, tier.backend))
-        else:
-            backends.append(cast("Backend", tier.backend))
-        opened.append(with_codec(backends[-1], tier.codec, tier.name))
-        backends[-1] = opened[-1].backend
-    return opened
-
-
-def _open(tier: TierConfig, name: str) -> Backend:
-    """Open a tier's backend by its name.
-
-    A store or a run that was forgotten may have the place: until its cycle is collected, and before that
-    until its bytes have moved that were on their way.
-    """
-    for pause_s in _PAUSES_S:
-        try:
-            return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
-        except ConfigError:
-            raise
-        except UsageError as error:
-            error.__traceback__ = None
-        time.sleep(pause_s)
-        for _ in range(2):  # what has a finalizer goes first, and then what only that has kept
-            gc.collect()
-    return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
-
-
-def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:
+def _check_durable(tiers: Sequence[Tier]) -> None:
     """Raise ``ConfigError`` if the store could not keep what it promises."""
     durable = [tier.name for tier in tiers if tier.is_durable]
     if len(durable) > 1:
@@ -530,12 +494,6 @@ def _check_durable(tiers: Sequence[Tier], backends: Sequence[Backend]) -> None:
             f"StoreConfig: one tier of a store can be durable, not {', '.join(durable)}: a flush is one step "
             "on one medium"
         )
-    for tier, backend in zip(tiers, backends, strict=True):
-        if tier.is_durable and not isinstance(backend, DurableBackend):
-            raise ConfigError(
-                f"StoreConfig: the backend of {tier.name!r} says that it is durable, but has no recovered() "
-                "and commit()"
-            )
 
 
 def _tier(config: TierConfig, backend: Backend) -> Tier:

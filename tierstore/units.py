@@ -48,6 +48,22 @@ def parse_bytes(size: int | str) -> int:
     return int(value)
 
 
+def parse_rate(rate: int | str) -> int:
+    """Read bytes a second from an int or from text: a size, with or without ``/s`` behind it.
+
+    Raises:
+        ConfigError: it is none, or 0.
+    """
+    text = rate.strip().removesuffix("/s") if isinstance(rate, str) else rate
+    try:
+        nbytes = parse_bytes(text)
+    except ConfigError:
+        nbytes = 0
+    if not nbytes:
+        raise ConfigError("accepted: bytes per second above 0, as an int or as text such as '2GB/s'")
+    return nbytes
+
+
 def format_bytes(nbytes: int) -> str:
     """Print ``nbytes`` with the largest binary unit that keeps the number at 1 or more."""
     for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

@@ -27,11 +27,15 @@ from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
 from tierstore.errors import BackendError
 from tierstore.spi import Backend, Buffer, Capabilities, Completion, Record, Slot
-from tierstore.testing.faults import Gate
+from tierstore.testing.faults import Faulty, Gate
+from tierstore.wrappers.bandwidth import BandwidthLimited
+from tierstore.wrappers.retrying import Retrying
 from tierstore_backends.memory import MemoryBackend
 
 ROOT = Path(ts.__file__).parent
-OURS = tuple(str(ROOT / part) for part in ("store.py", "leases.py", "spi.py", "engine", "core", "wrappers"))
+OURS = tuple(
+    str(ROOT / part) for part in ("store.py", "leases.py", "spi.py", "engine", "core", "codec", "wrappers")
+)
 
 
 CAPACITIES = (300, 600, 3000)
@@ -181,6 +185,13 @@ def packing() -> Compressed:
     return Compressed(memory(), "lz4")
 
 
+def trying_again() -> Backend:
+    """Return a backend of which every third operation fails and is tried again, within a bandwidth."""
+    away = BackendError("away for a moment", transient=True)
+    faulty = Faulty(memory(), error=away, on=["read", "write", "free"], fail_at=range(3, 10**6, 3))
+    return Retrying(BandwidthLimited(faulty, 10**6), 30, first_wait_s=1e-6)
+
+
 def make_store(disk: Backend) -> ts.Store:
     backends = memory_backends(CAPACITIES)
     backends[2] = disk
@@ -296,7 +307,9 @@ def check_that_all_is_well(store: ts.Store, moment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "disk", [memory, lambda: Elsewhere(memory()), packing], ids=["now", "later", "codec"]
+    "disk",
+    [memory, lambda: Elsewhere(memory()), packing, trying_again],
+    ids=["now", "later", "codec", "retries"],
 )
 @pytest.mark.parametrize("step", [step for step in STEPS if step is not flush])
 def test_an_interrupt_loses_no_bytes_and_hangs_nobody(

@@ -99,7 +99,9 @@ class ZarrMachine(RuleBasedStateMachine):
             try:
                 succeed(completion)
             except CapacityError:
-                assert slot.nbytes > held_bytes(slot, 1), "only what a codec had gained may be missing"
+                assert slot.nbytes > held_bytes(slot, self.arrays.capabilities), (
+                    "only what a codec had gained may be missing"
+                )
             else:
                 self.slots[slot] = source
         assert all(old.equal(into) for old, into in expected)
@@ -130,8 +132,10 @@ class ZarrMachine(RuleBasedStateMachine):
             written = [slot for slot, old in self.slots.items() if old is not None]
             assert chunk_bytes(self.store) <= self.arrays.held_bytes <= self.capacity
             assert self.store.peak_bytes <= self.capacity
-            assert all(held_bytes(slot, 1) <= slot.nbytes for slot in self.slots)
-            assert sum(held_bytes(slot, 1) for slot in written) <= chunk_bytes(self.store)
+            assert all(held_bytes(slot, self.arrays.capabilities) <= slot.nbytes for slot in self.slots)
+            assert sum(held_bytes(slot, self.arrays.capabilities) for slot in written) <= chunk_bytes(
+                self.store
+            )
 
 
 TestZarr = ZarrMachine.TestCase

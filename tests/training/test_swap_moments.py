@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.swap_models import DIM, Llama, config, inputs, operators, swapping, whole_layers
 from tierstore.config import StoreConfig, TierConfig
-from tierstore.spi import AdoptingBackend, Slot
 from tierstore.store import Store
 from tierstore.testing.faults import Gate
 from tierstore.training import swap
@@ -293,19 +292,9 @@ def test_operators_are_counted_as_the_docs_say(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- hand-over
 
 
-class DeviceGate(Gate):
-    """A gate before the device's copies: what the program has allocated passes."""
-
-    def adopt(self, memory: Tensor) -> Slot:
-        """Take memory over."""
-        device = self._backend
-        assert isinstance(device, AdoptingBackend)
-        return device.adopt(memory)
-
-
 def gated(host_bytes: int = 2**23) -> tuple[Store, Gate, Gate]:
     """Return a store with a gate before the device's copies, and one before the tier below host memory."""
-    device = DeviceGate(open_device(capacity_bytes=2**23, options={"device": "emulated"}))
+    device = Gate(open_device(capacity_bytes=2**23, options={"device": "emulated"}))
     host = open_memory(capacity_bytes=host_bytes, options={})
     disk = Gate(open_memory(capacity_bytes=2**23, options={"storage": True}))
     tiers = [

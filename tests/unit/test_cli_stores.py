@@ -18,10 +18,9 @@ import zarr
 
 import tierstore as ts
 from tierstore.cli import main
-from tierstore.spi import DurableBackend
 from tierstore.testing.conformance import succeed
 from tierstore.units import format_bytes
-from tierstore_backends.files import open_backend
+from tierstore_backends.files import DurableFiles, open_backend
 
 _Output = pytest.CaptureFixture[str]
 
@@ -127,7 +126,7 @@ def test_verify_names_a_key_of_which_a_part_is_lost_and_reads_the_others(
         for key, tensor in (packed | TENSORS).items():
             store.put(key, tensor)
     files = open_backend(capacity_bytes=64 << 20, options=options)
-    assert isinstance(files, DurableBackend)
+    assert isinstance(files, DurableFiles)
     succeed(
         files.commit([record for record in files.recovered() if record.name != "lost"])
     )  # its first chunk

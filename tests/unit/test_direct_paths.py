@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import tierstore as ts
 from tests.files_disk import PAGE, buffer, finish, open_files, outcome
 from tierstore.errors import BackendError, UsageError
-from tierstore.spi import BatchBackend, Buffer, Completion, DirectBackend, Slot
+from tierstore.spi import Buffer, Completion, Slot
 from tierstore_backends import device, memory
 from tierstore_backends.files.addressing.direct_io_probe import probe
 from tierstore_backends.files.addressing.segments import Segments
@@ -32,6 +33,7 @@ class Reaching(memory.MemoryBackend):
 
     def __init__(self, *, is_near: bool, is_durable: bool = False) -> None:
         super().__init__(10_000, is_storage=True, is_durable=is_durable)
+        self.capabilities = replace(self.capabilities, has_direct_paths=True)
         self.is_near = is_near
         self.asked: list[int] = []
         self.given: list[tuple[str, int]] = []
@@ -70,7 +72,6 @@ def test_a_medium_that_reaches_the_device_is_given_its_memory_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = Reaching(is_near=True)
-    assert isinstance(disk, DirectBackend)
     acquire = HostSlot.acquire
 
     def note(slot: HostSlot[object]) -> None:
@@ -152,7 +153,7 @@ def test_a_driver_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: py
 
 def test_memory_that_is_no_gpus_is_never_taken_straight(tmp_path: Path) -> None:
     files = open_files(tmp_path, checksum=False)
-    assert isinstance(files, DirectBackend)
+    assert files.capabilities.has_direct_paths
     assert not files.accepts(torch.zeros(PAGE, dtype=torch.uint8))
     with pytest.raises(UsageError, match=r"in host memory is needed, not .* on meta"):
         files.write(files.reserve(PAGE), torch.empty(PAGE, dtype=torch.uint8, device="meta"))
@@ -270,7 +271,7 @@ def test_durable_files_keep_all_that_they_can_do_in_a_store(tmp_path: Path) -> N
         with ts.Store(ts.StoreConfig([tier])) as store:
             (files,) = store._engine.backends
             assert isinstance(files, DurableFiles) is is_whole
-            assert isinstance(files, DirectBackend) is is_whole
-            assert isinstance(files, BatchBackend)
+            assert files.capabilities.has_direct_paths is is_whole
+            assert files.capabilities.has_batches
             assert (store.stats().tiers["disk"].codec is None) is is_whole
             store.put("k", torch.randn(1000), replace=True)  # nothing of which can be packed

@@ -144,7 +144,7 @@ def test_a_backend_that_is_collected_in_its_own_thread_waits_for_no_lock_of_that
     def collect(error: BaseException | None) -> None:
         del error
         assert files.is_worker()
-        with files._engine._lock:  # type: ignore[attr-defined]  # as where the collector comes by
+        with files._engine._schedule.lock:  # type: ignore[attr-defined]  # as where the collector comes by
             files._ending._finalizer()
         has_returned.set()
 

@@ -43,7 +43,7 @@ def packed(inner: Watched) -> Iterator[Compressed]:
 def test_bytes_that_repeat_take_less_of_the_medium(inner: Watched, packed: Compressed) -> None:
     slot = stored(packed, repeating(MIB))
     assert inner.held_bytes < MIB // 50
-    assert held_bytes(slot, 1) == inner.held_bytes
+    assert held_bytes(slot, packed.capabilities) == inner.held_bytes
 
 
 def test_the_slots_within_are_exactly_as_long_as_what_they_hold(inner: Watched, packed: Compressed) -> None:
@@ -59,7 +59,7 @@ def test_bytes_that_do_not_repeat_go_to_the_medium_from_where_they_lie(
     slot = stored(packed, source)
     (written,) = inner.sources
     assert written is source
-    assert held_bytes(slot, 1) == inner.held_bytes == MIB
+    assert held_bytes(slot, packed.capabilities) == inner.held_bytes == MIB
 
 
 def test_short_tensors_are_not_looked_at(inner: Watched, packed: Compressed) -> None:
@@ -82,7 +82,7 @@ def test_without_a_codec_everything_is_stored_as_it_is(inner: Watched) -> None:
 
 def test_a_slot_is_all_of_its_size_until_it_is_written(inner: Watched, packed: Compressed) -> None:
     slot = packed.reserve(MIB)
-    assert held_bytes(slot, 1) == inner.held_bytes == MIB
+    assert held_bytes(slot, packed.capabilities) == inner.held_bytes == MIB
 
 
 def test_the_medium_never_holds_more_than_was_reserved(inner: Watched, packed: Compressed) -> None:
@@ -97,14 +97,16 @@ def test_what_was_done_is_counted(packed: Compressed) -> None:
     stats = packed.codec_stats
     assert (stats.packed_tensors, stats.skipped_tensors) == (2, 1)
     assert stats.raw_bytes == 3 * MIB
-    assert stats.held_bytes == held_bytes(slots[0], 1) + held_bytes(slots[1], 1)
+    assert stats.held_bytes == held_bytes(slots[0], packed.capabilities) + held_bytes(
+        slots[1], packed.capabilities
+    )
     assert stats.ratio == stats.held_bytes / stats.raw_bytes < 0.02
     assert stats.pack_seconds > 0
     assert stats.unpack_seconds > 0
 
 
 def test_a_backend_that_says_nothing_of_its_transfers_says_nothing(packed: Compressed) -> None:
-    assert packed.io_stats is None
+    assert not packed.capabilities.has_io_stats
 
 
 def test_a_codec_that_has_packed_nothing_has_gained_nothing(packed: Compressed) -> None:
@@ -116,7 +118,7 @@ def test_a_tensor_that_gains_less_than_its_alignment_is_not_looked_at() -> None:
     inner.capabilities = replace(inner.capabilities, alignment_bytes=64 * KIB)
     backend = Compressed(inner, "lz4")
     slot = stored(backend, repeating(64 * KIB))
-    assert held_bytes(slot, 64 * KIB) == 64 * KIB
+    assert held_bytes(slot, backend.capabilities) == 64 * KIB
     assert backend.codec_stats.packed_tensors == 0
     backend.close()
 
@@ -136,7 +138,7 @@ def test_a_slot_can_be_written_again_with_bytes_of_another_kind(
     slot = stored(packed, before)
     succeed(packed.write(slot, after))
     assert torch.equal(contents(packed, slot), after)
-    assert held_bytes(slot, 1) == inner.held_bytes
+    assert held_bytes(slot, packed.capabilities) == inner.held_bytes
     succeed(packed.free(slot))
     assert inner.slots == []
 
@@ -227,7 +229,7 @@ def test_a_write_that_fails_anywhere_harms_no_other_slot_and_keeps_no_room() -> 
         inner.heal()
         if slot is not None:
             succeed(backend.free(slot))
-        assert memory.held_bytes == held_bytes(other, 1)
+        assert memory.held_bytes == held_bytes(other, backend.capabilities)
         backend.close()
         if not has_failed:
             break

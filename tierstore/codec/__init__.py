@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from tierstore.codec.chunk_records import is_ours
 from tierstore.codec.compressed import Compressed
@@ -12,7 +13,7 @@ from tierstore.codec.durable import DurableCompressed
 from tierstore.errors import ConfigError
 from tierstore.spi import Backend, DurableBackend, Medium, Record
 
-__all__ = ["CodecStats", "Compressed", "DurableCompressed", "Opened", "with_codec"]
+__all__ = ["CodecStats", "Compressed", "DurableCompressed", "OpenedBackend", "with_codec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,12 @@ class OpenedBackend:
     Attributes:
         backend: what the engine calls.
         found: what it has recovered, if it finds its slots again.  Nobody is to ask it a second time.
+        codec: the backend itself, if it packs or unpacks.
     """
 
     backend: Backend
     found: Sequence[Record] = ()
+    codec: Compressed | None = None
 
 
 def with_codec(backend: Backend, codec: str | None, tier: str) -> OpenedBackend:
@@ -51,13 +54,17 @@ def with_codec(backend: Backend, codec: str | None, tier: str) -> OpenedBackend:
 
 
 def _opened(backend: Backend, codec: str | None) -> OpenedBackend:
-    if not backend.capabilities.is_durable or not isinstance(backend, DurableBackend):
-        return OpenedBackend(backend if codec is None else Compressed(backend, codec))
+    if not backend.capabilities.is_durable:
+        if codec is None:
+            return OpenedBackend(backend)
+        packed = Compressed(backend, codec)
+        return OpenedBackend(packed, codec=packed)
+    durable = cast("DurableBackend", backend)
     if codec is not None:
-        wrapped = DurableCompressed(backend, codec)  # which may refuse: before anything is asked
-        return OpenedBackend(wrapped, wrapped.recovered())
-    found = backend.recovered()
+        wrapped = DurableCompressed(durable, codec)  # which may refuse: before anything is asked
+        return OpenedBackend(wrapped, wrapped.recovered(), wrapped)
+    found = durable.recovered()
     if backend.capabilities.medium is not Medium.STORAGE or not any(is_ours(record.note) for record in found):
         return OpenedBackend(backend, found)
-    wrapped = DurableCompressed(backend, codec)
-    return OpenedBackend(wrapped, wrapped.unpacked(found))
+    wrapped = DurableCompressed(durable, codec)
+    return OpenedBackend(wrapped, wrapped.unpacked(found), wrapped)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -22,7 +23,6 @@ import torch
 
 from tierstore.codec.chunks import PAGE
 from tierstore.codec.counters import CodecCounters, CodecStats
-from tierstore.codec.fan_in import Errors, first_error
 from tierstore.codec.inner_backend import InnerBackend
 from tierstore.codec.reading import SlotReader
 from tierstore.codec.slots import CHUNK_BYTES, CodecSlot
@@ -31,6 +31,8 @@ from tierstore.codec.writing import SlotWriter
 from tierstore.errors import ConfigError, UsageError
 from tierstore.spi import Backend, Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import KIB, align_up
+from tierstore.wrappers.fan_in import Errors, first_error
+from tierstore.wrappers.forwarding import ForwardingBackend
 
 SMALLEST_BYTES: Final = 4 * KIB
 """Shorter tensors are stored as they are."""
@@ -38,7 +40,7 @@ SMALLEST_BYTES: Final = 4 * KIB
 THREADS: Final = 2
 
 
-class Compressed:
+class Compressed(ForwardingBackend):
     """A `tierstore.spi.BatchBackend` around a backend behind I/O, which it then owns.  Thread-safe.
 
     It is no `tierstore.spi.DirectBackend`, even where the one within is: bytes are looked at, packed and
@@ -57,23 +59,26 @@ class Compressed:
     def __init__(
         self, backend: Backend, codec: str | None, *, chunk_bytes: int = CHUNK_BYTES, threads: int = THREADS
     ) -> None:
-        capabilities = backend.capabilities
+        medium = backend.capabilities
         if codec not in ("lz4", None):
             raise ConfigError(f"codec={codec!r}: accepted: 'lz4' or None")
-        if capabilities.medium is not Medium.STORAGE:
+        if medium.medium is not Medium.STORAGE:
             raise ConfigError(
                 f"codec={codec!r}: a codec needs a tier whose bytes are read and written, such as a disk; "
-                f"those of {capabilities.medium.name} memory are used where they lie. Leave it out there"
+                f"those of {medium.medium.name} memory are used where they lie. Leave it out there"
             )
-        self._capabilities = capabilities
-        self._within = InnerBackend(backend)
+        super().__init__(backend)
+        self._medium = medium
+        self._capabilities = replace(
+            medium, is_durable=False, has_batches=True, has_direct_paths=False, has_shrinking_slots=True
+        )
+        self._many = InnerBackend(backend)
         self._counts = CodecCounters()
-        chunk_bytes = align_up(chunk_bytes, math.lcm(PAGE, capabilities.alignment_bytes))
+        chunk_bytes = align_up(chunk_bytes, math.lcm(PAGE, medium.alignment_bytes))
         self._workers = CodecWorkers(threads, chunk_bytes)
-        self._reader = SlotReader(self._within, chunk_bytes, self._workers, self._counts)
+        self._reader = SlotReader(self._many, chunk_bytes, self._workers, self._counts)
         self._writer = SlotWriter(
-            self._within,
-            capabilities.alignment_bytes,
+            self._many,
             chunk_bytes,
             None if codec is None else SMALLEST_BYTES,
             self._workers,
@@ -84,7 +89,7 @@ class Compressed:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the backend within."""
+        """Those of the backend within, but for what a codec adds and takes away."""
         return self._capabilities
 
     @property
@@ -92,28 +97,23 @@ class Compressed:
         """What was packed, what was not, and what it came to."""
         return self._counts.stats
 
-    @property
-    def io_stats(self) -> object:
-        """What the backend within says of its transfers; None: it says nothing."""
-        return getattr(self._within.backend, "io_stats", None)
-
     def reserve(self, nbytes: int) -> CodecSlot:
         """Take room for all of ``nbytes``.  See `tierstore.spi.Backend`."""
-        whole = self._within.backend.reserve(nbytes)
-        return CodecSlot(nbytes, self, whole, self._capabilities.alignment_bytes)
+        whole = self.within.reserve(nbytes)
+        return CodecSlot(nbytes, self, whole, self._medium)
 
     def read(self, slot: Slot, into: Buffer) -> Completion:
         """Fill ``into``.  Completes with ``IntegrityError`` where the bytes are not those written."""
         own = self._own(slot)
         if own.whole is not None:
-            return self._within.backend.read(own.whole, into)
+            return self.within.read(own.whole, into)
         return self.read_many([own], [into])
 
     def write(self, slot: Slot, source: Buffer) -> Completion:
         """Write ``source``, packed if that pays; see `tierstore.spi.Backend`."""
         own = self._own(slot)
         if own.whole is not None and not self._writer.may_be_packed(own):
-            return self._within.backend.write(own.whole, source)
+            return self.within.write(own.whole, source)
         return self.write_many([own], [source])
 
     def read_many(self, slots: Sequence[Slot], into: Sequence[Buffer]) -> Completion:
@@ -157,7 +157,7 @@ class Compressed:
                 into.numpy()[:] = whole.numpy()[start:stop]
             completion.complete(error)
 
-        self._within.backend.read(slot, whole).add_done_callback(copy)
+        self.within.read(slot, whole).add_done_callback(copy)
         return completion
 
     def free(self, slot: Slot) -> Completion:
@@ -165,23 +165,19 @@ class Compressed:
         own = self._own(slot)
         own.is_freed = True
         if own.whole is not None and not own.chunks:
-            return self._within.backend.free(own.whole)
+            return self.within.free(own.whole)
         completion = Completion()
 
         def done(errors: Errors) -> None:
             completion.complete(first_error(errors))
 
-        self._within.free(own.within, done)
+        self._many.free(own.within, done)
         return completion
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Hold at most ``capacity_bytes`` from now on."""
-        self._within.backend.resize(capacity_bytes)
 
     def close(self) -> None:
         """Let what is under way end, then close the backend within.  Idempotent."""
         self._workers.close()
-        self._within.backend.close()
+        super().close()
 
     def _own(self, slot: Slot) -> CodecSlot:
         if not isinstance(slot, CodecSlot) or slot.home is not self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from tierstore.codec.chunk_records import (
     ChunkRecord,
@@ -27,8 +28,6 @@ class DurableCompressed(Compressed):
     """A `Compressed` that is a `tierstore.spi.DurableBackend`, as the one within is.
 
     Whatever is damaged is so for its own key alone: that one says so when it is read.
-
-    It is told from the other by having these two members, so it cannot be the same class.
     """
 
     def __init__(self, backend: DurableBackend, codec: str | None, *, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -37,8 +36,7 @@ class DurableCompressed(Compressed):
                 "what survives needs a backend whose medium does: this one says that it does not"
             )
         super().__init__(backend, codec, chunk_bytes=chunk_bytes)
-        self._durable = backend
-        self._alignment_bytes = backend.capabilities.alignment_bytes
+        self._capabilities = replace(self._capabilities, is_durable=True)
         # By key, the names that the backend within may have for it, where that is not its own alone.
         self._names: dict[str, frozenset[str]] = {}
 
@@ -52,7 +50,7 @@ class DurableCompressed(Compressed):
         within = [each for _, parts in inner for each in parts]
         kept = {each.name for each in within}
         gone_within = None if gone is None else set().union(*former.values()) - kept
-        completion = self._durable.commit(within, gone_within)
+        completion = self.within.commit(within, gone_within)
 
         def note(error: BaseException | None) -> None:
             if error is None:
@@ -75,7 +73,7 @@ class DurableCompressed(Compressed):
 
     def recovered(self) -> Sequence[Record]:
         """Return what the last commit named; what cannot be unpacked is there too, and says so when read."""
-        return self.unpacked(self._durable.recovered())
+        return self.unpacked(self.within.recovered())
 
     def unpacked(self, found: Sequence[Record]) -> list[Record]:
         """Return our records for those that the backend within has recovered: in place of `recovered`."""
@@ -105,9 +103,8 @@ class DurableCompressed(Compressed):
                 yield self._found(key, groups[key])
 
     def _as_it_is(self, record: Record) -> Record:
-        within, alignment_bytes = record.slot, self._alignment_bytes
-        slot = CodecSlot(within.nbytes, self, within, alignment_bytes)
-        slot.held_bytes = held_bytes(within, alignment_bytes)
+        slot = CodecSlot(record.slot.nbytes, self, record.slot, self._medium)
+        slot.weigh()
         return Record(record.name, record.note, slot)
 
     def _found(self, key: str, group: Mapping[int, Record]) -> Record:
@@ -118,26 +115,26 @@ class DurableCompressed(Compressed):
         except (ValueError, KeyError, TypeError) as cause:
             return self._damaged(key, group, cause)
         if not lines:
-            slot = CodecSlot(records[0].slot.nbytes, self, records[0].slot, self._alignment_bytes)
+            slot = CodecSlot(records[0].slot.nbytes, self, records[0].slot, self._medium)
         else:
-            slot = CodecSlot(lines[0].nbytes, self, None, self._alignment_bytes)
+            slot = CodecSlot(lines[0].nbytes, self, None, self._medium)
             slot.shape = PackedShape(lines[0].width, lines[0].block_bytes, lines[0].chunk_bytes)
             slot.chunks = [
                 Chunk(record.slot, line.lengths, line.digest)
                 for record, line in zip(records, lines, strict=True)
             ]
-        slot.weigh(self._alignment_bytes)
+        slot.weigh()
         return Record(key, note, slot)
 
     def _damaged(self, key: str, group: Mapping[int, Record], cause: Exception) -> Record:
         """Return a record whose slot is there to be kept or freed, but not to be read."""
         error = IntegrityError(f"the compressed bytes of {key!r} cannot be read: {cause}", key=key)
         error.__cause__ = cause.with_traceback(None)
-        held = sum(held_bytes(record.slot, self._alignment_bytes) for record in group.values())
-        slot = CodecSlot(_told_nbytes(group.values()) or held, self, None, self._alignment_bytes)
+        held = sum(held_bytes(record.slot, self._medium) for record in group.values())
+        slot = CodecSlot(_told_nbytes(group.values()) or held, self, None, self._medium)
         slot.damage = SlotDamage(error, group)
         slot.chunks = [Chunk(record.slot, (), 0) for record in group.values()]
-        slot.weigh(self._alignment_bytes)
+        slot.weigh()
         notes = [own_note(record.note) for chunk, record in group.items() if chunk == 0]
         return Record(key, notes[0] if notes else "", slot)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import cast
 
-from tierstore.codec.fan_in import Errors, attempt, each_error, when_all
 from tierstore.spi import Backend, BatchBackend, Buffer, Completion, Slot
+from tierstore.wrappers.fan_in import Errors, each_error, when_all
+from tierstore.wrappers.forwarding import attempt
 
 Then = Callable[[Errors], None]
 
@@ -16,7 +18,7 @@ class InnerBackend:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._batching = backend if isinstance(backend, BatchBackend) else None
+        self._batching = cast("BatchBackend", backend) if backend.capabilities.has_batches else None
 
     def write(self, slots: Sequence[Slot], sources: Sequence[Buffer], then: Then) -> None:
         """Write each; tell ``then`` how each ended."""

@@ -15,13 +15,13 @@ import torch
 from tierstore.codec.blocks import Bytes
 from tierstore.codec.chunks import PAGE, ChunkPart, grouped, unpack_chunk
 from tierstore.codec.counters import CodecCounters, CodecStats
-from tierstore.codec.fan_in import Errors, FanIn
 from tierstore.codec.inner_backend import InnerBackend
 from tierstore.codec.slots import Chunk, CodecSlot, PackedShape
 from tierstore.codec.workers import CodecWorkers, PadUse
 from tierstore.errors import IntegrityError, UsageError
 from tierstore.spi import Buffer, Completion, Slot
 from tierstore.units import align_up
+from tierstore.wrappers.fan_in import Errors, FanIn
 
 
 class SlotReader:

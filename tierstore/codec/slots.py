@@ -13,7 +13,7 @@ from typing import Final
 
 from tierstore.codec.blocks import BLOCK_BYTES, spans
 from tierstore.errors import IntegrityError
-from tierstore.spi import Record, Slot, held_bytes
+from tierstore.spi import Capabilities, Record, Slot, held_bytes
 from tierstore.units import MIB, align_up
 
 CHUNK_BYTES: Final = 4 * MIB
@@ -62,6 +62,7 @@ class CodecSlot:
     Attributes:
         nbytes: see `tierstore.spi.Slot`.
         home: the backend that it belongs to.
+        medium: what the backend within can do.
         held_bytes: what it takes of the medium: all of its size until a write has ended.
         whole: the slot within, if the bytes are, or are to be, stored as they are.
         shape: how they are packed, if they are.
@@ -70,17 +71,18 @@ class CodecSlot:
         is_freed: whether nothing may be done with it any more.
     """
 
-    __slots__ = ("chunks", "damage", "held_bytes", "home", "is_freed", "nbytes", "shape", "whole")
+    __slots__ = ("chunks", "damage", "held_bytes", "home", "is_freed", "medium", "nbytes", "shape", "whole")
 
-    def __init__(self, nbytes: int, home: object, whole: Slot | None, alignment_bytes: int) -> None:
+    def __init__(self, nbytes: int, home: object, whole: Slot | None, medium: Capabilities) -> None:
         self.nbytes = nbytes
         self.home = home
+        self.medium = medium
         self.whole = whole
         self.shape: PackedShape | None = None
         self.chunks: list[Chunk | None] = []
         self.damage: SlotDamage | None = None
         self.is_freed = False
-        self.held_bytes = align_up(nbytes, alignment_bytes)
+        self.held_bytes = align_up(nbytes, medium.alignment_bytes)
 
     def __repr__(self) -> str:
         """Show how the bytes are stored."""
@@ -97,9 +99,9 @@ class CodecSlot:
         """Forget what it had of the backend within."""
         self.whole, self.shape, self.chunks = None, None, []
 
-    def weigh(self, alignment_bytes: int) -> None:
+    def weigh(self) -> None:
         """Take note of what it takes of the medium now."""
-        self.held_bytes = sum(held_bytes(slot, alignment_bytes) for slot in self.within)
+        self.held_bytes = sum(held_bytes(slot, self.medium) for slot in self.within)
 
     def cuts(self, shape: PackedShape) -> list[tuple[int, int]]:
         """Return where each chunk begins and ends in the bytes."""

@@ -19,13 +19,13 @@ import torch
 from tierstore.codec.blocks import WORTHWHILE, Bytes, best_width
 from tierstore.codec.chunks import PAGE, ChunkPart, grouped, pack_chunk
 from tierstore.codec.counters import CodecCounters, CodecStats
-from tierstore.codec.fan_in import Errors, FanIn
 from tierstore.codec.inner_backend import InnerBackend
 from tierstore.codec.slots import Chunk, CodecSlot, PackedShape
 from tierstore.codec.workers import CodecWorkers, PadUse
 from tierstore.errors import BackendError
 from tierstore.spi import Buffer, Completion, Slot
 from tierstore.units import align_up
+from tierstore.wrappers.fan_in import Errors, FanIn
 
 
 class SlotWriter:
@@ -33,7 +33,6 @@ class SlotWriter:
 
     Args:
         within: the backend within.
-        alignment_bytes: its slots take multiples of this.
         chunk_bytes: how slots are cut; also the size of a pad.
         smallest_bytes: shorter ones are never packed; None: nothing is.
         workers: who packs.
@@ -43,14 +42,12 @@ class SlotWriter:
     def __init__(
         self,
         within: InnerBackend,
-        alignment_bytes: int,
         chunk_bytes: int,
         smallest_bytes: int | None,
         workers: CodecWorkers,
         counts: CodecCounters,
     ) -> None:
         self.within = within
-        self.alignment_bytes = alignment_bytes
         self.chunk_bytes = chunk_bytes
         self.smallest_bytes = smallest_bytes
         self.workers = workers
@@ -60,7 +57,7 @@ class SlotWriter:
         """Whether a slot's bytes are worth a look: packed well, they would take less of the medium."""
         if self.smallest_bytes is None or slot.nbytes < self.smallest_bytes:
             return False
-        return slot.nbytes * WORTHWHILE > self.alignment_bytes
+        return slot.nbytes * WORTHWHILE > slot.medium.alignment_bytes
 
     def begin(self, slots: Sequence[CodecSlot], sources: Sequence[Buffer]) -> Completion:
         """Write each slot.  See `tierstore.spi.BatchBackend`.
@@ -217,7 +214,7 @@ class _SlotWrite:
     def _settle(self, position: int) -> None:
         slot = self._slots[position]
         slot.shape = self._shapes.get(position)
-        slot.weigh(self._writer.alignment_bytes)
+        slot.weigh()
         if slot.shape is not None:
             self._writer.counts.add(
                 CodecStats(packed_tensors=1, raw_bytes=slot.nbytes, held_bytes=slot.held_bytes)

@@ -44,7 +44,10 @@ class TierConfig:
         capacity: the hard quota, as a size; 0 is allowed.
         high: the share of the capacity above which eviction begins, 0 < high <= 1 (the int 1 too).
         low: the share down to which it goes on, 0 < low <= high; ``None``: as ``high``.
-        options: for the backend's factory, which checks them.
+        options: for the backend's factory, which checks them; and for any tier whose bytes are behind I/O
+            ``max_bandwidth`` (a size for each second, such as ``"2GB/s"``, of both directions together), or
+            ``max_read_bandwidth`` and ``max_write_bandwidth``, and ``retries``: how often an operation is
+            tried again that fails for a reason that may pass, at first after ``retry_wait_s`` (0.1).
         codec: ``"lz4"``: bytes that repeat are compressed, and take less of the capacity; only for
             backends behind I/O, such as ``"files"``.  ``None`` or ``"none"``: they are not.
         setting: for a program whose users know of no tiers and keys: what messages tell them to raise.
@@ -184,9 +187,10 @@ class OffloadConfig:
     """What a training loop offloads, and what it may use for that.
 
     The names and defaults are those of the reference configuration; ``offload_grad``,
-    ``offload_optimizer``, ``aio_engine``, ``device``, ``device_options``, ``eviction``, ``checksum``,
-    ``optimizer_target``, ``optimizer_in_backward``, ``codec``, ``durable``, ``ignored``, ``pinned``,
-    ``buffer_min_size`` and ``placement`` are ours.  Sizes may be given as text and are kept in bytes.
+    ``offload_optimizer``, ``aio_engine``, ``device``, ``device_options``, ``disk_options``, ``eviction``,
+    ``checksum``, ``optimizer_target``, ``optimizer_in_backward``, ``codec``, ``durable``, ``ignored``,
+    ``pinned``, ``buffer_min_size`` and ``placement`` are ours.  Sizes may be given as text and are kept in
+    bytes.
 
     Args:
         memory_offload: ``"ON"`` or ``"OFF"``; with OFF nothing is offloaded.
@@ -215,6 +219,8 @@ class OffloadConfig:
         device: as in `StoreConfig.default`.
         device_options: more options for the device's backend; for ``"emulated"``:
             ``link_bandwidth``, ``link_latency_s``, ``late_events``, ``overwrite_freed``.
+        disk_options: more options for the disk tier, as in `TierConfig`: ``max_bandwidth``, ``retries`` and
+            the like, and those of the ``files`` backend that have no key here.
         eviction: ``"lru"``, ``"size-class"`` or ``"next-use"``.
         checksum: whether bytes read from disk are compared with those written.
         optimizer_target: where the optimizer computes: ``"device"`` or ``"cpu"``.
@@ -252,6 +258,7 @@ class OffloadConfig:
     cpu_ratio: float = 1.0
     device: str | None = None
     device_options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    disk_options: Mapping[str, object] = field(default_factory=dict, hash=False)
     eviction: str = "next-use"
     checksum: bool = True
     optimizer_target: str = "device"
@@ -391,6 +398,7 @@ class OffloadConfig:
         if capacity == 0:
             return []
         options: dict[str, object] = {
+            **self.disk_options,
             "path": paths[0] if len(paths) == 1 else paths,
             "aio_block_size": self.aio_block_size,
             "aio_queue_depth": self.aio_queue_depth,
@@ -427,6 +435,7 @@ _OFFLOAD: dict[str, Check] = {
     "cpu_ratio": checks.ratio,
     "device": checks.optional(checks.device),
     "device_options": checks.options,
+    "disk_options": checks.options,
     "eviction": checks.eviction,
     "checksum": checks.flag,
     "optimizer_target": checks.one_of("device", "cpu"),
@@ -438,6 +447,12 @@ _OFFLOAD: dict[str, Check] = {
     "buffer_min_size": checks.optional(checks.size),
     "placement": checks.optional(checks.options),
 }
+
+
+_HAVE_KEYS = frozenset(
+    {"path", "aio_block_size", "aio_queue_depth", "enable_aio", "checksum", "engine", "durable"}
+)
+"""The options of the disk's backend that `OffloadConfig` gives it."""
 
 
 def _plain(value: object) -> object:
@@ -454,6 +469,10 @@ def _judge(values: Mapping[str, object], faults: Faults) -> dict[str, object]:
     if kept.get("durable") and kept.get("offload_disk_size") == 0:
         reason = "needs a disk, and offload_disk_size=0 says that there is none; accepted: False"
         faults.add("durable", kept["durable"], reason)
+    twice = _HAVE_KEYS.intersection(cast("Mapping[str, object]", kept.get("disk_options", {})))
+    if twice:
+        reason = f"accepted: anything but {listed(sorted(twice))}, which has a key of its own"
+        faults.add("disk_options", kept["disk_options"], reason)
     engine = kept.get("aio_engine")
     if kept.get("enable_aio") is False and engine not in (None, checks.ENGINE_WITHOUT_AIO):
         reason = "moves bytes in the background, and enable_aio=False forbids that; accepted: 'plain' or None"

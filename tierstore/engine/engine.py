@@ -25,7 +25,7 @@ from tierstore.engine.mover import DataMover
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import StoreClosed, TierStoreError
 from tierstore.signals import in_one_piece, uninterrupted
-from tierstore.spi import AddressableSlot, Backend, Medium, Record, Slot, held_bytes
+from tierstore.spi import AddressableSlot, Backend, Medium, Record, Slot, WaitingBackend, held_bytes
 
 T = TypeVar("T")
 
@@ -87,9 +87,9 @@ class Engine:
         Raises:
             CapacityError: the tier's quota cannot hold it.
         """
-        alignment_bytes = self.backends[tier].capabilities.alignment_bytes
+        capabilities = self.backends[tier].capabilities
         found = [
-            m.Found(name, slot.nbytes, held_bytes(slot, alignment_bytes), spec_of(note, slot.nbytes))
+            m.Found(name, slot.nbytes, held_bytes(slot, capabilities), spec_of(note, slot.nbytes))
             for name, note, slot in map(_RECORD_FIELDS, records)
         ]
         number = self.number()
@@ -256,6 +256,10 @@ class Engine:
         self._executor.waiting[number] = end
         try:
             self._dispatcher.turn(m.CloseRequested(number))
+            # Now nobody waits for what is under way, but for its end.
+            for backend in self._open:
+                if backend.capabilities.has_waits:
+                    cast("WaitingBackend", backend).stop_waiting()
             end.result()
         except Exception:
             if not self._dispatcher.is_broken():

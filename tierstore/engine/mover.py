@@ -19,13 +19,10 @@ from tierstore.engine.batches import SMALL_BYTES
 from tierstore.errors import BackendError, CapacityError, IntegrityError
 from tierstore.spi import (
     AddressableSlot,
-    AdoptingBackend,
     Backend,
-    BatchBackend,
     Buffer,
     Completion,
-    DirectBackend,
-    DurableBackend,
+    FullBackend,
     Medium,
     PartialError,
     Record,
@@ -47,16 +44,12 @@ class DataMover:
     """
 
     def __init__(self, backends: Sequence[Backend], names: Sequence[str], tell: Tell, report: Tell) -> None:
-        self._backends = backends
+        self._backends = [cast("FullBackend", backend) for backend in backends]
+        self._capabilities = [backend.capabilities for backend in backends]
         self._names = names
         self.tell = tell
         self._report = report
-        self._media = [backend.capabilities.medium for backend in backends]
-        self._alignments = [backend.capabilities.alignment_bytes for backend in backends]
-        # Which tiers have slots that may take less than was asked for; known from their first slot on.
-        self._shrinking: dict[int, bool] = {}
-        self._batching = {i: b for i, b in enumerate(backends) if isinstance(b, BatchBackend)}
-        self._direct = {i: b for i, b in enumerate(backends) if isinstance(b, DirectBackend)}
+        self._media = [each.medium for each in self._capabilities]
         # Written by whoever carries out a command; a replica's entry is there from its StartCopy to
         # its FreeSlot, which the ledger never has under way at the same time.
         self._slots: dict[m.ReplicaId, Slot] = {}
@@ -71,9 +64,8 @@ class DataMover:
 
     def charge_bytes(self, place: m.ReplicaId) -> int | None:
         """Return what a replica that was just written takes of its medium, where that may be less."""
-        if not self._shrinking.get(place.tier):
-            return None
-        return held_bytes(self._slots[place], self._alignments[place.tier])
+        capabilities = self._capabilities[place.tier]
+        return held_bytes(self._slots[place], capabilities) if capabilities.has_shrinking_slots else None
 
     def clear(self) -> None:
         """Forget every slot: nothing moves any more."""
@@ -89,10 +81,7 @@ class DataMover:
         place = command.target
         backend = self._backends[place.tier]
         try:
-            if given is None:
-                slot = backend.reserve(command.nbytes)
-            else:
-                slot = cast("AdoptingBackend", backend).adopt(given)
+            slot = backend.reserve(command.nbytes) if given is None else backend.adopt(given)
         except CapacityError as error:
             # Kept by the books: its traceback would keep every frame that led here, and what they refer to.
             self.tell([m.CopyRefused(command.copy, error.with_traceback(None))])
@@ -101,8 +90,6 @@ class DataMover:
             self.tell([m.CopyDone(command.copy, self._explain(error, command))])
             return None
         self._slots[place] = slot
-        if place.tier not in self._shrinking:
-            self._shrinking[place.tier] = hasattr(slot, "held_bytes")
         return slot
 
     def start(self, command: m.StartCopy) -> None:
@@ -144,8 +131,8 @@ class DataMover:
             return False
         source, target = command.source.tier, command.target.tier
         if self._media[source] is Medium.HOST:
-            return target in self._batching
-        return self._media[target] is Medium.HOST and source in self._batching
+            return self._capabilities[target].has_batches
+        return self._media[target] is Medium.HOST and self._capabilities[source].has_batches
 
     def start_batch(self, batch: Sequence[m.StartCopy]) -> None:
         """Begin small copies of one direction, all in one call."""
@@ -168,8 +155,8 @@ class DataMover:
         targets = [self._slots[copy.target] for copy in copies]
         source, target = cast("m.ReplicaId", copies[0].source).tier, copies[0].target.tier
         if self._media[source] is Medium.HOST:
-            return self._batching[target].write_many(targets, _memories(sources))
-        return self._batching[source].read_many(sources, _memories(targets))
+            return self._backends[target].write_many(targets, _memories(sources))
+        return self._backends[source].read_many(sources, _memories(targets))
 
     def _outcomes(self, copies: Sequence[m.StartCopy], error: BaseException | None) -> list[m.Event]:
         """Tell apart which copies of a batch failed."""
@@ -183,18 +170,18 @@ class DataMover:
             return self._backends[target].write(target_slot, cast("AddressableSlot", source_slot).memory)
         if self._media[target] is Medium.HOST:
             return self._backends[source].read(source_slot, cast("AddressableSlot", target_slot).memory)
-        if target in self._direct and (memory := self._reachable(source, source_slot, target)) is not None:
+        if (memory := self._reachable(source, source_slot, target)) is not None:
             return self._backends[target].write(target_slot, memory)
-        if source in self._direct and (memory := self._reachable(target, target_slot, source)) is not None:
+        if (memory := self._reachable(target, target_slot, source)) is not None:
             return self._backends[source].read(source_slot, memory)
         return self._move_through_buffer(source, source_slot, target, target_slot)
 
     def _reachable(self, device: int, slot: Slot, storage: int) -> torch.Tensor | None:
         """Return the memory of a device's slot, ordered for use, if a medium reaches it without a buffer."""
-        if self._media[device] is not Medium.DEVICE:
+        if self._media[device] is not Medium.DEVICE or not self._capabilities[storage].has_direct_paths:
             return None
         addressable = cast("AddressableSlot", slot)
-        if not self._direct[storage].accepts(addressable.memory):
+        if not self._backends[storage].accepts(addressable.memory):
             return None
         addressable.acquire()
         return addressable.memory
@@ -250,7 +237,7 @@ class DataMover:
             records = [
                 Record(key, note_of(spec), self._slots[place]) for key, place, spec in command.replicas
             ]
-            completion = cast("DurableBackend", self._backends[command.tier]).commit(records, command.gone)
+            completion = self._backends[command.tier].commit(records, command.gone)
         except BaseException as error:  # noqa: BLE001 - a foreign backend may raise anything
             self.tell([outcome(error)])
             return

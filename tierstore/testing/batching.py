@@ -6,13 +6,16 @@ or come late there happens in the middle of a batch.  Around the other wrappers:
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from tierstore.spi import Backend, Buffer, Capabilities, Completion, PartialError, Slot
+from tierstore.spi import Backend, Buffer, Capabilities, Completion, Slot
+from tierstore.wrappers.fan_in import as_one, when_all
+from tierstore.wrappers.forwarding import ForwardingBackend, attempt
 
 
-class Batching:
+class Batching(ForwardingBackend):
     """A `tierstore.spi.BatchBackend` over any backend.  Thread-safe.
 
     Args:
@@ -23,77 +26,30 @@ class Batching:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self.batches: list[int] = []
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the wrapped backend can do."""
-        return self._backend.capabilities
-
-    def reserve(self, nbytes: int) -> Slot:
-        """Take room."""
-        return self._backend.reserve(nbytes)
-
-    def read(self, slot: Slot, into: Buffer) -> Completion:
-        """Copy out."""
-        return self._backend.read(slot, into)
-
-    def write(self, slot: Slot, source: Buffer) -> Completion:
-        """Copy in."""
-        return self._backend.write(slot, source)
+        """What the wrapped backend can do, and batches."""
+        return replace(super().capabilities, has_batches=True)
 
     def read_many(self, slots: Sequence[Slot], into: Sequence[Buffer]) -> Completion:
         """Copy each out."""
-        return self._each(self._backend.read, slots, into)
+        return self._each(self.within.read, slots, into)
 
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """Copy each in."""
-        return self._each(self._backend.write, slots, sources)
-
-    def free(self, slot: Slot) -> Completion:
-        """Give back."""
-        return self._backend.free(slot)
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Resize the wrapped backend."""
-        self._backend.resize(capacity_bytes)
-
-    def close(self) -> None:
-        """Close the wrapped backend."""
-        self._backend.close()
+        return self._each(self.within.write, slots, sources)
 
     def _each(
         self, move: Callable[[Slot, Buffer], Completion], slots: Sequence[Slot], buffers: Sequence[Buffer]
     ) -> Completion:
         self.batches.append(len(slots))
-        whole = _Whole(len(slots))
-        for position, (slot, buffer) in enumerate(zip(slots, buffers, strict=True)):
-            try:
-                part = move(slot, buffer)
-            except Exception as error:  # noqa: BLE001 - the others of the batch are on their way
-                part = Completion.done(error)
-            whole.follow(position, part)
-        return whole.completion
-
-
-class _Whole:
-    """Counts the ends of the parts of one batch."""
-
-    def __init__(self, count: int) -> None:
-        self.completion = Completion()
-        self._lock = threading.Lock()  # guards the next two
-        self._remaining = count
-        self._errors: dict[int, BaseException] = {}
-
-    def follow(self, position: int, part: Completion) -> None:
-        part.add_done_callback(lambda error: self._end(position, error))
-
-    def _end(self, position: int, error: BaseException | None) -> None:
-        with self._lock:
-            self._remaining -= 1
-            if error is not None:
-                self._errors[position] = error
-            is_last = not self._remaining
-        if is_last:
-            self.completion.complete(PartialError(self._errors) if self._errors else None)
+        parts = [
+            attempt(functools.partial(move, slot, buffer))
+            for slot, buffer in zip(slots, buffers, strict=True)
+        ]
+        whole = Completion()
+        when_all(parts, lambda errors: whole.complete(as_one(errors)))
+        return whole

@@ -15,6 +15,8 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import cast
 
 import pytest
 import torch
@@ -22,14 +24,19 @@ import torch
 from tierstore.errors import BackendError, CapacityError, StoreClosed, TierStoreError
 from tierstore.spi import (
     AddressableSlot,
+    AdoptingBackend,
     Backend,
     BatchBackend,
     Buffer,
     Capabilities,
     Completion,
+    CountingBackend,
+    DirectBackend,
     Medium,
     PartialError,
     Slot,
+    WaitingBackend,
+    broken_promise,
     held_bytes,
 )
 from tierstore.units import MIB, align_up
@@ -92,6 +99,17 @@ def contents(backend: Backend, slot: Slot) -> Buffer:
 def charge(capabilities: Capabilities, nbytes: int) -> int:
     """Return what a slot of ``nbytes`` counts against the capacity (rule 1)."""
     return align_up(nbytes, capabilities.alignment_bytes)
+
+
+def is_data(stats: object) -> bool:
+    """Whether ``stats`` is what `tierstore.spi.CountingBackend` may show."""
+    if not is_dataclass(stats) or isinstance(stats, type):
+        return False
+    values = [getattr(stats, field.name) for field in fields(stats)]
+    return all(
+        all(map(is_data, value)) if isinstance(value, tuple) else isinstance(value, int | float | str)
+        for value in values
+    )
 
 
 class BackendConformance:
@@ -175,14 +193,85 @@ class BackendConformance:
         assert not around[:5_000].any()
         assert not around[10_000:].any()
 
+    # ------------------------------------------------------------------------------------ what it says
+
+    def test_it_has_what_it_says(self, backend: Backend) -> None:
+        """Each capability takes members."""
+        assert broken_promise(backend) is None
+
+    def test_what_it_says_stays(self, backend: Backend) -> None:
+        """Capabilities are constant: the engine asks once."""
+        before = backend.capabilities
+        contents(backend, stored(backend, pattern(10_000, seed=1)))
+        assert backend.capabilities == before
+
+    def test_slots_shrink_where_it_says_so(self, backend: Backend) -> None:
+        """An attribute that nobody knows of would not be charged."""
+        assert hasattr(backend.reserve(1_000), "held_bytes") is backend.capabilities.has_shrinking_slots
+
+    def test_what_it_keeps_is_at_least_what_slots_were_written(self, backend: Backend) -> None:
+        """While they are there."""
+        if not backend.capabilities.has_reserved_bytes:
+            pytest.skip("this backend keeps what is charged")
+        stored(backend, pattern(MIB, seed=1))
+        assert cast("CountingBackend", backend).reserved_bytes >= MIB
+
+    def test_what_it_counts_is_data_and_grows(self, backend: Backend) -> None:
+        """A frozen dataclass of numbers, texts and tuples of such."""
+        if not backend.capabilities.has_io_stats:
+            pytest.skip("this backend counts nothing")
+        before = cast("CountingBackend", backend).io_stats
+        contents(backend, stored(backend, pattern(MIB, seed=1)))
+        after = cast("CountingBackend", backend).io_stats
+        assert is_data(before)
+        assert is_data(after)
+        assert after != before
+
+    def test_memory_that_cannot_be_reached_is_not_accepted(self, backend: Backend) -> None:
+        """Nor is asking a second time different."""
+        if not backend.capabilities.has_direct_paths:
+            pytest.skip("this backend is given buffers in host memory")
+        nowhere = torch.empty(4096, dtype=torch.uint8, device="meta")
+        direct = cast("DirectBackend", backend)
+        assert [direct.accepts(nowhere) for _ in range(2)] == [False, False]
+
+    def test_nothing_waits_when_it_was_told_to_stop(self, backend: Backend) -> None:
+        """An operation ends, with an error or without, however often it was told."""
+        if not backend.capabilities.has_waits:
+            pytest.skip("nothing waits in this backend but for the medium")
+        slots = [stored(backend, pattern(MIB, seed)) for seed in range(4)]
+        reads = [backend.read(slot, torch.empty(MIB, dtype=torch.uint8)) for slot in slots]
+        for _ in range(2):
+            cast("WaitingBackend", backend).stop_waiting()
+        for read in reads:
+            finish(read)
+        for slot in slots:
+            finish(backend.free(slot))
+
+    def test_adopted_memory_is_a_slot_like_others(self, backend: Backend) -> None:
+        """It is the slot's memory itself; it is charged, and freeing it only lets go of it."""
+        if not backend.capabilities.adopts:
+            pytest.skip("this backend takes no memory that is not its own")
+        adopting, source = cast("AdoptingBackend", backend), pattern(4096, seed=1)
+        memory = source.clone().to(backend.capabilities.device)
+        slot = adopting.adopt(memory)
+        assert slot.nbytes == 4096
+        assert cast("AddressableSlot", slot).memory.data_ptr() == memory.data_ptr()
+        with pytest.raises(CapacityError):
+            backend.reserve(CAPACITY_BYTES)
+        assert torch.equal(contents(backend, slot), source)
+        succeed(backend.free(slot))
+        backend.reserve(CAPACITY_BYTES)
+        assert torch.equal(memory.cpu(), source)
+
     # ------------------------------------------------------------------------------------ batches
 
     @pytest.fixture
     def batching(self, backend: Backend) -> BatchBackend:
         """Open a backend that takes many slots at a time, where this one does."""
-        if not isinstance(backend, BatchBackend):
+        if not backend.capabilities.has_batches:
             pytest.skip("this backend takes one slot at a time")
-        return backend
+        return cast("BatchBackend", backend)
 
     def test_a_batch_moves_what_single_operations_move(self, batching: BatchBackend) -> None:
         """In any order, of any size, written one way and read the other."""
@@ -249,7 +338,7 @@ class BackendConformance:
         """With an error that leaves the backend as it was."""
         source = pattern(CAPACITY_BYTES // 2, seed=1)
         slot = stored(backend, source)
-        free_bytes = CAPACITY_BYTES - held_bytes(slot, backend.capabilities.alignment_bytes)
+        free_bytes = CAPACITY_BYTES - held_bytes(slot, backend.capabilities)
         with pytest.raises(CapacityError):
             backend.reserve(free_bytes + 1)
         assert torch.equal(contents(backend, slot), source)
@@ -258,13 +347,12 @@ class BackendConformance:
     @pytest.mark.parametrize("nbytes", SIZES)
     def test_a_slot_takes_what_was_charged_or_less(self, backend: Backend, nbytes: int) -> None:
         """See `tierstore.spi.held_bytes`: all of it until it is written."""
-        alignment_bytes = backend.capabilities.alignment_bytes
         slot = backend.reserve(nbytes)
-        assert held_bytes(slot, alignment_bytes) == charge(backend.capabilities, nbytes)
+        assert held_bytes(slot, backend.capabilities) == charge(backend.capabilities, nbytes)
         succeed(backend.write(slot, pattern(nbytes, seed=1)))
-        held = held_bytes(slot, alignment_bytes)
+        held = held_bytes(slot, backend.capabilities)
         assert 0 <= held <= charge(backend.capabilities, nbytes)
-        assert held % alignment_bytes == 0
+        assert held % backend.capabilities.alignment_bytes == 0
 
     def test_a_refusal_holds_nothing(self, backend: Backend) -> None:
         """However often it is tried."""

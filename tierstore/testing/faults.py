@@ -5,7 +5,8 @@
   copy is under way becomes a line in a test.
 * `Slow` does everything at once and says so late, by a schedule that counts operations, not seconds.
 
-They pass slots through untouched, know nothing of keys or tiers, and never sleep.  They may be nested.
+They pass on whatever else the backend can do, know nothing of keys or tiers, and never sleep.  They may be
+nested.  A batch is one operation; see `tierstore.testing.batching` for one of as many as it has slots.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, cast
+from collections.abc import Collection, Iterable, Sequence
 
 from tierstore.errors import BackendError
-from tierstore.spi import Backend, Buffer, Capabilities, Completion, DurableBackend, Record, Slot
+from tierstore.spi import Backend, Buffer, Completion, Slot
+from tierstore.wrappers.forwarding import Begin, ForwardingBackend, HeldOperation, Operation
 
-Operation = Literal["reserve", "read", "write", "free", "commit"]
-"""What a wrapper may fail, hold or delay."""
+__all__ = ["Faulty", "Gate", "Operation", "Slow", "from_nth_on"]
 
 _RUBBISH = 0xA5  # what a failed read leaves in the buffer: nobody may use it
 
@@ -31,7 +30,7 @@ def from_nth_on(first: int) -> Collection[int]:
     return range(first, sys.maxsize)
 
 
-class Faulty:
+class Faulty(ForwardingBackend):
     """A backend whose n-th operation fails.
 
     Operations are counted from 1 over the kinds in ``on``.  A failed ``reserve`` raises; a failed
@@ -57,7 +56,7 @@ class Faulty:
         error: Exception | None = None,
         on: Collection[Operation] = ("reserve", "read", "write"),
     ) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._fail_at: Collection[int] = (fail_at,) if isinstance(fail_at, int) else fail_at
         self._error = error
         self._on = frozenset(on)
@@ -65,46 +64,21 @@ class Faulty:
         self.operations = 0  # guarded by _lock, as are the next and _fail_at
         self.failures = 0
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the wrapped backend can do."""
-        return self._backend.capabilities
-
     def reserve(self, nbytes: int) -> Slot:
         """Take room, or raise if this operation is to fail."""
         error = self._draw("reserve")
         if error is not None:
             raise error
-        return self._backend.reserve(nbytes)
+        return super().reserve(nbytes)
 
-    def read(self, slot: Slot, into: Buffer) -> Completion:
-        """Copy out, or fail and leave rubbish."""
-        error = self._draw("read")
+    def operate(self, kind: Operation, begin: Begin, buffers: Sequence[Buffer] = ()) -> Completion:
+        """Begin it, or fail; a read that fails leaves rubbish."""
+        error = self._draw(kind)
         if error is None:
-            return self._backend.read(slot, into)
-        into.fill_(_RUBBISH)
+            return begin()
+        for buffer in buffers if kind == "read" else ():
+            buffer.fill_(_RUBBISH)
         return Completion.done(error)
-
-    def write(self, slot: Slot, source: Buffer) -> Completion:
-        """Copy in, or fail."""
-        error = self._draw("write")
-        return self._backend.write(slot, source) if error is None else Completion.done(error)
-
-    def free(self, slot: Slot) -> Completion:
-        """Give back, or fail."""
-        error = self._draw("free")
-        return self._backend.free(slot) if error is None else Completion.done(error)
-
-    def recovered(self) -> Sequence[Record]:
-        """Return what the wrapped backend found."""
-        return cast("DurableBackend", self._backend).recovered()
-
-    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
-        """Commit, or fail."""
-        error = self._draw("commit")
-        if error is not None:
-            return Completion.done(error)
-        return cast("DurableBackend", self._backend).commit(records, gone)
 
     def fail_next(self, after: int = 1) -> None:
         """Let the operation fail that comes ``after`` (1: next) those counted so far, and no other."""
@@ -115,14 +89,6 @@ class Faulty:
         """Let nothing fail from now on."""
         with self._lock:
             self._fail_at = ()
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Resize the wrapped backend."""
-        self._backend.resize(capacity_bytes)
-
-    def close(self) -> None:
-        """Close the wrapped backend."""
-        self._backend.close()
 
     def _draw(self, kind: Operation) -> Exception | None:
         """Count one operation; return what it fails with, if it does."""
@@ -137,18 +103,7 @@ class Faulty:
         return self._error or BackendError(f"operation {number}, a {kind}, fails because a test says so")
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldOperation:
-    """An operation that was asked for and has not begun."""
-
-    begin: Callable[[], Completion]
-    outer: Completion
-
-    def go(self) -> None:
-        self.begin().add_done_callback(self.outer.complete)
-
-
-class Gate:
+class Gate(ForwardingBackend):
     """A backend whose operations stand still until the gate opens.  Thread-safe.
 
     A held operation has not begun: no byte has moved and no slot was given back.
@@ -162,54 +117,34 @@ class Gate:
     """
 
     def __init__(self, backend: Backend, *, holds: Collection[Operation] = ("read", "write")) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._holds = frozenset(holds)
         self._changed = threading.Condition()
-        self._held: list[_HeldOperation] = []  # guarded by _changed, as is all below
+        self._held: list[HeldOperation] = []  # guarded by _changed, as is all below
         self._is_open = False
         self.reads = 0
         self.writes = 0
         self.frees = 0
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What the wrapped backend can do."""
-        return self._backend.capabilities
-
-    @property
     def held(self) -> int:
         """How many operations stand still now."""
         return len(self._held)
 
-    def reserve(self, nbytes: int) -> Slot:
-        """Take room; never held."""
-        return self._backend.reserve(nbytes)
-
-    def read(self, slot: Slot, into: Buffer) -> Completion:
-        """Copy out when let through."""
+    def operate(self, kind: Operation, begin: Begin, buffers: Sequence[Buffer] = ()) -> Completion:
+        """Begin it, when let through."""
+        del buffers
+        # Not stream-ordered, whatever the wrapped backend says: a held copy has not been queued.
+        operation = HeldOperation(begin, Completion())
         with self._changed:
-            self.reads += 1
-        return self._pass("read", lambda: self._backend.read(slot, into))
-
-    def write(self, slot: Slot, source: Buffer) -> Completion:
-        """Copy in when let through."""
-        with self._changed:
-            self.writes += 1
-        return self._pass("write", lambda: self._backend.write(slot, source))
-
-    def free(self, slot: Slot) -> Completion:
-        """Give back, when let through if frees are held."""
-        with self._changed:
-            self.frees += 1
-        return self._pass("free", lambda: self._backend.free(slot))
-
-    def recovered(self) -> Sequence[Record]:
-        """Return what the wrapped backend found; never held."""
-        return cast("DurableBackend", self._backend).recovered()
-
-    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
-        """Commit, when let through if commits are held."""
-        return self._pass("commit", lambda: cast("DurableBackend", self._backend).commit(records, gone))
+            self.reads += kind == "read"
+            self.writes += kind == "write"
+            self.frees += kind == "free"
+            if kind in self._holds and not self._is_open:
+                self._held.append(operation)
+                self._changed.notify_all()
+                return operation.outer
+        return begin()
 
     def open(self) -> None:
         """Let everything through, in the order it came, and hold nothing from now on."""
@@ -244,27 +179,13 @@ class Gate:
             if not self._changed.wait_for(lambda: len(self._held) >= count, timeout_s):
                 raise TimeoutError(f"{len(self._held)} operations are held after {timeout_s} s, not {count}")
 
-    def resize(self, capacity_bytes: int) -> None:
-        """Resize the wrapped backend."""
-        self._backend.resize(capacity_bytes)
-
     def close(self) -> None:
         """Let everything through, then close the wrapped backend."""
         self.open()
-        self._backend.close()
-
-    def _pass(self, kind: Operation, begin: Callable[[], Completion]) -> Completion:
-        # Not stream-ordered, whatever the wrapped backend says: a held copy has not been queued.
-        operation = _HeldOperation(begin, Completion())
-        with self._changed:
-            if kind in self._holds and not self._is_open:
-                self._held.append(operation)
-                self._changed.notify_all()
-                return operation.outer
-        return begin()
+        super().close()
 
 
-class Slow:
+class Slow(ForwardingBackend):
     """A backend that does everything at once and says so late.  Thread-safe.
 
     Time is a counter of operations: each ``read``, ``write``, ``free`` and ``commit`` is one tick, and its
@@ -284,7 +205,7 @@ class Slow:
         *,
         on: Collection[Operation] = ("read", "write", "free", "commit"),
     ) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._delays = itertools.cycle(delays)
         self._on = frozenset(on)
         self._lock = threading.Lock()
@@ -292,38 +213,30 @@ class Slow:
         self._late: list[tuple[int, Completion, BaseException | None]] = []
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What the wrapped backend can do."""
-        return self._backend.capabilities
-
-    @property
     def pending(self) -> int:
         """How many operations have ended without anybody being told."""
         return len(self._late)
 
-    def reserve(self, nbytes: int) -> Slot:
-        """Take room; never late."""
-        return self._backend.reserve(nbytes)
+    def operate(self, kind: Operation, begin: Begin, buffers: Sequence[Buffer] = ()) -> Completion:
+        """Begin it; complete late."""
+        del buffers
+        inner = begin()
+        if kind not in self._on:
+            self.advance()
+            return inner
+        outer = Completion(is_stream_ordered=inner.is_stream_ordered)
+        delay = next(self._delays)
 
-    def read(self, slot: Slot, into: Buffer) -> Completion:
-        """Copy out; complete late."""
-        return self._delay("read", self._backend.read(slot, into))
+        def ended(error: BaseException | None) -> None:
+            with self._lock:
+                if delay > 0:
+                    self._late.append((self._now + delay, outer, error))
+                    return
+            outer.complete(error)
 
-    def write(self, slot: Slot, source: Buffer) -> Completion:
-        """Copy in; complete late."""
-        return self._delay("write", self._backend.write(slot, source))
-
-    def free(self, slot: Slot) -> Completion:
-        """Give back; complete late."""
-        return self._delay("free", self._backend.free(slot))
-
-    def recovered(self) -> Sequence[Record]:
-        """Return what the wrapped backend found; never late."""
-        return cast("DurableBackend", self._backend).recovered()
-
-    def commit(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
-        """Commit; complete late."""
-        return self._delay("commit", cast("DurableBackend", self._backend).commit(records, gone))
+        self.advance()
+        inner.add_done_callback(ended)
+        return outer
 
     def advance(self, ticks: int = 1) -> None:
         """Let ``ticks`` pass and deliver what is due."""
@@ -342,29 +255,7 @@ class Slow:
                 ticks = max((late[0] - self._now for late in self._late), default=0)
             self.advance(max(ticks, 0))
 
-    def resize(self, capacity_bytes: int) -> None:
-        """Resize the wrapped backend."""
-        self._backend.resize(capacity_bytes)
-
     def close(self) -> None:
         """Close the wrapped backend and deliver everything."""
-        self._backend.close()
+        super().close()
         self.drain()
-
-    def _delay(self, kind: Operation, inner: Completion) -> Completion:
-        if kind not in self._on:
-            self.advance()
-            return inner
-        outer = Completion(is_stream_ordered=inner.is_stream_ordered)
-        delay = next(self._delays)
-
-        def ended(error: BaseException | None) -> None:
-            with self._lock:
-                if delay > 0:
-                    self._late.append((self._now + delay, outer, error))
-                    return
-            outer.complete(error)
-
-        self.advance()
-        inner.add_done_callback(ended)
-        return outer

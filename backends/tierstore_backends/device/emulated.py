@@ -51,7 +51,9 @@ class EmulatedDevice:
         is_overwriting: bool = False,
         is_stream_ordered: bool = False,
     ) -> None:
-        self.capabilities = Capabilities(medium=Medium.DEVICE, alignment_bytes=ALIGNMENT_BYTES, depth=2)
+        self.capabilities = Capabilities(
+            medium=Medium.DEVICE, alignment_bytes=ALIGNMENT_BYTES, depth=2, adopts=True
+        )
         self._quota = Quota("device", capacity_bytes, ALIGNMENT_BYTES)
         self._arena = Arena()
         self._delivery: Delivery = PromptDelivery() if late_seed is None else LateDelivery(late_seed)

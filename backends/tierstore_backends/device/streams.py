@@ -276,7 +276,7 @@ class StreamDevice:
 
     def __init__(self, capacity_bytes: int, device: torch.device, module: DeviceModule) -> None:
         self.capabilities = Capabilities(
-            medium=Medium.DEVICE, alignment_bytes=ALIGNMENT_BYTES, depth=2, device=device
+            medium=Medium.DEVICE, alignment_bytes=ALIGNMENT_BYTES, depth=2, device=device, adopts=True
         )
         self._quota = Quota("device", capacity_bytes, ALIGNMENT_BYTES)
         self._streams = _DeviceStreams(device, module)

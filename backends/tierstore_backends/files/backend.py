@@ -94,6 +94,10 @@ class FilesBackend:
             is_durable=False,
             alignment_bytes=mode.alignment_bytes,
             depth=1 if self._started.name is EngineName.PLAIN else options.aio_queue_depth,
+            has_batches=True,
+            has_direct_paths=True,
+            has_shrinking_slots=True,
+            has_io_stats=True,
         )
         disown = functools.partial(_disown, self._segments, owner)
         self._ending = BackendLifetime(self, disown, _shut, self._started, self._segments, owner)

@@ -16,7 +16,7 @@ from typing import cast
 
 from tierstore.errors import ConfigError
 from tierstore.quoting import quoted
-from tierstore.units import MIB, parse_bytes
+from tierstore.units import MIB, parse_rate
 from tierstore_backends.options import Reader, count, read_all, size, switch
 
 MOST_DRIVES = 256
@@ -161,13 +161,7 @@ def _drive(given: object) -> DriveOption:
 
 
 def _bandwidth(given: object) -> int | None:
-    """Read bytes per second, as a size with or without ``/s``."""
-    if given is None:
-        return None
-    text = given.strip().removesuffix("/s") if isinstance(given, str) else given
-    if isinstance(text, int | str) and not isinstance(text, bool) and (rate := parse_bytes(text)):
-        return rate
-    raise ConfigError("accepted as bandwidth: bytes per second above 0, as an int or as text such as '2GB/s'")
+    return None if given is None else parse_rate(cast("int | str", given))
 
 
 def _path(given: object) -> Path:

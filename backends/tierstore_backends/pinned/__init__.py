@@ -83,7 +83,9 @@ class PinnedPool:
     def __init__(
         self, capacity_bytes: int, *, block_bytes: int = GIB, registrar: Registrar | None = None
     ) -> None:
-        self.capabilities = Capabilities(medium=Medium.HOST, alignment_bytes=GRANULE_BYTES)
+        self.capabilities = Capabilities(
+            medium=Medium.HOST, alignment_bytes=GRANULE_BYTES, has_reserved_bytes=True
+        )
         self._block_bytes = align_up(block_bytes, PAGE_BYTES)
         self._quota = Quota("pinned", capacity_bytes, GRANULE_BYTES)
         self._growing = threading.Lock()  # held by the one thread that makes a block: page-locking is slow

@@ -37,7 +37,7 @@ class ZarrBackend:
     """
 
     def __init__(self, capacity_bytes: int, options: ZarrOptions) -> None:
-        self._capabilities = Capabilities(Medium.STORAGE, is_durable=False, depth=options.concurrency)
+        self._capabilities = Capabilities(Medium.STORAGE, depth=options.concurrency, has_shrinking_slots=True)
         self._most_chunk_bytes = options.chunk_bytes
         self._quota = Quota("zarr", capacity_bytes)
         self._numbers = itertools.count()

@@ -11,28 +11,10 @@ import errno
 import re
 from collections.abc import Iterator
 
-from tierstore.errors import BackendError, TierStoreError
+from tierstore.errors import TRANSIENT_ERRNOS, BackendError, TierStoreError
 
-_ERRNOS = frozenset(
-    getattr(errno, name)
-    for name in (
-        "EAGAIN",
-        "EBUSY",
-        "ECONNABORTED",
-        "ECONNREFUSED",
-        "ECONNRESET",
-        "EHOSTDOWN",
-        "EHOSTUNREACH",
-        "EINTR",
-        "ENETDOWN",
-        "ENETRESET",
-        "ENETUNREACH",
-        "EPIPE",
-        "EREMOTEIO",  # what s3fs makes of 500
-        "ETIMEDOUT",
-    )
-    if hasattr(errno, name)
-)
+# EREMOTEIO is what s3fs makes of 500; not every system knows it.
+_ERRNOS = TRANSIENT_ERRNOS | {getattr(errno, "EREMOTEIO", errno.ETIMEDOUT)}
 _NAMES = frozenset(
     {
         "ClientConnectionError",  # aiohttp

@@ -8,32 +8,23 @@ Slower than worker threads, for every call hops between threads, twice and more.
 from __future__ import annotations
 
 import asyncio
-import enum
+import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
-from tierstore.errors import StoreClosed
-from tierstore_backends.files.engines.base import Pace, count_off, note_unforeseen, tidy_or_log
-from tierstore_backends.files.engines.batch_io import BatchIo, Outcome
+from tierstore_backends.files.engines.base import Pace, note_unforeseen
+from tierstore_backends.files.engines.batch_io import BatchIo, Outcome, Steps
 from tierstore_backends.files.engines.fragment_queue import FragmentQueues
+from tierstore_backends.files.engines.schedule import EngineOrder, Schedule
 from tierstore_backends.files.io.io_request import Fragment
 from tierstore_backends.files.io.syscalls import FileStreams, Syscalls
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-
-
-class _TaskOrder(enum.Enum):
-    """What a task does when it does not move a batch."""
-
-    WAIT = enum.auto()
-    TIDY = enum.auto()
-    STOP = enum.auto()
 
 
 class AsyncEngine:
@@ -56,17 +47,8 @@ class AsyncEngine:
         pace: Pace,
     ) -> None:
         self._batch_ios = batch_ios
-        self._pace = pace
-        self._lock = threading.Lock()  # guards the queues and the flags below
-        self._waiting = waiting
-        self._is_told = False  # the loop will look into the queues
-        self._is_closed = False
-        self._is_tidy_due = False
-        # The loop's thread alone has the rest.
-        self._is_tidying = False
-        self._in_flight = 0
-        self.most_in_flight = 0
-        self._last_moved_s = time.monotonic()
+        self._schedule = Schedule(waiting, pace, self._tell)
+        self._is_told = False  # the loop will look into the queues; guarded by the schedule's lock
         self._changed = asyncio.Event()
         self._blocking = _Blocking(len(batch_ios))
         self._loop = asyncio.new_event_loop()
@@ -79,38 +61,31 @@ class AsyncEngine:
             self._blocking.shutdown()
             raise
 
+    @property
+    def most_in_flight(self) -> int:
+        """See `IoEngine`."""
+        return self._schedule.most_in_flight
+
     def submit(self, fragments: Sequence[Fragment]) -> None:
-        """See `Engine`."""
-        with self._lock:
-            if self._is_closed:
-                raise StoreClosed("the scratch files were closed")
-            self._waiting.put(fragments)
-            self._tell()
+        """See `IoEngine`."""
+        self._schedule.put(fragments)
 
     def tidy_when_quiet(self) -> None:
-        """See `Engine`."""
-        if self._is_tidy_due:  # a stale answer only delays tidying until the next call
-            return
-        with self._lock:
-            if not self._is_closed:
-                self._is_tidy_due = True
-                self._tell()
+        """See `IoEngine`."""
+        self._schedule.tidy_when_quiet()
 
     def close(self) -> None:
-        """See `Engine`."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._tell()
+        """See `IoEngine`."""
+        self._schedule.close()
         if not self.is_worker():
             self._thread.join()
 
     def is_worker(self) -> bool:
-        """See `Engine`."""
+        """See `IoEngine`."""
         return threading.current_thread() is self._thread
 
     def _tell(self) -> None:
-        """Have the loop look into the queues.  Called with the lock, before the loop can have ended."""
+        """Have the loop look into the queues.  With the lock, before the loop can have ended."""
         if not self._is_told:
             self._is_told = True
             self._loop.call_soon_threadsafe(self._changed.set)
@@ -138,66 +113,40 @@ class AsyncEngine:
 
     async def _turn(self, batch_io: BatchIo, streams: FileStreams) -> bool:
         """Do the next thing; return whether there may be more."""
-        order = self._next()
-        match order:
-            case _TaskOrder.STOP:
-                self._changed.set()  # those who wait for the depth wait no more
+        match self._next():
+            case EngineOrder.STOP:
+                self._changed.set()  # the other tasks stop, too
                 return False
-            case _TaskOrder.TIDY:
-                await asyncio.wrap_future(self._blocking.submit(tidy_or_log, self._pace.tidy))
-                self._is_tidying = False
-                self._changed.set()
-            case _TaskOrder.WAIT:
-                await self._wait()
+            case EngineOrder.TIDY:
+                await asyncio.wrap_future(self._blocking.submit(self._schedule.tidy_now))
+            case float() | None as timeout_s:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s):
+                        await self._changed.wait()
             case batch:
-                await self._carry_out(batch, batch_io, streams)
+                await _move(batch, batch_io, streams)
+                self._schedule.end(batch)
         return True
 
-    def _next(self) -> list[Fragment] | _TaskOrder:
-        room = self._pace.depth - self._in_flight
-        with self._lock:
-            if room > 0 and not self._is_tidying:
-                batch = self._waiting.take(room)
-                if batch:
-                    self._in_flight += len(batch)
-                    self.most_in_flight = max(self.most_in_flight, self._in_flight)
-                    return batch
-                if self._is_closed:
-                    return _TaskOrder.STOP
-            if self._is_quiet():
-                self._is_tidy_due = False
-                self._is_tidying = True
-                return _TaskOrder.TIDY
+    def _next(self) -> list[Fragment] | Literal[EngineOrder.TIDY, EngineOrder.STOP] | float | None:
+        """Return what to do: or how long to wait."""
+        with self._schedule.lock:
+            order = self._schedule.next()
+            if order is not EngineOrder.WAIT:
+                return order
             self._is_told = False
             self._changed.clear()
-            return _TaskOrder.WAIT
-
-    def _is_quiet(self) -> bool:
-        quiet_s = time.monotonic() - self._last_moved_s
-        return self._is_tidy_due and not self._is_tidying and quiet_s >= self._pace.quiet_s
-
-    async def _wait(self) -> None:
-        may_tidy = self._is_tidy_due and not self._is_tidying
-        try:
-            async with asyncio.timeout(self._pace.quiet_s if may_tidy else None):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
-
-    async def _carry_out(self, batch: Sequence[Fragment], batch_io: BatchIo, streams: FileStreams) -> None:
-        try:
-            await _move(batch, batch_io, streams)
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits, and logged
-            note_unforeseen(batch, error)
-        self._in_flight -= len(batch)
-        self._last_moved_s = time.monotonic()
-        self._changed.set()  # for those who wait for the depth
-        for transfer in count_off(batch):
-            transfer.finish()
+            return self._schedule.timeout_s
 
 
 async def _move(batch: Sequence[Fragment], batch_io: BatchIo, streams: FileStreams) -> None:
-    steps = batch_io.steps(batch)
+    try:
+        await _ask_all(batch_io.steps(batch), streams)
+    except Exception as error:  # noqa: BLE001 - handed to whoever waits, and logged
+        note_unforeseen(batch, error)
+
+
+async def _ask_all(steps: Steps, streams: FileStreams) -> None:
     outcome: Outcome | None = None
     while True:
         try:

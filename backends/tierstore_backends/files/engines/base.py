@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.errors import InvariantError
-from tierstore_backends.files.io.io_request import Fragment, FragmentOwner
+from tierstore_backends.files.io.io_request import Fragment
 
 log = logging.getLogger("tierstore.files")
 
@@ -88,11 +88,6 @@ def note_unforeseen(batch: Sequence[Fragment], error: Exception) -> None:
     log.exception("moving scratch bytes failed in an unforeseen way")
     for fragment in batch:
         fragment.error = InvariantError(f"moving scratch bytes failed in an unforeseen way: {error!r}")
-
-
-def count_off(batch: Sequence[Fragment]) -> list[FragmentOwner]:
-    """Count fragments as moved; return the transfers that they were the last of, still to be finished."""
-    return [fragment.transfer for fragment in batch if fragment.transfer.note()]
 
 
 def tidy_or_log(tidy: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ from dataclasses import replace
 import numpy
 import xxhash
 
-from tierstore.errors import BackendError, IntegrityError
+from tierstore.errors import TRANSIENT_ERRNOS, BackendError, IntegrityError
 from tierstore.units import KIB
 from tierstore_backends.files.addressing.segments import Files
 from tierstore_backends.files.engines.gpu import GpuFiles
@@ -34,7 +34,6 @@ from tierstore_backends.files.io.io_request import Direction, FileSlotState, Fra
 from tierstore_backends.files.io.io_stats import IoCounts
 from tierstore_backends.files.io.syscalls import KernelCall, Syscalls
 
-_TRANSIENT = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT})
 _AGAIN = frozenset({errno.EAGAIN, errno.EINTR})
 _BOUNCE_MAY_HELP = frozenset({errno.EINVAL, errno.EFAULT})  # the disk cannot use the caller's memory
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -288,7 +287,7 @@ class BatchIo:
         error = BackendError(
             f"{verb} {fragment.stop - fragment.start} bytes at {self._where(fragment)} failed: "
             f"{errno.errorcode.get(code, code)} ({cause.strerror or cause})",
-            transient=code in _TRANSIENT,
+            transient=code in TRANSIENT_ERRNOS,
         )
         error.__cause__ = cause
         return error

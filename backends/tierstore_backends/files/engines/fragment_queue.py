@@ -110,6 +110,6 @@ class FragmentQueues:
         for fragment in fragments:
             queue.put(fragment)
 
-    def take(self, most: int) -> list[Fragment]:
+    def take(self, most: int, *, reads_only: bool = False) -> list[Fragment]:
         """Return the oldest read and its neighbours, or else those of a write: at most ``most``; or none."""
-        return self.reads.take(most) or self.writes.take(most)
+        return self.reads.take(most) or ([] if reads_only else self.writes.take(most))

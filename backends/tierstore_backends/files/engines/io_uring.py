@@ -13,33 +13,23 @@ See `tierstore_backends.files.engines.base` for the other rules.
 
 from __future__ import annotations
 
-import enum
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 
-from tierstore.errors import BackendError, StoreClosed
+from tierstore.errors import BackendError
 from tierstore.units import MIB
-from tierstore_backends.files.engines.base import Pace, count_off, log, note_unforeseen, tidy_or_log
+from tierstore_backends.files.engines.base import Pace, log, note_unforeseen
 from tierstore_backends.files.engines.batch_io import BatchIo, Outcome
 from tierstore_backends.files.engines.fragment_queue import FragmentQueues
+from tierstore_backends.files.engines.schedule import EngineOrder, MayBegin, Schedule
 from tierstore_backends.files.io.io_request import Direction, Fragment
 from tierstore_backends.files.io.syscalls import Ring
 
 _MOST_WRITE_BYTES = 64 * MIB  # 16 blocks of 4 MiB keep a drive busy; 64 MiB delay a read by 20 ms at 3 GB/s
 _AT_ONCE = 8  # batches that are begun in one turn; a call into the kernel costs as much as preparing one
 _AT_ONCE_BYTES = MIB  # and how many bytes of them: so many are summed in 30 to 100 microseconds
-
-
-class _RingOrder(enum.Enum):
-    """What the thread does when nothing can begin and nothing has ended."""
-
-    GO_ON = enum.auto()
-    WAIT = enum.auto()
-    TIDY = enum.auto()
-    STOP = enum.auto()
 
 
 class _RingBatch:
@@ -81,58 +71,43 @@ class RingEngine:
         self._batch_io = batch_io
         self._ring = ring
         self._entries = entries
-        self._pace = pace
-        self._lock = threading.Lock()  # guards the next five
-        self._waiting = waiting
-        self._is_asleep = False
-        self._is_closed = False
-        self._is_tidy_due = False
-        self._broken_by: Exception | None = None
+        self._schedule = Schedule(waiting, pace, self._rouse)
+        self._is_asleep = False  # guarded by the schedule's lock
         # The thread alone has the rest.
         self._flights: dict[int, _RingBatch] = {}  # in the kernel's hands, by token
         self._ended: deque[_RingBatch] = deque()  # out of them
         self._stalled: deque[_RingBatch] = deque()  # without bounce memory
         self._next_token = 0
-        self._batches = 0  # in flight, as are the next two: begun, and not yet at their end
-        self._in_flight = 0
-        self._write_bytes = 0
-        self.most_in_flight = 0
-        self._last_moved_s = time.monotonic()
+        self._batches = 0  # begun, and not yet at their end
+        self._write_bytes = 0  # of these
         self._thread = threading.Thread(target=self._work, name="tierstore-files-ring", daemon=True)
         self._thread.start()
 
+    @property
+    def most_in_flight(self) -> int:
+        """See `IoEngine`."""
+        return self._schedule.most_in_flight
+
     def submit(self, fragments: Sequence[Fragment]) -> None:
-        """See `Engine`."""
-        with self._lock:
-            if self._broken_by is not None:
-                raise BackendError(f"the ring broke: {self._broken_by!r}. Open it with engine='threads'")
-            if self._is_closed:
-                raise StoreClosed("the scratch files were closed")
-            self._waiting.put(fragments)
-            self._rouse()
+        """See `IoEngine`."""
+        self._schedule.put(fragments)
 
     def tidy_when_quiet(self) -> None:
-        """See `Engine`."""
-        if self._is_tidy_due:  # a stale answer only delays tidying until the next call
-            return
-        with self._lock:
-            self._is_tidy_due = True
-            self._rouse()
+        """See `IoEngine`."""
+        self._schedule.tidy_when_quiet()
 
     def close(self) -> None:
-        """See `Engine`."""
-        with self._lock:
-            self._is_closed = True
-            self._rouse()
+        """See `IoEngine`."""
+        self._schedule.close()
         if not self.is_worker():
             self._thread.join()
 
     def is_worker(self) -> bool:
-        """See `Engine`."""
+        """See `IoEngine`."""
         return threading.current_thread() is self._thread
 
     def _rouse(self) -> None:
-        """End the thread's sleep.  Called with the lock: an awake one looks before it falls asleep."""
+        """End the thread's sleep.  With the lock: an awake one looks before it falls asleep."""
         if self._is_asleep:
             self._is_asleep = False
             self._ring.wake()
@@ -169,25 +144,20 @@ class RingEngine:
         return True
 
     def _take(self) -> list[Fragment]:
-        room = self._pace.depth - self._in_flight
-        with self._lock:
-            if not self._may_begin():
-                return []
-            return self._waiting.take(room)
+        with self._schedule.lock:
+            order = self._schedule.next(self._may_begin()) if self._schedule.has_more else EngineOrder.WAIT
+        return order if isinstance(order, list) else []
 
-    def _may_begin(self) -> bool:
-        """Whether something waits that may begin.  Called with the lock."""
-        if self._stalled or self._in_flight >= self._pace.depth or self._batches >= self._entries:
-            return False
-        return bool(self._waiting.reads or (self._waiting.writes and self._write_bytes < _MOST_WRITE_BYTES))
+    def _may_begin(self) -> MayBegin:
+        if self._stalled or self._batches >= self._entries:
+            return MayBegin.NOTHING
+        return MayBegin.READS if self._write_bytes >= _MOST_WRITE_BYTES else MayBegin.ANYTHING
 
     def _begin_one(self, batch: Sequence[Fragment]) -> int:
         """Begin a batch; return how many bytes it moves."""
         flight = _RingBatch(self._batch_io, batch)
         self._batches += 1
-        self._in_flight += len(batch)
         self._write_bytes += flight.write_bytes
-        self.most_in_flight = max(self.most_in_flight, self._in_flight)
         self._go_on(flight)
         return flight.nbytes
 
@@ -226,41 +196,27 @@ class RingEngine:
 
     def _end(self, flight: _RingBatch) -> None:
         self._batches -= 1
-        self._in_flight -= len(flight.batch)
         self._write_bytes -= flight.write_bytes
-        self._last_moved_s = time.monotonic()
-        for transfer in count_off(flight.batch):
-            transfer.finish()
+        self._schedule.end(flight.batch)
 
     def _rest(self) -> bool:
-        """Sleep, tidy or stop, for nothing can begin and nothing has ended; return whether to go on."""
-        timeout_s: float | None = None
-        with self._lock:
-            order = self._order()
-            if order is _RingOrder.WAIT:
-                self._is_asleep = True
-                timeout_s = self._pace.quiet_s if self._is_tidy_due else None
-            elif order is _RingOrder.TIDY:
-                self._is_tidy_due = False
+        """Sleep, tidy or stop, for nothing has ended; or begin what has come.  Return whether to go on."""
+        with self._schedule.lock:
+            order = self._schedule.next(self._may_begin())
+            self._is_asleep = order is EngineOrder.WAIT
+            timeout_s = self._schedule.timeout_s
         match order:
-            case _RingOrder.WAIT:
+            case EngineOrder.STOP:
+                return False
+            case EngineOrder.TIDY:
+                self._schedule.tidy_now()
+            case EngineOrder.WAIT:
                 self._ring.wait(timeout_s)
-                with self._lock:
+                with self._schedule.lock:
                     self._is_asleep = False
-            case _RingOrder.TIDY:
-                tidy_or_log(self._pace.tidy)
-        return order is not _RingOrder.STOP
-
-    def _order(self) -> _RingOrder:
-        """Say what to do.  Called with the lock."""
-        if self._may_begin():
-            return _RingOrder.GO_ON
-        if self._flights:
-            return _RingOrder.WAIT
-        if self._is_closed:
-            return _RingOrder.STOP
-        is_quiet = time.monotonic() - self._last_moved_s >= self._pace.quiet_s
-        return _RingOrder.TIDY if self._is_tidy_due and is_quiet else _RingOrder.WAIT
+            case batch:
+                self._begin_one(batch)
+        return True
 
     def _break(self, error: Exception) -> None:
         """Fail everything: the ring itself does not work.
@@ -268,11 +224,10 @@ class RingEngine:
         The ring stays, and what is in the kernel's hands too, for it may still write there (rule R1).
         """
         log.critical("the ring of the scratch files broke", exc_info=error)
-        with self._lock:
-            self._broken_by = error
-            waiting = list(iter(lambda: self._waiting.take(1), []))
+        waiting = self._schedule.break_off(
+            lambda: BackendError(f"the ring broke: {error!r}. Open it with engine='threads'")
+        )
         lost = [*self._flights.values(), *self._ended, *self._stalled]
         for batch in [*(flight.batch for flight in lost), *waiting]:
             note_unforeseen(batch, error)
-            for transfer in count_off(batch):
-                transfer.finish()
+            self._schedule.end(batch)

@@ -10,14 +10,6 @@ from tierstore.spi import Buffer, Completion, PartialError
 Errors = Sequence[BaseException | None]
 
 
-def attempt(begin: Callable[[], Completion]) -> Completion:
-    """Begin an operation; one that cannot even begin is one that has failed."""
-    try:
-        return begin()
-    except Exception as error:  # noqa: BLE001 - a foreign backend may raise anything
-        return Completion.done(error.with_traceback(None))
-
-
 def when_all(operations: Sequence[Completion], then: Callable[[Errors], None]) -> None:
     """Call ``then`` with what each operation ended with, once the last has: there, or now."""
     errors: list[BaseException | None] = [None] * len(operations)
@@ -49,6 +41,12 @@ def each_error(error: BaseException | None, count: int) -> Errors:
     if isinstance(error, PartialError):
         return [error.errors.get(position) for position in range(count)]
     return [error] * count
+
+
+def as_one(errors: Errors) -> BaseException | None:
+    """Return what a batch ends with whose slots ended with ``errors``: the other way round."""
+    failed = {position: error for position, error in enumerate(errors) if error is not None}
+    return PartialError(failed) if failed else None
 
 
 def _is_over(errors: Errors) -> None:

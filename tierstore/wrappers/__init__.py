@@ -1,0 +1,3 @@
+"""Backends around backends: each changes one thing, and passes everything else on."""
+
+from __future__ import annotations
