@@ -7,13 +7,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from tests.training import one_budget
 from tests.training.one_budget import RECOMPUTES, SWAPS
 from tests.training.twins import (
     LAYOUTS,
     Loop,
+    Optimizer,
     Trial,
     adam,
     assert_same,
@@ -199,6 +202,26 @@ def test_prefetched_is_only_where_something_may_be_ahead(
     assert_same(build_blocks, steps(4), layout, tmp_path, given(ahead=ahead))
     assert tiers <= ahead.keys()
     assert bool(tiers) or layout == "device" or not ahead
+
+
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if "max_device_memory" in LAYOUTS[each]])
+def test_an_optimizer_that_steps_only_what_is_pinned_steps_it_on_the_device(
+    layout: str, tmp_path: Path
+) -> None:
+    class Whole(torch.optim.SGD):
+        """Not known to treat each parameter by itself."""
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks()
+        return model, [Whole(model[3].parameters(), lr=0.1, momentum=0.9), *adam(model[:3])]
+
+    more = {
+        "pinned": ["3"],
+        "optimizer_target": "cpu",
+        "offload_cpu_size": "64MB",
+        **with_device(layout, "600KB"),
+    }
+    assert_same(build, steps(3), layout, tmp_path, more)
 
 
 def test_residents_that_are_given_stay_and_no_others_are_chosen(tmp_path: Path) -> None:
