@@ -43,7 +43,7 @@ class Activations:
     def __init__(self) -> None:
         self.recompute: Recompute | None = None
         self.swap: Swap | None = None
-        self.runtime = ActivationRuntime()
+        self.runtime = ActivationRuntime.new()
 
     @property
     def swap_stats(self) -> ActivationStats | None:
