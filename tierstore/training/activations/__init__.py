@@ -1,8 +1,9 @@
-"""What a user says about activations: which are swapped, which are computed again.
+"""Activations: which are swapped, which are computed again, and how.
 
 `RecomputeConfig` and `SwapConfig` are what ``recompute_config`` and ``swap_config`` say, checked as a whole;
-`plan_layers` makes of them one `LayerPlan` a layer, and `lines` says it in the log.  Nothing here knows a
-model: a layer is a number, an operator a path of names.
+`plan_layers` makes of them one `LayerPlan` a layer, and `config_log` says it in the log.  ``config`` knows no
+model: a layer is a number, an operator a path of names.  ``swapping`` and ``recomputation`` do it, each as a
+policy of ``runtime``; `apply` does both for one model.
 """
 
 from tierstore.training.activations.config.patterns import Pattern

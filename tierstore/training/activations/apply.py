@@ -45,7 +45,7 @@ class Activations:
         self.recompute: Recompute | None = None
         self.swap: Swap | None = None
         self.plan: ActivationPlan | None = None
-        self.runtime = ActivationRuntime()
+        self.runtime = ActivationRuntime.new()
 
     @property
     def swap_stats(self) -> ActivationStats | None:

@@ -111,8 +111,8 @@ def in_packed(kind: type, change: Hook, packed: object) -> Any:  # noqa: ANN401 
     return tree_map_only((kind, Displayed), changed, packed)
 
 
-class _AwayAlias:
-    """A bundle's alias among what a user's hook has packed."""
+class AwayAlias:
+    """What is not there among what a user's hook has packed, such as a bundle's alias."""
 
     __slots__ = ("bring",)
 
@@ -299,7 +299,7 @@ class SavedTensors:
                 return cast("torch.Tensor", self.unpack(packed))
         self.before_unpacking()
         if isinstance(packed, Displayed):
-            brought = in_packed(_AwayAlias, lambda away: away.bring(), packed.packed)
+            brought = in_packed(AwayAlias, lambda away: away.bring(), packed.packed)
             with in_sight():
                 unpacked = cast("torch.Tensor", packed.unpack(brought))
             return self._bring_for_backward(unpacked.packed) if isinstance(unpacked, StandIn) else unpacked
@@ -336,14 +336,14 @@ class SavedTensors:
             set_data(counted, brought)
             return counted
 
-    def away(self, tensor: torch.Tensor) -> torch.Tensor | _AwayAlias:
+    def away(self, tensor: torch.Tensor) -> torch.Tensor | AwayAlias:
         """Return what a user's hook keeps in the place of a tensor that it packed."""
         packed = self.refer(tensor)
         if packed is None:
             return tensor
         if isinstance(packed, Kept):
-            return _AwayAlias(lambda: packed.tensor)
-        return _AwayAlias(lambda: self._bring(packed))
+            return AwayAlias(lambda: packed.tensor)
+        return AwayAlias(lambda: self._bring(packed))
 
     def _bring(self, packed: Reference) -> torch.Tensor:
         flat = self._bindings.reach(packed.binding)

@@ -116,10 +116,10 @@ def is_for_repetition(asker: object) -> bool:
         asker: whose hook packs it; others may have left it to him.
     """
     for owner in map(whose, chain()):
-        if owner is asker:
-            break
         if isinstance(owner, Inside) and owner.is_for_repetition:
             return True
+        if owner is asker:
+            break
     return is_input_of_checkpoint(sys._getframe())  # noqa: SLF001 - there is no other way to know
 
 

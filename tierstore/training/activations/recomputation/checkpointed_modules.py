@@ -80,7 +80,7 @@ class CheckpointedModule:
         module: whose forward is run again.
         calls: of its model.
         contexts: what it runs in; made anew for each forward.
-        groups: processes that keep a slice each of what the module is given (`slices`).
+        groups: processes that keep a slice each of what the module is given (`sliced_inputs`).
 
     Attributes:
         forwards: how many forwards were entered.

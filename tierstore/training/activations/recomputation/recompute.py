@@ -1,9 +1,9 @@
 """``recompute(model, config)``: what is computed again in backward instead of being kept.
 
-1. A whole layer, and a submodule that has submodules, is recomputed as a region (`regions`): what it is given
-   is kept, and what it returns by whoever saves that.
-2. A submodule without submodules and an ATen operator are operators (`remade`): what they return is made
-   again too, wherever the layer saves it.
+1. A whole layer, and a submodule that has submodules, is recomputed as a region (`CheckpointedModule`): what
+   it is given is kept, and what it returns by whoever saves that.
+2. A submodule without submodules and an ATen operator are operators (`RecomputedOperators`): what they return
+   is made again too, wherever the layer saves it.
 3. What is excluded is kept, inside a region too.
 4. Losses, gradients, buffers and random numbers are the same bits as without.
 """
@@ -156,7 +156,7 @@ def recompute(
     found = list(find_layers(model, layers).values())
     plan = plan_layers(sections.recompute, sections.swap, num_layers=len(found), **layout)
     _say(plan, match_layers(found, plan))
-    return apply(model, found, plan, ActivationRuntime())
+    return apply(model, found, plan, ActivationRuntime.new())
 
 
 _UNSAID: Mapping[str, object] = {"pipeline_stage": 1, "pp_interleave_num": 1, "offset": 0}

@@ -3,7 +3,7 @@
 PyTorch's selective checkpointing keeps the outputs of all *other* operators of a region, also those that
 backward never looks at, and runs the region's Python again.  Here nothing is kept beyond what autograd saves:
 
-1. While a layer runs, its operators are seen (`torch.utils._python_dispatch`), and what autograd saves.
+1. While a layer runs, its operators are watched, and a policy is asked what autograd is to save.
 2. What autograd saves of a chosen operator's output is replaced by a reference to that run of the operator.
    Its inputs are then kept, as if autograd had saved them: by whatever hooks are in force, and an input that
    is itself made again by such a reference.
@@ -38,7 +38,6 @@ from tierstore.training.activations.recomputation.recorded_ops import (
     can_repeat,
     is_unfilled,
     random_state_for,
-    unpack,
     updated_unsaid,
 )
 from tierstore.training.activations.recomputation.scopes import OperatorSelection
@@ -46,7 +45,6 @@ from tierstore.training.activations.runtime.activation_runtime import Activation
 from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
 from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.activations.runtime.module_calls import hook_around
-from tierstore.training.activations.runtime.operator_mode import WatchedOperators
 from tierstore.training.activations.runtime.operators import (
     Arguments,
     Named,
@@ -57,13 +55,9 @@ from tierstore.training.activations.runtime.operators import (
     tensors_in,
     written,
 )
-from tierstore.training.autograd.saved_tensors import Delegated, keep, refers
-from tierstore.training.pytorch.saved_tensor_hooks import (
-    Inside,
-    bring_into_force,
-    take_out_of_force,
-    top_hooks,
-)
+from tierstore.training.activations.runtime.saved_activations import Turn
+from tierstore.training.autograd.saved_tensors import refers
+from tierstore.training.pytorch.saved_tensor_hooks import Hook
 
 
 class _LiveOutput(NamedTuple):
@@ -80,71 +74,54 @@ class _Beginning(NamedTuple):
     random: RandomState | None
 
 
-class _Pack(Inside):
-    """Packs what autograd saves while a layer runs."""
-
-    def __init__(self, run: _LayerForward) -> None:
-        self._run = run
-        self.outer = top_hooks()
-
-    @property
-    def is_for_repetition(self) -> bool:  # type: ignore[override]
-        """See `Inside`."""
-        return self._run.is_whole
-
-    def __call__(self, tensor: torch.Tensor) -> object:
-        made = self._run.find(tensor)
-        if made is not None:
-            self._run.counts.saved += 1
-            return made
-        if self.outer is None:
-            return keep(tensor)
-        pack, unpack = self.outer
-        with self._run.operators.unwatched():
-            return Delegated(pack(tensor), unpack)
-
-
 class _LayerForward:
-    """One forward of a layer, which watches its operators: an `OperatorWatcher`."""
+    """One forward of a layer, a `SavePolicy`, which watches its operators: an `OperatorWatcher`."""
+
+    turn = Turn.RECOMPUTE
 
     def __init__(
         self,
-        operators: WatchedOperators,
+        runtime: ActivationRuntime,
         selection: OperatorSelection,
         givens: InputIndex,
         counts: RecomputeCounts,
     ) -> None:
-        self.operators = operators
-        self.counts = counts
+        self._runtime = runtime
+        self._counts = counts
         self._selection = selection
         self._live: LiveStorages[_LiveOutput] = LiveStorages()
         self._givens = givens
 
     def begin(self) -> None:
         """Come into force in this thread."""
-        self._hooks = bring_into_force(_Pack(self), unpack)
-        self.operators.begin(self)
+        self._runtime.saved.begin(self)
+        self._runtime.operators.begin(self)
 
     def end(self) -> None:
         """Be in force no more: what is saved from now on is kept as usual."""
-        self.operators.end(self)
-        take_out_of_force(self._hooks)
+        self._runtime.operators.end(self)
+        self._runtime.saved.end(self)
         self._live.clear()
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all operators that run now are to run again."""
+    def is_for_repetition(self) -> bool:
+        """See `SavePolicy`: all operators that run now are to run again."""
         return self._selection.scope.is_whole
 
-    def find(self, tensor: torch.Tensor) -> SavedOutput | None:
-        """Return a reference to the run that made ``tensor``; ``None`` if it is to be kept."""
+    def lets_see(self, hook: Hook) -> bool:
+        """See `SavePolicy`: nobody sees what is not kept."""
+        del hook
+        return False
+
+    def pack(self, tensor: torch.Tensor) -> SavedOutput | None:
+        """See `SavePolicy`: return a reference to the run that made ``tensor``."""
         live = self._look_up(tensor)
         if live is None:
             return None
+        self._counts.saved += 1
         made = SavedOutput(live.call, live.number, tensor, is_saved=True)
         if not live.call.is_packed:
-            with self.operators.unwatched():
-                live.call.pack()
+            live.call.pack()
         return made
 
     def _look_up(self, tensor: torch.Tensor) -> _LiveOutput | None:
@@ -184,7 +161,7 @@ class _LayerForward:
         cloned = updated_unsaid(func)
         inputs = tuple(self._taken(each, is_cloned=place in cloned) for place, each in enumerate(args))
         named = {name: self._taken(each, is_cloned=name in cloned) for name, each in kwargs.items()}
-        call = RecordedOp(func, inputs, named, random, self.counts)
+        call = RecordedOp(func, inputs, named, random, self._counts)
         self._givens.add(call)
         for index, tensor in fresh:
             output = _LiveOutput(call, index, tensor._version)  # noqa: SLF001
@@ -197,7 +174,7 @@ class _LayerForward:
             live = self._look_up(tensor)
             if live is not None:
                 made = SavedOutput(live.call, live.number, tensor, is_saved=False)
-                return InputRef(made, unpack, is_cloned=is_cloned)
+                return InputRef(made, SavedOutput.tensor, is_cloned=is_cloned)
             reference = None if saved is None else saved.refer(tensor)
             if saved is not None and reference is not None:
                 return InputRef(reference, saved.unpack, is_cloned=is_cloned)
@@ -250,7 +227,7 @@ class RecomputedOperators:
         """The layer begins to run."""
         self._runtime.discard_interrupted()
         if not is_idle():
-            run = _LayerForward(self._runtime.operators, self._selection, self._givens, self._counts)
+            run = _LayerForward(self._runtime, self._selection, self._givens, self._counts)
             run.begin()
             self._runtime.calls.begin(self, run, run.end)
 

@@ -35,7 +35,6 @@ from tierstore.training.activations.runtime.operators import (
     tensors_in,
 )
 from tierstore.training.activations.runtime.tensor_views import TensorView
-from tierstore.training.autograd.saved_tensors import Delegated, Kept, restore
 from tierstore.training.bundles.binding import natively_in_sight
 from tierstore.training.locks import Rank
 from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
@@ -292,18 +291,6 @@ class SavedOutput:
 
     def __del__(self) -> None:
         self.call.forget(self._number)
-
-
-def unpack(packed: object) -> torch.Tensor:
-    """Return what was packed while a layer ran.
-
-    Raises:
-        RuntimeError: it was changed in place since; the text is PyTorch's.
-    """
-    if isinstance(packed, SavedOutput):
-        return packed.tensor()
-    assert isinstance(packed, Kept | Delegated)
-    return restore(packed)
 
 
 class RandomState(NamedTuple):

@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from tierstore.torch_private import call_after_backward, current_graph_task
-from tierstore.training.activations.runtime.operator_mode import WatchedOperators
+from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
 from tierstore.training.activations.runtime.operators import (
     has_no_bytes,
 )
+from tierstore.training.activations.runtime.saved_activations import Turn
 from tierstore.training.activations.swapping.activation_store import (
     ActivationStore,
     OffloadedTensor,
@@ -37,17 +38,9 @@ from tierstore.training.activations.swapping.operator_watch import (
     storage_of,
 )
 from tierstore.training.autograd.accumulation import is_in_backward
-from tierstore.training.autograd.saved_tensors import Delegated, Kept, in_packed, keep, restore, sees_all
-from tierstore.training.pytorch.function_modes import in_sight, out_of_sight
+from tierstore.training.autograd.saved_tensors import sees_all
 from tierstore.training.pytorch.saved_tensor_hooks import (
     Hook,
-    InForce,
-    Inside,
-    bring_into_force,
-    chain,
-    is_for_repetition,
-    take_out_of_force,
-    whose,
 )
 
 RELEASE_FACTOR = 3
@@ -58,16 +51,22 @@ SMALLEST_BYTES = 4096
 
 
 class Swapped:
-    """What a graph refers to instead of a saved tensor."""
+    """What a graph refers to instead of a saved tensor: a `PackedTensor`."""
 
-    __slots__ = ("offloaded",)
+    __slots__ = ("_unpacker", "offloaded")
 
-    def __init__(self, offloaded: OffloadedTensor) -> None:
+    def __init__(self, offloaded: OffloadedTensor, unpacker: Unpacker) -> None:
         self.offloaded = offloaded
+        self._unpacker = unpacker
+
+    def tensor(self) -> torch.Tensor:
+        """See `PackedTensor`."""
+        self._unpacker.begin()
+        return self.offloaded.take()
 
 
 class Unpacker:
-    """Gives saved tensors back, long after their forward pass.
+    """Sees to what is due when saved tensors are given back, long after their forward pass.
 
     Args:
         activation_store: where they are.
@@ -77,22 +76,10 @@ class Unpacker:
         self._activation_store = activation_store
         self._last_task = -1
 
-    def unpack(self, packed: object) -> torch.Tensor:
-        """Return the tensor that was packed.  Blocks until it is there."""
-        with out_of_sight():
-            return self._unpacked(packed)
-
-    def _unpacked(self, packed: object) -> torch.Tensor:
+    def begin(self) -> None:
+        """Backward comes for a tensor."""
         self._activation_store.host.before_unpacking()
-        if isinstance(packed, Swapped):
-            self._sweep_at_the_end()
-            return packed.offloaded.take()
-        if isinstance(packed, Delegated):
-            self._sweep_at_the_end()
-            brought = in_packed(Swapped, lambda each: each.offloaded.take(), packed.packed)
-            packed = Delegated(brought, packed.unpack)
-        assert isinstance(packed, Kept | Delegated)
-        return restore(packed)
+        self._sweep_at_the_end()
 
     def _sweep_at_the_end(self) -> None:
         """Let a backward pass give up what its last nodes used."""
@@ -102,25 +89,28 @@ class Unpacker:
             call_after_backward(self._activation_store.sweep)
 
 
-class ForwardPass(Inside):
-    """The hooks of one forward pass, in the thread that makes it.
+class ForwardPass:
+    """One forward pass, in the thread that makes it: a `SavePolicy`.
 
     Args:
         activation_store: where activations go.
         unpacker: that gives them back.
-        own: ids of the model's parameters and buffers.
+        runtime: of the model.
+        own: ids of its parameters and buffers.
         find: says by what an operator that runs now is marked.
-        operators: of the thread.
         is_paused: says whether what is saved now stays, whatever marks it.
     """
+
+    turn = Turn.SWAP
+    is_for_repetition = False
 
     def __init__(
         self,
         activation_store: ActivationStore,
         unpacker: Unpacker,
+        runtime: ActivationRuntime,
         own: frozenset[int],
         find: Callable[[Operator], MarkScope | None],
-        operators: WatchedOperators,
         is_paused: Callable[[], bool],
     ) -> None:
         self.triggers = Triggers()
@@ -128,13 +118,10 @@ class ForwardPass(Inside):
         self.watch = OperatorWatch(
             own, find, self._count_operator, self._is_asked, activation_store.note_change
         )
-        self._operators = operators
+        self._runtime = runtime
         self._activation_store = activation_store
         self._unpacker = unpacker
         self._is_paused = is_paused
-        self._hooks: InForce | None = None
-        self._is_all_shown = False
-        self._pack: Hook = self.pack
         self._names: Counter[int] = Counter()
         self._due: list[
             tuple[int, int, WeakOffloadedTensor]
@@ -146,44 +133,28 @@ class ForwardPass(Inside):
 
     def begin(self) -> None:
         """Come into force in this thread, inside whatever hooks there are."""
-        self._hooks = bring_into_force(self._pack, self._unpacker.unpack)
-        self.outer = before = self._hooks.before
-        are_on_host = self._activation_store.store.device.type == "cpu"
-        self._is_all_shown = before is not None and sees_all(before[0], are_on_host=are_on_host)
-        self._operators.begin(self.watch)
+        self._runtime.saved.begin(self)
+        self._runtime.operators.begin(self.watch)
 
     def end(self) -> None:
         """Be in force no more."""
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            take_out_of_force(hooks)
-        self._operators.end(self.watch)
+        self._runtime.saved.end(self)
+        self._runtime.operators.end(self.watch)
 
     def _is_asked(self) -> bool:
         """Say whether what is saved now comes to `pack`."""
-        return next((each for each in map(whose, chain()) if isinstance(each, ForwardPass)), None) is self
+        return self._runtime.saved.asks(self)
 
     # --- packing ------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> object:
-        """Return what is kept instead of ``tensor``."""
-        with self._operators.unwatched(), out_of_sight():
-            kept = tensor if self._is_all_shown else self._swapped(tensor)
-            if kept is not tensor:
-                return kept
-            if self.outer is None:
-                return keep(tensor)
-            pack, unpack = self.outer
-            with in_sight():
-                packed = pack(tensor)
-            if self._is_all_shown:
-                packed = in_packed(torch.Tensor, self._swapped, packed)
-            return Delegated(packed, unpack)
+    def lets_see(self, hook: Hook) -> bool:
+        """See `SavePolicy`: what is swapped is not there any more."""
+        return sees_all(hook, are_on_host=self._activation_store.store.device.type == "cpu")
 
-    def _swapped(self, tensor: torch.Tensor) -> torch.Tensor | Swapped:
-        """Return what is kept of a tensor that is marked, or the tensor."""
+    def pack(self, tensor: torch.Tensor) -> Swapped | None:
+        """See `SavePolicy`: take what is marked."""
         scope = None if self._is_paused() or is_in_backward() else self._scope_of(tensor)
-        return tensor if scope is None else self._swap(tensor, scope)
+        return None if scope is None else self._swap(tensor, scope)
 
     def _scope_of(self, tensor: torch.Tensor) -> MarkScope | None:
         """Return what marks a saved tensor; ``None``: it stays."""
@@ -197,7 +168,7 @@ class ForwardPass(Inside):
         ):
             return None
         scope = self.watch.scope_of(storage)
-        if scope is not None and is_for_repetition(self):
+        if scope is not None and self._runtime.saved.is_for_repetition(self):
             self.watch.unmark(storage)
             return None
         return scope
@@ -212,25 +183,25 @@ class ForwardPass(Inside):
             at = self.operators + RELEASE_FACTOR * scope.prefetch
             heapq.heappush(self._due, (at, next(self._tickets), weakly))
         self.triggers.expect(weakly, scope.prefetch)
-        return Swapped(offloaded)
+        return Swapped(offloaded, self._unpacker)
 
     # --- release ------------------------------------------------------------------------------
 
     def _count_operator(self) -> None:
         self.operators += 1
         if self._due and self._due[0][0] <= self.operators:
-            with self._operators.unwatched():
+            with self._runtime.operators.unwatched():
                 while self._due and self._due[0][0] <= self.operators:
                     heapq.heappop(self._due)[2].release()
 
     def walk(self, outputs: Iterable[torch.Tensor]) -> None:
         """A part of the model has made ``outputs``: see which nodes backward will run."""
-        with self._operators.unwatched():
+        with self._runtime.operators.unwatched():
             self.triggers.walk(outputs)
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> None:
         """The model has made ``outputs``: give up what is not wanted at once."""
-        with self._operators.unwatched():
+        with self._runtime.operators.unwatched():
             near = self.triggers.end(outputs)
             for _, _, offloaded in sorted(self._due):
                 if offloaded.key not in near:

@@ -194,11 +194,11 @@ def swap(model: nn.Module, config: Config, *, layers: Names = None, store: Store
     config_log.say(plan, marks.matches)
     warn_of_idle(marks)
     if not plan.swap.swap:
-        return Swap(model, ActivationRuntime(), marks, None, owns_store=False)
+        return Swap(model, ActivationRuntime.new(), marks, None, owns_store=False)
     kept = Store(named_by_settings(offloading.store_config())) if store is None else store
     try:
         check_tiers(kept)
-        return Swap(model, ActivationRuntime(), marks, ActivationStore(kept), owns_store=store is None)
+        return Swap(model, ActivationRuntime.new(), marks, ActivationStore(kept), owns_store=store is None)
     except BaseException:
         if store is None:
             kept.close()
@@ -309,7 +309,7 @@ class SwapHooks:
             own = frozenset(map(id, (*self.model.parameters(), *self.model.buffers())))
             find = functools.partial(_scope_in, self._calls)
             current = ForwardPass(
-                self._activation_store, self._unpacker, own, find, self._runtime.operators, self._is_paused
+                self._activation_store, self._unpacker, self._runtime, own, find, self._is_paused
             )
             current.begin()
             self._calls.begin(self, current, functools.partial(self._end, current))
