@@ -56,7 +56,7 @@ class ConfigError(UsageError, ValueError):
 
 
 class NotResident(UsageError):
-    """Bytes were used that are not where the caller expects them."""
+    """The bytes of a lease were asked for after its release: they may have left its tier."""
 
 
 class CapacityError(TierStoreError):

@@ -13,7 +13,7 @@ import torch
 
 from tierstore import forks
 from tierstore.core.messages import ReplicaId
-from tierstore.errors import KeyNotFound, UsageError
+from tierstore.errors import KeyNotFound, NotResident, UsageError
 from tierstore.signals import let_wait, uninterrupted
 
 
@@ -47,10 +47,15 @@ class Lease:
         self._process = forks.here()
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        """Return the tensor of ``key``, without a copy.  Do not use it after the release."""
+        """Return the tensor of ``key``, without a copy.  Do not use it after the release.
+
+        Raises:
+            NotResident: the lease was released.
+            KeyNotFound: it is on other keys.
+        """
         forks.require_here(self._process, "the lease")
         if not self._is_held:
-            raise UsageError("the lease was released; the bytes it showed may be gone.", key=key)
+            raise NotResident("the lease was released; the bytes it showed may be gone.", key=key)
         try:
             return self._tensors[key]
         except KeyError:
@@ -72,11 +77,11 @@ class Lease:
         is released.  Nothing happens for a stream that uses them already, or where the device has no streams.
 
         Raises:
-            UsageError: the lease was released.
+            NotResident: the lease was released.
         """
         forks.require_here(self._process, "the lease")
         if not self._is_held:
-            raise UsageError("the lease was released; no stream can use its bytes any more.")
+            raise NotResident("the lease was released; no stream can use its bytes any more.")
         self._use()
 
     @uninterrupted

@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -45,6 +46,8 @@ log = logging.getLogger("tierstore")
 
 FASTEST = "device"
 """The tier name that stands for the fastest tier where no tier bears it."""
+
+_PAUSES_S = (0.0, 0.05, 0.25)  # before a place that is taken is tried again
 
 
 class Store:
@@ -501,14 +504,19 @@ def _open_all(tiers: Sequence[TierConfig], backends: list[Backend]) -> list[Open
 
 
 def _open(tier: TierConfig, name: str) -> Backend:
-    """Open a tier's backend by its name."""
-    try:
-        return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
-    except ConfigError:
-        raise
-    except UsageError as error:
-        # A store or a run that was forgotten, in a cycle that nobody has collected, may have the place.
-        error.__traceback__ = None
+    """Open a tier's backend by its name.
+
+    A store or a run that was forgotten may have the place: until its cycle is collected, and before that
+    until its bytes have moved that were on their way.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)
+        except ConfigError:
+            raise
+        except UsageError as error:
+            error.__traceback__ = None
+        time.sleep(pause_s)
         for _ in range(2):  # what has a finalizer goes first, and then what only that has kept
             gc.collect()
     return open_backend(name, capacity_bytes=tier.capacity_bytes, options=tier.options)

@@ -45,6 +45,7 @@ _DEFAULTS: dict[str, object] = {
     "ignored": [],
     "pinned": [],
     "buffer_min_size": 2**20,
+    "placement": None,
 }
 
 _Pairs = list[tuple[object, object]]  # what is given, and what is kept
@@ -85,6 +86,7 @@ _ACCEPTED: dict[str, _Pairs] = {
     "codec": [("lz4", "lz4"), ("none", None), (None, None)],
     **{key: [([], []), (["a", r"b\.c"], ["a", r"b\.c"]), (("a",), ["a"])] for key in ["ignored", "pinned"]},
     "buffer_min_size": [*_SIZE, (None, None), (0, 0)],
+    "placement": [(None, None), ({}, {}), ({"stashing": "always"}, {"stashing": "always"})],
 }
 
 _REFUSED: dict[str, list[object]] = {
@@ -110,6 +112,7 @@ _REFUSED: dict[str, list[object]] = {
     "codec": ["", "LZ4", "zstd", "None", True, 1],
     **{key: ["a", None, [""], [1], {"a": 1}, True] for key in ["ignored", "pinned"]},
     "buffer_min_size": _NOT_A_SIZE,
+    "placement": ["a.yaml", [], 1, True, {1: 2}],
 }
 
 

@@ -98,7 +98,7 @@ def test_a_manifest_that_was_closed_leaves_one_file_without_a_log(tmp_path: Path
     meta = Meta(format=1, directory="x", created_by="y", segment_bytes=SEGMENT, alignment_bytes=PAGE)
     manifest = Manifest.create(tmp_path, meta)
     row = encode(1, 1, b"a", b"", 0, RecordLocation((), (), Sums.NONE, 0))
-    manifest.commit(replace(meta, commit=1, records=1), (), [row])
+    manifest.commit((), [row], lambda: replace(meta, commit=1, records=1))
     manifest.close()
     manifest.close()
     assert [entry.name for entry in tmp_path.iterdir()] == ["tierstore.db"]

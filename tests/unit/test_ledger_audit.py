@@ -84,7 +84,7 @@ def test_a_replica_that_is_gone_is_no_candidate_for_eviction() -> None:
 
 def test_a_replica_only_leaves_for_a_tier_that_wants_it() -> None:
     desk, _, entry = resident()
-    desk.ledger.books.leave(entry.replicas[DEVICE])
+    desk.ledger.books.mark_leaving(entry.replicas[DEVICE])
     expect(desk, "no lower tier wants it")
 
 

@@ -291,8 +291,12 @@ def test_a_released_lease_shows_nothing(store: ts.Store) -> None:
     lease = store.lease("k")
     lease.release()
     lease.release()
-    with pytest.raises(ts.UsageError, match="released"):
+    with pytest.raises(ts.NotResident, match="released"):
         _ = lease.tensor
+    with pytest.raises(ts.NotResident, match="released"):
+        _ = lease["k"]
+    with pytest.raises(ts.NotResident, match="released"):
+        lease.use()
 
 
 def test_device_stands_for_the_fastest_tier() -> None:

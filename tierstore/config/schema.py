@@ -185,8 +185,8 @@ class OffloadConfig:
 
     The names and defaults are those of the reference configuration; ``offload_grad``,
     ``offload_optimizer``, ``aio_engine``, ``device``, ``device_options``, ``eviction``, ``checksum``,
-    ``optimizer_target``, ``optimizer_in_backward``, ``codec``, ``durable``, ``ignored``, ``pinned`` and
-    ``buffer_min_size`` are ours.  Sizes may be given as text and are kept in bytes.
+    ``optimizer_target``, ``optimizer_in_backward``, ``codec``, ``durable``, ``ignored``, ``pinned``,
+    ``buffer_min_size`` and ``placement`` are ours.  Sizes may be given as text and are kept in bytes.
 
     Args:
         memory_offload: ``"ON"`` or ``"OFF"``; with OFF nothing is offloaded.
@@ -225,6 +225,8 @@ class OffloadConfig:
             durable there, and the next ``offload`` on the same ``offload_path`` resumes from it.
         ignored, pinned: patterns of parameters and buffers, as in `tierstore.training.offload`.
         buffer_min_size: how large a buffer is at least that the store takes, too; ``None``: it takes none.
+        placement: where everything lives, as `tierstore.planning.Placement.to_mapping` writes it; where
+            it says nothing, the other keys do.
 
     Raises:
         ConfigError: lists every fault.
@@ -259,6 +261,7 @@ class OffloadConfig:
     ignored: Sequence[str] = ()
     pinned: Sequence[str] = ()
     buffer_min_size: Size | None = "1MB"
+    placement: Mapping[str, object] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         faults = Faults("OffloadConfig")
@@ -433,6 +436,7 @@ _OFFLOAD: dict[str, Check] = {
     "ignored": checks.texts,
     "pinned": checks.texts,
     "buffer_min_size": checks.optional(checks.size),
+    "placement": checks.optional(checks.options),
 }
 
 

@@ -31,13 +31,13 @@ class SpaceAdmission:
 
     Args:
         books: the books.
-        push_down: begins to copy a replica to the tier below, so that it can be dropped; returns
+        copy_below: begins to copy a replica to the tier below, so that it can be dropped; returns
             False if no lower tier can ever take it.
     """
 
-    def __init__(self, books: Books, push_down: Callable[[Replica, Urgency], bool]) -> None:
+    def __init__(self, books: Books, copy_below: Callable[[Replica, int, Urgency], bool]) -> None:
         self.books = books
-        self.push_down = push_down
+        self.copy_below = copy_below
 
     def ask(self, tier_state: TierState, want: Want) -> Admission:
         """Say whether ``want`` can have room now or later, and set the hardware to it.
@@ -63,29 +63,29 @@ class SpaceAdmission:
     def evict(
         self, tier_state: TierState, missing_bytes: int, victims: Iterable[Replica], urgency: Urgency
     ) -> None:
-        """Let victims go, in their order, until ``missing_bytes`` more are coming free."""
+        """Evict victims, in their order, until ``missing_bytes`` more are coming free."""
         target = tier_state.coming_free_bytes + missing_bytes
         for victim in victims:
             if tier_state.coming_free_bytes >= target:
                 return
-            self.let_go(tier_state, victim, urgency)
+            self.evict_one(tier_state, victim, urgency)
 
-    def let_go(self, tier_state: TierState, victim: Replica, urgency: Urgency) -> None:
-        """Evict one replica: drop it if another is READY, else push it down first."""
+    def evict_one(self, tier_state: TierState, victim: Replica, urgency: Urgency) -> None:
+        """Evict one replica: drop it if another is READY, else copy it to a lower tier first."""
         if victim not in tier_state.evictable:
             return
         tier_state.counters.evictions += 1
         if len(victim.entry.ready()) > 1:
             self.books.drop(victim)
             return
-        self.books.leave(victim)
-        if not self.push_down(victim, urgency):
-            self.give_up(victim)
+        self.books.mark_leaving(victim)
+        if not self.copy_below(victim, victim.tier, urgency):
+            self.mark_stuck(victim)
 
-    def give_up(self, victim: Replica) -> None:
+    def mark_stuck(self, victim: Replica) -> None:
         """A leaving replica finds no room below: it stays, and is no candidate until that may change."""
         tier_state = self.books.tier_states[victim.tier]
-        self.books.stay(victim)
+        self.books.unmark_leaving(victim)
         tier_state.stuck[victim.entry.uid] = victim
         self.books.restless.add(tier_state.index)
 

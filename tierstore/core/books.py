@@ -192,7 +192,7 @@ class Books:
             tier_state.evictable.discard(replica)
             tier_state.stuck.pop(uid, None)
             tier_state.kept.pop(uid, None)
-            self.stay(replica)
+            self.unmark_leaving(replica)
         replica.leases += 1
 
     def unhold(self, replica: Replica) -> None:
@@ -216,7 +216,7 @@ class Books:
         """Note a use: an evictable replica goes to the end of the order."""
         self.tier_states[replica.tier].evictable.use(replica)
 
-    def leave(self, replica: Replica) -> None:
+    def mark_leaving(self, replica: Replica) -> None:
         """Mark an evictable replica as leaving: it drops when a lower one is READY."""
         tier_state = self.tier_states[replica.tier]
         tier_state.evictable.discard(replica)
@@ -254,7 +254,7 @@ class Books:
         tier_state = self.tier_states[replica.tier]
         uid = replica.entry.uid
         tier_state.promised_bytes += replica.charge_bytes
-        self.stay(replica)
+        self.unmark_leaving(replica)
         tier_state.evictable.discard(replica)
         tier_state.stuck.pop(uid, None)
         if replica.state is ReplicaState.READY and not replica.leases:
@@ -335,8 +335,8 @@ class Books:
             if entry is not None:
                 self.look_ahead_anew(entry)
 
-    def stay(self, replica: Replica) -> None:
-        """Take back `leave` if the replica was leaving, without making it evictable."""
+    def unmark_leaving(self, replica: Replica) -> None:
+        """Take back `mark_leaving` if the replica was leaving, without making it evictable."""
         tier_state = self.tier_states[replica.tier]
         if tier_state.leaving.pop(replica.entry.uid, None) is not None:
             tier_state.leaving_bytes -= replica.charge_bytes

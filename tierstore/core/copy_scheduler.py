@@ -44,7 +44,7 @@ class CopyScheduler:
 
     def __init__(self, tiers: Sequence[Tier], policy: Policy, window_bytes: int, stride: int) -> None:
         self.books = Books(tiers, policy)
-        self.admission = SpaceAdmission(self.books, self.push_down)
+        self.admission = SpaceAdmission(self.books, self.copy_below)
         self.resizes = QuotaResizes(self.books, self.admission)
         self.traffic = CopyTraffic(window_bytes)
         self.stride = stride
@@ -89,11 +89,8 @@ class CopyScheduler:
             if want in other.dependents and urgency < other.urgency:
                 self._hurry(other, urgency)
 
-    def push_down(self, victim: Replica, urgency: Urgency) -> bool:
-        """Begin to copy a leaving replica to the next lower tier that can take it."""
-        return self._push_below(victim, victim.tier, urgency)
-
-    def _push_below(self, victim: Replica, tier: int, urgency: Urgency) -> bool:
+    def copy_below(self, victim: Replica, tier: int, urgency: Urgency) -> bool:
+        """Begin to copy a leaving replica to the next tier below ``tier`` that can take it, if one can."""
         entry = victim.entry
         for lower in range(tier + 1, len(self.books.tier_states)):
             tier_state = self.books.tier_states[lower]
@@ -294,9 +291,9 @@ class CopyScheduler:
             tier_state = self.books.tier_states[tier]
             if tier >= want.tier or tier_state.leaving.get(want.entry.uid) is not replica:
                 continue
-            if self.is_closed or not self._push_below(replica, want.tier, want.urgency):
+            if self.is_closed or not self.copy_below(replica, want.tier, want.urgency):
                 tier_state.trouble = error if not isinstance(error, CapacityError) else error.__cause__
-                self.admission.give_up(replica)
+                self.admission.mark_stuck(replica)
 
     def cancel_wants(self, entry: Entry, error: BaseException) -> None:
         """End every want of an entry that is dropped or closed."""
@@ -423,7 +420,7 @@ class CopyScheduler:
                 except TierStoreError as error:
                     self.abandon(request, error)
 
-    def settle(self) -> None:
+    def run_to_rest(self) -> None:
         """Follow everything that an event set in motion to its end."""
         if self.is_closed:
             self._part_with_all()

@@ -139,9 +139,9 @@ class Ledger:
             books.tick += 1
             self._handlers[type(event)](event)
         if books.changed or books.restless or self.scheduler.striding or self.scheduler.parting:
-            self.scheduler.settle()
+            self.scheduler.run_to_rest()
         while self.commits.start():
-            self.scheduler.settle()
+            self.scheduler.run_to_rest()
         if self._closing is not None:
             self._finish_closing()
         out, books.out = books.out, []
@@ -364,7 +364,7 @@ class Ledger:
         """Count one lease less."""
         self.books.unhold(replica)
 
-    def discard(self, replica: Replica) -> None:
+    def evict_spare(self, replica: Replica) -> None:
         """Drop a READY replica that is not the last."""
         self.books.tier_states[replica.tier].counters.evictions += 1
         self.books.drop(replica)

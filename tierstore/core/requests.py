@@ -39,7 +39,7 @@ class Desk(Protocol):
         """Note a use of a READY replica."""
         ...
 
-    def discard(self, replica: Replica) -> None:
+    def evict_spare(self, replica: Replica) -> None:
         """Drop a READY replica that is not the last."""
         ...
 
@@ -293,7 +293,7 @@ class EvictRequest(Request):
             return False
         for replica in ready:
             if replica.tier < to:
-                self.desk.discard(replica)
+                self.desk.evict_spare(replica)
         return False
 
 

@@ -1,12 +1,26 @@
-"""Plans: what a training step will use when, as data.
+"""Plans: what a training step will use when, and where everything lives, as data.
 
 A `Trace` records one step; `plan_from` turns it into the `Plan` that the store's next-use eviction and
-the training loop's prefetch follow.  Pure: no torch, threads, clocks or files.
+the training loop's prefetch follow.  A `Placement` says where the bytes of a run live and what computes with
+them; `tierstore.planning.rules` decide it.  Pure: no torch, threads, clocks or files.
 """
 
 from tierstore.core.model import Plan
+from tierstore.planning.placement import BundleHomes, Home, PlacedMark, Placement, Stashing, Treatment
 from tierstore.planning.planner import plan_from
 from tierstore.planning.residents import Trained, choose_residents
 from tierstore.planning.trace import Trace
 
-__all__ = ["Plan", "Trace", "Trained", "choose_residents", "plan_from"]
+__all__ = [
+    "BundleHomes",
+    "Home",
+    "PlacedMark",
+    "Placement",
+    "Plan",
+    "Stashing",
+    "Trace",
+    "Trained",
+    "Treatment",
+    "choose_residents",
+    "plan_from",
+]

@@ -82,7 +82,6 @@ class Leaving:
         self._is_given = False  # whether something is brought back and the run goes on
         self._pinned: list[Binding] = []
         self._capacities: dict[str, int] = {}  # that tiers had before they were made smaller
-        self._unshrunk_bytes = 0
 
     def leave(
         self, choice: OnClose, ending: RunEnding, give_buffers_back: Callable[[], object]

@@ -23,6 +23,8 @@ from tierstore import forks
 from tierstore.callers import opener, opening
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
+from tierstore.planning import Placement
+from tierstore.planning.rules import HOST
 from tierstore.signals import interruptible
 from tierstore.store import Store
 from tierstore.training import again
@@ -32,7 +34,7 @@ from tierstore.training.activations.config.layers import Names
 from tierstore.training.activations.config.sections import SECTIONS
 from tierstore.training.activations.swapping.run_store import RunStore
 from tierstore.training.bundles.ending import RunEnding
-from tierstore.training.bundles.placements import HOST, named_by_settings
+from tierstore.training.bundles.placements import named_by_settings
 from tierstore.training.checkpoints.files import Checkpoint, ordinary_access
 from tierstore.training.checkpoints.resumed import Resumed
 from tierstore.training.checkpoints.weights import Weights
@@ -101,6 +103,17 @@ class Offload:
         if self._session is None:
             raise UsageError("memory_offload is OFF: there is no store. Set it to ON.")
         return self._session.store
+
+    @property
+    def placement(self) -> Placement:
+        """Where everything lives and what computes with it, with what was learned so far; prints readably.
+
+        Raises:
+            UsageError: ``memory_offload`` is OFF: nothing is placed.
+        """
+        if self._session is None:
+            raise UsageError("memory_offload is OFF: nothing is placed. Set it to ON.")
+        return self._session.placing.placement
 
     def stats(self) -> RunStats:
         """Return what the run did so far."""

@@ -11,6 +11,8 @@ from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
+from tierstore.planning import Placement, Stashing, rules
+from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.torch_private import RecursiveScriptModule, is_traceable_wrapper_subclass
 from tierstore.training.activations.swapping.run_store import RunStore
@@ -26,7 +28,6 @@ from tierstore.training.budgets.memory_meters import (
 from tierstore.training.budgets.prefetcher import Prefetcher, PrefetchWindow
 from tierstore.training.bundles.grouping import SMALL_BYTES, Group, group_parameters
 from tierstore.training.bundles.placeholders import placeholder_of
-from tierstore.training.bundles.placements import HOST, Placements
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint, forget, is_held
 from tierstore.training.checkpoints.weights import Weights
@@ -40,11 +41,12 @@ from tierstore.training.optimizer_needs import (
     check_lbfgs,
     check_steps_in_backward,
     require_room,
+    stepped_in_host,
     without_elsewhere,
     working_sets,
 )
 from tierstore.training.optimizers.in_backward import Stepping
-from tierstore.training.residents import Residents
+from tierstore.training.placing import Placing, placement_of
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Policies, Session
 from tierstore.training.totals import require_together
@@ -53,8 +55,6 @@ from tierstore.units import MIB, format_bytes, parse_bytes
 log = logging.getLogger("tierstore")
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
-_PREFETCH_SHARE = 4  # a quarter of a tier may be ahead of its use
-_SMALL_SHARE = 64  # bundles below this part of what is left of the fastest tier are worth joining
 
 
 # ---------------------------------------------------------------------- what can be offloaded
@@ -200,23 +200,29 @@ def open_session(
     groups = _groups(model, optimizers, config, store, selection)
     former = source if isinstance(source, ResumedCheckpoint) else None
     sets = working_sets(groups, optimizers, former)
-    fits = sum(each.nbytes for each in sets) <= int(fastest_bytes * config.hbm_ratio)
+    facts, placement = placement_of(config, store, optimizers, groups, sets)
+    if config.placement is not None:
+        for group in groups:
+            group.is_pinned = placement.bundles[group.key].is_pinned
+        sets = working_sets(groups, optimizers, former)
     check_lbfgs(optimizers, sets, fastest, fastest_bytes)
     require_room(groups, sets, optimizers, fastest, fastest_bytes, forward_sets(model, groups))
     require_together(groups, optimizers, store, has_state=former is not None)
-    if fastest != HOST and config.optimizer_target == "cpu":
-        require_one_place(selection, optimizers)
+    in_host = stepped_in_host(groups, placement) if facts.has_device else []
+    if in_host:
+        require_one_place(selection, [optimizers[index] for index in in_host])
         require_room(
             groups,
-            without_elsewhere(groups, sets),
+            without_elsewhere(groups, sets, placement),
             optimizers,
             HOST,
             store.stats().tiers[HOST].capacity_bytes,
         )
     inventory = Inventory()
-    policies = _policies(optimizers, config, store, sets, inventory, fits=fits)
+    stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
+    policies = _policies(optimizers, store, sets, inventory, placement, stepping)
     session = Session(model, optimizers, store, policies, inventory, selection.ignored)
-    if not fits or config.offload_grad is not None or policies.meter is not None:
+    if placement.stashing is not Stashing.NEVER:
         give_freed_memory_back()
     try:
         _say_if_elsewhere(store, selection.ignored)
@@ -246,7 +252,7 @@ def _groups(
     fastest_bytes = store.stats().tiers[store.tier_names[0]].capacity_bytes
     ignored, pinned = selection.ignored, selection.pinned
     left_bytes = max(0, fastest_bytes - beside_bytes(store.device, _taken_in(model, optimizers, ignored)))
-    small_bytes = min(SMALL_BYTES, left_bytes // _SMALL_SHARE)
+    small_bytes = min(SMALL_BYTES, rules.small_bytes(left_bytes))
     parameters = group_parameters(model, optimizers, small_bytes, ignored=ignored, pinned=pinned)
     smallest_bytes = None if config.buffer_min_size is None else parse_bytes(config.buffer_min_size)
     left = {*selection.ignored_buffers, *replicas.buffers_sent(model)}
@@ -263,32 +269,31 @@ def _taken_in(
 
 def _policies(
     optimizers: Sequence[torch.optim.Optimizer],
-    config: OffloadConfig,
     store: Store,
     sets: Sequence[WorkingSet],
     inventory: Inventory,
-    *,
-    fits: bool,
+    placement: Placement,
+    stepping: Stepping,
 ) -> Policies:
-    """Return what decides for a session that is to be made, as the configuration says.
+    """Return what decides for a session that is to be made.
 
     Args:
         optimizers: that train.
-        config: how.
         store: where to.
         sets: what has to be together, bundle by bundle.
         inventory: of what will be taken in.
-        fits: whether all of it fits into the fastest tier.
+        placement: where everything lives.
+        stepping: when the optimizers step.
     """
     fastest = store.tier_names[0]
-    stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
+    placing = Placing(placement, store, inventory, stepping)
     meter = None if fastest == HOST else _meter(store)
     prefetcher = Prefetcher(
         store,
-        [] if fits and meter is None else _windows(store),
+        _windows(store, placement),
         inventory.nbytes_of,
         len(optimizers),
-        Residents(store, inventory, stepping).choose,
+        placing.residents,
     )
     quota = None
     if meter is not None and sets:
@@ -297,25 +302,24 @@ def _policies(
             store.stats().tiers[fastest].capacity_bytes,
             sets,
             meter,
-            lambda quota_bytes: prefetcher.set_limit(fastest, quota_bytes // _PREFETCH_SHARE),
+            lambda quota_bytes: prefetcher.set_limit(fastest, placement.ahead_bytes(fastest, quota_bytes)),
             inventory.gradients.staying_bytes,
         )
     return Policies(
-        Placements.of(config, store),
+        placing,
         prefetcher,
         meter,
         quota,
-        _must_stash(config, quota, fits=fits),
+        _must_stash(placement.stashing, quota),
         stepping,
     )
 
 
-def _must_stash(config: OffloadConfig, quota: DeviceQuota | None, *, fits: bool) -> Callable[[], bool]:
+def _must_stash(stashing: Stashing, quota: DeviceQuota | None) -> Callable[[], bool]:
     """Return what says whether gradients that backward makes are to go to the store."""
-    if quota is not None and config.offload_grad is None:
-        return lambda: not quota.has_room_for_gradients
-    is_stashing = not fits or config.offload_grad is not None
-    return lambda: is_stashing
+    if stashing is Stashing.WITHOUT_ROOM:
+        return lambda: quota is None or not quota.has_room_for_gradients
+    return lambda: stashing is Stashing.ALWAYS
 
 
 def _say_if_elsewhere(store: Store, ignored: Mapping[torch.Tensor, str]) -> None:
@@ -396,11 +400,11 @@ def _meter(store: Store) -> Meter:
     return AllocatorMeter(store, store.device)
 
 
-def _windows(store: Store) -> list[PrefetchWindow]:
-    """Return how far ahead is prefetched: to the fastest tier, and from disk to host memory."""
+def _windows(store: Store, placement: Placement) -> list[PrefetchWindow]:
+    """Return how far ahead is prefetched: to the fastest tier first."""
     tiers = store.stats().tiers
-    names = [store.tier_names[0], *(name for name in store.tier_names[1:] if name == HOST)]
-    return [PrefetchWindow(name, tiers[name].capacity_bytes // _PREFETCH_SHARE) for name in names]
+    names = [name for name in store.tier_names if name in placement.ahead]
+    return [PrefetchWindow(name, placement.ahead_bytes(name, tiers[name].capacity_bytes)) for name in names]
 
 
 def _say_if_small(store: Store, sets: Sequence[WorkingSet]) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
-from tierstore.training.bundles import layout
+from tierstore.planning import Placement
+from tierstore.planning.placement import CPU
+from tierstore.planning.rules import HOST
 from tierstore.training.bundles.grouping import Content, Group
-from tierstore.training.bundles.placements import HOST
 from tierstore.training.bundles.working_sets import (
     ALIGNMENT_BYTES,
     ForwardSet,
@@ -23,9 +24,8 @@ from tierstore.training.bundles.working_sets import (
 )
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint
 from tierstore.training.optimizers import registered
+from tierstore.training.optimizers.adapters import Options, adapter_of
 from tierstore.units import KIB, align_up, format_bytes
-
-Options = Mapping[str, object]
 
 PAGE_BYTES = 4 * KIB
 PAGED_FROM_BYTES = 64 * KIB
@@ -86,35 +86,9 @@ def _made_bytes(
     """Return the bytes of a parameter's state; what shares its memory may be another optimizer's."""
     for index in (usual, *range(len(optimizers))):
         if parameter in options[index]:
-            return _state_bytes(optimizers[index], parameter, options[index][parameter])
+            optimizer = optimizers[index]
+            return adapter_of(optimizer).state_bytes(optimizer, parameter, options[index][parameter])
     return 0
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, options: Options) -> int:
-    """Return the bytes of a parameter's state: as it is, or as that kind of optimizer will make it."""
-    entries = optimizer.state.get(parameter)
-    if isinstance(entries, dict) and entries:
-        tensors = [value for value in entries.values() if isinstance(value, torch.Tensor) and value.dim()]
-        return sum(
-            align_up(tensor.numel() * tensor.element_size(), layout.ALIGNMENT_BYTES) for tensor in tensors
-        )
-    copies = next((count for kind, count in _STATE_COPIES.items() if isinstance(optimizer, kind)), _two)
-    return copies(options) * align_up(parameter.numel() * parameter.element_size(), layout.ALIGNMENT_BYTES)
-
-
-def certain_state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, options: Options) -> int:
-    """Return the least bytes of a parameter's state: what there is, or what its first step makes for certain.
-
-    Of optimizers that are not PyTorch's own, and of those whose state may be smaller, nothing is certain.
-    """
-    entries = optimizer.state.get(parameter)
-    if isinstance(entries, dict) and entries:
-        tensors = [value for value in entries.values() if isinstance(value, torch.Tensor) and value.dim()]
-        return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
-    if type(optimizer) not in _CERTAIN or not registered.is_of_torch(optimizer) or 0 in parameter.stride():
-        return 0
-    copies = next((count for kind, count in _STATE_COPIES.items() if isinstance(optimizer, kind)), _two)
-    return copies(options) * parameter.nbytes
 
 
 def check_steps_in_backward(
@@ -178,15 +152,32 @@ def require_room(
         raise too_large(tier, capacity_bytes, needs)
 
 
-def without_elsewhere(groups: Sequence[Group], sets: Sequence[WorkingSet]) -> list[WorkingSet]:
+def stepped_in_host(groups: Sequence[Group], placement: Placement) -> list[int]:
+    """Return the indices of the optimizers that step something in host memory."""
+    return sorted(
+        {
+            group.optimizer
+            for group in groups
+            if group.optimizer is not None and _is_stepped_in_host(group, placement)
+        }
+    )
+
+
+def without_elsewhere(
+    groups: Sequence[Group], sets: Sequence[WorkingSet], placement: Placement
+) -> list[WorkingSet]:
     """Return the needs in host memory where optimizers compute in it, beside a device.
 
-    What nobody trains need not come there, and what is pinned is trained on the device.
+    What nobody trains need not come there.
     """
     return [
-        each if group.optimizer is not None and not group.is_pinned else WorkingSet(each.name, 0, 0)
+        each if _is_stepped_in_host(group, placement) else WorkingSet(each.name, 0, 0)
         for group, each in zip(groups, sets, strict=True)
     ]
+
+
+def _is_stepped_in_host(group: Group, placement: Placement) -> bool:
+    return group.optimizer is not None and placement.bundles[group.key].state.device == CPU
 
 
 def _in_pages(needs: WorkingSet, gap_bytes: int) -> WorkingSet:
@@ -273,29 +264,3 @@ def check_lbfgs(
 
 _LBFGS_VECTORS = 6
 """Beside its history: the flat gradient, the former one, a direction, its step, and a line search's two."""
-
-
-def _two(options: Options) -> int:
-    del options
-    return 2
-
-
-_STATE_COPIES: dict[type[torch.optim.Optimizer], Callable[[Options], int]] = {
-    torch.optim.SGD: lambda options: 1 if options.get("momentum") else 0,
-    torch.optim.Adam: lambda options: 3 if options.get("amsgrad") else 2,
-    torch.optim.RMSprop: lambda options: 1 + bool(options.get("momentum")) + bool(options.get("centered")),
-    torch.optim.Adagrad: lambda _: 1,
-    torch.optim.ASGD: lambda _: 1,
-    torch.optim.Adafactor: lambda _: 1,
-    torch.optim.LBFGS: lambda _: 0,
-    torch.optim.Muon: lambda _: 1,
-}
-"""How many tensors of the parameter's size an optimizer keeps; others are taken to keep two."""
-
-_CERTAIN = frozenset(
-    {
-        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad),
-        *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop),
-    }
-)
-"""Those that keep as many tensors of the parameter's size and type, whatever its shape."""

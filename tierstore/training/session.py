@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore import signals
 from tierstore.errors import CapacityError, KeyNotFound
+from tierstore.planning.placement import CPU
+from tierstore.planning.rules import HOST
 from tierstore.training.activation_host import RunHost
 from tierstore.training.activations import apply
 from tierstore.training.activations.apply import Activations
@@ -38,7 +40,6 @@ from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.grouping import Content, Group
 from tierstore.training.bundles.layout import fill
 from tierstore.training.bundles.pinning import pin
-from tierstore.training.bundles.placements import HOST, Placements
 from tierstore.training.checkpoints.files import BundleAccess
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint
 from tierstore.training.checkpoints.weights import Weights
@@ -51,14 +52,16 @@ from tierstore.training.modules.adopter import Adopter, give_values, part_from_b
 from tierstore.training.modules.buffers import TravelingBuffers
 from tierstore.training.modules.forward_needs import needs_of
 from tierstore.training.optimizers import registered
+from tierstore.training.optimizers.adapters import Taken
 from tierstore.training.optimizers.in_backward import Stepping, StepsInBackward
 from tierstore.training.optimizers.speculative_steps import Expectations
-from tierstore.training.optimizers.state import OptimizerState, Taken
+from tierstore.training.optimizers.state import OptimizerState
 from tierstore.training.optimizers.state_dicts import StateDicts
 from tierstore.training.optimizers.step_units import Steps, runs_of_step
 from tierstore.training.optimizers.steps_by_bundle import StepsByBundle
 from tierstore.training.optimizers.steps_under_way import UnderWay
 from tierstore.training.optimizers.whole_steps import WholeSteps
+from tierstore.training.placing import Placing
 from tierstore.training.pytorch import torchscript
 from tierstore.training.pytorch.function_modes import out_of_sight
 from tierstore.training.pytorch.global_hooks import HookEverywhere, Removable
@@ -69,7 +72,7 @@ class Policies:
     """What decides for a session; made before it.
 
     Attributes:
-        placements: where each kind of bytes goes.
+        placing: where everything lives.
         prefetcher: learns and follows the plan.
         meter: of what the program has on the device; ``None``: there is no device.
         quota: of the device; ``None``: it is not divided with the program.
@@ -77,7 +80,7 @@ class Policies:
         stepping: when the optimizers step.
     """
 
-    placements: Placements
+    placing: Placing
     prefetcher: Prefetcher
     meter: Meter | None
     quota: DeviceQuota | None
@@ -111,7 +114,7 @@ class Session:
         self.optimizers = tuple(optimizers)
         self.store = store
         self.prefetcher = policies.prefetcher
-        self.placements = policies.placements
+        self.placing = policies.placing
         self.ignored = ignored
         self.budget = policies.quota
         self._meter = meter = policies.meter
@@ -129,7 +132,6 @@ class Session:
             store,
             self.bindings,
             self,
-            self.placements.gradients,
             inventory.gradients,
             must_stash=policies.must_stash,
             note_put=lambda binding: self.prefetcher.note_gradient(binding.key),
@@ -197,9 +199,10 @@ class Session:
     def _add_parameters(self, bundle: Binding, group: Group) -> None:
         self.order[bundle] = len(self.bundles)
         self.bundles.append(bundle)
+        home = self.placing.homes(bundle).gradients
         for name, tensor in zip(group.names, group.tensors, strict=True):
             if isinstance(tensor, nn.Parameter):
-                self.gradients.add(name, tensor)
+                self.gradients.add(name, tensor, home)
 
     def _adopt_pinned(self, group: Group, source: Weights | ResumedCheckpoint | None) -> Binding:
         bundle = self._adopt_group(group, source)
@@ -208,15 +211,15 @@ class Session:
 
     def _adopt_group(self, group: Group, source: Weights | ResumedCheckpoint | None) -> Binding:
         named = list(zip(group.names, group.tensors, strict=True))
-        placement = self.placements.parameters
+        home = self.placing.placement.bundles[group.key].parameters
         if isinstance(source, ResumedCheckpoint) and source.has_bundle(group.key):
-            return self.adopter.adopt_held(group.key, named, placement)
+            return self.adopter.adopt_held(group.key, named, home)
         for tensor in group.tensors if group.content is not Content.PARAMETERS else ():
             part_from_base(tensor)
         if source is None or group.content is Content.PASSING_BUFFERS:  # no source has those
-            return self.adopter.adopt(group.key, named, placement)
+            return self.adopter.adopt(group.key, named, home)
         values = [source.read(name).to(tensor.dtype) for name, tensor in named]
-        return self.adopter.adopt(group.key, named, placement, values)
+        return self.adopter.adopt(group.key, named, home, values)
 
     def make_durable(self, former: ResumedCheckpoint | None) -> None:
         """Let checkpoints be made, after the one that the run goes on from."""
@@ -236,6 +239,7 @@ class Session:
     def apply_to_activations(self, sections: Sections, layers: Names) -> None:
         """Swap and recompute what a document says, in this store and its quotas."""
         self.activations = apply.apply(self.model, sections, layers, self.store)
+        self.placing.note_activations(self.activations.plan)
 
     def _discard_activations(self) -> None:
         self.activations.runtime.discard_interrupted()
@@ -243,9 +247,13 @@ class Session:
     def _add_steps(self) -> None:
         for index, optimizer in enumerate(self.optimizers):
             is_known = registered.is_per_parameter(optimizer)
-            taken = Taken.ALL if is_known else Taken.UNSHARED
             state = OptimizerState(
-                optimizer, index, self.order, self.adopter, self.placements.state, taken, self.computes_on
+                optimizer,
+                index,
+                self.order,
+                self.adopter,
+                lambda bundle: self.placing.homes(bundle).state,
+                self.computes_on,
             )
             if is_known:
                 steps = StepsByBundle(optimizer, state, self, self._expectations)
@@ -257,7 +265,7 @@ class Session:
 
     def computes_on(self, bundle: Binding) -> torch.device:
         """See `StepTrainer.computes_on`."""
-        is_in_host = self.optimizer_tier == HOST and bundle not in self.bindings.pinned
+        is_in_host = self.placing.homes(bundle).state.device == CPU
         return torch.device("cpu") if is_in_host else self.store.device
 
     def hold(self, handle: Removable) -> None:
@@ -340,10 +348,10 @@ class Session:
 
     # --- what steps ask (StepTrainer) -------------------------------------------------------------
 
-    @property
-    def optimizer_tier(self) -> str:
-        """Where optimizers compute."""
-        return self.placements.optimizer_tier
+    def step_tier(self, *bundles: Binding) -> str:
+        """See `step_units.StepTrainer.step_tier`."""
+        are_in_host = any(self.placing.homes(each).state.device == CPU for each in bundles)
+        return HOST if are_in_host else self.store.tier_names[0]
 
     def begin_step(self, steps: Steps) -> None:
         """An optimizer begins to step, by itself or in the midst of another one's step."""
@@ -371,7 +379,8 @@ class Session:
 
     def allows_step_ahead(self, bundle: Binding) -> bool:
         """Whether a bundle may be stepped during backward: there is room, and nothing is pushed out."""
-        is_resident = bundle.key in self.prefetcher.residents  # two versions of it would push others out
+        residents = self.placing.placement.residents or ()
+        is_resident = bundle.key in residents  # two versions of it would push others out
         return not is_resident and (self.budget is None or self.budget.allows_steps_in_backward)
 
     # --- while it runs ------------------------------------------------------------------------
@@ -390,7 +399,7 @@ class Session:
 
     def advise(self, keys: Sequence[str]) -> None:
         """Prefetch what the next turn needs, while no plan does it."""
-        if not self.prefetcher.is_needed or self.prefetcher.has_plan:
+        if self.prefetcher.has_plan or self.store.tier_names[0] not in self.placing.placement.ahead:
             return
         for key in keys:
             with self.bindings.apart(), suppress(KeyNotFound):

@@ -27,12 +27,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tierstore.errors import CapacityError, KeyNotFound, UsageError
+from tierstore.planning.rules import DISK, HOST
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.autograd.gradient import native_gradient
 from tierstore.training.bundles.bindings import Binding, set_data
 from tierstore.training.bundles.leasing import LeasingState
 from tierstore.training.bundles.pinning import pin, unpin_all
-from tierstore.training.bundles.placements import DISK, HOST
 from tierstore.training.modules.buffers import ordinary_buffers
 from tierstore.training.optimizers.step_units import runs_of_step
 from tierstore.training.session import Session

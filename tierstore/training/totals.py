@@ -16,7 +16,7 @@ from tierstore.store import Store
 from tierstore.training.bundles.grouping import Content, Group
 from tierstore.training.bundles.layout import lay_out
 from tierstore.training.bundles.placements import setting_of
-from tierstore.training.optimizer_needs import certain_state_bytes
+from tierstore.training.optimizers.adapters import adapter_of
 from tierstore.units import format_bytes
 
 
@@ -47,7 +47,7 @@ def require_together(
     needed = {
         "parameters": sum(map(_nbytes, parameters)),
         "buffers": sum(_nbytes(group) for group in groups if group.content is not Content.PARAMETERS),
-        "optimizer state": 0 if has_state else sum(_state_bytes(group, optimizers) for group in parameters),
+        "optimizer state": 0 if has_state else _state_bytes(parameters, optimizers),
     }
     there = {f"{setting_of(name)} ({name})": tier.capacity_bytes for name, tier in tiers.items()}
     needed_bytes, room_bytes = sum(needed.values()), sum(there.values())
@@ -68,13 +68,15 @@ def _nbytes(group: Group) -> int:
     return nbytes
 
 
-def _state_bytes(group: Group, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    if group.optimizer is None:
-        return 0
-    optimizer = optimizers[group.optimizer]
-    options = {each: options for options in optimizer.param_groups for each in options["params"]}
-    trained = [each for each in group.tensors if each.requires_grad and each in options]
-    return sum(certain_state_bytes(optimizer, each, options[each]) for each in trained)
+def _state_bytes(groups: Sequence[Group], optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    nbytes = 0
+    for index, optimizer in enumerate(optimizers):
+        adapter = adapter_of(optimizer)
+        options = {each: options for options in optimizer.param_groups for each in options["params"]}
+        own = [each for group in groups if group.optimizer == index for each in group.tensors]
+        trained = [each for each in own if each.requires_grad and each in options]
+        nbytes += sum(adapter.certain_bytes(optimizer, each, options[each]) for each in trained)
+    return nbytes
 
 
 def _table(parts: dict[str, int]) -> str:

@@ -19,7 +19,7 @@ import errno
 import itertools
 import logging
 import threading
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,9 +158,9 @@ class DirectoryCommits:
                 f"{self._owner.folder} was opened with read_only=True: "
                 f"what was put, replaced or dropped since cannot be kept there"
             )
-        self._remove_doubts(change.slots)
-        self._sync(change.slots)
-        self._manifest.commit(change.meta(), change.dropped, change.rows)
+        self._remove_doubts(change.slots())
+        self._sync(change.slots())
+        self._manifest.commit(change.dropped, change.rows(), change.meta)
         change.enter()
         self._check_names()
         self._note()
@@ -181,11 +181,11 @@ class DirectoryCommits:
                 f"What is in faster tiers is unharmed: put it into another directory"
             ) from error
 
-    def _remove_doubts(self, slots: Mapping[str, FileSlot]) -> None:
+    def _remove_doubts(self, slots: Iterable[tuple[str, FileSlot]]) -> None:
         """Write again what a sync that failed may have lost."""
         if not self._segments.failed_syncs:
             return
-        for name, slot in slots.items():
+        for name, slot in slots:
             if not self._segments.is_in_doubt(slot.extents, slot.failed_syncs):
                 continue
             path = self._segments.path(slot.extents[0][0])
@@ -204,10 +204,10 @@ class DirectoryCommits:
                     key=name,
                 ) from error
 
-    def _sync(self, slots: Mapping[str, FileSlot]) -> None:
+    def _sync(self, slots: Iterable[tuple[str, FileSlot]]) -> None:
         """Return when the bytes of ``slots`` would survive a power loss."""
         segments = self._segments
-        for index in sorted({index for slot in slots.values() for index in segments.indices(slot.extents)}):
+        for index in sorted({index for _, slot in slots for index in segments.indices(slot.extents)}):
             try:
                 segments.sync(index)
             except OSError as error:
@@ -221,6 +221,8 @@ class DirectoryCommits:
 class _Change:
     """What a commit writes: the difference between what is to be and what is.
 
+    Rows are made while they are written: a hundred thousand at once would be most of what the process holds.
+
     Args:
         entries: what the manifest has, by name.
         meta: what it says of itself.
@@ -229,8 +231,6 @@ class _Change:
 
     Attributes:
         dropped: the ids of rows that go.
-        rows: those that come, in place of others with their ids or beside them.
-        slots: those of the rows that come, by name.
     """
 
     def __init__(
@@ -244,16 +244,15 @@ class _Change:
         self._next_id = meta.next_id
         self._digest = meta.digest
         self._records = len(entries)
-        self._named: dict[str, _Entry] = {}
+        self._named: dict[str, _Entry | None] = {}  # None: its row is to be written
+        self._written: list[Record] = []
         self._gone: dict[str, None] = {}
         self.dropped: list[int] = []
-        self.rows: list[Row] = []
-        self.slots: dict[str, FileSlot] = {}
 
     @property
     def is_nothing(self) -> bool:
         """Whether the manifest has all of it already."""
-        return not self.rows and not self.dropped
+        return not self._written and not self.dropped
 
     def keep(self, record: Record) -> None:
         """Let ``record`` be there afterwards.
@@ -267,8 +266,22 @@ class _Change:
         old = self._entries.get(name)
         if old is not None and old[0] is slot and old[1] == note:
             self._named[name] = old
-        else:
-            self._write(name, note, slot, old)
+            return
+        place = self._place(name, slot)
+        assert isinstance(slot, FileSlot)  # or it has no place
+        texts = encode_text(name), encode_text(note)
+        if len(texts[0]) > LONGEST_NAME_BYTES:
+            raise UsageError(
+                f"a name of {len(texts[0])} bytes cannot be kept, of at most {LONGEST_NAME_BYTES}: "
+                f"drop or rename what is under {name[:60]!r}..."
+            )
+        if old is not None:
+            _, _, id_, version, check = old
+            if row_check(encode(id_, version, *texts, slot.nbytes, place)[5]) == check:
+                self._named[name] = (slot, note, id_, version, check)
+                return
+        self._named[name] = None
+        self._written.append(record)
 
     def others(self) -> list[str]:
         """Return the names that no record has."""
@@ -290,8 +303,34 @@ class _Change:
             self.dropped.append(id_)
             self._digest -= check
 
+    def slots(self) -> Iterator[tuple[str, FileSlot]]:
+        """Yield the names and slots of the rows that come, of those whose bytes are there."""
+        for record in self._written:
+            if record.slot not in self._lost:
+                assert isinstance(record.slot, FileSlot)  # see `keep`
+                yield record.name, record.slot
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows that come, in place of others with their ids or beside them.  Once."""
+        for record in self._written:
+            name, note, slot = record.name, record.note, record.slot
+            assert isinstance(slot, FileSlot)  # see `keep`
+            old = self._entries.get(name)
+            if old is None:
+                id_, self._next_id = self._next_id, self._next_id + 1
+                self._records += 1
+            else:
+                _, _, id_, _, check = old
+                self._digest -= check
+            texts = encode_text(name), encode_text(note)
+            row = encode(id_, self._version, *texts, slot.nbytes, self._place(name, slot))
+            check = row_check(row[5])
+            self._digest += check
+            self._named[name] = (slot, note, id_, self._version, check)
+            yield row
+
     def meta(self) -> Meta:
-        """Return what the manifest says of itself afterwards."""
+        """Return what the manifest says of itself afterwards.  Once all rows were made."""
         return replace(
             self._meta,
             commit=self._version,
@@ -302,35 +341,11 @@ class _Change:
 
     def enter(self) -> None:
         """Take it in: the manifest has it now."""
-        self._entries.update(self._named)
+        for name, entry in self._named.items():
+            assert entry is not None, "its row was written"
+            self._entries[name] = entry
         for name in self._gone:
             del self._entries[name]
-
-    def _write(self, name: str, note: str, slot: Slot, old: _Entry | None) -> None:
-        place = self._place(name, slot)
-        assert isinstance(slot, FileSlot)  # or it has no place
-        texts = encode_text(name), encode_text(note)
-        if len(texts[0]) > LONGEST_NAME_BYTES:
-            raise UsageError(
-                f"a name of {len(texts[0])} bytes cannot be kept, of at most {LONGEST_NAME_BYTES}: "
-                f"drop or rename what is under {name[:60]!r}..."
-            )
-        if old is None:
-            id_, self._next_id = self._next_id, self._next_id + 1
-            self._records += 1
-        else:
-            _, _, id_, version, check = old
-            if row_check(encode(id_, version, *texts, slot.nbytes, place)[5]) == check:
-                self._named[name] = (slot, note, id_, version, check)
-                return
-            self._digest -= check
-        row = encode(id_, self._version, *texts, slot.nbytes, place)
-        check = row_check(row[5])
-        self._digest += check
-        self.rows.append(row)
-        if place.kind is not Sums.LOST:
-            self.slots[name] = slot
-        self._named[name] = (slot, note, id_, self._version, check)
 
     def _place(self, name: str, slot: Slot) -> RecordLocation:
         if not isinstance(slot, FileSlot) or slot.home is not self._home:

@@ -355,7 +355,6 @@ def _note_losses(manifest: Manifest, recovered: RecoveredRecords, positions: lis
         id_, version, name, note, nbytes, encoded = rows[position]
         place = decode_place(encoded)._replace(kind=Sums.LOST)
         rows[position] = encode(id_, version, name, note, nbytes, place)
-    manifest.commit(
-        replace(manifest.meta, digest=digest(rows)), (), [rows[position] for position in positions]
-    )
+    meta = replace(manifest.meta, digest=digest(rows))
+    manifest.commit((), [rows[position] for position in positions], lambda: meta)
     recovered.rows = rows

@@ -163,14 +163,14 @@ async def claim(store: Store, name: str) -> Claim:
     with _guard:
         _live[note.owner] = forks.here(), opener()
     try:
-        await _settle(store, name, note)
+        await _write_marker(store, name, note)
     except BaseException:
         _forget(note)
         raise
     return Claim(store, name, note)
 
 
-async def _settle(store: Store, name: str, note: Note) -> None:
+async def _write_marker(store: Store, name: str, note: Note) -> None:
     for _ in range(_CLAIM_ATTEMPTS):
         await _create(store, MARKER, note.encode())
         found = await _get(store, MARKER)

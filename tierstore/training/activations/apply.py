@@ -37,12 +37,14 @@ class Activations:
     Attributes:
         recompute: what is computed again; ``None``: nothing was asked for.
         swap: what is swapped; ``None``: nothing.
+        plan: what both were told; ``None``: nothing.
         runtime: of the model.
     """
 
     def __init__(self) -> None:
         self.recompute: Recompute | None = None
         self.swap: Swap | None = None
+        self.plan: ActivationPlan | None = None
         self.runtime = ActivationRuntime.new()
 
     @property
@@ -94,6 +96,7 @@ def apply(
     marks = mark(modules, plan)
     _say(modules, plan, marks)
     done = Activations()
+    done.plan = plan
     try:
         if sections.recompute is not None:
             done.recompute = recompute.apply(model, modules, plan, done.runtime)

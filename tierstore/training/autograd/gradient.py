@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tierstore.planning import Home
 from tierstore.store import Store
 from tierstore.torch_private import storage_use_count, tensor_use_count
 from tierstore.training import locks
@@ -97,6 +98,7 @@ class Gradient:
 
     Attributes:
         name: the parameter's.
+        home: where its stash lives.
         binding: ties the handle to the key, while a stash exists.
         state: what may be done with it; changed by `move`.
         stay: where it is while autograd does not work on it.
@@ -112,6 +114,7 @@ class Gradient:
         "accumulations",
         "binding",
         "flights",
+        "home",
         "known_uses",
         "lock",
         "name",
@@ -121,8 +124,9 @@ class Gradient:
         "stepper",
     )
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
+    def __init__(self, name: str, parameter: torch.nn.Parameter, home: Home) -> None:
         self.name = name
+        self.home = home
         self.parameter = parameter
         self.binding: Binding | None = None
         self.state = GradientState.ORDINARY

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from tierstore.planning import Home
 from tierstore.training.autograd.gradient import (
     Gradient,
     GradientState,
@@ -21,9 +22,9 @@ class GradientTable:
     def __init__(self) -> None:
         self._of: dict[torch.Tensor, Gradient] = {}
 
-    def add(self, name: str, parameter: torch.nn.Parameter) -> Gradient:
-        """Return the gradient of one more parameter."""
-        gradient = self._of[parameter] = Gradient(name, parameter)
+    def add(self, name: str, parameter: torch.nn.Parameter, home: Home) -> Gradient:
+        """Return the gradient of one more parameter, whose stash lives at ``home``."""
+        gradient = self._of[parameter] = Gradient(name, parameter, home)
         return gradient
 
     def find(self, parameter: torch.Tensor) -> Gradient | None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.planning import Home
 from tierstore.store import Store
 from tierstore.training.autograd.gradient import (
     Gradient,
@@ -41,7 +42,7 @@ from tierstore.training.bundles.bindings import Access, Binding, Bindings, nativ
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.layout import flat_bytes, lay_out
 from tierstore.training.bundles.placeholders import Placeholder, looks_of
-from tierstore.training.bundles.placements import Placement
+from tierstore.training.bundles.placements import access_after_use
 from tierstore.training.bundles.poisons import poison_for
 from tierstore.training.faults import guard, guarded_classes
 from tierstore.training.pytorch.own_work import ordinary_mode
@@ -54,7 +55,6 @@ class Gradients:
         store: where they are stashed.
         bindings: that handles belong to.
         fault_handler: who looks after handles.
-        placement: of what is stashed.
         table: of what is known of them.
         must_stash: says whether those that autograd makes from now on are to be stashed.
         note_put: told of each that comes to be stashed.
@@ -70,7 +70,6 @@ class Gradients:
         store: Store,
         bindings: Bindings,
         fault_handler: guard.FaultHandler,
-        placement: Placement,
         table: GradientTable,
         *,
         must_stash: Callable[[], bool],
@@ -80,7 +79,6 @@ class Gradients:
         self._store = store
         self._bindings = bindings
         self._fault_handler = fault_handler
-        self._placement = placement
         self.table = table
         self._given: dict[Gradient, None] = {}  # what `bring_back` was called for, in that order
         self._kept: set[torch.Tensor] = set()  # by parameter: those that are always ordinary tensors
@@ -88,9 +86,9 @@ class Gradients:
         self._note_put = note_put
         self.note_change = note_change
 
-    def add(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Look after one parameter's gradient; one that is there already becomes a stash."""
-        gradient = self.table.add(name, parameter)
+    def add(self, name: str, parameter: torch.nn.Parameter, home: Home) -> None:
+        """Look after one parameter's gradient; one that is there already becomes a stash, at ``home``."""
+        gradient = self.table.add(name, parameter, home)
         if parameter in self._kept:
             gradient.stay = GradientStay.ALWAYS
         self._settle(gradient)
@@ -294,9 +292,9 @@ class Gradients:
                 key, places, nbytes, [fresh], [guarded_classes.guard_of(torch.Tensor)], [poison]
             )
             binding.is_saved_by_reference = False
-            binding.after_use = self._placement.after_use
+            binding.after_use = access_after_use(gradient.home, self._store)
             self._note_put(binding)
-            self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=self._placement.start)
+            self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=gradient.home.tier)
         gradient.binding = binding
         gradient.move(GradientState.STASHED)
         set_native_gradient(gradient.parameter, None)

@@ -25,10 +25,10 @@ import torch
 from tierstore.config.host_memory import host_rooms
 from tierstore.config.machine import free_device_bytes
 from tierstore.output_buffers import KEPT_BYTES
+from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.training.bundles.binding import Binding, Where
 from tierstore.training.bundles.layout import span_of
-from tierstore.training.bundles.placements import HOST
 from tierstore.units import format_bytes
 
 _SPARE_PART = 8

@@ -71,9 +71,6 @@ class Prefetcher:
         optimizers: how many there are.
         choose_residents: says which keys stay where they are, from those that a step used and those of
             gradients among them; ``None``: none do.
-
-    Attributes:
-        residents: keys that the plan followed lets stay where they are.
     """
 
     def __init__(
@@ -96,13 +93,7 @@ class Prefetcher:
         self._last = ""
         self._gradients: dict[str, None] = {}
         self._passing: dict[str, int] = {}  # the bytes of activations, as they were last
-        self.residents: frozenset[str] = frozenset()
         self._choose_residents = choose_residents
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is anything to gain."""
-        return bool(self._windows)
 
     @property
     def has_plan(self) -> bool:
@@ -181,13 +172,13 @@ class Prefetcher:
         if accesses == self._followed and self._place is not None:
             self._place.begin_cycle()
             return
-        if self._choose_residents is not None:
-            self.residents = self._choose_residents(accesses, gradients)
+        choose = self._choose_residents
+        residents = frozenset[str]() if choose is None else choose(accesses, gradients)
         # Its end is what a gradient is kept for, whether anybody looks at it or not.
         plan = plan_from(
             (*accesses, *gradients),
             {next_version(key): key for key in dict.fromkeys(accesses)},
-            self.residents,
+            residents,
         )
         self._followed = accesses
         self._store.follow(plan)

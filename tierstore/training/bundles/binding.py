@@ -32,10 +32,9 @@ from tierstore.torch_private import storage_use_count, tensor_use_count, version
 from tierstore.training.bundles.layout import TensorLayout, regions_of
 from tierstore.training.bundles.lease_storages import LeaseStorages, pieces_of
 from tierstore.training.bundles.memory_parts import MemoryPart, part_of, storage_of
+from tierstore.training.bundles.tensor_slots import slot_of
 from tierstore.training.pytorch.function_modes import are_function_modes_on
 
-_Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are
-_set_data: Callable[[torch.Tensor, torch.Tensor], None] = _Tensor.data.__set__
 _Natively = torch.DisableTorchFunctionSubclass
 _NoFunctions: Callable[[], AbstractContextManager[None]] = torch.DisableTorchFunction
 
@@ -50,11 +49,6 @@ def natively() -> AbstractContextManager[None]:
 def natively_in_sight() -> AbstractContextManager[None]:
     """Do what `natively` does for what the program itself runs: its modes see that."""
     return _Natively()
-
-
-def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Point ``tensor`` at the memory of ``data``; autograd's version counter stays."""
-    _set_data(tensor, data)
 
 
 def references(tensor: torch.Tensor) -> int:
@@ -126,6 +120,7 @@ class Binding:
 
     Attributes:
         tier: where it is leased.
+        slots: how each tensor is given its bytes.
         residency: whether its bytes are where they are computed with, and its tensors have them.
         dtypes: of the tensors.
         worn: the classes that the tensors wear now.
@@ -179,6 +174,7 @@ class Binding:
         "poisons",
         "regions",
         "residency",
+        "slots",
         "storages",
         "tensors",
         "tier",
@@ -203,6 +199,7 @@ class Binding:
         self.key = key
         self.tensors = tuple(tensors)
         self.plain = tuple(type(tensor) for tensor in tensors)
+        self.slots = tuple(map(slot_of, self.plain))
         self.guards: Sequence[type] = tuple(guards)
         self.worn: Sequence[type] = self.guards
         self.lay(places, nbytes, poisons)
@@ -321,7 +318,11 @@ class Binding:
         with _Natively():
             for number in numbers:
                 self.move(number, Move.TAKEN_IN)
-                _set_data(self.tensors[number], self.poisons[number])
+                self.detach(number)
+
+    def detach(self, number: int) -> None:
+        """Take a tensor's bytes: it shows its poison.  Called natively."""
+        self.slots[number].detach(self.tensors[number], self.poisons[number])
 
 
 def _twin(place: TensorLayout, offset: int) -> torch.Tensor:
@@ -351,9 +352,11 @@ def dress(binding: Binding, classes: Sequence[type]) -> None:
     binding.become(Residency.OPEN)
     with _Natively():  # the classes may be guards
         wear(binding, classes)
-        for tensor, view, where in zip(binding.tensors, shown.views, binding.where, strict=True):
+        for slot, tensor, view, where in zip(
+            binding.slots, binding.tensors, shown.views, binding.where, strict=True
+        ):
             if where is Where.HOME:
-                _set_data(tensor, view)
+                slot.attach(tensor, view)
 
 
 def wear(binding: Binding, classes: Sequence[type]) -> None:
@@ -369,7 +372,8 @@ def _look_at_poisons(binding: Binding) -> None:
     begin = binding.flat.data_ptr()
     with _Natively():
         for number, (tensor, poison) in enumerate(zip(binding.tensors, binding.poisons, strict=True)):
-            is_home = _is_view_of(tensor, poison) or _is_at(tensor, binding.places[number], begin)
+            local = binding.slots[number].local(tensor)
+            is_home = _is_view_of(local, poison) or _is_at(local, binding.places[number], begin)
             if binding.where[number] is Where.HOME and not is_home:
                 binding.move(number, Move.POINTED_ELSEWHERE)
 
@@ -391,13 +395,14 @@ def undress(binding: Binding) -> None:
         for number, (tensor, place, poison, guard) in enumerate(
             zip(binding.tensors, binding.places, binding.poisons, binding.guards, strict=True)
         ):
-            is_here = _is_at(tensor, place, begin) or _is_view_of(tensor, poison)
+            local = binding.slots[number].local(tensor)
+            is_here = _is_at(local, place, begin) or _is_view_of(local, poison)
             if is_here is not (binding.where[number] is Where.HOME):
                 binding.move(number, Move.POINTED_BACK if is_here else Move.POINTED_ELSEWHERE)
             if is_here and binding.is_in_graphs and _is_saved(binding, number):
                 are_needed = True
             elif is_here:
-                _set_data(tensor, poison)
+                binding.detach(number)
             tensor.__class__ = guard
     binding.is_in_graphs = are_needed
     binding.has_bases = False
@@ -417,7 +422,7 @@ def keep_bases(binding: Binding) -> None:
     with _Natively():
         for number, (tensor, view) in enumerate(zip(binding.tensors, shown.views, strict=True)):
             if binding.where[number] is Where.HOME and tensor.requires_grad and _is_saved(binding, number):
-                _set_data(tensor, view)
+                binding.slots[number].attach(tensor, view)
                 binding.has_bases = True
 
 

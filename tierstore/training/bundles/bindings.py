@@ -42,7 +42,6 @@ from tierstore.training.bundles.binding import (
     dress,
     keep_bases,
     natively,
-    set_data,
     undress,
     versions_of,
     wear,
@@ -57,6 +56,7 @@ from tierstore.training.bundles.reclaimed_tensors import (
     that_may_return,
 )
 from tierstore.training.bundles.reclaiming import NothingToReclaim, Reclaimer
+from tierstore.training.bundles.tensor_slots import set_data
 from tierstore.training.bundles.unseen_writes import may_have_changed, watch
 from tierstore.training.locks import Rank
 from tierstore.training.pytorch.function_modes import are_hooks_allowed

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from tierstore.errors import StoreClosed
-from tierstore.training.bundles.binding import natively, set_data
+from tierstore.training.bundles.binding import natively
 from tierstore.training.bundles.layout import LOOKS, TensorLayout, regions_of
+from tierstore.training.bundles.tensor_slots import set_data
 from tierstore.training.bundles.tensor_uses import LAYOUT, PASSING, Function
 
 _Tensor: Any = torch.Tensor  # its properties, seen as the descriptors that they are

@@ -8,6 +8,7 @@ optimizer, they are read one at a time and put anew.  The rest is in one documen
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,8 @@ from tierstore.training.formats import rng_state
 from tierstore.training.formats.json_codec import decode, parameters_by_group
 from tierstore.training.formats.safetensors_files import unpack
 from tierstore.training.modules.tensor_names import persistent_buffers
-from tierstore.training.optimizers.state import OptimizerState, Taken, order_entries, state_key
+from tierstore.training.optimizers.adapters import Taken
+from tierstore.training.optimizers.state import OptimizerState, order_entries, state_key
 
 _ASIDE = "training/former/"
 _OWN_KEYS = (*(f"{each.value}/" for each in Content), "state/", "grad/", "training/")
@@ -122,6 +124,9 @@ class ResumedCheckpoint:
             for key, each in bundles.items()
             for held in each
         }
+        self._state_bytes: Counter[tuple[int | None, str]] = Counter()
+        for (owner, parameter, _), (_, place) in self._key_of.items():
+            self._state_bytes[owner, parameter] += place.nbytes
         self._bundles = bundles
         self._ignored = {name: parameter_name(name) for name in self._document.get("ignored", ())}
         self._travelling: Mapping[str, str] = self._document.get("travelling", {})
@@ -207,11 +212,7 @@ class ResumedCheckpoint:
 
     def state_bytes(self, index: int, parameters: Sequence[str]) -> int:
         """Return the bytes of state that an optimizer has for some parameters."""
-        return sum(
-            place.nbytes
-            for (owner, parameter, _), (_, place) in self._key_of.items()
-            if owner == index and parameter in parameters
-        )
+        return sum(self._state_bytes[index, parameter] for parameter in parameters)
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Find out which bundles are cut as they were; put the others out of the way of new keys.

@@ -16,6 +16,7 @@ import torch
 
 from tierstore.errors import BackendError, CapacityError, KeyNotFound
 from tierstore.output_buffers import host_memory
+from tierstore.planning import Home
 from tierstore.store import Store
 from tierstore.training.autograd.shared_memory import aliases_of, has_bytes
 from tierstore.training.bundles.binding import Where
@@ -34,7 +35,7 @@ from tierstore.training.bundles.layout import (
 )
 from tierstore.training.bundles.memory_parts import MemoryPart, ground_of
 from tierstore.training.bundles.placeholders import Placeholder, looks_of, origin_of, placeholder_of
-from tierstore.training.bundles.placements import Placement
+from tierstore.training.bundles.placements import access_after_use
 from tierstore.training.bundles.poisons import Poisons, poison_for
 from tierstore.training.bundles.reclaimed_tensors import that_may_return
 from tierstore.training.faults import guard, guarded_classes, state_dict_entries
@@ -91,7 +92,7 @@ class Adopter:
         self,
         key: str,
         named: Sequence[tuple[str, torch.Tensor]],
-        placement: Placement,
+        home: Home,
         values: Sequence[torch.Tensor] | None = None,
         origins: list[torch.device] | None = None,
     ) -> Binding:
@@ -102,7 +103,7 @@ class Adopter:
         Args:
             key: in the store.
             named: the tensors, with what messages call them.
-            placement: where they go.
+            home: where they go.
             values: other values for them; those on the meta device have none of their own.
             origins: where each tensor goes in the end; ``None``: where it is.
         """
@@ -111,29 +112,27 @@ class Adopter:
             tensors = [tensor for _, tensor in named]
             origins = origins or [origin_of(tensor) for tensor in tensors]
             with self._gathered(places, nbytes, values or tensors) as flat:
-                self._store.put(key, flat, tier=placement.start)
-        return self.bind(key, places, tensors, placement, origins)
+                self._store.put(key, flat, tier=home.tier)
+        return self.bind(key, places, tensors, home, origins)
 
-    def adopt_held(
-        self, key: str, named: Sequence[tuple[str, torch.Tensor]], placement: Placement
-    ) -> Binding:
+    def adopt_held(self, key: str, named: Sequence[tuple[str, torch.Tensor]], home: Home) -> Binding:
         """Let tensors have the bytes that are under ``key`` already, laid out as `adopt` would.
 
         Args:
             key: in the store.
             named: the tensors, with what messages call them.
-            placement: where the bytes go after use.
+            home: where the bytes go after use.
         """
         places, _ = lay_out(named)
         tensors = [tensor for _, tensor in named]
-        return self.bind(key, places, tensors, placement, [origin_of(tensor) for tensor in tensors])
+        return self.bind(key, places, tensors, home, [origin_of(tensor) for tensor in tensors])
 
     def bind(
         self,
         key: str,
         places: Sequence[TensorLayout],
         tensors: Sequence[torch.Tensor],
-        placement: Placement,
+        home: Home,
         origins: list[torch.device],
     ) -> Binding:
         """Tie tensors to bytes that are under ``key`` already, and let a guard watch them.
@@ -142,18 +141,18 @@ class Adopter:
             key: in the store.
             places: where each tensor lies in its bytes.
             tensors: in the same order; their memory is given back.
-            placement: where the bytes go after use.
+            home: where the bytes go after use.
             origins: where each tensor goes in the end.
         """
         with self._bindings.apart():
-            return self._bind(key, places, tensors, placement, origins)
+            return self._bind(key, places, tensors, home, origins)
 
     def _bind(
         self,
         key: str,
         places: Sequence[TensorLayout],
         tensors: Sequence[torch.Tensor],
-        placement: Placement,
+        home: Home,
         origins: list[torch.device],
     ) -> Binding:
         nbytes = self._store.spec(key).nbytes
@@ -163,7 +162,7 @@ class Adopter:
         poisons = self._poisons_for(places, tensors)
         guards = [guarded_classes.guard_of(type(tensor)) for tensor in tensors]
         binding = Binding(key, places, nbytes, tensors, guards, poisons)
-        binding.after_use = placement.after_use
+        binding.after_use = access_after_use(home, self._store)
         for number in released:
             binding.parts.pop(number, None)  # of what stood in its place
         if released:
@@ -174,8 +173,8 @@ class Adopter:
             if tensor.is_meta:
                 materialise(tensor, poison_for(place, self._store.device))
         guard.enrol(binding, self._fault_handler)
-        for tensor, poison, kind in zip(tensors, poisons, guards, strict=True):
-            set_data(tensor, poison)
+        for number, (tensor, kind) in enumerate(zip(tensors, guards, strict=True)):
+            binding.detach(number)
             tensor.__class__ = kind
         return binding
 
@@ -313,7 +312,7 @@ class Adopter:
         for number, (tensor, plain) in enumerate(zip(binding.tensors, binding.plain, strict=True)):
             with natively():
                 if binding.where[number] is Where.HOME:
-                    set_data(tensor, values[number])
+                    binding.slots[number].attach(tensor, values[number])
                 elif devices[number].type not in (tensor.device.type, "meta"):
                     set_data(tensor, _moved(tensor, binding.parts.get(number), devices[number]))
             tensor.__class__ = plain
@@ -373,7 +372,7 @@ class Adopter:
                 tensor.__class__ = plain
                 continue
             with natively():
-                set_data(tensor, binding.poisons[number])  # it may show bytes of a lease that has ended
+                binding.detach(number)  # it may show bytes of a lease that has ended
             put_on(number, plain, looks[number])
         self._origins.pop(binding, None)
 

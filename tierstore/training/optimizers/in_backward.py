@@ -71,6 +71,10 @@ class BackwardTrainer(Protocol):
         """Of the model; those of parameters that no optimizer has are theirs."""
         ...
 
+    def step_tier(self, *bundles: Binding) -> str:
+        """See `step_units.StepTrainer.step_tier`."""
+        ...
+
     def hold(self, handle: RemovableHandle) -> None:
         """Let a hook be removed in the end."""
         ...
@@ -196,7 +200,7 @@ class StepsInBackward:
         self.go_on()
         states = [each.state.bindings.get(bundles[0]) for each in owners]
         needed = [bundles[0], *(state for state in states if state is not None)]
-        with placed(self._bindings, needed, self._bindings.store.tier_names[0]):
+        with placed(self._bindings, needed, self._trainer.step_tier(bundles[0])):
             self._bindings.open_all(needed)
         self._held, self._last = needed, bundles[0]
 

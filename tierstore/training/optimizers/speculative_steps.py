@@ -251,7 +251,7 @@ class SpeculativeSteps:
         above_bytes = sum(tier.capacity_bytes for tier in faster)
         return (
             slowest.capacity_bytes - slowest.charged_bytes >= above_bytes + new_bytes
-            and tiers[self._trainer.optimizer_tier].capacity_bytes >= new_bytes + gradient_bytes
+            and tiers[self._trainer.step_tier(needed[0])].capacity_bytes >= new_bytes + gradient_bytes
         )
 
     def _make_or_leave(self, turn: StepUnit) -> None:
@@ -272,10 +272,11 @@ class SpeculativeSteps:
             self._without_others.add(turn.bundle)
             return
         made: MadeStep | None = None
+        gradients = [binding for _, binding in stashed]
         try:
             with (
-                placed(self._bindings, [binding for _, binding in stashed], self._trainer.optimizer_tier),
-                self._bindings.window([binding for _, binding in stashed]),
+                placed(self._bindings, gradients, self._trainer.step_tier(turn.bundle)),
+                self._bindings.window(gradients),
             ):
                 made = self._run(turn, lease, {p: binding.tensors[0] for p, binding in stashed})
         finally:
@@ -293,7 +294,7 @@ class SpeculativeSteps:
         with self._bindings.alone():
             if any(name in self._store for name in names.values()):
                 return None  # another optimizer of the same parameters was faster
-            lease = self._store.lease(*names, tier=self._trainer.optimizer_tier, write=True)
+            lease = self._store.lease(*names, tier=self._trainer.step_tier(needed[0]), write=True)
             is_split = False
             try:
                 # Held first: what the plan has passed is what prefetches push out.

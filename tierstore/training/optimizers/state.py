@@ -1,7 +1,7 @@
 """What an optimizer keeps for its parameters, as bundles of the store under the parameters' own.
 
-1. Tensors with a size that stand in a parameter's own entries (``optimizer.state[p]["momentum"]``) travel
-   together, for all parameters of a bundle; they stay the same objects, whoever has them.
+1. The tensors that an optimizer's adapter names (`tierstore.training.optimizers.adapters`) travel together,
+   for all parameters of a bundle; they stay the same objects, whoever has them.
 2. Everything else stays as it is: scalars and 0-d tensors, tensors in lists, state under other keys than
    parameters, an optimizer's own attributes and options.
 3. Of tensors that a step makes, those stay as they are too which are not where it computes: an optimizer
@@ -13,31 +13,24 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tierstore.planning import Home
 from tierstore.torch_private import storage_use_count, tensor_use_count
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.bundles.layout import TensorLayout
-from tierstore.training.bundles.placements import Placement
 from tierstore.training.faults import guard
 from tierstore.training.faults.state_dict_entries import Links
 from tierstore.training.modules.adopter import Adopter, is_deserted
+from tierstore.training.optimizers.adapters import Taken, adapter_of
 
 _ALONE = 2  # one tensor refers to the storage, beside the storage's object in Python
 
 Order = Mapping[Binding, int]
 """The place of every bundle of parameters in the forward pass."""
-
-
-class Taken(enum.Enum):
-    """Which tensors of a parameter's entries go into the store."""
-
-    ALL = enum.auto()  # the optimizer is known: it makes each for itself
-    UNSHARED = enum.auto()  # those that nobody else has an alias of
 
 
 class OptimizerState:
@@ -48,12 +41,11 @@ class OptimizerState:
         index: which of the model's optimizers it is.
         order: of the bundles of all parameters.
         adopter: that takes tensors into the store and gives them back.
-        placement: of the state.
-        taken: which tensors go there.
+        home_of: returns where state of a bundle lives.
         computes_on: returns the device on which the optimizer steps a bundle.
 
     Attributes:
-        taken: as given.
+        taken: which tensors go there.
         bindings: of what is there, by bundle of parameters.
     """
 
@@ -63,18 +55,19 @@ class OptimizerState:
         index: int,
         order: Order,
         adopter: Adopter,
-        placement: Placement,
-        taken: Taken,
+        home_of: Callable[[Binding], Home],
         computes_on: Callable[[Binding], torch.device],
     ) -> None:
         self.optimizer = optimizer
         self.index = index
         self._order = order
         self._adopter = adopter
-        self._placement = placement
-        self.taken = taken
+        self._home_of = home_of
+        self._adapter = adapter_of(optimizer)
+        self.taken = self._adapter.taken(optimizer)
         self._computes_on = computes_on
         self.bindings: dict[Binding, Binding] = {}
+        self._counts: dict[torch.Tensor, int] = {}  # of tensors of each parameter, when last looked at
 
     def bundles(self) -> list[Binding]:
         """Return the bundles of the optimizer's parameters as its groups are now, in the order of forward."""
@@ -100,9 +93,24 @@ class OptimizerState:
         for bundle in self.bundles():
             self.take_in(bundle)
 
-    def take_in(self, bundle: Binding) -> None:
-        """Adopt state of a bundle that a step made or replaced since it was last looked at."""
-        self._take_in(bundle, self.taken, self._devices_of_steps(bundle))
+    def take_in(self, bundle: Binding, stepped: Sequence[torch.Tensor] = ()) -> None:
+        """Adopt state of a bundle that a step made or replaced since it was last looked at.
+
+        Args:
+            bundle: of parameters.
+            stepped: those of them that a step was about; empty: it may have been about all.
+        """
+        if not stepped or not self._is_as_known(bundle, stepped):
+            self._take_in(bundle, self.taken, self._devices_of_steps(bundle))
+
+    def _is_as_known(self, bundle: Binding, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether all that some parameters have is in the store, and they have as much as before."""
+        counts = dict.fromkeys(parameters, 0)
+        for each in self._adapter.state_tensors(self.optimizer, parameters):
+            if not self.has(bundle, each.tensor):
+                return False
+            counts[each.parameter] += 1
+        return all(self._counts.get(parameter) == count for parameter, count in counts.items())
 
     def _devices_of_steps(self, bundle: Binding) -> Mapping[torch.Tensor, tuple[str, ...]]:
         return dict.fromkeys(bundle.tensors, (self._computes_on(bundle).type,))
@@ -122,6 +130,9 @@ class OptimizerState:
         state = self.bindings.get(bundle)
         found = self._find(bundle, taken, devices)
         known = () if state is None else state.tensors
+        self._counts.update(dict.fromkeys(bundle.tensors, 0))
+        for parameter, _ in found:
+            self._counts[parameter] += 1
         if len(found) == len(known) and all(a is b for a, b in zip(found.values(), known, strict=True)):
             return
         links = Links(state)
@@ -135,7 +146,7 @@ class OptimizerState:
         devices_in_the_end = self._adopter.origins_of(bundle)
         origins = [devices_in_the_end[parameter] for parameter, _ in found]
         key = state_key(self.index, bundle.key)
-        self._own(bundle, self._adopter.adopt(key, named, self._placement, origins=origins))
+        self._own(bundle, self._adopter.adopt(key, named, self._home_of(bundle), origins=origins))
         links.tie()
 
     def _let_go(self, state: Binding) -> None:
@@ -155,7 +166,7 @@ class OptimizerState:
         state = self.bindings.get(bundle)
         found: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         seen: set[int] = set()
-        for parameter, name, value in self._entries(bundle.tensors):
+        for parameter, name, value in self._adapter.state_tensors(self.optimizer, bundle.tensors):
             guarded_tensor = guard.guarded_tensor_of(value)
             is_ours = guarded_tensor is not None and guarded_tensor.binding is state
             is_there = devices is None or value.device.type in devices[parameter]
@@ -169,16 +180,6 @@ class OptimizerState:
         """Return whether a tensor is in the store as a bundle's state."""
         guarded_tensor = guard.guarded_tensor_of(tensor)
         return guarded_tensor is not None and guarded_tensor.binding is self.bindings.get(bundle)
-
-    def _entries(
-        self, parameters: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-        for parameter in parameters:
-            entries = self.optimizer.state.get(parameter)
-            if isinstance(entries, dict):
-                for name, value in entries.items():
-                    if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        yield parameter, name, value
 
     # --- from a checkpoint --------------------------------------------------------------------
 
@@ -198,7 +199,7 @@ class OptimizerState:
             origins: where each of them goes in the end.
         """
         key = state_key(self.index, bundle.key)
-        self._own(bundle, self._adopter.bind(key, places, tensors, self._placement, origins))
+        self._own(bundle, self._adopter.bind(key, places, tensors, self._home_of(bundle), origins))
 
     def _own(self, bundle: Binding, state: Binding) -> None:
         state.is_saved_by_reference = False

@@ -26,7 +26,8 @@ from tierstore.training.faults import guard
 from tierstore.training.faults.state_dict_entries import entry_for, whole_of
 from tierstore.training.modules.adopter import Adopter
 from tierstore.training.modules.hooks import Hook
-from tierstore.training.optimizers.state import OptimizerState, Taken, is_unshared, order_entries
+from tierstore.training.optimizers.adapters import Taken
+from tierstore.training.optimizers.state import OptimizerState, is_unshared, order_entries
 from tierstore.training.pytorch.function_modes import out_of_sight
 from tierstore.training.pytorch.own_work import ordinary_mode
 

@@ -50,9 +50,8 @@ class StepTrainer(Protocol):
         """The place of every bundle of parameters in the forward pass."""
         ...
 
-    @property
-    def optimizer_tier(self) -> str:
-        """Where optimizers compute."""
+    def step_tier(self, *bundles: Binding) -> str:
+        """Return where optimizers compute when they step bundles together."""
         ...
 
     def computes_on(self, bundle: Binding) -> torch.device:

@@ -74,9 +74,7 @@ class StepsByBundle:
         self._trainer = trainer
         self._gradients = trainer.gradients
         self._members: dict[Binding, Members] = {}
-        self._others: dict[
-            torch.Tensor, Members
-        ] = {}  # of parameters that are stepped in backward as they are
+        self._alone: dict[torch.Tensor, Members] = {}  # of each parameter that is stepped in backward
         self._withheld: list[tuple[Group, Parameters]] = []
         self._known_entries = 0  # of parameters that had state before the step that is under way
         self._whole: WholeSteps | None = None  # makes the step that is under way
@@ -208,14 +206,11 @@ class StepsByBundle:
     def learn_members(self) -> list[torch.Tensor]:
         """Take in which parameters there are now, and return them."""
         self._members = by_bundle(self.optimizer)
-        self._others = {}
-        parameters = []
+        self._alone = {}
         for group in self.optimizer.param_groups:
-            parameters += group["params"]
             for parameter in group["params"]:
-                if self.bundle_of(parameter) is None:
-                    self._others.setdefault(parameter, []).append((group, [parameter]))
-        return parameters
+                self._alone.setdefault(parameter, []).append((group, [parameter]))
+        return list(self._alone)
 
     def bundle_of(self, parameter: torch.Tensor) -> Binding | None:
         """Return the bundle of a parameter; ``None``: it is not offloaded, or another run has it."""
@@ -236,12 +231,11 @@ class StepsByBundle:
         begin = time.perf_counter()
         bundle = self.bundle_of(parameter)
         if bundle is not None:
-            turn = turn_of(bundle, self._members.get(bundle, []), lambda each: each is parameter)
-            if turn is not None:
-                self._step(turn, {}, held)
+            if parameter in self._alone:
+                self._step(StepUnit(bundle, self._alone[parameter]), {}, held)
         else:
             self._progress = Progress.PARTIAL
-            with only(self.optimizer, self._others.get(parameter, [])), in_sight():
+            with only(self.optimizer, self._alone.get(parameter, [])), in_sight():
                 own_step(self.optimizer)(self.optimizer)
         self._own_seconds += time.perf_counter() - begin
 
@@ -271,9 +265,7 @@ class StepsByBundle:
         state = self.state.bindings.get(turn.bundle)
         needed = [turn.bundle, *(binding for _, binding in stashed), *([state] if state else [])]
         needed = [binding for binding in needed if binding not in held]
-        is_pinned = turn.bundle in bindings.pinned  # then it is stepped where it is
-        tier = bindings.store.tier_names[0] if is_pinned else self._trainer.optimizer_tier
-        with placed(bindings, needed, tier), bindings.window(needed):
+        with placed(bindings, needed, self._trainer.step_tier(turn.bundle)), bindings.window(needed):
             turn.bundle.is_dirty = True
             if state is not None:
                 state.is_dirty = True
@@ -290,7 +282,7 @@ class StepsByBundle:
                 changed = self._gradients.hide(stashed)
         for parameter, value in changed:  # the step itself forgot or replaced them
             self._gradients.assign(parameter, value)
-        self.state.take_in(turn.bundle)
+        self.state.take_in(turn.bundle, turn.parameters)
         self._ahead.push_down(turn)
 
 

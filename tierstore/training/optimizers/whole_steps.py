@@ -196,7 +196,7 @@ class WholeSteps:
     def _go_on(self) -> None:
         """From now on this is the optimizer's own work."""
         self._versions = self._sum_of_versions()
-        self._trainer.bindings.compute_in(self._trainer.optimizer_tier)
+        self._trainer.bindings.compute_in(self._trainer.step_tier(*self.state.bundles()))
         self._since = time.perf_counter()
 
     def _stop(self) -> None:

@@ -9,27 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tierstore.errors import BackendError
 from tierstore_backends.files.addressing.segments import Segments
 from tierstore_backends.files.extents import Extent, Layout
-
-
-class FileSpace(Protocol):
-    """Room in files, wherever they are.  See `Space`, in one directory, for the rest."""
-
-    def reserve(self, nbytes: int) -> tuple[Extent, ...]:
-        """Take extents for ``nbytes``."""
-        ...
-
-    def free(self, extents: Sequence[Extent]) -> bool:
-        """Take extents back; return whether the files hold more than is in use above them all."""
-        ...
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Hold at most ``capacity_bytes`` from now on."""
-        ...
 
 
 class Limits(NamedTuple):
@@ -61,7 +45,7 @@ class Space:
         self._resizing = threading.Lock()  # one resize at a time; held while files are cut
         self._lock = threading.Lock()  # guards the layout
         self._layout = Layout(capacity_bytes, alignment_bytes, live)
-        self.settle(Limits(self._layout.end, self._layout.retired_ranges, self._layout.is_dense))
+        self.apply_limits(Limits(self._layout.end, self._layout.retired_ranges, self._layout.is_dense))
 
     @property
     def live_bytes(self) -> int:
@@ -97,7 +81,7 @@ class Space:
             BackendError: the files could not be cut; the new capacity holds for what is reserved.
         """
         with self._resizing:
-            self.settle(self.allot(capacity_bytes))
+            self.apply_limits(self.allot(capacity_bytes))
 
     @property
     def capacity_bytes(self) -> int:
@@ -106,7 +90,7 @@ class Space:
             return self._layout.live_bytes + self._layout.free_bytes
 
     def allot(self, capacity_bytes: int) -> Limits:
-        """Change the capacity, and nothing on the disk; return what to `settle`.  By one thread at a time.
+        """Change the capacity, not the disk; return what to `apply_limits`.  By one thread at a time.
 
         Raises:
             CapacityError: more is reserved.
@@ -115,7 +99,7 @@ class Space:
             return self._limits(self._layout.resize(capacity_bytes))
 
     def retire_free(self) -> Limits:
-        """Give up everything that is free; return what to `settle`.  By one thread at a time."""
+        """Give up everything that is free; return what to `apply_limits`.  By one thread at a time."""
         with self._lock:
             return self._limits(self._layout.resize(self._layout.live_bytes))
 
@@ -142,7 +126,7 @@ class Space:
         # What is reserved from here on may lie there too, but nobody writes it before this returns.
         self._segments.trim(tail_start)
 
-    def settle(self, limits: Limits) -> None:
+    def apply_limits(self, limits: Limits) -> None:
         """Let the files hold what is in use and nothing else.
 
         Raises:

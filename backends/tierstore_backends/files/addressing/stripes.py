@@ -132,7 +132,7 @@ def allot(
 
 
 class Stripes:
-    """Room on several drives.  See `tierstore_backends.files.addressing.space.FileSpace`.
+    """Room on several drives.  See `tierstore_backends.files.addressing.space.Space`, for one.
 
     Args:
         drives: each with its share of the capacity.
@@ -175,7 +175,7 @@ class Stripes:
             most = [drive.most_bytes() for drive in self._drives]
             with self._lock:
                 limits = self._reallot(capacity_bytes, most)
-            self._settle(limits)
+            self._apply_limits(limits)
 
     def move(self, extents: Sequence[Extent], full: Collection[int]) -> tuple[Extent, ...] | None:
         """Exchange extents for others, none of them on the drives ``full``, which have no blocks left.
@@ -193,7 +193,7 @@ class Stripes:
                 # There is room elsewhere: as much as was free on the full drives, and these extents with it.
                 moved = self._reserve(sum(end - start for start, end in extents), without=full)
             try:
-                self._settle(limits)
+                self._apply_limits(limits)
             except BackendError:
                 _log.warning("unused scratch space could not be given back", exc_info=True)
         return moved
@@ -262,8 +262,8 @@ class Stripes:
             limits[drive] = self._spaces[drive].allot(self._spaces[drive].capacity_bytes + bonus)
         return [limits[drive] for drive in range(len(self._spaces))]
 
-    def _settle(self, limits: Sequence[Limits]) -> None:
+    def _apply_limits(self, limits: Sequence[Limits]) -> None:
         """Let the files of every drive hold what is in use and nothing else; raise the first error."""
         with contextlib.ExitStack() as all_of_them:
             for space, limit in zip(self._spaces, limits, strict=True):
-                all_of_them.callback(space.settle, limit)
+                all_of_them.callback(space.apply_limits, limit)

@@ -102,7 +102,7 @@ class DirectoryOwner:
                 made = max(made, _make(folder))  # what an attempt made may be gone again: never a sum
                 lock_fd = _lock(folder)
                 if lock_fd is not None:
-                    return cls._settle(folder, lock_fd, made, keeping)
+                    return cls._move_in(folder, lock_fd, made, keeping)
         except OSError as error:
             _unmake(folder, made)
             raise BackendError(f"files cannot be kept in {folder}: {explain(error)}") from error
@@ -112,7 +112,7 @@ class DirectoryOwner:
         raise BackendError(f"{folder} is taken and given up again and again by others", transient=True)
 
     @classmethod
-    def _settle(cls, folder: Path, lock_fd: int, made: int, keeping: Keeping) -> DirectoryOwner:
+    def _move_in(cls, folder: Path, lock_fd: int, made: int, keeping: Keeping) -> DirectoryOwner:
         try:
             if keeping is Keeping.SCRATCH:
                 _refuse_what_is_kept(folder)

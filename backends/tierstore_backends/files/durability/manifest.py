@@ -22,7 +22,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,8 +199,8 @@ class Manifest:
             if self.path.stat().st_ino != self._inode:
                 raise BackendError(f"the manifest {self.path} was replaced while it was in use")
 
-    def commit(self, meta: Meta, dropped: Iterable[int], rows: Iterable[Row]) -> None:
-        """Remove the rows with the ids ``dropped``, write ``rows``, and ``meta``: all, or nothing.
+    def commit(self, dropped: Iterable[int], rows: Iterable[Row], meta: Callable[[], Meta]) -> None:
+        """Remove the rows with the ids ``dropped``, write ``rows``, then ``meta()``: all, or nothing.
 
         Blocks until a power loss would leave it.
 
@@ -214,12 +214,13 @@ class Manifest:
                 connection.execute("BEGIN IMMEDIATE")
                 connection.executemany("DELETE FROM records WHERE id = ?", ((id_,) for id_ in dropped))
                 connection.executemany(_PUT, rows)
-                connection.execute("UPDATE meta SET body = ?, sum = ? WHERE id = 1", encode_meta(meta))
+                new = meta()
+                connection.execute("UPDATE meta SET body = ?, sum = ? WHERE id = 1", encode_meta(new))
                 connection.execute("COMMIT")
         except BaseException:
             self.close()
             raise
-        self.meta = meta
+        self.meta = new
 
     def close(self) -> None:
         """Close the file.  What was committed stays, in the database or in its log.  Idempotent."""

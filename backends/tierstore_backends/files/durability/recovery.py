@@ -95,7 +95,7 @@ def recover(rows: Sequence[Row], meta: Meta, manifest: str, *, is_older: bool = 
             )
         elif place.block_bytes > recovered.block_bytes:
             recovered.block_bytes = place.block_bytes
-    _settle(recovered, manifest)
+    _find_live_extents(recovered, manifest)
     return recovered
 
 
@@ -152,7 +152,7 @@ def _first_missing(slot: FileSlot, segments: Files) -> int | None:
     return None
 
 
-def _settle(recovered: RecoveredRecords, manifest: str) -> None:
+def _find_live_extents(recovered: RecoveredRecords, manifest: str) -> None:
     """Find the live extents; where two slots have an address, the older one loses its own."""
     owned = sorted(
         (start, end, position) for position, slot in enumerate(recovered.slots) for start, end in slot.extents

@@ -1,0 +1,451 @@
+"""Where everything of one run lives: decided in one place, and only read by everybody else.
+
+1. A placement that exists is right in itself; whether it fits a model and its tiers is
+   `tierstore.planning.rules.check`'s to say.
+2. It says where bytes begin and where computing happens, and never how: quotas, leases and eviction go on
+   from there.
+3. What is not known before a step has run (`Placement.residents`) is ``None`` until then, and learned.
+
+Pure: no torch, threads, clocks or files.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from tierstore.config import yaml_text
+from tierstore.errors import ConfigError
+from tierstore.quoting import listed, named, quoted
+
+DEVICE = "device"
+CPU = "cpu"
+DEVICES = (DEVICE, CPU)
+
+_SHOWN = 3
+_MOST_FAULTS = 32
+
+
+class Stashing(enum.Enum):
+    """When a gradient that backward makes becomes the store's."""
+
+    ALWAYS = "always"  # under a key of its own
+    WITHOUT_ROOM = "without-room"  # until it is known that the device has room for all of them
+    NEVER = "never"  # it is autograd's own
+
+
+class Treatment(enum.Enum):
+    """What becomes of activations between forward and backward."""
+
+    KEEP = "keep"  # they stay
+    SWAP = "swap"  # they leave the device and come back
+    RECOMPUTE = "recompute"  # they are made again
+
+
+class _WrongPlacement:
+    """Gathers what is wrong, so that one error says all of it."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, name: str, value: object, accepted: str) -> None:
+        """Note that something cannot be so."""
+        self.lines.append(f"{name}={quoted(value)}: accepted: {accepted}")
+
+    def add_unless(self, is_right: bool, name: str, value: object, accepted: str) -> None:
+        """Note it if it is not right."""
+        if not is_right:
+            self.add(name, value, accepted)
+
+    def raise_if_any(self, owner: str) -> None:
+        """Raise one error that lists everything."""
+        if self.lines:
+            more = len(self.lines) - _MOST_FAULTS
+            shown = [*self.lines[:_MOST_FAULTS], *[f"and {more} more"] * (more > 0)]
+            raise ConfigError(f"{owner}: " + "\n  ".join(shown))
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+
+
+def _values(kind: type[enum.Enum]) -> str:
+    return listed([each.value for each in kind])
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where one kind of a bundle's bytes lives.
+
+    Args:
+        tier: where they are put first; ``None``: as fast as there is room.
+        device: what computes with them: ``"device"``, the one that the model runs on, or ``"cpu"``.
+        returns: whether they go back to ``tier`` after every use; else quotas and the plan decide.
+
+    Raises:
+        ConfigError: lists every fault.
+    """
+
+    tier: str | None = None
+    device: str = DEVICE
+    returns: bool = False
+
+    def __post_init__(self) -> None:
+        faults = _WrongPlacement()
+        faults.add_unless(
+            self.tier is None or _is_name(self.tier), "tier", self.tier, "a tier's name, or null"
+        )
+        faults.add_unless(self.device in DEVICES, "device", self.device, listed(DEVICES))
+        faults.add_unless(isinstance(self.returns, bool), "returns", self.returns, "true or false")
+        faults.add_unless(
+            not (self.returns is True and self.tier is None),
+            "returns",
+            self.returns,
+            "false, where no tier is named",
+        )
+        faults.raise_if_any("Home")
+
+    def __str__(self) -> str:
+        where = self.tier or "any tier"
+        return f"{where}{' after every use' if self.returns else ''} for the {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class BundleHomes:
+    """Where all of one bundle lives.
+
+    Args:
+        parameters: its own bytes (of a bundle of buffers, theirs); ``device`` runs the modules.
+        gradients: those of its parameters that are stashed; ``device`` is the state's.
+        state: what optimizers keep for it; ``device`` makes the step.
+        is_pinned: whether its own bytes never leave the fastest tier.
+    """
+
+    parameters: Home = Home()
+    gradients: Home = Home()
+    state: Home = Home()
+    is_pinned: bool = False
+
+    def __post_init__(self) -> None:
+        faults = _WrongPlacement()
+        for name in ("parameters", "gradients", "state"):
+            faults.add_unless(isinstance(getattr(self, name), Home), name, getattr(self, name), "a Home")
+        faults.add_unless(isinstance(self.is_pinned, bool), "is_pinned", self.is_pinned, "true or false")
+        faults.add_unless(
+            self.gradients.device == self.state.device,
+            "gradients.device",
+            self.gradients.device,
+            f"{self.state.device!r}, as of the state: one device makes the step",
+        )
+        faults.raise_if_any("BundleHomes")
+
+    def __str__(self) -> str:
+        pinned = "pinned; " if self.is_pinned else ""
+        return (
+            f"{pinned}parameters in {self.parameters}; gradients in {self.gradients}; state in {self.state}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedMark:
+    """What happens to activations that one mark means.
+
+    Args:
+        layer: its number.
+        operators: the pattern of those of the layer; empty: the whole of it.
+        treatment: what becomes of their activations.
+        ahead: how many nodes of the backward graph before their use they come back.
+    """
+
+    layer: int
+    operators: str
+    treatment: Treatment
+    ahead: int = 0
+
+    def __post_init__(self) -> None:
+        faults = _WrongPlacement()
+        faults.add_unless(_is_count(self.layer), "layer", self.layer, "an int of at least 0")
+        faults.add_unless(isinstance(self.operators, str), "operators", self.operators, "a pattern, or ''")
+        faults.add_unless(
+            isinstance(self.treatment, Treatment), "treatment", self.treatment, _values(Treatment)
+        )
+        faults.add_unless(_is_count(self.ahead), "ahead", self.ahead, "an int of at least 0")
+        faults.raise_if_any("PlacedMark")
+
+    def __str__(self) -> str:
+        ahead = f", {self.ahead} nodes ahead" if self.treatment is Treatment.SWAP else ""
+        return f"layer {self.layer} {self.operators or 'as a whole'}: {self.treatment.value}{ahead}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything of one run lives.
+
+    Args:
+        bundles: by key, in the order of the model.
+        stashing: when a gradient that backward makes becomes the store's.
+        ahead: by tier, the share of what the store may have there that keys may take which are prefetched for
+            later; a tier that is not named has nothing ahead.
+        residents: keys of bundles that stay in the fastest tier from step to step, with their gradients and
+            state, as long as anything else can go; ``None``: chosen when a step has run.
+        marks: what happens to activations, in the order in which later marks override.
+
+    Raises:
+        ConfigError: lists every fault.
+    """
+
+    bundles: Mapping[str, BundleHomes] = field(default_factory=dict, hash=False)
+    stashing: Stashing = Stashing.NEVER
+    ahead: Mapping[str, float] = field(default_factory=dict, hash=False)
+    residents: frozenset[str] | None = None
+    marks: Sequence[PlacedMark] = ()
+
+    def __post_init__(self) -> None:
+        faults = _WrongPlacement()
+        for key, homes in self.bundles.items():
+            is_right = _is_name(key) and isinstance(homes, BundleHomes)
+            faults.add_unless(is_right, f"bundles[{named(key)}]", homes, "BundleHomes under a key")
+        faults.add_unless(isinstance(self.stashing, Stashing), "stashing", self.stashing, _values(Stashing))
+        for tier, share in self.ahead.items():
+            is_right = _is_name(tier) and _is_share(share)
+            faults.add_unless(
+                is_right, f"ahead[{named(tier)}]", share, "a share greater than 0 and at most 1"
+            )
+        are_names = self.residents is None or all(map(_is_name, self.residents))
+        faults.add_unless(are_names, "residents", self.residents, "keys of bundles, or null")
+        are_marks = all(isinstance(each, PlacedMark) for each in self.marks)
+        faults.add_unless(are_marks, "marks", self.marks, "a list of PlacedMark")
+        faults.raise_if_any("Placement")
+        object.__setattr__(self, "marks", tuple(self.marks))
+        object.__setattr__(self, "bundles", MappingProxyType(dict(self.bundles)))
+        object.__setattr__(self, "ahead", MappingProxyType({k: float(v) for k, v in self.ahead.items()}))
+
+    def ahead_bytes(self, tier: str, quota_bytes: int) -> int:
+        """Return how much may be ahead in a tier of which the store may have so much."""
+        return math.floor(Fraction(self.ahead.get(tier, 0.0)) * quota_bytes)
+
+    def __str__(self) -> str:
+        """Return what a person reads: bundles that live alike are told together."""
+        ahead = ", ".join(f"{share:.4g} of {tier}" for tier, share in self.ahead.items())
+        residents = "chosen when a step has run" if self.residents is None else _some(sorted(self.residents))
+        lines = [
+            f"{len(self.bundles)} bundles; gradients are stashed: {self.stashing.value}",
+            f"ahead: {ahead or 'nothing'}",
+            f"residents: {residents}",
+            *(f"{_some(keys)}: {homes}" for homes, keys in self._alike().items()),
+            *map(str, self.marks),
+        ]
+        return "\n  ".join(lines)
+
+    # --- as plain values ----------------------------------------------------------------------
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return it as plain values, bundles that live alike in one entry: `from_mapping` reads it back."""
+        return {
+            "stashing": self.stashing.value,
+            "ahead": dict(self.ahead),
+            "residents": None if self.residents is None else sorted(self.residents),
+            "bundles": [{_KEYS: keys, **_plain(homes)} for homes, keys in self._alike().items()],
+            "marks": [_plain(mark) for mark in self.marks],
+        }
+
+    def _alike(self) -> dict[BundleHomes, list[str]]:
+        alike: dict[BundleHomes, list[str]] = {}
+        for key, homes in self.bundles.items():
+            alike.setdefault(homes, []).append(key)
+        return alike
+
+    @classmethod
+    def from_mapping(cls, mapping: object) -> Placement:
+        """Read plain values; what is left out is as in ``Placement()``.
+
+        Raises:
+            ConfigError: lists every fault by the path of its name.
+        """
+        return cls().overlaid(mapping)
+
+    def overlaid(self, mapping: object) -> Placement:
+        """Return this one with what plain values say otherwise, down to one property of one home.
+
+        Raises:
+            ConfigError: lists every fault by the path of its name.
+        """
+        faults = _WrongPlacement()
+        given = _by_key(mapping, faults)
+        own = {**self.to_mapping(), "bundles": {key: _plain(homes) for key, homes in self.bundles.items()}}
+        found = _read_placement(_overlaid(own, given, _OVERLAID_LEVELS), "placement", faults)
+        faults.raise_if_any("placement")
+        assert isinstance(found, Placement)
+        return found
+
+    def to_yaml(self) -> str:
+        """Return it as YAML: `from_yaml` reads it back, and so does ``placement:`` of a configuration."""
+        text: str = yaml.safe_dump(self.to_mapping(), sort_keys=False)
+        return text
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Placement:
+        """Read YAML, bounded as that of a configuration.
+
+        Raises:
+            ConfigError: it is not YAML, or as `from_mapping`.
+        """
+        return cls.from_mapping(yaml_text.parse(text, "placement"))
+
+
+# ---------------------------------------------------------------------- reading plain values
+
+
+Reader = Callable[[object, str, _WrongPlacement], object]
+"""Takes a value, what it is called, and where faults go."""
+
+_KEYS = "keys"
+_OVERLAID_LEVELS = {"bundles": 3}  # by key, by kind, by property; all else is one value
+
+
+def _made(kind: type[Any], readers: Mapping[str, Reader]) -> Reader:
+    """Return what makes an object of a mapping of its fields."""
+
+    def read(given: object, where: str, faults: _WrongPlacement) -> object:
+        if isinstance(given, Mapping):
+            known = [each.name for each in fields(kind)]
+            for key in given:
+                faults.add_unless(
+                    key in known, f"{where}: {named(key)}", given[key], f"the keys {listed(known)}"
+                )
+            before = len(faults.lines)
+            values = {
+                key: readers.get(key, _as_given)(value, f"{where}.{key}", faults)
+                for key, value in given.items()
+                if key in known
+            }
+            if len(faults.lines) == before:
+                try:
+                    return kind(**values)
+                except (ConfigError, TypeError) as fault:  # a field is wrong, or missing
+                    faults.lines.append(f"{where}: {fault}")
+        else:
+            faults.add(where, given, "a mapping")
+        return None
+
+    return read
+
+
+def _as_given(given: object, where: str, faults: _WrongPlacement) -> object:
+    del where, faults
+    return given
+
+
+def _enum(kind: type[enum.Enum]) -> Reader:
+    def read(given: object, where: str, faults: _WrongPlacement) -> object:
+        found = next((each for each in kind if each.value == given), None)
+        faults.add_unless(found is not None, where, given, _values(kind))
+        return found
+
+    return read
+
+
+def _mapping_of(reader: Reader) -> Reader:
+    def read(given: object, where: str, faults: _WrongPlacement) -> object:
+        if not isinstance(given, Mapping):
+            faults.add(where, given, "a mapping")
+            return {}
+        return {key: reader(value, f"{where}[{named(key)}]", faults) for key, value in given.items()}
+
+    return read
+
+
+def _list_of(reader: Reader) -> Reader:
+    def read(given: object, where: str, faults: _WrongPlacement) -> object:
+        if not isinstance(given, list | tuple):
+            faults.add(where, given, "a list")
+            return ()
+        return tuple(reader(value, f"{where}[{number}]", faults) for number, value in enumerate(given))
+
+    return read
+
+
+def _names_or_none(given: object, where: str, faults: _WrongPlacement) -> object:
+    if given is None:
+        return None
+    are_names = isinstance(given, list | tuple) and all(map(_is_name, given))
+    faults.add_unless(are_names, where, given, "a list of keys, or null")
+    return frozenset(given) if are_names and isinstance(given, Sequence) else None
+
+
+def _by_key(given: object, faults: _WrongPlacement) -> object:
+    """Return a placement's plain values with its bundles by their keys."""
+    entries = given.get("bundles") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(entries, list | tuple):
+        faults.add_unless(entries is None, "placement.bundles", entries, "a list")
+        return given
+    bundles: dict[str, object] = {}
+    for number, entry in enumerate(entries):
+        where = f"placement.bundles[{number}]"
+        keys = entry.get(_KEYS) if isinstance(entry, Mapping) else None
+        are_keys = isinstance(keys, list | tuple) and all(map(_is_name, keys))
+        faults.add_unless(are_keys, f"{where}.{_KEYS}", keys, "a list of the keys of bundles")
+        for key in keys if are_keys and isinstance(keys, Sequence) else ():
+            faults.add_unless(key not in bundles, f"{where}.{_KEYS}", key, "each key once")
+            bundles[key] = {name: value for name, value in dict(entry).items() if name != _KEYS}
+    return {**given, "bundles": bundles}
+
+
+def _overlaid(base: object, given: object, levels: Mapping[str, int]) -> object:
+    """Return plain values with what is given otherwise: as deep as there are levels."""
+    if not isinstance(base, Mapping) or not isinstance(given, Mapping):
+        return given
+    return {
+        **base,
+        **{key: _deeply(base.get(key), value, levels.get(key, 0)) for key, value in given.items()},
+    }
+
+
+def _deeply(base: object, given: object, levels: int) -> object:
+    if not levels or not isinstance(base, Mapping) or not isinstance(given, Mapping):
+        return given
+    return {**base, **{key: _deeply(base.get(key), value, levels - 1) for key, value in given.items()}}
+
+
+def _plain(value: Home | BundleHomes | PlacedMark) -> dict[str, object]:
+    """Return a mapping of what has fields."""
+    found = {each.name: getattr(value, each.name) for each in fields(value)}
+    return {
+        name: _plain(each) if isinstance(each, Home) else each.value if isinstance(each, enum.Enum) else each
+        for name, each in found.items()
+    }
+
+
+_read_placement = _made(
+    Placement,
+    {
+        "stashing": _enum(Stashing),
+        "residents": _names_or_none,
+        "ahead": _mapping_of(_as_given),
+        "bundles": _mapping_of(
+            _made(BundleHomes, dict.fromkeys(("parameters", "gradients", "state"), _made(Home, {})))
+        ),
+        "marks": _list_of(_made(PlacedMark, {"treatment": _enum(Treatment)})),
+    },
+)
+
+
+def _some(keys: Sequence[str]) -> str:
+    """Return the first of some keys, and how many more there are."""
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return (", ".join(keys[:_SHOWN]) + more) or "none"

@@ -1,0 +1,272 @@
+"""The rules that decide where everything of a run lives: what is known of it in, a `Placement` out.
+
+1. Bytes begin where the configuration says, and go back there after every use if it says that, too; else they
+   begin as fast as there is room.
+2. Where everything fits into the fastest tier, nothing is prefetched and no gradient is stashed.  Beside a
+   device that is known only when a step was measured: there gradients are stashed until then, and something
+   is always ahead.
+3. A quarter of what the store may have of a tier may be ahead of its use.
+4. Optimizers step where the configuration says, but what is pinned where it is.
+5. What stays from step to step is `tierstore.planning.residents`' to say, when a step has run.
+
+A placement that is given is laid over theirs, and refused where it cannot be right.
+
+Pure: sizes and names in, a decision out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tierstore.errors import ConfigError
+from tierstore.planning.placement import CPU, DEVICE, BundleHomes, Home, Placement, Stashing
+from tierstore.quoting import listed, named, quoted
+from tierstore.units import format_bytes
+
+HOST = "host"
+DISK = "disk"
+AHEAD = 0.25
+"""The share of a tier that may be ahead of its use."""
+
+_SMALL_SHARE = 64  # bundles below this part of what is left of the fastest tier are worth joining
+_TIER_OF = {"cpu": HOST, "disk": DISK}
+_MOST_FAULTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a configuration wants; the names are those of its keys.
+
+    Attributes:
+        offload_param, offload_grad, offload_optimizer: where each goes: ``"cpu"``, ``"disk"`` or ``None``.
+        auto_offload: whether that is only where they begin.
+        optimizer_target: where optimizers compute: ``"device"`` or ``"cpu"``.
+        optimizer_in_backward: whether backward steps.
+        hbm_ratio: the share of the fastest tier that may be filled.
+    """
+
+    offload_param: str | None = None
+    offload_grad: str | None = None
+    offload_optimizer: str | None = None
+    auto_offload: bool = True
+    optimizer_target: str = DEVICE
+    optimizer_in_backward: bool = False
+    hbm_ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BundleFacts:
+    """What is known of a bundle before anything is placed.
+
+    Attributes:
+        key: that it is under.
+        nbytes: of it, with its gradients and state.
+        is_pinned: whether its own bytes never leave the fastest tier.
+        optimizer: the name of the one that steps it together with all others that it trains; ``None``: it
+            is stepped alone, or not at all.
+    """
+
+    key: str
+    nbytes: int
+    is_pinned: bool = False
+    optimizer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What is known of a run before anything is placed.
+
+    Attributes:
+        tiers: the capacity of each, by name, fastest first.
+        bundles: in the order of the model.
+        wishes: of its configuration.
+    """
+
+    tiers: Mapping[str, int]
+    bundles: Sequence[BundleFacts]
+    wishes: Wishes
+
+    @property
+    def fastest(self) -> str:
+        """The tier where computing happens."""
+        return next(iter(self.tiers))
+
+    @property
+    def has_device(self) -> bool:
+        """Whether computing happens elsewhere than in host memory."""
+        return self.fastest != HOST
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of everything."""
+        return sum(each.nbytes for each in self.bundles)
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything fits into the fastest tier."""
+        return self.needed_bytes <= int(self.tiers[self.fastest] * self.wishes.hbm_ratio)
+
+
+def small_bytes(left_bytes: int) -> int:
+    """Return below which size bundles are joined, where so much is left of the fastest tier."""
+    return left_bytes // _SMALL_SHARE
+
+
+def place(facts: RunFacts) -> Placement:
+    """Decide.
+
+    Raises:
+        ConfigError: a tier is asked for that the store has not.
+    """
+    wishes = facts.wishes
+    steps_on = CPU if wishes.optimizer_target == CPU or not facts.has_device else DEVICE
+    model_on = DEVICE if facts.has_device else CPU
+    parameters = _home("offload_param", wishes.offload_param, model_on, facts)
+    homes = {
+        is_pinned: BundleHomes(
+            parameters,
+            _home("offload_grad", wishes.offload_grad, model_on if is_pinned else steps_on, facts),
+            _home("offload_optimizer", wishes.offload_optimizer, model_on if is_pinned else steps_on, facts),
+            is_pinned,
+        )
+        for is_pinned in (False, True)
+    }
+    ahead = (
+        [] if facts.fits and not facts.has_device else [facts.fastest, *(t for t in facts.tiers if t == HOST)]
+    )
+    return Placement(
+        {each.key: homes[each.is_pinned] for each in facts.bundles},
+        _stashing(facts),
+        dict.fromkeys(ahead, AHEAD),
+        None if ahead and not facts.has_device else frozenset(),
+    )
+
+
+def _stashing(facts: RunFacts) -> Stashing:
+    if facts.has_device and facts.wishes.offload_grad is None:
+        return Stashing.WITHOUT_ROOM
+    is_needed = not facts.fits or facts.wishes.offload_grad is not None
+    return Stashing.ALWAYS if is_needed else Stashing.NEVER
+
+
+def _home(key: str, wish: str | None, device: str, facts: RunFacts) -> Home:
+    if wish is None:
+        return Home(None, device)
+    tier = _TIER_OF[wish]
+    if tier not in facts.tiers:
+        raise ConfigError(
+            f"{key}={wish!r} needs the tier {tier!r}; this configuration has {', '.join(facts.tiers)}. "
+            "Give it a size, or leave the key out."
+        )
+    return Home(tier, device, returns=not facts.wishes.auto_offload and tier != facts.fastest)
+
+
+# ---------------------------------------------------------------------- a placement that is given
+
+
+def obey(mapping: object, facts: RunFacts) -> Placement:
+    """Return what is given, and where it says nothing what `place` decides.
+
+    Raises:
+        ConfigError: it cannot be right, or as `place`; every fault is listed by its name.
+    """
+    placement = place(facts).overlaid(mapping)
+    check(placement, facts)
+    return placement
+
+
+def check(placement: Placement, facts: RunFacts) -> None:
+    """Raise if a placement cannot be that of a run.
+
+    Raises:
+        ConfigError: it lists every fault by its name.
+    """
+    faults = [*_wrong_keys(placement, facts), *_wrong_homes(placement, facts), *_wrong_flow(placement, facts)]
+    if faults:
+        more = len(faults) - _MOST_FAULTS
+        raise ConfigError(
+            "\n  ".join(
+                [
+                    "placement: it does not fit this run",
+                    *faults[:_MOST_FAULTS],
+                    *[f"and {more} more"][: more > 0],
+                ]
+            )
+        )
+
+
+def _wrong_keys(placement: Placement, facts: RunFacts) -> Iterator[str]:
+    known = {each.key: None for each in facts.bundles}
+    for key in placement.bundles:
+        if key not in known:
+            yield f"bundles: {named(key)}: the model has no such bundle; it has {listed(known, show=named)}"
+    for key in known:
+        if key not in placement.bundles:
+            yield f"bundles: {named(key)} has no homes"
+    for key in sorted(placement.residents or ()):
+        if key not in known:
+            yield f"residents: {named(key)}: the model has no such bundle; it has {listed(known, show=named)}"
+
+
+def _wrong_homes(placement: Placement, facts: RunFacts) -> Iterator[str]:
+    for key, homes in placement.bundles.items():
+        yield from _wrong_home(f"{named(key)}: parameters", homes.parameters, facts)
+        yield from _wrong_home(f"{named(key)}: gradients", homes.gradients, facts)
+        yield from _wrong_home(f"{named(key)}: state", homes.state, facts)
+        if facts.has_device:
+            yield from _wrong_devices(named(key), homes, facts)
+    yield from _torn_steps(placement, facts)
+
+
+def _wrong_home(where: str, home: Home, facts: RunFacts) -> Iterator[str]:
+    if home.tier is not None and home.tier not in facts.tiers:
+        yield f"{where}.tier={quoted(home.tier)}: this run has {', '.join(facts.tiers)}"
+    if home.returns and home.tier == facts.fastest:
+        yield f"{where}.returns=True: computing happens in {quoted(home.tier)}, and nothing returns there"
+    if home.device == DEVICE and not facts.has_device:
+        yield f"{where}.device='device': this run has no device"
+
+
+def _wrong_devices(key: str, homes: BundleHomes, facts: RunFacts) -> Iterator[str]:
+    """Yield what is to be computed with elsewhere than on the device, and cannot be."""
+    if homes.parameters.device == CPU:
+        yield f"{key}: parameters.device='cpu': this run's modules compute on the device"
+    if homes.state.device == CPU and homes.is_pinned:
+        yield f"{key}: state.device='cpu': it is pinned, and stepped where it is"
+    if homes.state.device == CPU and facts.wishes.optimizer_in_backward:
+        yield f"{key}: state.device='cpu': optimizer_in_backward steps where backward computes"
+
+
+def _torn_steps(placement: Placement, facts: RunFacts) -> Iterator[str]:
+    """Yield optimizers that step all at once, and not on one device."""
+    devices: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for each in facts.bundles:
+        if each.optimizer is not None and each.key in placement.bundles:
+            devices[each.optimizer].setdefault(placement.bundles[each.key].state.device, each.key)
+    for optimizer, keys in devices.items():
+        if len(keys) > 1:
+            told = " and ".join(f"{named(key)} on {quoted(device)}" for device, key in keys.items())
+            yield f"state.device: {optimizer} steps all at once, and would step {told}"
+
+
+def _wrong_flow(placement: Placement, facts: RunFacts) -> Iterator[str]:
+    reached = [tier for tier in facts.tiers if tier in (facts.fastest, HOST)]
+    for tier in placement.ahead:
+        if tier not in reached:
+            yield f"ahead: {named(tier)}: nothing is prefetched there; accepted: {', '.join(reached)}"
+    if placement.residents and facts.has_device:
+        yield "residents: beside a device nothing stays by plan; pin it, or leave the key out"
+    match placement.stashing:
+        case Stashing.NEVER if facts.has_device:
+            yield "stashing='never': a device may have no room for all; accepted: always, without-room"
+        case Stashing.NEVER if not facts.fits:
+            yield (
+                f"stashing='never': everything needs {format_bytes(facts.needed_bytes)}, and "
+                f"{quoted(facts.fastest)} has {format_bytes(facts.tiers[facts.fastest])}; accepted: always"
+            )
+        case Stashing.WITHOUT_ROOM if not facts.has_device:
+            yield "stashing='without-room': it is for a device; accepted: always, never"
+        case _:
+            pass

@@ -1,0 +1,161 @@
+"""The placement of one run: what is known of the run for it, and what is learned while steps run.
+
+What is trained together stays together: a bundle, the optimizers' state of it, and room for its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from tierstore.config import OffloadConfig
+from tierstore.errors import ConfigError
+from tierstore.planning import BundleHomes, PlacedMark, Placement, Trained, Treatment, choose_residents
+from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey, place
+from tierstore.quoting import quoted
+from tierstore.store import Store
+from tierstore.training.activations.config.plan import ActivationPlan
+from tierstore.training.bundles.bindings import Binding
+from tierstore.training.bundles.grouping import Group
+from tierstore.training.bundles.working_sets import WorkingSet
+from tierstore.training.inventory import Inventory
+from tierstore.training.optimizers import registered
+from tierstore.training.optimizers.in_backward import Stepping
+
+
+def placement_of(
+    config: OffloadConfig,
+    store: Store,
+    optimizers: Sequence[torch.optim.Optimizer],
+    groups: Sequence[Group],
+    sets: Sequence[WorkingSet],
+) -> tuple[RunFacts, Placement]:
+    """Return what is known of a run that is to be opened, and where everything of it lives.
+
+    Args:
+        config: of the run.
+        store: where to.
+        optimizers: that train.
+        groups: of what travels together.
+        sets: what each of them needs.
+
+    Raises:
+        ConfigError: a tier is asked for that is not there, or the placement that is given cannot be right.
+    """
+    given = {each.name: getattr(config, each.name) for each in fields(Wishes)}
+    bundles = [
+        BundleFacts(group.key, each.nbytes, group.is_pinned, _whole_optimizer(group, optimizers))
+        for group, each in zip(groups, sets, strict=True)
+    ]
+    tiers = {name: tier.capacity_bytes for name, tier in store.stats().tiers.items()}
+    facts = RunFacts(tiers, bundles, Wishes(**given))
+    return facts, place(facts) if config.placement is None else obey(config.placement, facts)
+
+
+def _whole_optimizer(group: Group, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    """Return the name of the optimizer that steps a bundle together with others; ``None``: none does."""
+    if group.optimizer is None or registered.is_per_parameter(optimizers[group.optimizer]):
+        return None
+    return f"{type(optimizers[group.optimizer]).__name__} (number {group.optimizer})"
+
+
+def _marks(plan: ActivationPlan) -> Iterator[PlacedMark]:
+    """Yield what happens to activations, layer by layer; communication has none."""
+    for layer in plan.layers:
+        again, swap = layer.recompute, layer.swap
+        if again.is_whole:
+            yield PlacedMark(layer.layer_id, "", Treatment.RECOMPUTE)
+        for pattern in again.operators:
+            yield PlacedMark(layer.layer_id, pattern.text, Treatment.RECOMPUTE)
+        for pattern in again.exclude:
+            yield PlacedMark(layer.layer_id, pattern.text, Treatment.KEEP)
+        if swap.prefetch is not None:
+            yield PlacedMark(layer.layer_id, "", Treatment.SWAP, swap.prefetch)
+        for pattern, ahead in swap.operators:
+            yield PlacedMark(layer.layer_id, pattern.text, Treatment.SWAP, ahead)
+
+
+class Placing:
+    """Keeps the placement of one run.
+
+    Args:
+        placement: as it was decided before the first step.
+        store: that all of it is in.
+        inventory: what is trained.
+        stepping: when the optimizers step.
+
+    Attributes:
+        placement: with what was learned so far.
+    """
+
+    def __init__(self, placement: Placement, store: Store, inventory: Inventory, stepping: Stepping) -> None:
+        self.placement = placement
+        self._is_to_learn = placement.residents is None
+        self._store = store
+        self._inventory = inventory
+        self._stepping = stepping
+
+    def homes(self, bundle: Binding) -> BundleHomes:
+        """Return where all of a bundle lives."""
+        return self.placement.bundles[bundle.key]
+
+    def note_activations(self, plan: ActivationPlan | None) -> None:
+        """Take in what happens to activations.
+
+        Raises:
+            ConfigError: the placement that was given says something else.
+        """
+        marks = () if plan is None else tuple(_marks(plan))
+        if self.placement.marks and self.placement.marks != marks:
+            raise ConfigError(
+                f"placement: marks={quoted(list(map(str, self.placement.marks)))}: swap_config and "
+                f"recompute_config decide these, and say {quoted(list(map(str, marks)))}. Leave the key out."
+            )
+        self.placement = replace(self.placement, marks=marks)
+
+    def residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+        """Return the keys that stay from step to step; choose them, unless they were before the first one.
+
+        Args:
+            accesses: the keys that a step used, first use first.
+            gradients: those of them that came to be in it.
+        """
+        if not self._is_to_learn and not self.placement.residents:
+            return frozenset()
+        trained = self._trained(accesses, frozenset(gradients))
+        if self._is_to_learn:
+            fastest = self._store.tier_names[0]
+            is_in_backward = self._stepping is Stepping.IN_BACKWARD
+            able = [each for each in trained.values() if each.gradients or is_in_backward]
+            keys = choose_residents(able, self._store.stats().tiers[fastest].capacity_bytes)
+            self.placement = replace(self.placement, residents=keys & trained.keys())
+        stay = [trained[key] for key in self.placement.residents or () if key in trained]
+        return frozenset(key for each in stay for key in (*each.keys, *each.gradients))
+
+    def _trained(self, accesses: Iterable[str], gradients: frozenset[str]) -> Mapping[str, Trained]:
+        """Return what is trained together, by the bundle's key, in the order of its use."""
+        bundles = {binding.key: binding for binding in self._inventory.bundles}
+        states: dict[Binding, list[Binding]] = {}
+        for steps in self._inventory.steps:
+            for bundle, state in steps.state.bindings.items():
+                states.setdefault(bundle, []).append(state)
+        used = [bundles[key] for key in dict.fromkeys(accesses) if key in bundles]
+        return {each.key: self._together([each, *states.get(each, ())], gradients) for each in used}
+
+    def _together(self, parts: Sequence[Binding], gradients: frozenset[str]) -> Trained:
+        """Return what is trained together: a bundle, with state of it."""
+        bundle = parts[0]
+        found = {
+            gradient.usual_key: place.nbytes
+            for parameter, place in zip(bundle.tensors, bundle.places, strict=True)
+            if (gradient := self._inventory.gradients.find(parameter)) is not None
+            and gradient.usual_key in gradients
+        }
+        return Trained(
+            keys=tuple(part.key for part in parts),
+            gradients=tuple(found),
+            kept_bytes=sum(part.nbytes for part in parts),
+            gradient_bytes=sum(found.values()),
+        )
