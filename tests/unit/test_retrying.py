@@ -279,6 +279,26 @@ def test_one_line_says_that_there_is_trouble_and_one_that_it_was_too_much(
     assert [record.message for record in caplog.records] == ["tier 'disk': a write failed in 2 tries"] * 3
 
 
+def test_an_end_that_comes_while_a_try_is_put_off_ends_it_once() -> None:
+    class ClosedMeanwhile(VirtualTimer):
+        def at(self, due_ns: int, call: Callable[[], None]) -> None:
+            backend.stop_waiting()
+            raise StoreClosed("too late")
+
+    faulty = Faulty(disk(), error=AWAY, on=["write"], fail_at=1)
+    backend = Retrying(faulty, 3, timer=ClosedMeanwhile())
+    assert backend.write(backend.reserve(10), pattern(10, 1)).error is AWAY
+
+
+def test_a_timer_that_cannot_be_had_ends_the_tries() -> None:
+    class Exhausted(VirtualTimer):
+        def at(self, due_ns: int, call: Callable[[], None]) -> None:
+            raise RuntimeError("can't start new thread")
+
+    backend = Retrying(Faulty(disk(), error=AWAY, on=["write"], fail_at=1), 3, timer=Exhausted())
+    assert backend.write(backend.reserve(10), pattern(10, 1)).error is AWAY
+
+
 def test_room_that_is_not_there_is_not_waited_for() -> None:
     faulty = Faulty(disk(), error=AWAY, on=["reserve"], fail_at=1)
     backend, timer = retrying(faulty)

@@ -175,7 +175,7 @@ class Retrying(ForwardingBackend):
         return operation.outer
 
     def wait_for_retry(self, operation: _RetriedOperation, error: BaseException) -> bool:
-        """Have an operation go on later; return whether it will."""
+        """Have an operation go on later; return whether somebody else sees to it from now on."""
         wait_s = min(self._first_wait_s * 2.0 ** (operation.tries - 1), LONGEST_WAIT_S)
         wait_s *= 1 - self._chance() / 2
         with self._lock:
@@ -193,8 +193,9 @@ class Retrying(ForwardingBackend):
             self._timer.at(self._timer.now_ns() + int(wait_s * 1e9), lambda: self._go_on(operation))
         except Exception:  # noqa: BLE001 - closed meanwhile, or no thread is to be had: it ends with its error
             with self._lock:
+                has_ended = operation not in self._waiting  # who stops the others came first
                 self._waiting.discard(operation)
-            return False
+            return has_ended
         return True
 
     def count(self, operation: _RetriedOperation, *, has_worked: bool) -> None:
