@@ -43,9 +43,8 @@ def tensors(draw: st.DrawFn) -> Buffer:
 @given(
     sources=st.lists(tensors(), min_size=1, max_size=3),
     chunk_bytes=st.sampled_from([4 * KIB, 20 * KIB, 4 * MIB]),
-    data=st.data(),
 )
-def test_what_goes_in_comes_out(sources: list[Buffer], chunk_bytes: int, data: st.DataObject) -> None:
+def test_what_goes_in_comes_out(sources: list[Buffer], chunk_bytes: int) -> None:
     inner = Watched(64 * MIB)
     backend = Compressed(inner, "lz4", chunk_bytes=chunk_bytes)
     try:
@@ -54,11 +53,6 @@ def test_what_goes_in_comes_out(sources: list[Buffer], chunk_bytes: int, data: s
         assert all(held_bytes(slot, backend.capabilities) <= slot.nbytes for slot in slots)
         for slot, source in zip(slots, sources, strict=True):
             assert torch.equal(contents(backend, slot), source)
-            start = data.draw(st.integers(0, source.numel()))
-            stop = data.draw(st.integers(start, source.numel()))
-            into = torch.zeros(stop - start, dtype=torch.uint8)
-            succeed(backend.read_part(slot, start, stop, into))
-            assert torch.equal(into, source[start:stop])
         for slot in slots:
             succeed(backend.free(slot))
         assert inner.slots == []

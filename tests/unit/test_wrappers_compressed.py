@@ -162,38 +162,6 @@ def test_a_slot_of_another_backend_is_refused(inner: Watched, packed: Compressed
         packed.read(inner.reserve(10), torch.empty(10, dtype=torch.uint8))
 
 
-# ------------------------------------------------------------------------------ parts
-
-
-@pytest.mark.parametrize("make", [repeating, random])
-def test_every_part_is_the_slice(packed: Compressed, make: object) -> None:
-    source = make(3 * CHUNK + 1000, 5)  # type: ignore[operator]
-    slot = stored(packed, source)
-    edges = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK, 3 * CHUNK + 999, 3 * CHUNK + 1000]
-    for start in edges:
-        for stop in [edge for edge in edges if edge >= start]:
-            into = torch.full((stop - start,), 0x5A, dtype=torch.uint8)
-            succeed(packed.read_part(slot, start, stop, into))
-            assert torch.equal(into, source[start:stop])
-
-
-def test_only_the_chunks_of_a_part_are_read(packed: Compressed, inner: Watched) -> None:
-    gate = Gate(inner, holds=())
-    backend = Compressed(gate, "lz4", chunk_bytes=CHUNK)
-    slot = stored(backend, repeating(10 * CHUNK))
-    into = torch.empty(CHUNK, dtype=torch.uint8)
-    succeed(backend.read_part(slot, 3 * CHUNK + 10, 4 * CHUNK + 10, into))
-    assert gate.reads == 2
-    backend.close()
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 5), (5, 4), (0, 101), (101, 101)])
-def test_a_part_that_is_not_there_is_refused(packed: Compressed, start: int, stop: int) -> None:
-    slot = stored(packed, random(100))
-    with pytest.raises(UsageError, match="has no bytes"):
-        packed.read_part(slot, start, stop, torch.empty(max(stop - start, 0), dtype=torch.uint8))
-
-
 # ------------------------------------------------------------------------------ damage and failure
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-import numpy as np
 import xxhash
 
 from tierstore.codec.blocks import Bytes, pack, spans, unpack
@@ -49,10 +48,8 @@ def pack_chunk(raw: Bytes, shape: PackedShape, pad: Bytes) -> tuple[tuple[int, .
     return lengths, _digest(pad[: sum(lengths)])
 
 
-def unpack_chunk(
-    stored: Bytes, chunk: Chunk, part: ChunkPart, shape: PackedShape, into: Bytes, begin: int
-) -> None:
-    """Unpack as much of a chunk as falls into ``into``, whose bytes begin at ``begin`` in the slot.
+def unpack_chunk(stored: Bytes, chunk: Chunk, part: ChunkPart, shape: PackedShape, into: Bytes) -> None:
+    """Unpack a chunk to its place in ``into``, which is for all of the slot.
 
     Raises:
         IntegrityError: these are not the bytes that were packed.
@@ -68,14 +65,7 @@ def unpack_chunk(
     for length, (first, last) in zip(chunk.lengths, blocks, strict=True):
         block = stored[at : at + length]
         at += length
-        # Where the block lies in `into`; it may stand out at both ends.
-        low, high = part.start + first - begin, part.start + last - begin
-        if low >= 0 and high <= len(into):
-            unpack(block, shape.width, into[low:high])
-        elif high > 0 and low < len(into):
-            whole = np.empty(high - low, np.uint8)
-            unpack(block, shape.width, whole)
-            into[max(low, 0) : high] = whole[max(-low, 0) : len(into) - low]
+        unpack(block, shape.width, into[part.start + first : part.start + last])
 
 
 def _digest(stored: Bytes) -> int:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
 import torch
 
 from tierstore.codec.chunks import PAGE
@@ -130,35 +129,6 @@ class Compressed(ForwardingBackend):
         for slot, buffer in zip(own, sources, strict=True):
             _check_buffer(buffer, slot.nbytes)
         return self._writer.begin(own, sources)
-
-    def read_part(self, slot: Slot, start: int, stop: int, into: Buffer) -> Completion:
-        """Fill ``into`` with the bytes of ``slot`` from ``start`` to ``stop``.
-
-        Of packed bytes, only the chunks are read, and only the blocks unpacked, that lie there.  Bytes that
-        are stored as they are are read whole, as a `tierstore.spi.Backend` reads no less.
-
-        Raises:
-            UsageError: no such part, a buffer that does not fit, or not a slot of this backend.
-        """
-        own = self._own(slot)
-        if not 0 <= start <= stop <= own.nbytes:
-            raise UsageError(f"{own} has no bytes [{start}, {stop})")
-        _check_buffer(into, stop - start)
-        if own.whole is None:
-            return self._reader.begin([own], [into], start)
-        return self._read_part_of_whole(own.whole, start, stop, into)
-
-    def _read_part_of_whole(self, slot: Slot, start: int, stop: int, into: Buffer) -> Completion:
-        whole = torch.from_numpy(np.empty(slot.nbytes, np.uint8))
-        completion = Completion()
-
-        def copy(error: BaseException | None) -> None:
-            if error is None:
-                into.numpy()[:] = whole.numpy()[start:stop]
-            completion.complete(error)
-
-        self.within.read(slot, whole).add_done_callback(copy)
-        return completion
 
     def free(self, slot: Slot) -> Completion:
         """Give back all that the slot has of the medium."""

@@ -42,15 +42,13 @@ class SlotReader:
         self.workers = workers
         self.counts = counts
 
-    def begin(self, slots: Sequence[CodecSlot], into: Sequence[Buffer], start: int = 0) -> Completion:
-        """Fill each buffer with a slot's bytes from ``start`` on.  See `tierstore.spi.BatchBackend`.
-
-        Slots that are stored as they are are read whole.
+    def begin(self, slots: Sequence[CodecSlot], into: Sequence[Buffer]) -> Completion:
+        """Fill each buffer with a slot's bytes.  See `tierstore.spi.BatchBackend`.
 
         Raises:
             StoreClosed: too late.
         """
-        read = _SlotRead(self, slots, into, start)
+        read = _SlotRead(self, slots, into)
         self.workers.begin(read.start)
         return read.operation.completion
 
@@ -58,13 +56,9 @@ class SlotReader:
 class _SlotRead:
     """One read under way."""
 
-    def __init__(
-        self, reader: SlotReader, slots: Sequence[CodecSlot], into: Sequence[Buffer], start: int
-    ) -> None:
+    def __init__(self, reader: SlotReader, slots: Sequence[CodecSlot], into: Sequence[Buffer]) -> None:
         self._reader = reader
         self._slots = slots
-        self._start = start
-        self._lengths = [buffer.numel() for buffer in into]
         self.operation = FanIn(into, self._finish)
 
     def start(self) -> None:
@@ -88,7 +82,6 @@ class _SlotRead:
             ChunkPart(position, chunk, start, stop)
             for position in positions
             for chunk, (start, stop) in enumerate(self._slots[position].cuts(self._shape(position)))
-            if stop > self._start and start < self._start + self._lengths[position]
         ]
         groups = list(grouped(parts, self._reader.pad_bytes))
         self.operation.expect(len(groups))
@@ -133,7 +126,6 @@ class _SlotRead:
                 part,
                 self._shape(part.position),
                 self.operation.buffers[part.position].numpy(),
-                self._start,
             )
         except Exception as error:  # noqa: BLE001 - whoever waits for the read must be told
             return error.with_traceback(None)
