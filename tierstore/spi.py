@@ -10,21 +10,23 @@ The engine guarantees:
 1. ``reserve`` is never asked to hold more than the tier's capacity in *charged* bytes:
    ``align_up(nbytes, capabilities.alignment_bytes)`` summed over the slots not yet freed.
 2. A slot is written by at most one ``write`` at a time, and not while it is read.
-3. A slot is freed exactly once, after every ``read`` and ``write`` on it has completed and every
-   lease on it was released.
-4. ``close`` is called once, after every slot was freed or while nothing is in flight.
+3. A slot is freed once, after every ``read`` and ``write`` on it has completed and every lease on it
+   was released; and again only after a ``free`` that failed with a ``transient`` error.
+4. ``close`` is called after every slot was freed or while nothing is in flight, and again where it was
+   interrupted.
 5. A buffer stays alive, and nobody else writes it, between the call and its completion.
    It has exactly ``slot.nbytes`` bytes.
 
 A backend owes:
 
-6. Every member may be called from any thread, and none but ``close`` blocks on the medium.
+6. Every member may be called from any thread, and none but ``close`` and ``resize`` blocks on the medium.
    (A copy between two places in host memory may be done before the call returns.)
 7. Every completion completes exactly once, with an error or without, whatever happens.
 8. After a completion without error the bytes are there: a later ``read`` returns what ``write``
    was given, or completes with ``IntegrityError``.
 9. A failed ``write`` or ``read`` leaves every other slot as it was.
-10. Bytes of a slot are given back to the medium before its ``free`` completes, and not earlier.
+10. Bytes of a slot are given back to the medium before its ``free`` completes, and not earlier.  One that
+    fails with a ``transient`` error has given back nothing, and may be asked for again.
 
 What a backend can do besides, its `Capabilities` say; nobody finds it out in another way.  For what they do
 not say, it may have the members or not.

@@ -187,3 +187,17 @@ def test_nothing_begins_while_it_tidies_and_what_came_meanwhile_moves_then() -> 
     with schedule.lock:
         assert isinstance(schedule.next(), list)
     assert orders == [EngineOrder.WAIT]
+
+
+def test_what_fails_while_it_tidies_lets_the_next_batch_begin() -> None:
+    def tidy() -> None:
+        raise MemoryError
+
+    schedule = Schedule(FragmentQueues(PAGE, 1 << 40), Pace(depth=1, tidy=tidy, quiet_s=0), lambda: None)
+    schedule.tidy_when_quiet()
+    with schedule.lock:
+        assert schedule.next() is EngineOrder.TIDY
+    schedule.tidy_now()
+    schedule.put(write(0))
+    with schedule.lock:
+        assert isinstance(schedule.next(), list)

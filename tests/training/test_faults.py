@@ -39,7 +39,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.faulty: Faulty
         self.gate: Gate
-        monkeypatch.setattr("tierstore.store.open_backend", self._open)
+        monkeypatch.setattr("tierstore.tier_backends.open_backend", self._open)
 
     def _open(self, name: str, *, capacity_bytes: int, options: Mapping[str, object]) -> Backend:
         backend = open_backend(name, capacity_bytes=capacity_bytes, options=options)

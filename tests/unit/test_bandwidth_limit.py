@@ -79,6 +79,31 @@ def test_each_direction_may_have_a_number_of_its_own_or_none(rates: tuple[int | 
     assert read.is_done
 
 
+def test_who_goes_before_a_write_that_waits_costs_a_call_of_the_timer_each() -> None:
+    backend, timer, _ = limited()
+    calls = 0
+
+    def counted(due_ns: int, call: Callable[[], None]) -> None:
+        def called() -> None:
+            nonlocal calls
+            calls += 1
+            call()
+
+        at(due_ns, called)
+
+    at, timer.at = timer.at, counted  # type: ignore[method-assign]
+    slot = backend.reserve(10)
+    backend.write(slot, blank(10))
+    write(backend, 1_000)
+    wrote, reads = write(backend, 10_000), 400
+    for number in range(reads):
+        read = backend.read(slot, blank(10))
+        timer.advance(number * S // 100)
+    timer.advance(100 * S)
+    assert (read.is_done, wrote.is_done) == (True, True)
+    assert calls < 3 * reads
+
+
 def test_room_is_given_and_taken_back_without_waiting() -> None:
     backend, _, _ = limited()
     write(backend, 1_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 import xxhash
 
 from tests.files_disk import PAGE, buffer, finish, open_durable
+from tierstore.errors import BackendError
 from tierstore.spi import Record
+from tierstore_backends.files.directory.ownership import DirectoryOwner
 from tierstore_backends.files.durability.manifest import Manifest
 from tierstore_backends.files.durability.meta import Meta
 from tierstore_backends.files.durability.record_codec import RecordLocation, Sums, encode
@@ -102,3 +105,27 @@ def test_a_manifest_that_was_closed_leaves_one_file_without_a_log(tmp_path: Path
     manifest.close()
     manifest.close()
     assert [entry.name for entry in tmp_path.iterdir()] == ["tierstore.db"]
+
+
+def test_a_store_that_does_not_open_closes_its_manifest_while_it_owns_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    for owner, method in ((Manifest, "close"), (DirectoryOwner, "release")):
+        original = getattr(owner, method)
+
+        def called(self: object, original: Callable[[object], None] = original, name: str = method) -> None:
+            order.append(name)
+            original(self)
+
+        monkeypatch.setattr(owner, method, called)
+
+    def start(*_: object) -> None:
+        raise BackendError("no engine")
+
+    monkeypatch.setattr("tierstore_backends.files.backend._start", start)
+    with pytest.raises(BackendError, match="no engine"):
+        open_durable(tmp_path)
+    assert order[-2:] == ["close", "release"]
+    monkeypatch.undo()
+    open_durable(tmp_path).close()

@@ -32,6 +32,19 @@ def test_get_makes_the_copy_on_the_device_that_is_asked_for(store: ts.Store, tie
     assert store.stats().traffic[tier, "caller"].copies == 1
 
 
+def test_a_victim_that_finds_no_room_below_is_no_eviction() -> None:
+    with make_store(100, 100) as store:
+        store.put("a", numbered(1), tier="disk")
+        store.put("b", numbered(2), tier="host")
+        for _ in range(3):
+            with pytest.raises(ts.CapacityError):
+                store.put("c", numbered(3))
+        assert store.stats().evictions == 0
+        store.drop("a")
+        store.put("c", numbered(3), tier="host")
+        assert store.stats().evictions == 1
+
+
 def test_what_callers_get_is_counted_by_the_tier_that_it_came_from(store: ts.Store) -> None:
     store.put("small", numbered(1, 10), tier="disk")
     store.put("large", numbered(2, 200), tier="disk")

@@ -74,8 +74,8 @@ class SpaceAdmission:
         """Evict one replica: drop it if another is READY, else copy it to a lower tier first."""
         if victim not in tier_state.evictable:
             return
-        tier_state.counters.evictions += 1
         if len(victim.entry.ready()) > 1:
+            tier_state.counters.evictions += 1
             self.books.drop(victim)
             return
         self.books.mark_leaving(victim)

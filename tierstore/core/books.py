@@ -139,6 +139,7 @@ class Books:
         tier_state.kept.pop(entry.uid, None)
         if tier_state.leaving.pop(entry.uid, None) is not None:
             tier_state.leaving_bytes -= replica.charge_bytes
+            tier_state.counters.evictions += entry.life is EntryLife.LIVE
         self.note(entry, "dropped", replica.tier)
         self.free_if_idle(replica)
         self._stir(replica)

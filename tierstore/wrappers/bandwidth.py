@@ -14,6 +14,7 @@ that the caller's device stream has.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import deque
@@ -137,12 +138,14 @@ class _LimitedLink:
             return
         due_ns = self._bucket.due_ns(queue[0].nbytes, self._since_ns)
         if self._next_turn_ns is None or due_ns < self._next_turn_ns:
-            self._timer.at(due_ns, self._turn)
+            self._timer.at(due_ns, functools.partial(self._turn, due_ns))
             self._next_turn_ns = due_ns
 
-    def _turn(self) -> None:
+    def _turn(self, due_ns: int) -> None:
         """Begin what may begin; the timer calls."""
         with self._lock:
+            if self._next_turn_ns != due_ns:
+                return  # an earlier call has taken its place: who came later may begin first
             self._next_turn_ns = None
             ready = self._take_ready(self._timer.now_ns())
             self._plan_turn()

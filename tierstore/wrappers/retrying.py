@@ -11,9 +11,9 @@ that failed so are tried again.
 Rule 4: nothing blocks.  What waits for its next try ends at once, with the error that it has, when the store
 closes.
 
-Not tried again: ``reserve`` and ``resize``, which return at once and touch no medium; ``recovered`` and
-``close``, which happen once; and what moves a device's memory straight, as that has to begin in the caller's
-thread.
+Not tried again: ``reserve``, which returns at once, and ``resize``, whose caller is told of an error at once;
+``recovered`` and ``close``, which happen once; and what moves a device's memory straight, as that has to
+begin in the caller's thread.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class FilesBackend:
             power of two.
         stride_bytes: how far files grow at a time; a multiple of 64 KiB.
         quiet_s: after so long without a transfer, the free end of the files is cut off.
-        volume: what it stands on, instead of scratch files; it is given up by ``close``.
+        volume: what it stands on, instead of scratch files; it is given up by ``close``, and kept where this
+            fails.
 
     Raises:
         UsageError: another live backend owns the directory.
@@ -76,6 +77,7 @@ class FilesBackend:
         quiet_s: float = QUIET_S,
         volume: Volume | None = None,
     ) -> None:
+        is_given = volume is not None
         volume = volume or scratch_volume(
             capacity_bytes, options, syscalls, segment_bytes=segment_bytes, stride_bytes=stride_bytes
         )
@@ -85,8 +87,9 @@ class FilesBackend:
             most_bytes = max(self._block_bytes, volume.block_bytes)
             self._started = _start(options, volume, syscalls, most_bytes, quiet_s)
         except BaseException:
-            self._segments.close()
-            owner.release()
+            if not is_given:
+                self._segments.close()
+                owner.release()
             raise
         self._engine = self._started.engine
         self._capabilities = Capabilities(

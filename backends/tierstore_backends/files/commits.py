@@ -75,12 +75,12 @@ class DirectoryCommits:
         self._manifest = manifest
         self._segments = segments
         self._lost = recovered.lost
+        self._thread: threading.Thread | None = None  # the last that began; one begins after the other
         self._committing = threading.Lock()  # held while a commit is under way; guards all below
         self._is_closed = False
         # What the manifest has, by name; and until it is first wanted, what that is made of.
         self._entries: dict[str, _Entry] | None = None
         self._found: tuple[Sequence[Row], Sequence[FileSlot] | None] = (recovered.rows, recovered.slots)
-        self._thread: threading.Thread | None = None
 
     def begin(self, records: Sequence[Record], gone: Collection[str] | None = None) -> Completion:
         """Change what the directory keeps.  See `tierstore.spi.DurableBackend`."""

@@ -66,7 +66,9 @@ class DurableFiles:
         try:
             files = FilesBackend(capacity_bytes, options, syscalls=syscalls, quiet_s=quiet_s, volume=volume)
         except BaseException:
-            manifest.close()
+            manifest.close()  # open only while the directory is owned
+            volume.segments.close()
+            volume.owner.release()
             raise
         for slot in recovered.slots:
             slot.home = files

@@ -94,5 +94,5 @@ def tidy_or_log(tidy: Callable[[], None]) -> None:
     """Give unused disk back; a failure costs nobody anything."""
     try:
         tidy()
-    except OSError:
+    except Exception:
         log.warning("unused scratch space could not be given back", exc_info=True)

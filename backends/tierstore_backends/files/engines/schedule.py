@@ -146,9 +146,11 @@ class Schedule:
 
     def tidy_now(self) -> None:
         """Give unused disk back.  Blocks; without the lock."""
-        tidy_or_log(self._pace.tidy)
-        with self.lock:
-            self._is_tidying = False  # what came meanwhile is taken next, by who tidied first
+        try:
+            tidy_or_log(self._pace.tidy)
+        finally:
+            with self.lock:
+                self._is_tidying = False  # what came meanwhile is taken next, by who tidied first
 
 
 def _closed() -> StoreClosed:
