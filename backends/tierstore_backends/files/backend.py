@@ -255,7 +255,7 @@ class FilesBackend:
 
     def _check_open(self) -> None:
         if self._ending.is_over:
-            raise StoreClosed("the scratch files were closed")
+            raise StoreClosed("the files were closed")
 
     def _own(self, slot: Slot) -> FileSlot:
         self._check_open()

@@ -147,7 +147,7 @@ class TensorFile:
         metadata: texts that it has beside them.
 
     Raises:
-        UsageError: it cannot be read, or is none: every rule of `tensorheader` is checked.
+        UsageError: it cannot be read, or is none: every rule of `safetensors_headers` is checked.
     """
 
     faults: Sequence[str] = ()

@@ -195,7 +195,7 @@ class Stripes:
             try:
                 self._apply_limits(limits)
             except BackendError:
-                _log.warning("unused scratch space could not be given back", exc_info=True)
+                _log.warning("unused space of the files could not be given back", exc_info=True)
         return moved
 
     def _reserve(self, nbytes: int, *, without: Collection[int] = ()) -> tuple[Extent, ...]:

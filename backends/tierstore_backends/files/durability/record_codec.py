@@ -123,7 +123,7 @@ def decode_place(place: bytes) -> RecordLocation:
     """Return what `encode` was given.  Of a row that is not damaged.
 
     Raises:
-        PlaceError: it was not encoded here.
+        RecordLocationError: it was not encoded here.
     """
     if len(place) == _SIMPLE.size and place[20:28] == _ONE_EXTENT:
         _, _, block_bytes, _, _, _, start, end, total = _SIMPLE.unpack(place)

@@ -85,9 +85,9 @@ def move_or_note(move: Move, batch: Sequence[Fragment]) -> None:
 
 def note_unforeseen(batch: Sequence[Fragment], error: Exception) -> None:
     """Note a failure that nobody foresaw at the fragments that it met.  Called while it is handled."""
-    log.exception("moving scratch bytes failed in an unforeseen way")
+    log.exception("moving bytes failed in an unforeseen way")
     for fragment in batch:
-        fragment.error = InvariantError(f"moving scratch bytes failed in an unforeseen way: {error!r}")
+        fragment.error = InvariantError(f"moving bytes failed in an unforeseen way: {error!r}")
 
 
 def tidy_or_log(tidy: Callable[[], None]) -> None:
@@ -95,4 +95,4 @@ def tidy_or_log(tidy: Callable[[], None]) -> None:
     try:
         tidy()
     except Exception:
-        log.warning("unused scratch space could not be given back", exc_info=True)
+        log.warning("unused space of the files could not be given back", exc_info=True)

@@ -39,7 +39,7 @@ class FragmentQueue:
         return self._count
 
     def put(self, fragment: Fragment) -> None:
-        """Let ``piece`` wait."""
+        """Let ``fragment`` wait."""
         fragment.is_queued = True
         self._order.append(fragment)
         self._by_start[fragment.address] = fragment

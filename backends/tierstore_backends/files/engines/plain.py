@@ -31,11 +31,11 @@ class PlainEngine:
             self._idle.put(move)
 
     def submit(self, fragments: Sequence[Fragment]) -> None:
-        """See `Engine`."""
+        """See `IoEngine`."""
         move = self._idle.get()
         if move is None:
             self._idle.put(None)
-            raise StoreClosed("the scratch files were closed")
+            raise StoreClosed("the files were closed")
         self._count_callers(1)
         try:
             for fragment in fragments:
@@ -51,7 +51,7 @@ class PlainEngine:
         """Do nothing: without workers nobody knows when it is quiet."""
 
     def close(self) -> None:
-        """See `Engine`."""
+        """See `IoEngine`."""
         with self._closing:
             if self._is_closed:
                 return
@@ -61,7 +61,7 @@ class PlainEngine:
             self._idle.put(None)
 
     def is_worker(self) -> bool:
-        """See `Engine`: callers run no callbacks, for they have not yet been given a completion."""
+        """See `IoEngine`: callers run no callbacks, for they have not yet been given a completion."""
         return False
 
     def _count_callers(self, change: int) -> None:

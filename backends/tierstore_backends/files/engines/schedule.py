@@ -154,4 +154,4 @@ class Schedule:
 
 
 def _closed() -> StoreClosed:
-    return StoreClosed("the scratch files were closed")
+    return StoreClosed("the files were closed")
