@@ -93,6 +93,8 @@ def test_residents_are_chosen_when_a_step_has_run(tmp_path: Path) -> None:
         assert first.residents is None
         assert residents
         assert residents < run.placement.bundles.keys()
+        assert isinstance(residents, frozenset)
+        assert hash(run.placement) != hash(first)
 
 
 def test_a_run_without_a_store_has_no_placement() -> None:

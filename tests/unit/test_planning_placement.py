@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -121,6 +122,24 @@ def test_a_placement_can_not_be_changed() -> None:
         placement.bundles["a"] = BundleHomes(is_pinned=True)  # type: ignore[index]
     with pytest.raises(TypeError):
         placement.ahead["host"] = 1.0  # type: ignore[index]
+
+
+@given(
+    st.lists(names, max_size=4),
+    st.sampled_from([set, frozenset, list, tuple, lambda each: {}.fromkeys(each).keys()]),
+)
+def test_residents_in_whatever_they_come_are_a_frozen_set(
+    keys: list[str], kind: Callable[[list[str]], frozenset[str]]
+) -> None:
+    placement = Placement(residents=kind(keys))
+    assert type(placement.residents) is frozenset
+    assert hash(placement) == hash(Placement(residents=frozenset(keys)))
+
+
+@pytest.mark.parametrize("residents", ["ab", "", b"ab", {"a": 1}, 1, [1], [""], {None}])
+def test_residents_that_are_no_keys_are_refused(residents: object) -> None:
+    with pytest.raises(ConfigError, match="residents="):
+        Placement(residents=residents)  # type: ignore[arg-type]
 
 
 @given(st.floats(0, 1, exclude_min=True), st.integers(0, 2**60))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from types import MappingProxyType
@@ -226,11 +226,15 @@ class Placement:
             faults.add_unless(
                 is_right, f"ahead[{named(tier)}]", share, "a share greater than 0 and at most 1"
             )
-        are_names = self.residents is None or all(map(_is_name, self.residents))
-        faults.add_unless(are_names, "residents", self.residents, "keys of bundles, or null")
+        is_set = isinstance(self.residents, Set | list | tuple) and all(map(_is_name, self.residents))
+        faults.add_unless(
+            self.residents is None or is_set, "residents", self.residents, "keys of bundles, or null"
+        )
         are_marks = all(isinstance(each, PlacedMark) for each in self.marks)
         faults.add_unless(are_marks, "marks", self.marks, "a list of PlacedMark")
         faults.raise_if_any("Placement")
+        if self.residents is not None:
+            object.__setattr__(self, "residents", frozenset(self.residents))
         object.__setattr__(self, "marks", tuple(self.marks))
         object.__setattr__(self, "bundles", MappingProxyType(dict(self.bundles)))
         object.__setattr__(self, "ahead", MappingProxyType({k: float(v) for k, v in self.ahead.items()}))

@@ -130,7 +130,7 @@ class Placing:
             is_in_backward = self._stepping is Stepping.IN_BACKWARD
             able = [each for each in trained.values() if each.gradients or is_in_backward]
             keys = choose_residents(able, self._store.stats().tiers[fastest].capacity_bytes)
-            self.placement = replace(self.placement, residents=keys & trained.keys())
+            self.placement = replace(self.placement, residents=keys.intersection(trained))
         stay = [trained[key] for key in self.placement.residents or () if key in trained]
         return frozenset(key for each in stay for key in (*each.keys, *each.gradients))
 
