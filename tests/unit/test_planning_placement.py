@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -51,7 +53,31 @@ placements = st.builds(
 def test_a_placement_that_is_written_as_yaml_is_read_as_the_same(placement: Placement) -> None:
     found = Placement.from_yaml(placement.to_yaml())
     assert found == placement
+    assert list(found.bundles) == list(placement.bundles)
+    assert list(found.ahead) == list(placement.ahead)
     assert found.to_mapping() == placement.to_mapping()
+
+
+@given(st.permutations(["a", "b", "c", "d"]), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_bundles_that_live_alike_keep_their_places_between_others(keys: list[str], pins: list[bool]) -> None:
+    placement = Placement({key: BundleHomes(is_pinned=pin) for key, pin in zip(keys, pins, strict=True)})
+    assert list(Placement.from_yaml(placement.to_yaml()).bundles) == keys
+
+
+@given(placements)
+def test_a_placement_can_be_copied_pickled_and_taken_apart(placement: Placement) -> None:
+    copies: list[Placement] = [
+        copy.copy(placement),
+        copy.deepcopy(placement),
+        pickle.loads(pickle.dumps(placement)),
+    ]
+    for found in copies:
+        assert found == placement
+        assert found.to_mapping() == placement.to_mapping()
+        with pytest.raises(TypeError):
+            found.bundles["a"] = BundleHomes()  # type: ignore[index]
+    assert dataclasses.asdict(placement).keys() == {each.name for each in dataclasses.fields(Placement)}
+    assert f"ahead={dict(placement.ahead)}" in repr(placement)
 
 
 @given(placements)

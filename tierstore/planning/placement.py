@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from types import MappingProxyType
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import yaml
 
@@ -28,6 +28,8 @@ from tierstore.quoting import listed, named, quoted
 DEVICE = "device"
 CPU = "cpu"
 DEVICES = (DEVICE, CPU)
+
+V = TypeVar("V")
 
 _SHOWN = 3
 _MOST_FAULTS = 32
@@ -192,6 +194,27 @@ class PlacedMark:
         return f"layer {self.layer} {self.operators or 'as a whole'}: {self.treatment.value}{ahead}"
 
 
+class FrozenMapping(Mapping[str, V]):
+    """A mapping that nobody changes, and that can be copied and pickled."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, V]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, key: str) -> V:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where everything of one run lives.
@@ -236,8 +259,8 @@ class Placement:
         if self.residents is not None:
             object.__setattr__(self, "residents", frozenset(self.residents))
         object.__setattr__(self, "marks", tuple(self.marks))
-        object.__setattr__(self, "bundles", MappingProxyType(dict(self.bundles)))
-        object.__setattr__(self, "ahead", MappingProxyType({k: float(v) for k, v in self.ahead.items()}))
+        object.__setattr__(self, "bundles", FrozenMapping(self.bundles))
+        object.__setattr__(self, "ahead", FrozenMapping({k: float(v) for k, v in self.ahead.items()}))
 
     def ahead_bytes(self, tier: str, quota_bytes: int) -> int:
         """Return how much may be ahead in a tier of which the store may have so much."""
@@ -259,12 +282,15 @@ class Placement:
     # --- as plain values ----------------------------------------------------------------------
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return it as plain values, bundles that live alike in one entry: `from_mapping` reads it back."""
+        """Return it as plain values, neighbours that live alike in one entry; `from_mapping` reads it."""
         return {
             "stashing": self.stashing.value,
             "ahead": dict(self.ahead),
             "residents": None if self.residents is None else sorted(self.residents),
-            "bundles": [{_KEYS: keys, **_plain(homes)} for homes, keys in self._alike().items()],
+            "bundles": [
+                {_KEYS: list(keys), **_plain(homes)}
+                for homes, keys in groupby(self.bundles, self.bundles.__getitem__)
+            ],
             "marks": [_plain(mark) for mark in self.marks],
         }
 
