@@ -226,6 +226,42 @@ def test_an_optimizer_that_steps_only_what_is_pinned_steps_it_on_the_device(
     assert_same(build, steps(3), layout, tmp_path, more)
 
 
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if "max_device_memory" in LAYOUTS[each]])
+def test_what_a_placement_unpins_may_be_stepped_in_host_memory_with_all_others(
+    layout: str, tmp_path: Path
+) -> None:
+    class WholeToo(torch.optim.SGD):
+        """Not known to treat each parameter by itself."""
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks()
+        return model, [WholeToo(model.parameters(), lr=0.1, momentum=0.9)]
+
+    more = {
+        "pinned": ["3"],
+        "optimizer_target": "cpu",
+        "offload_cpu_size": "64MB",
+        **with_device(layout, "600KB"),
+    }
+    with pytest.raises(UsageError, match="is pinned and stays on the device"):
+        offload(*build(), config_of(layout, tmp_path, more))
+    unpinned = given({"keys": ["param/3.weight"], "is_pinned": False})
+    assert_same(build, steps(3), layout, tmp_path, {**more, **unpinned})
+
+
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if "max_device_memory" in LAYOUTS[each]])
+def test_what_a_placement_pins_is_stepped_on_the_device_whatever_the_target(
+    layout: str, tmp_path: Path
+) -> None:
+    more = {
+        **given({"keys": [UP], "is_pinned": True}),
+        "optimizer_target": "cpu",
+        "offload_cpu_size": "64MB",
+        **with_device(layout, ROOM),
+    }
+    assert_same(build_blocks, steps(3), layout, tmp_path, more)
+
+
 def test_residents_that_are_given_stay_and_no_others_are_chosen(tmp_path: Path) -> None:
     def look(run: Offload) -> None:
         assert run.placement.residents == frozenset({DOWN})

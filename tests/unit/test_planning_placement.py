@@ -212,7 +212,11 @@ _KEYED = {"keys": ["a"]}
         ({"bundles": [{**_KEYED, "state": {"device": ["cpu"]}}]}, "device=['cpu']"),
         ({"bundles": [{**_KEYED, "state": {"returns": 1}}]}, "returns=1"),
         ({"bundles": [{**_KEYED, "state": {"returns": True}}]}, "false, where no tier is named"),
-        ({"bundles": [{**_KEYED, "state": {"device": "cpu"}}]}, "one device makes the step"),
+        (
+            {"bundles": [{**_KEYED, "state": {"device": "cpu"}, "gradients": {"device": "device"}}]},
+            "one device makes the step",
+        ),
+        ({"bundles": [{**_KEYED, "gradients": {"device": "cpu"}}]}, "one device makes the step"),
         ({"bundles": [{**_KEYED, "is_pinned": "yes"}]}, "is_pinned='yes'"),
         ({"marks": "swap"}, "placement.marks='swap'"),
         ({"marks": [{"layer": 0}]}, "placement.marks[0]"),

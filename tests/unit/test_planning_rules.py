@@ -156,6 +156,34 @@ def test_what_a_placement_says_is_obeyed_and_the_rest_is_the_rules() -> None:
     )
 
 
+@pytest.mark.parametrize("pins", list(itertools.product((False, True, None), repeat=2)))
+def test_what_a_placement_pins_or_unpins_is_placed_as_if_it_had_ever_been(
+    pins: tuple[bool | None, bool | None],
+) -> None:
+    said = {each.key: pin for each, pin in zip(BUNDLES, pins, strict=True) if pin is not None}
+    mapping = {"bundles": [{"keys": [key], "is_pinned": pin} for key, pin in said.items()]}
+    for facts in GRID:
+        so = [replace(each, is_pinned=said.get(each.key, each.is_pinned)) for each in facts.bundles]
+        try:
+            expected = place(replace(facts, bundles=so))
+        except ConfigError:
+            continue
+        assert obey(mapping, facts) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "device"])
+@pytest.mark.parametrize("target", ["cpu", "device"])
+def test_gradients_are_where_the_state_is_stepped_unless_they_say_otherwise(device: str, target: str) -> None:
+    facts = facts_of(TIERS[3], optimizer_target=target)
+    state = {"device": device}
+    alone = obey(_of_a(state=state, gradients={"tier": "disk"}), facts)
+    assert alone == obey(_of_a(state=state, gradients={"tier": "disk", "device": device}), facts)
+    assert alone.bundles["param/a"].gradients == Home("disk", device)
+    other = {"cpu": "device", "device": "cpu"}[device]
+    with pytest.raises(ConfigError, match="one device makes the step"):
+        obey(_of_a(state=state, gradients={"device": other}), facts)
+
+
 def _of_a(**homes: object) -> dict[str, object]:
     return {"bundles": [{"keys": ["param/a"], **homes}]}
 

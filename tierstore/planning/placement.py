@@ -133,7 +133,8 @@ class BundleHomes:
 
     Args:
         parameters: its own bytes (of a bundle of buffers, theirs); ``device`` runs the modules.
-        gradients: those of its parameters that are stashed; ``device`` is the state's.
+        gradients: those of its parameters that are stashed; ``device`` is the state's, and in plain values
+            follows it.
         state: what optimizers keep for it; ``device`` makes the step.
         is_pinned: whether its own bytes never leave the fastest tier.
     """
@@ -432,8 +433,26 @@ def _by_key(given: object, faults: _WrongPlacement) -> object:
         faults.add_unless(are_keys, f"{where}.{_KEYS}", keys, "a list of the keys of bundles")
         for key in keys if are_keys and isinstance(keys, Sequence) else ():
             faults.add_unless(key not in bundles, f"{where}.{_KEYS}", key, "each key once")
-            bundles[key] = {name: value for name, value in dict(entry).items() if name != _KEYS}
+            bundles[key] = _with_one_device({name: entry[name] for name in entry if name != _KEYS})
     return {**given, "bundles": bundles}
+
+
+def _with_one_device(homes: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a bundle's homes with gradients where its state is stepped, if they do not say where."""
+    gradients, state = homes.get("gradients", {}), homes.get("state")
+    if isinstance(gradients, Mapping) and isinstance(state, Mapping) and "device" in state:
+        return {**homes, "gradients": {"device": state["device"], **gradients}}
+    return homes
+
+
+def pins_in(mapping: object) -> dict[str, bool]:
+    """Return which bundles plain values pin and unpin, by key; of what is wrong, nothing."""
+    given = _by_key(mapping, _WrongPlacement())
+    bundles = given.get("bundles") if isinstance(given, Mapping) else None
+    pins = {
+        key: homes.get("is_pinned") for key, homes in (bundles.items() if isinstance(bundles, dict) else ())
+    }
+    return {key: pin for key, pin in pins.items() if isinstance(pin, bool)}
 
 
 def _overlaid(base: object, given: object, levels: Mapping[str, int]) -> object:

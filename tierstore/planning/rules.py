@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.errors import ConfigError
-from tierstore.planning.placement import CPU, DEVICE, BundleHomes, Home, Placement, Stashing
+from tierstore.planning.placement import CPU, DEVICE, BundleHomes, Home, Placement, Stashing, pins_in
 from tierstore.quoting import listed, named, quoted
 from tierstore.units import format_bytes
 
@@ -172,7 +172,9 @@ def obey(mapping: object, facts: RunFacts) -> Placement:
     Raises:
         ConfigError: it cannot be right, or as `place`; every fault is listed by its name.
     """
-    placement = place(facts).overlaid(mapping)
+    pins = pins_in(mapping)  # the rules decide for them: they are facts
+    bundles = [replace(each, is_pinned=pins.get(each.key, each.is_pinned)) for each in facts.bundles]
+    placement = place(replace(facts, bundles=bundles)).overlaid(mapping)
     check(placement, facts)
     return placement
 

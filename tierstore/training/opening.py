@@ -210,7 +210,7 @@ def open_session(
     require_together(groups, optimizers, store, has_state=former is not None)
     in_host = stepped_in_host(groups, placement) if facts.has_device else []
     if in_host:
-        require_one_place(selection, [optimizers[index] for index in in_host])
+        require_one_place(selection.ignored, groups, [optimizers[index] for index in in_host])
         require_room(
             groups,
             without_elsewhere(groups, sets, placement),
