@@ -271,6 +271,16 @@ def test_whatever_is_given_is_a_placement_or_a_refusal(value: object) -> None:
     assert Placement.from_mapping(placement.to_mapping()) == placement
 
 
+@pytest.mark.parametrize("letter", ["x", "é", "語"])
+def test_yaml_of_one_byte_more_than_a_configuration_may_have_is_refused(letter: str) -> None:
+    text = "stashing: always #"
+    text += letter * ((yaml_text.MOST_BYTES - len(text)) // len(letter.encode()))
+    text += "x" * (yaml_text.MOST_BYTES - len(text.encode()))
+    assert Placement.from_yaml(text).stashing is Stashing.ALWAYS
+    with pytest.raises(ConfigError, match=f"placement: longer.* at most {yaml_text.MOST_BYTES} bytes"):
+        Placement.from_yaml(text + "x")
+
+
 def test_yaml_that_is_too_much_or_none_is_refused() -> None:
     for text in ("a: [", "- &a [*a]", "stashing: !!python/name:os.system", "x" * (yaml_text.MOST_BYTES + 1)):
         with pytest.raises(ConfigError):
