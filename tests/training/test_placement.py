@@ -262,13 +262,34 @@ def test_what_a_placement_pins_is_stepped_on_the_device_whatever_the_target(
     assert_same(build_blocks, steps(3), layout, tmp_path, more)
 
 
-def test_residents_that_are_given_stay_and_no_others_are_chosen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"ahead": {}}])
+def test_residents_that_are_given_stay_and_no_others_are_chosen(
+    more: Mapping[str, object], tmp_path: Path
+) -> None:
+    plans: list[bool] = []
+
     def look(run: Offload) -> None:
         assert run.placement.residents == frozenset({DOWN})
         assert run.store.where(DOWN)[0] == "host"
 
-    more = {**given(residents=[DOWN]), "offload_cpu_size": "300KB"}
-    assert_same(build_blocks, observed(look, 4), "disk", tmp_path, more)
+        assert run._session is not None
+        plans.append(run._session.prefetcher.has_plan)
+
+    room = {"offload_cpu_size": "300KB"}
+    assert_same(
+        build_blocks, observed(look, 4), "disk", tmp_path, {**given(residents=[DOWN], **more), **room}
+    )
+    assert plans == [False, True, True, True]
+
+
+def test_residents_are_chosen_where_null_asks_for_it_though_everything_fits(tmp_path: Path) -> None:
+    trial = Trial(*build_blocks())
+    config = config_of("host", tmp_path, {**given(residents=None), "offload_cpu_size": "64MB"})
+    with offload(trial.model, list(trial.optimizers), config) as run:
+        first = run.placement
+        steps(3)(trial)
+        assert first.residents is None
+        assert run.placement.residents is not None
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -220,7 +220,8 @@ def open_session(
         )
     inventory = Inventory()
     stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
-    policies = _policies(optimizers, store, sets, inventory, placement, stepping)
+    windows = _windows(store, placement) if rules.follows_plan(placement, facts) else None
+    policies = _policies(optimizers, store, sets, inventory, placement, stepping, windows)
     session = Session(model, optimizers, store, policies, inventory, selection.ignored)
     if placement.stashing is not Stashing.NEVER:
         give_freed_memory_back()
@@ -274,6 +275,7 @@ def _policies(
     inventory: Inventory,
     placement: Placement,
     stepping: Stepping,
+    windows: Sequence[PrefetchWindow] | None,
 ) -> Policies:
     """Return what decides for a session that is to be made.
 
@@ -284,13 +286,14 @@ def _policies(
         inventory: of what will be taken in.
         placement: where everything lives.
         stepping: when the optimizers step.
+        windows: how far ahead the plan of a step is prefetched; ``None``: no step is planned.
     """
     fastest = store.tier_names[0]
     placing = Placing(placement, store, inventory, stepping)
     meter = None if fastest == HOST else _meter(store)
     prefetcher = Prefetcher(
         store,
-        _windows(store, placement),
+        windows,
         inventory.nbytes_of,
         len(optimizers),
         placing.residents,
