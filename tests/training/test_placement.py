@@ -40,6 +40,7 @@ from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.faults import guard
 from tierstore.training.optimizers import steps_by_bundle
 from tierstore.training.optimizers.step_units import placed
+from tierstore.training.session import Session
 
 UP, DOWN = "param/0.up.weight", "param/1.down.weight"
 ROOM = "240KB"  # for a step in host memory, and for what is pinned
@@ -316,6 +317,25 @@ def test_a_placement_that_can_not_be_right_is_refused_before_anything_changes(
         offload(model, adam(model), config_of(layout, tmp_path, {"placement": placement}))
     assert [(each.data_ptr(), type(each)) for each in model.parameters()] == before
     loss_of(model, *batch()).backward()
+
+
+@pytest.mark.parametrize(
+    ("marks", "layers", "said"),
+    [
+        ([{"layer": 0, "operators": "", "treatment": "keep"}], None, "recompute_config decide these"),
+        ([], "nowhere", "layers='nowhere'"),
+    ],
+)
+def test_what_is_said_of_activations_is_refused_before_anything_is_taken_in(
+    marks: Sequence[object], layers: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "adopt", None)  # nothing comes this far
+    model = one_budget.build().model
+    document = one_budget.document(
+        tmp_path, swap="operators swapped", recompute="a layer recomputed", placement={"marks": marks}
+    )
+    with pytest.raises((ConfigError, UsageError), match=said):
+        offload(model, adam(model), document, layers=layers)
 
 
 def test_more_is_pinned_than_there_is_room_for(tmp_path: Path) -> None:

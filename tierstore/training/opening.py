@@ -11,7 +11,7 @@ from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
-from tierstore.planning import Placement, Stashing, rules
+from tierstore.planning import PlacedMark, Placement, Stashing, rules
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.torch_private import RecursiveScriptModule, is_traceable_wrapper_subclass
@@ -183,6 +183,7 @@ def open_session(
     store: RunStore,
     source: Weights | ResumedCheckpoint | None,
     selection: SelectedTensors,
+    marks: tuple[PlacedMark, ...],
 ) -> Session:
     """Adopt the model and the optimizers' state, and register the hooks; undo all if that fails.
 
@@ -193,6 +194,7 @@ def open_session(
         store: where to.
         source: where values come from; ``None``: they are there.
         selection: which tensors are treated otherwise.
+        marks: what will happen to activations.
     """
     fastest = store.tier_names[0]
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes
@@ -200,7 +202,7 @@ def open_session(
     groups = _groups(model, optimizers, config, store, selection)
     former = source if isinstance(source, ResumedCheckpoint) else None
     sets = working_sets(groups, optimizers, former)
-    facts, placement = placement_of(config, store, optimizers, groups, sets)
+    facts, placement = placement_of(config, store, optimizers, groups, sets, marks)
     if config.placement is not None:
         for group in groups:
             group.is_pinned = placement.bundles[group.key].is_pinned
