@@ -1,6 +1,8 @@
 """What is asked of one kind of optimizer: which tensors it keeps for parameters, and the bytes of those.
 
-All that knows how an optimizer lays out its state stands here: who moves, counts or saves it asks an adapter.
+Who takes state into the store, moves or counts it asks an adapter.  State dicts, checkpoints and what
+compares state before and after a step read each parameter's entries, as PyTorch lays them out: what an
+adapter yields has to stand there too, under any parameter.
 
 1. A unit is the parameters of one bundle.  Whether an optimizer may be stepped a unit at a time is
    `tierstore.training.optimizers.registered`' to say.
