@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import zlib
 from pathlib import Path
 
@@ -50,7 +49,6 @@ settings.load_profile(_PROFILE)
 
 _LONG_TIMEOUT_S = 7200
 _LARGE_GRID = 16  # cases of one test, each in several layouts
-_MANY_MODULES = 50  # imported since the last time: worth a collection of garbage
 
 _SIMULATE = "--simulate-accelerator"
 _ON_ACCELERATOR = "--on-accelerator"
@@ -99,29 +97,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _NEEDS_SIMULATION in collection_path.parents and not is_simulated else None
 
 
-_modules_frozen = 0
-
-
-def _freeze_modules() -> None:
-    """Let no collection of garbage look through modules: the library asks for many, of 0.2 s each else."""
-    global _modules_frozen  # noqa: PLW0603 - of this process
+def _freeze() -> None:
+    """Let no collection of garbage look at what is there for good: the library asks for many."""
     gc.collect()
     gc.freeze()
-    _modules_frozen = len(sys.modules)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze what collecting has imported."""
+    """Freeze what collecting has imported, and the tests."""
     del session
-    _freeze_modules()
+    _freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Freeze what a file of tests has imported, such as PyTorch's compiler."""
-    is_last = nextitem is None or nextitem.path != item.path
-    if is_last and len(sys.modules) >= _modules_frozen + _MANY_MODULES:
-        _freeze_modules()
+    """Freeze what a file of tests has left: in the end of a run, a collection would take seconds."""
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
 
 
 def _is_for_an_accelerator(item: pytest.Item) -> bool:

@@ -41,6 +41,7 @@ from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.faults import guard
 from tierstore.training.optimizers import steps_by_bundle
 from tierstore.training.optimizers.step_units import placed
+from tierstore.training.session import Session
 
 PATIENCE_S = 60.0
 
@@ -96,6 +97,8 @@ def test_residents_are_chosen_when_a_step_has_run(tmp_path: Path) -> None:
         assert first.residents is None
         assert residents
         assert residents < run.placement.bundles.keys()
+        assert isinstance(residents, frozenset)
+        assert hash(run.placement) != hash(first)
 
 
 def test_a_run_without_a_store_has_no_placement() -> None:
@@ -231,13 +234,70 @@ def test_an_optimizer_that_steps_only_what_is_pinned_steps_it_on_the_device(
     assert_same(build, steps(3), layout, tmp_path, more)
 
 
-def test_residents_that_are_given_stay_and_no_others_are_chosen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if "max_device_memory" in LAYOUTS[each]])
+def test_what_a_placement_unpins_may_be_stepped_in_host_memory_with_all_others(
+    layout: str, tmp_path: Path
+) -> None:
+    class WholeToo(torch.optim.SGD):
+        """Not known to treat each parameter by itself."""
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks()
+        return model, [WholeToo(model.parameters(), lr=0.1, momentum=0.9)]
+
+    more = {
+        "pinned": ["3"],
+        "optimizer_target": "cpu",
+        "offload_cpu_size": "64MB",
+        **with_device(layout, "600KB"),
+    }
+    with pytest.raises(UsageError, match="is pinned and stays on the device"):
+        offload(*build(), config_of(layout, tmp_path, more))
+    unpinned = given({"keys": ["param/3.weight"], "is_pinned": False})
+    assert_same(build, steps(3), layout, tmp_path, {**more, **unpinned})
+
+
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if "max_device_memory" in LAYOUTS[each]])
+def test_what_a_placement_pins_is_stepped_on_the_device_whatever_the_target(
+    layout: str, tmp_path: Path
+) -> None:
+    more = {
+        **given({"keys": [UP], "is_pinned": True}),
+        "optimizer_target": "cpu",
+        "offload_cpu_size": "64MB",
+        **with_device(layout, ROOM),
+    }
+    assert_same(build_blocks, steps(3), layout, tmp_path, more)
+
+
+@pytest.mark.parametrize("more", [{}, {"ahead": {}}])
+def test_residents_that_are_given_stay_and_no_others_are_chosen(
+    more: Mapping[str, object], tmp_path: Path
+) -> None:
+    plans: list[bool] = []
+
     def look(run: Offload) -> None:
         assert run.placement.residents == frozenset({DOWN})
         assert run.store.where(DOWN)[0] == "host"
 
-    more = {**given(residents=[DOWN]), "offload_cpu_size": "300KB"}
-    assert_same(build_blocks, observed(look, 4), "disk", tmp_path, more)
+        assert run._session is not None
+        plans.append(run._session.prefetcher.has_plan)
+
+    room = {"offload_cpu_size": "300KB"}
+    assert_same(
+        build_blocks, observed(look, 4), "disk", tmp_path, {**given(residents=[DOWN], **more), **room}
+    )
+    assert plans == [False, True, True, True]
+
+
+def test_residents_are_chosen_where_null_asks_for_it_though_everything_fits(tmp_path: Path) -> None:
+    trial = Trial(*build_blocks())
+    config = config_of("host", tmp_path, {**given(residents=None), "offload_cpu_size": "64MB"})
+    with offload(trial.model, list(trial.optimizers), config) as run:
+        first = run.placement
+        steps(3)(trial)
+        assert first.residents is None
+        assert run.placement.residents is not None
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -264,6 +324,25 @@ def test_a_placement_that_can_not_be_right_is_refused_before_anything_changes(
         offload(model, adam(model), config_of(layout, tmp_path, {"placement": placement}))
     assert [(each.data_ptr(), type(each)) for each in model.parameters()] == before
     loss_of(model, *batch()).backward()
+
+
+@pytest.mark.parametrize(
+    ("marks", "layers", "said"),
+    [
+        ([{"layer": 0, "operators": "", "treatment": "keep"}], None, "recompute_config decide these"),
+        ([], "nowhere", "layers='nowhere'"),
+    ],
+)
+def test_what_is_said_of_activations_is_refused_before_anything_is_taken_in(
+    marks: Sequence[object], layers: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "adopt", None)  # nothing comes this far
+    model = one_budget.build().model
+    document = one_budget.document(
+        tmp_path, swap="operators swapped", recompute="a layer recomputed", placement={"marks": marks}
+    )
+    with pytest.raises((ConfigError, UsageError), match=said):
+        offload(model, adam(model), document, layers=layers)
 
 
 def test_more_is_pinned_than_there_is_room_for(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -50,7 +53,31 @@ placements = st.builds(
 def test_a_placement_that_is_written_as_yaml_is_read_as_the_same(placement: Placement) -> None:
     found = Placement.from_yaml(placement.to_yaml())
     assert found == placement
+    assert list(found.bundles) == list(placement.bundles)
+    assert list(found.ahead) == list(placement.ahead)
     assert found.to_mapping() == placement.to_mapping()
+
+
+@given(st.permutations(["a", "b", "c", "d"]), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_bundles_that_live_alike_keep_their_places_between_others(keys: list[str], pins: list[bool]) -> None:
+    placement = Placement({key: BundleHomes(is_pinned=pin) for key, pin in zip(keys, pins, strict=True)})
+    assert list(Placement.from_yaml(placement.to_yaml()).bundles) == keys
+
+
+@given(placements)
+def test_a_placement_can_be_copied_pickled_and_taken_apart(placement: Placement) -> None:
+    copies: list[Placement] = [
+        copy.copy(placement),
+        copy.deepcopy(placement),
+        pickle.loads(pickle.dumps(placement)),
+    ]
+    for found in copies:
+        assert found == placement
+        assert found.to_mapping() == placement.to_mapping()
+        with pytest.raises(TypeError):
+            found.bundles["a"] = BundleHomes()  # type: ignore[index]
+    assert dataclasses.asdict(placement).keys() == {each.name for each in dataclasses.fields(Placement)}
+    assert f"ahead={dict(placement.ahead)}" in repr(placement)
 
 
 @given(placements)
@@ -123,6 +150,24 @@ def test_a_placement_can_not_be_changed() -> None:
         placement.ahead["host"] = 1.0  # type: ignore[index]
 
 
+@given(
+    st.lists(names, max_size=4),
+    st.sampled_from([set, frozenset, list, tuple, lambda each: {}.fromkeys(each).keys()]),
+)
+def test_residents_in_whatever_they_come_are_a_frozen_set(
+    keys: list[str], kind: Callable[[list[str]], frozenset[str]]
+) -> None:
+    placement = Placement(residents=kind(keys))
+    assert type(placement.residents) is frozenset
+    assert hash(placement) == hash(Placement(residents=frozenset(keys)))
+
+
+@pytest.mark.parametrize("residents", ["ab", "", b"ab", {"a": 1}, 1, [1], [""], {None}])
+def test_residents_that_are_no_keys_are_refused(residents: object) -> None:
+    with pytest.raises(ConfigError, match="residents="):
+        Placement(residents=residents)  # type: ignore[arg-type]
+
+
 @given(st.floats(0, 1, exclude_min=True), st.integers(0, 2**60))
 def test_a_share_of_a_quota_is_exact_and_never_more_than_the_quota(share: float, quota_bytes: int) -> None:
     ahead_bytes = Placement(ahead={"host": share}).ahead_bytes("host", quota_bytes)
@@ -167,7 +212,11 @@ _KEYED = {"keys": ["a"]}
         ({"bundles": [{**_KEYED, "state": {"device": ["cpu"]}}]}, "device=['cpu']"),
         ({"bundles": [{**_KEYED, "state": {"returns": 1}}]}, "returns=1"),
         ({"bundles": [{**_KEYED, "state": {"returns": True}}]}, "false, where no tier is named"),
-        ({"bundles": [{**_KEYED, "state": {"device": "cpu"}}]}, "one device makes the step"),
+        (
+            {"bundles": [{**_KEYED, "state": {"device": "cpu"}, "gradients": {"device": "device"}}]},
+            "one device makes the step",
+        ),
+        ({"bundles": [{**_KEYED, "gradients": {"device": "cpu"}}]}, "one device makes the step"),
         ({"bundles": [{**_KEYED, "is_pinned": "yes"}]}, "is_pinned='yes'"),
         ({"marks": "swap"}, "placement.marks='swap'"),
         ({"marks": [{"layer": 0}]}, "placement.marks[0]"),
@@ -220,6 +269,16 @@ def test_whatever_is_given_is_a_placement_or_a_refusal(value: object) -> None:
     except ConfigError:
         return
     assert Placement.from_mapping(placement.to_mapping()) == placement
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "語"])
+def test_yaml_of_one_byte_more_than_a_configuration_may_have_is_refused(letter: str) -> None:
+    text = "stashing: always #"
+    text += letter * ((yaml_text.MOST_BYTES - len(text)) // len(letter.encode()))
+    text += "x" * (yaml_text.MOST_BYTES - len(text.encode()))
+    assert Placement.from_yaml(text).stashing is Stashing.ALWAYS
+    with pytest.raises(ConfigError, match=f"placement: longer.* at most {yaml_text.MOST_BYTES} bytes"):
+        Placement.from_yaml(text + "x")
 
 
 def test_yaml_that_is_too_much_or_none_is_refused() -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
 from tierstore.errors import ConfigError
 from tierstore.planning import BundleHomes, Home, Placement, Stashing
-from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, check, obey, place, small_bytes
+from tierstore.planning.rules import (
+    BundleFacts,
+    RunFacts,
+    Wishes,
+    check,
+    follows_plan,
+    obey,
+    place,
+    small_bytes,
+)
 
 MIB = 2**20
 TIERS: list[dict[str, int]] = [
@@ -156,6 +165,54 @@ def test_what_a_placement_says_is_obeyed_and_the_rest_is_the_rules() -> None:
     )
 
 
+@pytest.mark.parametrize("pins", list(itertools.product((False, True, None), repeat=2)))
+def test_what_a_placement_pins_or_unpins_is_placed_as_if_it_had_ever_been(
+    pins: tuple[bool | None, bool | None],
+) -> None:
+    said = {each.key: pin for each, pin in zip(BUNDLES, pins, strict=True) if pin is not None}
+    mapping = {"bundles": [{"keys": [key], "is_pinned": pin} for key, pin in said.items()]}
+    for facts in GRID:
+        so = [replace(each, is_pinned=said.get(each.key, each.is_pinned)) for each in facts.bundles]
+        try:
+            expected = place(replace(facts, bundles=so))
+        except ConfigError:
+            continue
+        assert obey(mapping, facts) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "device"])
+@pytest.mark.parametrize("target", ["cpu", "device"])
+def test_gradients_are_where_the_state_is_stepped_unless_they_say_otherwise(device: str, target: str) -> None:
+    facts = facts_of(TIERS[3], optimizer_target=target)
+    state = {"device": device}
+    alone = obey(_of_a(state=state, gradients={"tier": "disk"}), facts)
+    assert alone == obey(_of_a(state=state, gradients={"tier": "disk", "device": device}), facts)
+    assert alone.bundles["param/a"].gradients == Home("disk", device)
+    other = {"cpu": "device", "device": "cpu"}[device]
+    with pytest.raises(ConfigError, match="one device makes the step"):
+        obey(_of_a(state=state, gradients={"device": other}), facts)
+
+
+def test_steps_are_planned_where_something_may_leave_or_a_placement_asks_for_it() -> None:
+    asks: Sequence[Mapping[str, object]] = (
+        {},
+        {"ahead": {}},
+        {"residents": None},
+        {"residents": ["param/a"]},
+        {"ahead": {"host": 0.5}},
+    )
+    for facts in (HOST, DEVICE, FITTING):
+        for mapping in asks:
+            try:
+                placement = obey(mapping, facts)
+            except ConfigError:
+                assert facts is DEVICE
+                assert "residents" in mapping
+                continue
+            is_asked = any(mapping.values()) or "residents" in mapping
+            assert follows_plan(placement, facts) == (facts is not FITTING or is_asked)
+
+
 def _of_a(**homes: object) -> dict[str, object]:
     return {"bundles": [{"keys": ["param/a"], **homes}]}
 
@@ -187,6 +244,7 @@ CPU_STEP = {"state": {"device": "cpu"}, "gradients": {"device": "cpu"}}
         (HOST, {"ahead": {"disk": 0.5}}, "ahead: disk: nothing is prefetched there; accepted: host"),
         (DEVICE, {"ahead": {"tape": 0.5}}, "ahead: tape"),
         (DEVICE, {"residents": ["param/a"]}, "beside a device nothing stays by plan"),
+        (DEVICE, {"residents": None}, "beside a device nothing stays by plan"),
         (HOST, {"residents": ["param/x"]}, "residents: param/x: the model has no such bundle"),
         (DEVICE, {"stashing": "never"}, "stashing='never': a device"),
         (HOST, {"stashing": "never"}, "stashing='never': everything needs 68.0 MiB"),

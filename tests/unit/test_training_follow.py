@@ -14,10 +14,15 @@ import tierstore as ts
 from tierstore.training.budgets.prefetcher import Prefetcher, PrefetchWindow
 
 
-def test_a_gradient_is_needed_until_the_step_ends() -> None:
+@pytest.mark.parametrize(
+    ("windows", "kept"), [([PrefetchWindow("host", 0)], "gradient"), ([], "gradient"), (None, "first")]
+)
+def test_a_gradient_is_needed_until_the_step_ends_whether_something_is_prefetched_or_not(
+    windows: list[PrefetchWindow] | None, kept: str
+) -> None:
     tiers = [ts.TierConfig("host", "memory", 2048), ts.TierConfig("disk", "memory", 65536)]
     with ts.Store(ts.StoreConfig(tiers=tiers, eviction="next-use")) as store:
-        prefetcher = Prefetcher(store, [PrefetchWindow("host", 0)], lambda _: 0, optimizers=1)
+        prefetcher = Prefetcher(store, windows, lambda _: 0, optimizers=1)
 
         def begin_step() -> None:
             prefetcher.begin_forward()
@@ -31,7 +36,9 @@ def test_a_gradient_is_needed_until_the_step_ends() -> None:
         begin_step()
         begin_step()  # by the plan: what comes next is the end, and then "first"
         store.put("new", torch.zeros(1024, dtype=torch.uint8), tier="host")
-        assert (store.where("gradient"), store.where("first")) == (("host",), ("disk",))
+        assert prefetcher.has_plan == (windows is not None)
+        (gone,) = {"gradient", "first"} - {kept}
+        assert (store.where(kept), store.where(gone)) == (("host",), ("disk",))
 
 
 def test_an_activation_is_brought_to_host_memory_ahead_of_its_use_and_no_further() -> None:

@@ -43,6 +43,8 @@ def parse(text: str, name: str) -> object:
     Raises:
         ConfigError: it is not YAML, or more than is accepted; the message says where.
     """
+    if len(text) > MOST_BYTES or len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
+        raise ConfigError(f"{name}: longer than is accepted: at most {MOST_BYTES} bytes")
     loader: Any = None
     try:
         loader = _Loader(text, name)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from types import MappingProxyType
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import yaml
 
@@ -28,6 +28,8 @@ from tierstore.quoting import listed, named, quoted
 DEVICE = "device"
 CPU = "cpu"
 DEVICES = (DEVICE, CPU)
+
+V = TypeVar("V")
 
 _SHOWN = 3
 _MOST_FAULTS = 32
@@ -131,7 +133,8 @@ class BundleHomes:
 
     Args:
         parameters: its own bytes (of a bundle of buffers, theirs); ``device`` runs the modules.
-        gradients: those of its parameters that are stashed; ``device`` is the state's.
+        gradients: those of its parameters that are stashed; ``device`` is the state's, and in plain values
+            follows it.
         state: what optimizers keep for it; ``device`` makes the step.
         is_pinned: whether its own bytes never leave the fastest tier.
     """
@@ -192,6 +195,27 @@ class PlacedMark:
         return f"layer {self.layer} {self.operators or 'as a whole'}: {self.treatment.value}{ahead}"
 
 
+class FrozenMapping(Mapping[str, V]):
+    """A mapping that nobody changes, and that can be copied and pickled."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, V]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, key: str) -> V:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where everything of one run lives.
@@ -226,14 +250,18 @@ class Placement:
             faults.add_unless(
                 is_right, f"ahead[{named(tier)}]", share, "a share greater than 0 and at most 1"
             )
-        are_names = self.residents is None or all(map(_is_name, self.residents))
-        faults.add_unless(are_names, "residents", self.residents, "keys of bundles, or null")
+        is_set = isinstance(self.residents, Set | list | tuple) and all(map(_is_name, self.residents))
+        faults.add_unless(
+            self.residents is None or is_set, "residents", self.residents, "keys of bundles, or null"
+        )
         are_marks = all(isinstance(each, PlacedMark) for each in self.marks)
         faults.add_unless(are_marks, "marks", self.marks, "a list of PlacedMark")
         faults.raise_if_any("Placement")
+        if self.residents is not None:
+            object.__setattr__(self, "residents", frozenset(self.residents))
         object.__setattr__(self, "marks", tuple(self.marks))
-        object.__setattr__(self, "bundles", MappingProxyType(dict(self.bundles)))
-        object.__setattr__(self, "ahead", MappingProxyType({k: float(v) for k, v in self.ahead.items()}))
+        object.__setattr__(self, "bundles", FrozenMapping(self.bundles))
+        object.__setattr__(self, "ahead", FrozenMapping({k: float(v) for k, v in self.ahead.items()}))
 
     def ahead_bytes(self, tier: str, quota_bytes: int) -> int:
         """Return how much may be ahead in a tier of which the store may have so much."""
@@ -255,12 +283,15 @@ class Placement:
     # --- as plain values ----------------------------------------------------------------------
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return it as plain values, bundles that live alike in one entry: `from_mapping` reads it back."""
+        """Return it as plain values, neighbours that live alike in one entry; `from_mapping` reads it."""
         return {
             "stashing": self.stashing.value,
             "ahead": dict(self.ahead),
             "residents": None if self.residents is None else sorted(self.residents),
-            "bundles": [{_KEYS: keys, **_plain(homes)} for homes, keys in self._alike().items()],
+            "bundles": [
+                {_KEYS: list(keys), **_plain(homes)}
+                for homes, keys in groupby(self.bundles, self.bundles.__getitem__)
+            ],
             "marks": [_plain(mark) for mark in self.marks],
         }
 
@@ -402,8 +433,26 @@ def _by_key(given: object, faults: _WrongPlacement) -> object:
         faults.add_unless(are_keys, f"{where}.{_KEYS}", keys, "a list of the keys of bundles")
         for key in keys if are_keys and isinstance(keys, Sequence) else ():
             faults.add_unless(key not in bundles, f"{where}.{_KEYS}", key, "each key once")
-            bundles[key] = {name: value for name, value in dict(entry).items() if name != _KEYS}
+            bundles[key] = _with_one_device({name: entry[name] for name in entry if name != _KEYS})
     return {**given, "bundles": bundles}
+
+
+def _with_one_device(homes: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a bundle's homes with gradients where its state is stepped, if they do not say where."""
+    gradients, state = homes.get("gradients", {}), homes.get("state")
+    if isinstance(gradients, Mapping) and isinstance(state, Mapping) and "device" in state:
+        return {**homes, "gradients": {"device": state["device"], **gradients}}
+    return homes
+
+
+def pins_in(mapping: object) -> dict[str, bool]:
+    """Return which bundles plain values pin and unpin, by key; of what is wrong, nothing."""
+    given = _by_key(mapping, _WrongPlacement())
+    bundles = given.get("bundles") if isinstance(given, Mapping) else None
+    pins = {
+        key: homes.get("is_pinned") for key, homes in (bundles.items() if isinstance(bundles, dict) else ())
+    }
+    return {key: pin for key, pin in pins.items() if isinstance(pin, bool)}
 
 
 def _overlaid(base: object, given: object, levels: Mapping[str, int]) -> object:

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.errors import ConfigError
-from tierstore.planning.placement import CPU, DEVICE, BundleHomes, Home, Placement, Stashing
+from tierstore.planning.placement import CPU, DEVICE, BundleHomes, Home, Placement, Stashing, pins_in
 from tierstore.quoting import listed, named, quoted
 from tierstore.units import format_bytes
 
@@ -108,6 +108,11 @@ class RunFacts:
         """Whether everything fits into the fastest tier."""
         return self.needed_bytes <= int(self.tiers[self.fastest] * self.wishes.hbm_ratio)
 
+    @property
+    def needs_plan(self) -> bool:
+        """Whether something may have to leave the fastest tier: what is needed next is then worth knowing."""
+        return self.has_device or not self.fits
+
 
 def small_bytes(left_bytes: int) -> int:
     """Return below which size bundles are joined, where so much is left of the fastest tier."""
@@ -133,15 +138,18 @@ def place(facts: RunFacts) -> Placement:
         )
         for is_pinned in (False, True)
     }
-    ahead = (
-        [] if facts.fits and not facts.has_device else [facts.fastest, *(t for t in facts.tiers if t == HOST)]
-    )
+    ahead = [facts.fastest, *(t for t in facts.tiers if t == HOST)] if facts.needs_plan else []
     return Placement(
         {each.key: homes[each.is_pinned] for each in facts.bundles},
         _stashing(facts),
         dict.fromkeys(ahead, AHEAD),
-        None if ahead and not facts.has_device else frozenset(),
+        None if facts.needs_plan and not facts.has_device else frozenset(),
     )
+
+
+def follows_plan(placement: Placement, facts: RunFacts) -> bool:
+    """Return whether steps are recorded and followed: something may leave, is ahead, or is to stay."""
+    return facts.needs_plan or bool(placement.ahead) or placement.residents != frozenset()
 
 
 def _stashing(facts: RunFacts) -> Stashing:
@@ -172,7 +180,9 @@ def obey(mapping: object, facts: RunFacts) -> Placement:
     Raises:
         ConfigError: it cannot be right, or as `place`; every fault is listed by its name.
     """
-    placement = place(facts).overlaid(mapping)
+    pins = pins_in(mapping)  # the rules decide for them: they are facts
+    bundles = [replace(each, is_pinned=pins.get(each.key, each.is_pinned)) for each in facts.bundles]
+    placement = place(replace(facts, bundles=bundles)).overlaid(mapping)
     check(placement, facts)
     return placement
 
@@ -256,8 +266,8 @@ def _wrong_flow(placement: Placement, facts: RunFacts) -> Iterator[str]:
     for tier in placement.ahead:
         if tier not in reached:
             yield f"ahead: {named(tier)}: nothing is prefetched there; accepted: {', '.join(reached)}"
-    if placement.residents and facts.has_device:
-        yield "residents: beside a device nothing stays by plan; pin it, or leave the key out"
+    if placement.residents != frozenset() and facts.has_device:
+        yield "residents: beside a device nothing stays by plan, null included; pin it, or leave the key out"
     match placement.stashing:
         case Stashing.NEVER if facts.has_device:
             yield "stashing='never': a device may have no room for all; accepted: always, without-room"

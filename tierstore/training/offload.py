@@ -43,6 +43,7 @@ from tierstore.training.leaving import OnClose
 from tierstore.training.left_behind import let_go
 from tierstore.training.opening import check_model, find_former, open_session
 from tierstore.training.optimizers.in_backward import Stepping
+from tierstore.training.placing import marks_of
 from tierstore.training.run_stats import RunStats
 from tierstore.training.selection import SelectedTensors, patterns, select
 from tierstore.training.session import Session
@@ -478,7 +479,8 @@ def _open(
         session: Session | None = None
         try:
             with let_go(model, optimizers, is_resumed=former is not None):
-                session = open_session(model, optimizers, settings, store, former or source, selection)
+                marks = marks_of(model, *activations)
+                session = open_session(model, optimizers, settings, store, former or source, selection, marks)
                 session.apply_to_activations(*activations)
                 say_opened(session)
                 resumed = None if former is None else former.resumed

@@ -11,7 +11,7 @@ from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
-from tierstore.planning import Placement, Stashing, rules
+from tierstore.planning import PlacedMark, Placement, Stashing, rules
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.torch_private import RecursiveScriptModule, is_traceable_wrapper_subclass
@@ -183,6 +183,7 @@ def open_session(
     store: RunStore,
     source: Weights | ResumedCheckpoint | None,
     selection: SelectedTensors,
+    marks: tuple[PlacedMark, ...],
 ) -> Session:
     """Adopt the model and the optimizers' state, and register the hooks; undo all if that fails.
 
@@ -193,6 +194,7 @@ def open_session(
         store: where to.
         source: where values come from; ``None``: they are there.
         selection: which tensors are treated otherwise.
+        marks: what will happen to activations.
     """
     fastest = store.tier_names[0]
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes
@@ -200,7 +202,7 @@ def open_session(
     groups = _groups(model, optimizers, config, store, selection)
     former = source if isinstance(source, ResumedCheckpoint) else None
     sets = working_sets(groups, optimizers, former)
-    facts, placement = placement_of(config, store, optimizers, groups, sets)
+    facts, placement = placement_of(config, store, optimizers, groups, sets, marks)
     if config.placement is not None:
         for group in groups:
             group.is_pinned = placement.bundles[group.key].is_pinned
@@ -210,7 +212,7 @@ def open_session(
     require_together(groups, optimizers, store, has_state=former is not None)
     in_host = stepped_in_host(groups, placement) if facts.has_device else []
     if in_host:
-        require_one_place(selection, [optimizers[index] for index in in_host])
+        require_one_place(selection.ignored, groups, [optimizers[index] for index in in_host])
         require_room(
             groups,
             without_elsewhere(groups, sets, placement),
@@ -220,7 +222,8 @@ def open_session(
         )
     inventory = Inventory()
     stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
-    policies = _policies(optimizers, store, sets, inventory, placement, stepping)
+    windows = _windows(store, placement) if rules.follows_plan(placement, facts) else None
+    policies = _policies(optimizers, store, sets, inventory, placement, stepping, windows)
     session = Session(model, optimizers, store, policies, inventory, selection.ignored)
     if placement.stashing is not Stashing.NEVER:
         give_freed_memory_back()
@@ -274,6 +277,7 @@ def _policies(
     inventory: Inventory,
     placement: Placement,
     stepping: Stepping,
+    windows: Sequence[PrefetchWindow] | None,
 ) -> Policies:
     """Return what decides for a session that is to be made.
 
@@ -284,13 +288,14 @@ def _policies(
         inventory: of what will be taken in.
         placement: where everything lives.
         stepping: when the optimizers step.
+        windows: how far ahead the plan of a step is prefetched; ``None``: no step is planned.
     """
     fastest = store.tier_names[0]
     placing = Placing(placement, store, inventory, stepping)
     meter = None if fastest == HOST else _meter(store)
     prefetcher = Prefetcher(
         store,
-        _windows(store, placement),
+        windows,
         inventory.nbytes_of,
         len(optimizers),
         placing.residents,

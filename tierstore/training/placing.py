@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import ConfigError
@@ -16,7 +18,9 @@ from tierstore.planning import BundleHomes, PlacedMark, Placement, Trained, Trea
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey, place
 from tierstore.quoting import quoted
 from tierstore.store import Store
-from tierstore.training.activations.config.plan import ActivationPlan
+from tierstore.training.activations.config.layers import Names, find_layers
+from tierstore.training.activations.config.plan import ActivationPlan, plan_layers
+from tierstore.training.activations.config.sections import Sections
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.bundles.grouping import Group
 from tierstore.training.bundles.working_sets import WorkingSet
@@ -31,6 +35,7 @@ def placement_of(
     optimizers: Sequence[torch.optim.Optimizer],
     groups: Sequence[Group],
     sets: Sequence[WorkingSet],
+    marks: tuple[PlacedMark, ...],
 ) -> tuple[RunFacts, Placement]:
     """Return what is known of a run that is to be opened, and where everything of it lives.
 
@@ -40,9 +45,11 @@ def placement_of(
         optimizers: that train.
         groups: of what travels together.
         sets: what each of them needs.
+        marks: what happens to activations.
 
     Raises:
-        ConfigError: a tier is asked for that is not there, or the placement that is given cannot be right.
+        ConfigError: a tier is asked for that is not there, or the placement that is given cannot be right,
+            or says something else of activations.
     """
     given = {each.name: getattr(config, each.name) for each in fields(Wishes)}
     bundles = [
@@ -51,7 +58,27 @@ def placement_of(
     ]
     tiers = {name: tier.capacity_bytes for name, tier in store.stats().tiers.items()}
     facts = RunFacts(tiers, bundles, Wishes(**given))
-    return facts, place(facts) if config.placement is None else obey(config.placement, facts)
+    placement = place(facts) if config.placement is None else obey(config.placement, facts)
+    if placement.marks and placement.marks != marks:
+        raise ConfigError(
+            f"placement: marks={quoted(list(map(str, placement.marks)))}: swap_config and "
+            f"recompute_config decide these, and say {quoted(list(map(str, marks)))}. Leave the key out."
+        )
+    return facts, replace(placement, marks=marks)
+
+
+def marks_of(model: nn.Module, sections: Sections, layers: Names) -> tuple[PlacedMark, ...]:
+    """Return what happens to activations of a model that is to be opened, as its document says.
+
+    Raises:
+        ConfigError: the document does not fit the number of layers.
+        UsageError: no layers were found.
+    """
+    if sections.recompute is None and sections.swap is None:
+        return ()
+    layout: Mapping[str, Any] = sections.layout
+    count = len(find_layers(model, layers))
+    return tuple(_marks(plan_layers(sections.recompute, sections.swap, num_layers=count, **layout)))
 
 
 def _whole_optimizer(group: Group, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
@@ -101,20 +128,6 @@ class Placing:
         """Return where all of a bundle lives."""
         return self.placement.bundles[bundle.key]
 
-    def note_activations(self, plan: ActivationPlan | None) -> None:
-        """Take in what happens to activations.
-
-        Raises:
-            ConfigError: the placement that was given says something else.
-        """
-        marks = () if plan is None else tuple(_marks(plan))
-        if self.placement.marks and self.placement.marks != marks:
-            raise ConfigError(
-                f"placement: marks={quoted(list(map(str, self.placement.marks)))}: swap_config and "
-                f"recompute_config decide these, and say {quoted(list(map(str, marks)))}. Leave the key out."
-            )
-        self.placement = replace(self.placement, marks=marks)
-
     def residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
         """Return the keys that stay from step to step; choose them, unless they were before the first one.
 
@@ -130,7 +143,7 @@ class Placing:
             is_in_backward = self._stepping is Stepping.IN_BACKWARD
             able = [each for each in trained.values() if each.gradients or is_in_backward]
             keys = choose_residents(able, self._store.stats().tiers[fastest].capacity_bytes)
-            self.placement = replace(self.placement, residents=keys & trained.keys())
+            self.placement = replace(self.placement, residents=keys.intersection(trained))
         stay = [trained[key] for key in self.placement.residents or () if key in trained]
         return frozenset(key for each in stay for key in (*each.keys, *each.gradients))
 

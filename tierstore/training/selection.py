@@ -25,6 +25,7 @@ from torch import nn
 from tierstore.errors import UsageError
 from tierstore.quoting import quoted
 from tierstore.training.activations.config.patterns import Path, Pattern
+from tierstore.training.bundles.grouping import Group
 from tierstore.training.modules.buffers import names_of_buffers
 from tierstore.training.modules.tensor_names import all_names
 from tierstore.training.optimizers.registered import is_per_parameter
@@ -78,21 +79,36 @@ def select(model: nn.Module, ignored: Sequence[str], pinned: Sequence[str]) -> S
     return selection
 
 
-def require_one_place(selection: SelectedTensors, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def require_one_place(
+    ignored: Mapping[torch.Tensor, str],
+    groups: Sequence[Group],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
     """Make sure that optimizers which compute in host memory, beside a device, can step what they train.
+
+    Args:
+        ignored: by name.
+        groups: of what travels together, which say what is pinned.
+        optimizers: that compute there.
 
     Raises:
         UsageError: one is stepped as a whole and trains what stays on the device.
     """
-    there = dict.fromkeys(selection.pinned, "pinned") | {
-        p: "ignored" for p in selection.ignored if p.device.type not in ("cpu", "meta")
+    pinned = {
+        tensor: name
+        for group in groups
+        if group.is_pinned
+        for tensor, name in zip(group.tensors, group.names, strict=True)
+    }
+    there = dict.fromkeys(pinned, "pinned") | {
+        p: "ignored" for p in ignored if p.device.type not in ("cpu", "meta")
     }
     for optimizer in optimizers:
         if not there or is_per_parameter(optimizer):
             continue
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             if parameter in there:
-                name = {**selection.ignored, **selection.pinned}[parameter]
+                name = {**ignored, **pinned}[parameter]
                 kind = type(optimizer).__name__
                 raise UsageError(
                     f"{name!r} is {there[parameter]} and stays on the device, and {kind} would step it in "

@@ -66,7 +66,8 @@ class Prefetcher:
 
     Args:
         store: that takes the plan as advice.
-        windows: what is prefetched where; empty: everything fits, and nothing needs to be known.
+        windows: what is prefetched where; empty: nothing, and a plan is followed all the same, for what is
+            evicted and what stays; ``None``: everything fits, and nothing needs to be known.
         nbytes_of: the bytes of a key.
         optimizers: how many there are.
         choose_residents: says which keys stay where they are, from those that a step used and those of
@@ -76,7 +77,7 @@ class Prefetcher:
     def __init__(
         self,
         store: Store,
-        windows: Sequence[PrefetchWindow],
+        windows: Sequence[PrefetchWindow] | None,
         nbytes_of: Callable[[str], int],
         optimizers: int,
         choose_residents: ChooseResidents | None = None,
@@ -84,7 +85,8 @@ class Prefetcher:
         self._store = store
         # Guards all below, and the order in which the store is advised, which waits for nobody.
         self._lock = locks.new_lock(Rank.PREFETCHER)
-        self._windows = list(windows)
+        self._is_planning = windows is not None
+        self._windows = list(windows or ())
         self._nbytes_of = nbytes_of
         self._steps = [0] * max(1, optimizers)
         self._trace = Trace()
@@ -109,7 +111,7 @@ class Prefetcher:
 
     def note(self, key: str) -> None:
         """Take in that ``key`` is used now; prefetch what comes after it."""
-        if not self._windows:
+        if not self._is_planning:
             return
         with self._lock:
             if key == self._last:
@@ -153,14 +155,14 @@ class Prefetcher:
         """Take in that a module is used: after the optimizers' steps a new step begins."""
         with self._lock:
             is_over = all(self._steps) or max(self._steps) >= MOST_STEPS_WITHOUT_ALL
-            if self._windows and is_over:
+            if self._is_planning and is_over:
                 self._steps = [0] * len(self._steps)
                 self._end_step()
 
     def begin_inference(self) -> None:
         """Take in that a model without an optimizer is used: each use is a step."""
         with self._lock:
-            if self._windows and len(self._trace):
+            if self._is_planning and len(self._trace):
                 self._end_step()
 
     def _end_step(self) -> None:

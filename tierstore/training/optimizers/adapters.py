@@ -1,6 +1,8 @@
 """What is asked of one kind of optimizer: which tensors it keeps for parameters, and the bytes of those.
 
-All that knows how an optimizer lays out its state stands here: who moves, counts or saves it asks an adapter.
+Who takes state into the store, moves or counts it asks an adapter.  State dicts, checkpoints and what
+compares state before and after a step read each parameter's entries, as PyTorch lays them out: what an
+adapter yields has to stand there too, under any parameter.
 
 1. A unit is the parameters of one bundle.  Whether an optimizer may be stepped a unit at a time is
    `tierstore.training.optimizers.registered`' to say.
@@ -10,6 +12,7 @@ All that knows how an optimizer lays out its state stands here: who moves, count
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -90,8 +93,8 @@ class EntriesAdapter:
         """See `OptimizerAdapter.state_bytes`."""
         if _has_entries(optimizer, parameter):
             tensors = self.state_tensors(optimizer, [parameter])
-            return sum(_aligned(each.tensor) for each in tensors)
-        return _copies(optimizer, options) * _aligned(parameter)
+            return sum(_aligned(each.tensor, each.tensor.numel()) for each in tensors)
+        return sum(_aligned(parameter, numel) for numel in _expected(optimizer, parameter, options))
 
     def certain_bytes(self, optimizer: Optimizer, parameter: torch.Tensor, options: Options) -> int:
         """See `OptimizerAdapter.certain_bytes`.
@@ -128,8 +131,16 @@ def _has_entries(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     return isinstance(entries, dict) and bool(entries)
 
 
-def _aligned(tensor: torch.Tensor) -> int:
-    return align_up(tensor.numel() * tensor.element_size(), layout.ALIGNMENT_BYTES)
+def _aligned(like: torch.Tensor, numel: int) -> int:
+    return align_up(numel * like.element_size(), layout.ALIGNMENT_BYTES)
+
+
+def _expected(optimizer: Optimizer, parameter: torch.Tensor, options: Options) -> list[int]:
+    """Return how many elements each tensor has that an optimizer most likely makes for a parameter."""
+    if isinstance(optimizer, torch.optim.Adafactor) and parameter.dim() > 1:
+        *batch, rows, columns = parameter.shape
+        return [math.prod((*batch, rows)), math.prod((*batch, columns))]  # a mean of each row and column
+    return [parameter.numel()] * _copies(optimizer, options)
 
 
 def _copies(optimizer: Optimizer, options: Options) -> int:
@@ -149,7 +160,7 @@ _STATE_COPIES: dict[type[Optimizer], Callable[[Options], int]] = {
     torch.optim.RMSprop: lambda options: 1 + bool(options.get("momentum")) + bool(options.get("centered")),
     torch.optim.Adagrad: lambda _: 1,
     torch.optim.ASGD: lambda _: 1,
-    torch.optim.Adafactor: lambda _: 1,
+    torch.optim.Adafactor: lambda _: 1,  # of a vector
     torch.optim.LBFGS: lambda _: 0,
     torch.optim.Muon: lambda _: 1,
 }

@@ -1,8 +1,8 @@
 """What a graph refers to instead of what it saves: one pair of hooks, and policies in an order.
 
-1. Who saves by reference, as parameters are (`SavedTensors`), is asked first; then policies, in the order of
-   `Turn`; of two with one turn the one that began last.  What nobody takes goes to the hooks that were in
-   force before, or is kept.
+1. Policies are asked in the order of `Turn`; of two with one turn the one that began last.  Who saves by
+   reference, as parameters are (`SavedTensors`), is asked before them by modules within the root, and after
+   them in the root's own forward.  What nobody takes goes to the hooks that were in force before, or is kept.
 2. Hooks of users that are to see all that is saved see it before policies that let them; of what they pack,
    what a policy takes is replaced until it is unpacked.
 3. A pair is in force while a policy is.  One that begins where others have brought hooks into force since
