@@ -204,6 +204,7 @@ class Placement:
         residents: keys of bundles that stay in the fastest tier from step to step, with their gradients and
             state, as long as anything else can go; ``None``: chosen when a step has run.
         marks: what happens to activations, in the order in which later marks override.
+        inputs: the tier in which what recomputed modules are given waits for backward; ``None``: it stays.
 
     Raises:
         ConfigError: lists every fault.
@@ -214,6 +215,7 @@ class Placement:
     ahead: Mapping[str, float] = field(default_factory=dict, hash=False)
     residents: frozenset[str] | None = None
     marks: Sequence[PlacedMark] = ()
+    inputs: str | None = None
 
     def __post_init__(self) -> None:
         faults = _WrongPlacement()
@@ -230,6 +232,8 @@ class Placement:
         faults.add_unless(are_names, "residents", self.residents, "keys of bundles, or null")
         are_marks = all(isinstance(each, PlacedMark) for each in self.marks)
         faults.add_unless(are_marks, "marks", self.marks, "a list of PlacedMark")
+        is_tier = self.inputs is None or _is_name(self.inputs)
+        faults.add_unless(is_tier, "inputs", self.inputs, "a tier's name, or null")
         faults.raise_if_any("Placement")
         object.__setattr__(self, "marks", tuple(self.marks))
         object.__setattr__(self, "bundles", MappingProxyType(dict(self.bundles)))
@@ -249,6 +253,7 @@ class Placement:
             f"residents: {residents}",
             *(f"{_some(keys)}: {homes}" for homes, keys in self._alike().items()),
             *map(str, self.marks),
+            *([] if self.inputs is None else [f"what recomputed modules are given: in {self.inputs}"]),
         ]
         return "\n  ".join(lines)
 
@@ -262,6 +267,7 @@ class Placement:
             "residents": None if self.residents is None else sorted(self.residents),
             "bundles": [{_KEYS: keys, **_plain(homes)} for homes, keys in self._alike().items()],
             "marks": [_plain(mark) for mark in self.marks],
+            "inputs": self.inputs,
         }
 
     def _alike(self) -> dict[BundleHomes, list[str]]:
