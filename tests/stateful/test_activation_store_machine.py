@@ -22,6 +22,7 @@ _DEVICE, _HOST, _DISK = 16 * KIB, 12 * KIB, 1024 * KIB
 _ALIGNMENT = 512
 COUNTS = st.sampled_from([8, 64, 400, 1000, 2000])
 NAMES = st.sampled_from(["k", "l"])
+TARGETS = st.sampled_from([None, "host", "disk"])
 
 
 @dataclass(eq=False)
@@ -106,20 +107,21 @@ class ActivationStoreMachine(RuleBasedStateMachine):
 
     # --- the activation store ----------------------------------------------------------------------------
 
-    @rule(target=kept, storage=storages, view=st.sampled_from(VIEWS), name=NAMES)
-    def keep_some_of(self, storage: Storage, view: View, name: str) -> Kept:
-        return self.keep(storage, view, name)
+    @rule(target=kept, storage=storages, view=st.sampled_from(VIEWS), name=NAMES, tier=TARGETS)
+    def keep_some_of(self, storage: Storage, view: View, name: str, tier: str | None) -> Kept:
+        return self.keep(storage, view, name, tier)
 
-    def keep(self, storage: Storage, view: View, name: str) -> Kept:
+    def keep(self, storage: Storage, view: View, name: str, tier: str | None) -> Kept:
         tensor = view(storage.tensor)
-        found = Kept(self.activation_store.keep(tensor, name), tensor.clone(), storage, storage.changes)
+        offloaded = self.activation_store.keep(tensor, name, tier)
+        found = Kept(offloaded, tensor.clone(), storage, storage.changes)
         self.all_kept[found] = None
         return found
 
-    @rule(target=kept, count=COUNTS, view=st.sampled_from(VIEWS), name=NAMES)
-    def keep_what_nobody_else_has(self, count: int, view: View, name: str) -> Kept:
+    @rule(target=kept, count=COUNTS, view=st.sampled_from(VIEWS), name=NAMES, tier=TARGETS)
+    def keep_what_nobody_else_has(self, count: int, view: View, name: str, tier: str | None) -> Kept:
         storage = Storage(self._new(count))
-        found = self.keep(storage, view, name)
+        found = self.keep(storage, view, name, tier)
         del storage.tensor
         return found
 

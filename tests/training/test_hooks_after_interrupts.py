@@ -99,16 +99,29 @@ def test_a_checkpoint_by_hooks_that_was_interrupted_keeps_nothing_for_the_next_c
     assert_same(build, loop, layout, tmp_path)
 
 
-ACTIVATIONS: dict[str, dict[str, object]] = {
+FROM_DISK = {"more": {"offload_checkpoint": "disk", "offload_disk_size": "1MB"}}
+ACTIVATIONS: dict[str, dict[str, Any]] = {
     "kept": {},
     "swapped": {"swap_config": {"swap": True, **whole_layers(1)}},
     "recomputed": {"recompute_config": {"recompute": True}},
+    "recomputed from elsewhere": {"recompute_config": {"recompute": True}, **FROM_DISK},
     "operators recomputed": {"recompute_config": {"select_recompute": [r"aten\..*"]}},
     "swapped and recomputed": {
         "swap_config": {"swap": True, **whole_layers(1)},
         "recompute_config": {"recompute": [1], "select_recompute": {r"aten\.tanh": [0, 2]}},
     },
+    "swapped and recomputed from elsewhere": {
+        "swap_config": {"swap": True, **whole_layers(1)},
+        "recompute_config": {"recompute": [1, 2]},
+        **FROM_DISK,
+    },
 }
+
+
+def _document(path: Path, activations: str) -> dict[str, object]:
+    sections = dict(ACTIVATIONS[activations])
+    more = sections.pop("more", {})
+    return {"offload_config": config_of("host", path, more), **sections}
 
 
 def _layers() -> nn.Module:
@@ -144,7 +157,7 @@ def test_nothing_is_in_force_after_a_forward_that_anything_has_ended(
 ) -> None:
     expected = _slopes(_layers())
     model = _layers()
-    document = {"offload_config": config_of("host", tmp_path), **ACTIVATIONS[activations]}
+    document = _document(tmp_path, activations)
     with offload(model, None, document, layers=""):
         for _ in range(2):
             _interrupt(model, kind)
@@ -162,7 +175,7 @@ def test_what_an_interrupt_has_left_in_force_ends_with_the_models_next_call_whil
 ) -> None:
     expected = _slopes(_layers())
     model = _layers()
-    document = {"offload_config": config_of("host", tmp_path), **ACTIVATIONS[activations]}
+    document = _document(tmp_path, activations)
     seen: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -192,7 +205,7 @@ def test_what_an_interrupt_has_left_in_force_ends_with_the_models_next_call_whil
 def test_nothing_is_in_force_in_a_thread_whose_forward_was_ended(activations: str, tmp_path: Path) -> None:
     expected = _slopes(_layers())
     model = _layers()
-    document = {"offload_config": config_of("host", tmp_path), **ACTIVATIONS[activations]}
+    document = _document(tmp_path, activations)
     found: list[bool] = []
 
     def work() -> None:

@@ -46,6 +46,7 @@ placements = st.builds(
     st.dictionaries(names, st.floats(0, 1, exclude_min=True), max_size=3),
     st.none() | st.frozensets(names, max_size=4),
     st.lists(marks, max_size=3).map(tuple),
+    st.none() | names,
 )
 
 
@@ -108,6 +109,7 @@ def test_what_is_printed_names_what_is_placed(placement: Placement) -> None:
         assert str(homes_of_one) in text
     for mark in placement.marks:
         assert str(mark) in text
+    assert placement.inputs is None or f"given: in {placement.inputs}" in text
 
 
 def test_a_placement_reads_as_prose() -> None:

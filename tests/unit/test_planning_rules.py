@@ -81,6 +81,7 @@ GRID = [
         tiers,
         more,
         offload_param=param,
+        offload_checkpoint=inputs,
         offload_grad=grad,
         offload_optimizer=state,
         auto_offload=auto,
@@ -90,6 +91,7 @@ GRID = [
     for tiers in TIERS
     for more, ratio in itertools.product((0, 4 * MIB, 5 * MIB), (1.0, 0.9))
     for param, grad, state in itertools.product(TARGETS, repeat=3)
+    for inputs in TARGETS
     for auto, target in itertools.product((True, False), ("device", "cpu"))
 ]
 
@@ -98,12 +100,18 @@ def test_the_rules_decide_what_was_decided_in_seven_places() -> None:
     seen = 0
     for facts in GRID:
         wishes = facts.wishes
-        asked = {wishes.offload_param, wishes.offload_grad, wishes.offload_optimizer}
+        asked = {
+            wishes.offload_param,
+            wishes.offload_checkpoint,
+            wishes.offload_grad,
+            wishes.offload_optimizer,
+        }
         if "disk" in asked and "disk" not in facts.tiers:
             with pytest.raises(ConfigError, match="needs the tier 'disk'"):
                 place(facts)
             continue
         placement = place(facts)
+        assert placement.inputs == _begins(wishes.offload_checkpoint)
         for bundle in facts.bundles:
             homes = placement.bundles[bundle.key]
             for home, wish in (

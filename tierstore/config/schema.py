@@ -197,11 +197,13 @@ class OffloadConfig:
         max_device_memory: all that the program may have on the device; ``None``: what is free.
         offload_param: where parameters go: ``"cpu"``, ``"disk"`` (in any case), or ``None``: as
             the quotas and the plan decide.
-        offload_checkpoint: the same for the outputs of recomputed layers.
+        offload_checkpoint: where what recomputed layers are given goes between forward and backward;
+            ``None``: it stays.
         offload_grad: the same for gradients.
         offload_optimizer: the same for optimizer state.
-        auto_offload: whether those four only say where bytes start out, and the quotas and the
-            plan decide from then on; with ``False`` they are obeyed after every use.
+        auto_offload: whether those of parameters, gradients and optimizer state only say where bytes start
+            out, and the quotas and the plan decide from then on; with ``False`` they are obeyed after every
+            use.
         offload_cpu_size: quota of host memory; ``None``: what is available.
         offload_disk_size: quota of disk; 0: no disk; ``None``: what is free.  More than that is logged as a
             warning.

@@ -228,6 +228,7 @@ class Placement:
         residents: keys of bundles that stay in the fastest tier from step to step, with their gradients and
             state, as long as anything else can go; ``None``: chosen when a step has run.
         marks: what happens to activations, in the order in which later marks override.
+        inputs: the tier in which what recomputed modules are given waits for backward; ``None``: it stays.
 
     Raises:
         ConfigError: lists every fault.
@@ -238,6 +239,7 @@ class Placement:
     ahead: Mapping[str, float] = field(default_factory=dict, hash=False)
     residents: frozenset[str] | None = None
     marks: Sequence[PlacedMark] = ()
+    inputs: str | None = None
 
     def __post_init__(self) -> None:
         faults = _WrongPlacement()
@@ -256,6 +258,8 @@ class Placement:
         )
         are_marks = all(isinstance(each, PlacedMark) for each in self.marks)
         faults.add_unless(are_marks, "marks", self.marks, "a list of PlacedMark")
+        is_tier = self.inputs is None or _is_name(self.inputs)
+        faults.add_unless(is_tier, "inputs", self.inputs, "a tier's name, or null")
         faults.raise_if_any("Placement")
         if self.residents is not None:
             object.__setattr__(self, "residents", frozenset(self.residents))
@@ -277,6 +281,7 @@ class Placement:
             f"residents: {residents}",
             *(f"{_some(keys)}: {homes}" for homes, keys in self._alike().items()),
             *map(str, self.marks),
+            *([] if self.inputs is None else [f"what recomputed modules are given: in {self.inputs}"]),
         ]
         return "\n  ".join(lines)
 
@@ -293,6 +298,7 @@ class Placement:
                 for homes, keys in groupby(self.bundles, self.bundles.__getitem__)
             ],
             "marks": [_plain(mark) for mark in self.marks],
+            "inputs": self.inputs,
         }
 
     def _alike(self) -> dict[BundleHomes, list[str]]:

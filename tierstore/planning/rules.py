@@ -40,7 +40,8 @@ class Wishes:
     """What a configuration wants; the names are those of its keys.
 
     Attributes:
-        offload_param, offload_grad, offload_optimizer: where each goes: ``"cpu"``, ``"disk"`` or ``None``.
+        offload_param, offload_checkpoint, offload_grad, offload_optimizer: where each goes: ``"cpu"``,
+            ``"disk"`` or ``None``.
         auto_offload: whether that is only where they begin.
         optimizer_target: where optimizers compute: ``"device"`` or ``"cpu"``.
         optimizer_in_backward: whether backward steps.
@@ -48,6 +49,7 @@ class Wishes:
     """
 
     offload_param: str | None = None
+    offload_checkpoint: str | None = None
     offload_grad: str | None = None
     offload_optimizer: str | None = None
     auto_offload: bool = True
@@ -144,6 +146,7 @@ def place(facts: RunFacts) -> Placement:
         _stashing(facts),
         dict.fromkeys(ahead, AHEAD),
         None if facts.needs_plan and not facts.has_device else frozenset(),
+        inputs=_home("offload_checkpoint", wishes.offload_checkpoint, model_on, facts).tier,
     )
 
 
@@ -266,6 +269,8 @@ def _wrong_flow(placement: Placement, facts: RunFacts) -> Iterator[str]:
     for tier in placement.ahead:
         if tier not in reached:
             yield f"ahead: {named(tier)}: nothing is prefetched there; accepted: {', '.join(reached)}"
+    if placement.inputs is not None and placement.inputs not in facts.tiers:
+        yield f"inputs={quoted(placement.inputs)}: this run has {', '.join(facts.tiers)}"
     if placement.residents != frozenset() and facts.has_device:
         yield "residents: beside a device nothing stays by plan, null included; pin it, or leave the key out"
     match placement.stashing:

@@ -449,6 +449,8 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
         if source is not None:
             source.load_buffers()
             source.load_ordinary()
+        if settings.offload_checkpoint is not None:
+            log.warning("memory_offload is OFF: offload_checkpoint has no effect.")
         applied = apply.apply(model, sections, layers, None)
         return Offload(model, optimizers, None, activations=applied, on_close=in_the_end)
 

@@ -23,7 +23,8 @@ class RunStats:
         stall_s: how long all of these waited for bytes.
         checkpoints: how many `Offload.checkpoint` has made, with those of the runs before.
         checkpoint_s: seconds that those of this run took.
-        activations: which of them were swapped, and how; ``None`` if none are to be.
+        activations: which of them have left the device, by swap or by ``offload_checkpoint``, and how;
+            ``None`` if none are to.
         recompute: what was computed again; ``None`` if nothing is to be.
     """
 

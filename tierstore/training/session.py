@@ -238,7 +238,8 @@ class Session:
 
     def apply_to_activations(self, sections: Sections, layers: Names) -> None:
         """Swap and recompute what a document says, in this store and its quotas."""
-        self.activations = apply.apply(self.model, sections, layers, self.store)
+        inputs = self.placing.placement.inputs
+        self.activations = apply.apply(self.model, sections, layers, self.store, inputs)
 
     def _discard_activations(self) -> None:
         self.activations.runtime.discard_interrupted()

@@ -20,12 +20,14 @@ from tierstore.training.activations.config.layers import Names, find_layers
 from tierstore.training.activations.config.plan import ActivationPlan, plan_layers
 from tierstore.training.activations.config.sections import Sections
 from tierstore.training.activations.recomputation import recompute
+from tierstore.training.activations.recomputation.checkpointed_modules import InputPolicies
 from tierstore.training.activations.recomputation.chosen_layers import match_layers
 from tierstore.training.activations.recomputation.recompute import Recompute, RecomputeStats
 from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
 from tierstore.training.activations.swapping.activation_stats import ActivationStats
 from tierstore.training.activations.swapping.activation_store import ActivationStore
 from tierstore.training.activations.swapping.marks import Marks, mark
+from tierstore.training.activations.swapping.recomputed_inputs import OffloadedInputs
 from tierstore.training.activations.swapping.swap import Swap, check_tiers, warn_of_idle
 
 log = logging.getLogger("tierstore")
@@ -37,6 +39,7 @@ class Activations:
     Attributes:
         recompute: what is computed again; ``None``: nothing was asked for.
         swap: what is swapped; ``None``: nothing.
+        store: of the activations of both; ``None``: they stay.
         plan: what both were told; ``None``: nothing.
         runtime: of the model.
     """
@@ -44,13 +47,14 @@ class Activations:
     def __init__(self) -> None:
         self.recompute: Recompute | None = None
         self.swap: Swap | None = None
+        self.store: ActivationStore | None = None
         self.plan: ActivationPlan | None = None
         self.runtime = ActivationRuntime.new()
 
     @property
     def swap_stats(self) -> ActivationStats | None:
-        """What was swapped so far; ``None``: nothing is to be."""
-        return None if self.swap is None else self.swap.stats().activations
+        """What has left the device so far; ``None``: nothing is to."""
+        return None if self.store is None else self.store.stats
 
     @property
     def recompute_stats(self) -> RecomputeStats | None:
@@ -64,6 +68,8 @@ class Activations:
     def close(self) -> None:
         """Remove all hooks.  Idempotent."""
         with contextlib.ExitStack() as both:
+            if self.store is not None:
+                both.callback(self.store.sweep)
             for each in (self.recompute, self.swap):
                 if each is not None:
                     both.callback(each.close)
@@ -74,6 +80,7 @@ def apply(
     sections: Sections,
     layers: Names,
     store: Store | None,
+    inputs_tier: str | None = None,
 ) -> Activations:
     """Do what a document says about activations; log it once, in the order of the layers.
 
@@ -81,13 +88,16 @@ def apply(
         model: whose.
         sections: of the document.
         layers: names of the containers of its layers; ``None``: to be found.
-        store: where swapped activations go; ``None``: nothing is offloaded, and they stay.
+        store: where activations go; ``None``: nothing is offloaded, and they stay.
+        inputs_tier: of the store, where what recomputed modules are given goes; ``None``: it stays.
 
     Raises:
         ConfigError: the configuration does not fit the number of layers.
         UsageError: no layers were found, or the store has no tier below the device.
     """
+    inputs_tier = _below_the_fastest(inputs_tier, store)
     if sections.recompute is None and sections.swap is None:
+        _say_if_idle(inputs_tier, None)
         return Activations()
     found = find_layers(model, layers)
     modules = list(found.values())
@@ -98,17 +108,43 @@ def apply(
     done = Activations()
     done.plan = plan
     try:
+        if store is not None and (plan.swap.swap or inputs_tier is not None):
+            done.store = ActivationStore(store)
         if sections.recompute is not None:
-            done.recompute = recompute.apply(model, modules, plan, done.runtime)
+            inputs = _policies(done.store, inputs_tier)
+            done.recompute = recompute.apply(model, modules, plan, done.runtime, inputs)
+        _say_if_idle(inputs_tier, done.recompute)
         if plan.swap.swap and store is not None:
             check_tiers(store)
-            done.swap = Swap(model, done.runtime, marks, ActivationStore(store), owns_store=False)
+            done.swap = Swap(model, done.runtime, marks, done.store, owns_store=False)
         elif plan.swap.swap:
             log.warning("memory_offload is OFF: activations are not swapped either.")
     except BaseException:
         done.close()
         raise
     return done
+
+
+def _policies(activation_store: ActivationStore | None, inputs_tier: str | None) -> InputPolicies | None:
+    if activation_store is None or inputs_tier is None:
+        return None
+    return OffloadedInputs(activation_store, inputs_tier).of_call
+
+
+def _below_the_fastest(inputs_tier: str | None, store: Store | None) -> str | None:
+    """Return where what recomputed modules are given goes; ``None``: it is there, which is said."""
+    if store is None or inputs_tier != store.tier_names[0]:
+        return inputs_tier
+    log.warning("offload_checkpoint has no effect: what is computed with is in %r anyway.", inputs_tier)
+    return None
+
+
+def _say_if_idle(inputs_tier: str | None, done: Recompute | None) -> None:
+    if inputs_tier is not None and (done is None or not done.has_regions):
+        log.warning(
+            "offload_checkpoint has no effect: nothing is recomputed as a whole. It is for layers in the "
+            "recompute_config of the same document; recompute(model, ...) keeps what its layers are given."
+        )
 
 
 def _say(modules: list[nn.Module], plan: ActivationPlan, marks: Marks) -> None:

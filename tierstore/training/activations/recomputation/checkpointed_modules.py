@@ -8,11 +8,13 @@
    not changed a second time (`ForwardSnapshot`); lists, dicts and dataclasses among the arguments are copies.
 4. Whatever ends a forward ends the region: an exception at once, a ``KeyboardInterrupt``, for which PyTorch
    calls no hooks, at the latest when a region begins or ends, or the model runs the next time.
+5. What is kept of a region is what it is given, which a save policy may take (`InputPolicies`).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,8 +34,10 @@ from tierstore.torch_private import (
 )
 from tierstore.training.activations.recomputation import sliced_inputs
 from tierstore.training.activations.recomputation.forward_snapshot import ForwardSnapshot, has_lazy
+from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
 from tierstore.training.activations.runtime.forward_conditions import is_saving
-from tierstore.training.activations.runtime.module_calls import CallStack, QuietHook, hook_around
+from tierstore.training.activations.runtime.module_calls import QuietHook, hook_around
+from tierstore.training.activations.runtime.saved_activations import SavePolicy
 from tierstore.training.pytorch.saved_tensor_hooks import (
     InForce,
     push_hooks,
@@ -47,6 +51,9 @@ Context = AbstractContextManager[object]
 Contexts = Callable[[], tuple[Context, Context]]
 """Makes what a forward runs in, and what its repetitions run in."""
 
+InputPolicies = Callable[[int], SavePolicy]
+"""Makes what is asked for the inputs of a module, by its number, that begins to run."""
+
 
 class _RunningRegion(NamedTuple):
     """A module that is being run."""
@@ -54,12 +61,20 @@ class _RunningRegion(NamedTuple):
     running: Generator[None]
     before: ForwardSnapshot
     hooks: InForce  # of the checkpoint
+    end_inputs: Callable[[], None]  # the policy that took them is asked no more
 
     def close(self) -> None:
         """End the region where others may have come into force since: PyTorch takes what did so last."""
         take_out_of_force(self.hooks)
         push_hooks(self.hooks.own, self.hooks.own)
-        self.running.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """End the region before its module has run."""
+        try:
+            self.running.close()
+        finally:
+            self.end_inputs()
 
 
 def is_idle() -> bool:
@@ -78,9 +93,10 @@ class CheckpointedModule:
 
     Args:
         module: whose forward is run again.
-        calls: of its model.
+        runtime: of its model.
         contexts: what it runs in; made anew for each forward.
         groups: processes that keep a slice each of what the module is given (`sliced_inputs`).
+        begin_inputs: makes the policy for what it is given, for each forward; ``None``: that is kept.
 
     Attributes:
         forwards: how many forwards were entered.
@@ -90,12 +106,15 @@ class CheckpointedModule:
     def __init__(
         self,
         module: nn.Module,
-        calls: CallStack,
+        runtime: ActivationRuntime,
         contexts: Contexts | None = None,
         groups: Sequence[sliced_inputs.Group] = (),
+        begin_inputs: Callable[[], SavePolicy] | None = None,
     ) -> None:
         self.module = module
-        self._calls = calls
+        self._calls = runtime.calls
+        self._saved = runtime.saved
+        self._begin_inputs = begin_inputs
         self.forwards = 0
         self.repetitions = 0
         self._contexts = contexts or checkpoint.noop_context_fn
@@ -137,12 +156,25 @@ class CheckpointedModule:
         # Everything goes as a position: PyTorch looks there for tensors, which it has saved, and for devices
         # whose random state it keeps.
         running = begin_checkpoint(run, True, contexts, "default", False, True, *kept)  # noqa: FBT003
+        end_inputs = self._ask_for_inputs()
         outer = top_hooks()
-        next(running)
+        try:
+            next(running)
+        except BaseException:
+            end_inputs()
+            raise
         hooks = top_hooks()
         assert hooks is not None
-        region = _RunningRegion(running, before, InForce(hooks[0], outer))
+        region = _RunningRegion(running, before, InForce(hooks[0], outer), end_inputs)
         self._calls.begin(self, region, region.close)
+
+    def _ask_for_inputs(self) -> Callable[[], None]:
+        """Ask a policy, until the module has run: then the checkpoint's own hooks are above it."""
+        if self._begin_inputs is None:
+            return _nothing
+        policy = self._begin_inputs()
+        self._saved.begin(policy)
+        return functools.partial(self._saved.end, policy)
 
     def _say_what_is_read_once(self) -> None:
         if not self._has_said:
@@ -159,13 +191,18 @@ class CheckpointedModule:
         if region is not None:
             region.before.end()
             next(region.running, None)
+            region.end_inputs()
 
     def _abandon(self, module: nn.Module, args: object, output: object) -> None:
         """The module has run, or an exception ended it: then the region is still open."""
         del module, args, output
         region = self._calls.end(self, _RunningRegion)
         if region is not None:
-            region.running.close()
+            region.abandon()
+
+
+def _nothing() -> None:
+    """Where no policy is asked, none ends."""
 
 
 def _copied(value: Any) -> Any:  # noqa: ANN401 - an argument

@@ -1,7 +1,7 @@
 """``recompute(model, config)``: what is computed again in backward instead of being kept.
 
 1. A whole layer, and a submodule that has submodules, is recomputed as a region (`CheckpointedModule`): what
-   it is given is kept, and what it returns by whoever saves that.
+   it is given is kept, or taken by a policy, and what it returns is kept by whoever saves that.
 2. A submodule without submodules and an ATen operator are operators (`RecomputedOperators`): what they return
    is made again too, wherever the layer saves it.
 3. What is excluded is kept, inside a region too.
@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,10 @@ from tierstore.training.activations.config.sections import (
     sections_of,
 )
 from tierstore.training.activations.config.swap_config import SwapConfig
-from tierstore.training.activations.recomputation.checkpointed_modules import CheckpointedModule
+from tierstore.training.activations.recomputation.checkpointed_modules import (
+    CheckpointedModule,
+    InputPolicies,
+)
 from tierstore.training.activations.recomputation.chosen_layers import ChosenLayer, match_layers, submodule
 from tierstore.training.activations.recomputation.recomputed_operators import RecomputedOperators
 from tierstore.training.activations.recomputation.recorded_ops import InputIndex, RecomputeCounts
@@ -69,14 +73,22 @@ class Recompute:
     Made by `recompute`.
     """
 
-    def __init__(self, model: nn.Module, runtime: ActivationRuntime) -> None:
+    def __init__(
+        self, model: nn.Module, runtime: ActivationRuntime, inputs: InputPolicies | None = None
+    ) -> None:
         self._runtime = runtime
+        self._inputs = inputs
         self._regions: list[CheckpointedModule] = []
         self._counts = RecomputeCounts()
         self._givens = InputIndex()
         self._handles = [
             model.register_forward_pre_hook(QuietHook(self._discard), prepend=True, with_kwargs=True)
         ]
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether anything is recomputed as a whole."""
+        return bool(self._regions)
 
     def stats(self) -> RecomputeStats:
         """Return what it did so far."""
@@ -101,7 +113,8 @@ class Recompute:
     def add(self, layer: ChosenLayer) -> None:
         """Recompute what is meant of one layer."""
         for module in layer.regions:
-            region = CheckpointedModule(module, self._runtime.calls, layer.contexts(), layer.groups)
+            begin = None if self._inputs is None else functools.partial(self._inputs, len(self._regions))
+            region = CheckpointedModule(module, self._runtime, layer.contexts(), layer.groups, begin)
             self._regions.append(region)
             self._handles += region.register()
         if layer.has_operators:
@@ -163,7 +176,11 @@ _UNSAID: Mapping[str, object] = {"pipeline_stage": 1, "pp_interleave_num": 1, "o
 
 
 def apply(
-    model: nn.Module, layers: Sequence[nn.Module], plan: ActivationPlan, runtime: ActivationRuntime
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    plan: ActivationPlan,
+    runtime: ActivationRuntime,
+    inputs: InputPolicies | None = None,
 ) -> Recompute:
     """Do what a plan says about recomputing; log only what of it has no effect.
 
@@ -172,9 +189,10 @@ def apply(
         layers: of the model.
         plan: for them.
         runtime: of the model.
+        inputs: of what is recomputed as a whole; ``None``: they are kept.
     """
     matches = match_layers(layers, plan)
-    run = Recompute(model, runtime)
+    run = Recompute(model, runtime, inputs)
     try:
         for layer, found in zip(plan.layers, matches, strict=True):
             run.add(ChosenLayer.of(layers[layer.layer_id], runtime.calls, plan.recompute, layer, found))

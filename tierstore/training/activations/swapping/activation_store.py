@@ -19,7 +19,7 @@ wanted again, and gives the tensor back.
 6. Whether bytes are on the device is asked of the store, never remembered.
 7. Only a storage as a whole is adopted.  A part of one is copied into room that the store has made.
 8. Where the fastest tier cannot adopt memory it is host memory itself.  The bytes are copied into it and
-   there is nothing to release; the store moves them on when its quota demands.
+   there is nothing to release, unless a tier was named; the store moves them on when its quota demands.
 9. A graph would have kept the memory until backward, so a stream that is given a tensor to save may read it
    after everybody has let go of it.  The memory is free when each such stream has come past that.
 
@@ -225,7 +225,7 @@ class ActivationStore:
 
     # --- keeping ------------------------------------------------------------------------------
 
-    def keep(self, tensor: torch.Tensor, name: str) -> OffloadedTensor:
+    def keep(self, tensor: torch.Tensor, name: str, tier: str | None = None) -> OffloadedTensor:
         """Take over the storage of ``tensor`` and begin to copy it down.
 
         It waits for room where the device's quota is short: something else leaves then, or these bytes
@@ -234,6 +234,8 @@ class ActivationStore:
         Args:
             tensor: an ordinary tensor with bytes, on the store's device.  It must not change any more.
             name: its key; if that is taken, with a mark behind it, and a number if that is taken too.
+            tier: below the fastest one, where the bytes go; ``None``: to the next one.  If it has no room
+                they go to one below it.  Where bytes that are kept already go is settled.
 
         Raises:
             CapacityError: no tier has room for it.
@@ -250,7 +252,15 @@ class ActivationStore:
             set_data(witness, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             park = functools.partial(OffloadedTensor, self, view, witness, version)
             offloaded = self._share(storage, (low, high), version, park)
-            return offloaded or self._keep_anew(storage, (low, high), version, name, park)
+            if offloaded is None:
+                below = (
+                    self._below
+                    if tier is None
+                    else self.store.tier_names[self.store.tier_names.index(tier) :]
+                )
+                made = OffloadedStorage(high - low, version, below)
+                offloaded = self._keep_anew(storage, (low, high), made, name, park)
+            return offloaded
 
     def _extent(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Extent:
         """Return which of a storage's bytes to keep: what a small view touches, or all."""
@@ -288,12 +298,16 @@ class ActivationStore:
             return park(offloaded_storage) if self._is_kept(offloaded_storage) else None
 
     def _keep_anew(
-        self, storage: torch.UntypedStorage, extent: Extent, version: int, name: str, park: Park
+        self,
+        storage: torch.UntypedStorage,
+        extent: Extent,
+        offloaded_storage: OffloadedStorage,
+        name: str,
+        park: Park,
     ) -> OffloadedTensor:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
         flat.set_(storage)
         low, high = extent
-        offloaded_storage = OffloadedStorage(high - low, version)
         known = _KeptStorage(storage, self.note_end)
         known.key = id(storage)
         with offloaded_storage.lock:
@@ -342,10 +356,10 @@ class ActivationStore:
                 self.host.note_adopted(flat.untyped_storage(), lambda: self.is_here(offloaded_storage))
         else:
             self.store.put(key, flat)
-        if not self._below:
+        if not offloaded_storage.below:
             return
         if self.is_here(offloaded_storage):
-            self.store.fetch(key, tier=self._below[0])
+            self.store.fetch(key, tier=offloaded_storage.below[0])
         else:
             self._counts.add("stalls")
             self._note_away(offloaded_storage)
@@ -389,7 +403,9 @@ class ActivationStore:
         What it comes to is an error only if a medium fails.
         """
         with offloaded_storage.lock:
-            if not self._below or not offloaded_storage.let_go():
+            if not offloaded_storage.below or not self._is_kept(offloaded_storage):
+                return None
+            if not offloaded_storage.let_go():
                 return None
             offloaded_storage.turn += 1
             if not self.is_here(offloaded_storage):
@@ -397,7 +413,7 @@ class ActivationStore:
                 return None
             offloaded_storage.move(StayOnDevice.UNTAKEN)
         descent: Future[None] = Future()
-        self._evict(offloaded_storage, self._below, descent)
+        self._evict(offloaded_storage, offloaded_storage.below, descent)
         return descent
 
     def _evict(

@@ -50,6 +50,16 @@ SMALLEST_BYTES = 4096
 """Smaller storages stay on the device: a key would cost more than they do."""
 
 
+def storage_worth_a_key(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage | None:
+    """Return the storage of a saved tensor; ``None``: it stays, whoever wants it to leave ``device``."""
+    if type(tensor) is not torch.Tensor or has_no_bytes(tensor):
+        return None
+    storage = storage_of(tensor)
+    if storage is None or storage.nbytes() < SMALLEST_BYTES or storage.device != device:
+        return None
+    return storage
+
+
 class Swapped:
     """What a graph refers to instead of a saved tensor: a `PackedTensor`."""
 
@@ -158,17 +168,9 @@ class ForwardPass:
 
     def _scope_of(self, tensor: torch.Tensor) -> MarkScope | None:
         """Return what marks a saved tensor; ``None``: it stays."""
-        if type(tensor) is not torch.Tensor or has_no_bytes(tensor):
-            return None
-        storage = storage_of(tensor)
-        if (
-            storage is None
-            or storage.nbytes() < SMALLEST_BYTES
-            or storage.device != self._activation_store.store.device
-        ):
-            return None
-        scope = self.watch.scope_of(storage)
-        if scope is not None and self._runtime.saved.is_for_repetition(self):
+        storage = storage_worth_a_key(tensor, self._activation_store.store.device)
+        scope = None if storage is None else self.watch.scope_of(storage)
+        if storage is not None and scope is not None and self._runtime.saved.is_for_repetition(self):
             self.watch.unmark(storage)
             return None
         return scope

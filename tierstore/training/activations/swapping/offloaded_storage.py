@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils import dlpack
@@ -64,6 +64,7 @@ class OffloadedStorage:
         key: in the store.
         nbytes: of what is kept.
         version: of what was kept.
+        below: where the bytes go when they leave the device: to the first of these tiers that takes them.
         lock: guards all that follows; held while hardware is waited for.
         users: by id, who may ask for the bytes, and those whose end nobody has taken note of yet.
         turn: how often the bytes were sent down so far.
@@ -74,6 +75,7 @@ class OffloadedStorage:
         "_baseline",
         "_flat",
         "_lease",
+        "below",
         "key",
         "lock",
         "nbytes",
@@ -83,10 +85,11 @@ class OffloadedStorage:
         "version",
     )
 
-    def __init__(self, nbytes: int, version: int) -> None:
+    def __init__(self, nbytes: int, version: int, below: Sequence[str]) -> None:
         self.key = ""
         self.nbytes = nbytes
         self.version = version
+        self.below = below
         self.lock = locks.new_lock(Rank.OFFLOADED_STORAGE)
         self.users: dict[int, StorageUser] = {}
         self.turn = 0
