@@ -40,7 +40,6 @@ class Activations:
         recompute: what is computed again; ``None``: nothing was asked for.
         swap: what is swapped; ``None``: nothing.
         store: of the activations of both; ``None``: they stay.
-        plan: what both were told; ``None``: nothing.
         runtime: of the model.
     """
 
@@ -48,7 +47,6 @@ class Activations:
         self.recompute: Recompute | None = None
         self.swap: Swap | None = None
         self.store: ActivationStore | None = None
-        self.plan: ActivationPlan | None = None
         self.runtime = ActivationRuntime.new()
 
     @property
@@ -106,7 +104,6 @@ def apply(
     marks = mark(modules, plan)
     _say(modules, plan, marks)
     done = Activations()
-    done.plan = plan
     try:
         if store is not None and (plan.swap.swap or inputs_tier is not None):
             done.store = ActivationStore(store)
