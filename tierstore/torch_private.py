@@ -15,7 +15,8 @@ For none of the attributes there is a public alternative, unless the list names 
 
 - ``_ac_generator``: what composable checkpoints have begun is not found after an interrupt: hooks of saved
   tensors stay in force. In: abandoned_checkpoints.
-- ``_base``: views are taken for tensors with memory of their own. In: adopter, buffers, shared_memory.
+- ``_base``: views are taken for tensors with memory of their own. In: adopter, buffers,
+  recomputed_inputs, shared_memory.
 - ``_buffers``: a recomputed forward finds changed buffers; ``named_buffers`` leaves out those that are
   ``None``. In: buffers, forward_snapshot.
 - ``_c``: scripts hold parameters that nobody knows of. In: torchscript.

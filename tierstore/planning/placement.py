@@ -198,22 +198,22 @@ class PlacedMark:
 class FrozenMapping(Mapping[str, V]):
     """A mapping that nobody changes, and that can be copied and pickled."""
 
-    __slots__ = ("_values",)
+    __slots__ = ("_content",)
 
     def __init__(self, values: Mapping[str, V]) -> None:
-        self._values = dict(values)
+        self._content = dict(values)
 
     def __getitem__(self, key: str) -> V:
-        return self._values[key]
+        return self._content[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self._content)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._content)
 
     def __repr__(self) -> str:
-        return repr(self._values)
+        return repr(self._content)
 
 
 @dataclass(frozen=True)
