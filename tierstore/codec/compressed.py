@@ -28,10 +28,11 @@ from tierstore.codec.slots import CHUNK_BYTES, CodecSlot
 from tierstore.codec.workers import CodecWorkers
 from tierstore.codec.writing import SlotWriter
 from tierstore.errors import ConfigError, UsageError
-from tierstore.spi import Backend, Buffer, Capabilities, Completion, Medium, Slot
+from tierstore.spi import Backend, Buffer, Capabilities, Completion, Slot
 from tierstore.units import KIB, align_up
 from tierstore.wrappers.fan_in import Errors, first_error
 from tierstore.wrappers.forwarding import ForwardingBackend
+from tierstore.wrappers.kinds import require_storage
 
 SMALLEST_BYTES: Final = 4 * KIB
 """Shorter tensors are stored as they are."""
@@ -58,22 +59,17 @@ class Compressed(ForwardingBackend):
     def __init__(
         self, backend: Backend, codec: str | None, *, chunk_bytes: int = CHUNK_BYTES, threads: int = THREADS
     ) -> None:
-        medium = backend.capabilities
         if codec not in ("lz4", None):
             raise ConfigError(f"codec={codec!r}: accepted: 'lz4' or None")
-        if medium.medium is not Medium.STORAGE:
-            raise ConfigError(
-                f"codec={codec!r}: a codec needs a tier whose bytes are read and written, such as a disk; "
-                f"those of {medium.medium.name} memory are used where they lie. Leave it out there"
-            )
+        require_storage(backend, f"codec={codec!r}")
         super().__init__(backend)
-        self._medium = medium
+        self._medium = backend.capabilities
         self._capabilities = replace(
-            medium, is_durable=False, has_batches=True, has_direct_paths=False, has_shrinking_slots=True
+            self._medium, is_durable=False, has_batches=True, has_direct_paths=False, has_shrinking_slots=True
         )
         self._many = InnerBackend(backend)
         self._counts = CodecCounters()
-        chunk_bytes = align_up(chunk_bytes, math.lcm(PAGE, medium.alignment_bytes))
+        chunk_bytes = align_up(chunk_bytes, math.lcm(PAGE, self._medium.alignment_bytes))
         self._workers = CodecWorkers(threads, chunk_bytes)
         self._reader = SlotReader(self._many, chunk_bytes, self._workers, self._counts)
         self._writer = SlotWriter(
