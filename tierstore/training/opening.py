@@ -298,7 +298,7 @@ def _policies(
         windows,
         inventory.nbytes_of,
         len(optimizers),
-        placing.residents,
+        placing.decide_residents,
     )
     quota = None
     if meter is not None and sets:

@@ -128,8 +128,8 @@ class Placing:
         """Return where all of a bundle lives."""
         return self.placement.bundles[bundle.key]
 
-    def residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
-        """Return the keys that stay from step to step; choose them, unless they were before the first one.
+    def decide_residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+        """Return the keys that stay from step to step; unless they were given, choose and note them.
 
         Args:
             accesses: the keys that a step used, first use first.
