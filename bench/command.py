@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.place import PlaceError, scratch
-from bench.record import Circumstances, Figure, Verdict, as_text, summary, write, write_page
+from bench.record import Circumstances, Figure, Page, Verdict, as_text, summary, write, write_page
 
 FIGURES = (
     "lease",
@@ -40,7 +40,14 @@ FIGURES = (
     "simulated-step",
     "resnet50-batch",
 )
-"""Every figure there is, in the order in which pages list them."""
+"""Every figure of `FIGURES_PAGE`, in its order."""
+
+FIGURES_PAGE = Page(
+    "figures.md",
+    "Figures",
+    "Written by `python -m bench --write`; do not edit. How each is measured stands in `bench/`.",
+    FIGURES,
+)
 
 _RESULTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 _SCRATCH = Path("offload")  # in .gitignore; on the disk one works on, where a temporary one may be memory
@@ -75,8 +82,20 @@ Question = Callable[[Settings], Figure]
 """Measures one figure, or raises `UnmeasurableError`."""
 
 
-def main(module: str, questions: dict[str, Question], argv: Sequence[str] | None = None) -> int:
-    """Measure what the command line asks for; return 0 if every bar was reached, 1 if not, 2 if none ran."""
+def main(
+    module: str,
+    questions: dict[str, Question],
+    argv: Sequence[str] | None = None,
+    page: Page = FIGURES_PAGE,
+) -> int:
+    """Measure what the command line asks for; return 0 if every bar was reached, 1 if not, 2 if none ran.
+
+    Args:
+        module: how the command line begins, for what is printed and recorded.
+        questions: by the names of their figures.
+        argv: the words behind that.
+        page: that is written if figures are recorded.
+    """
     arguments = _parser(module, questions).parse_args(argv)
     names = arguments.figure or list(questions)
     try:
@@ -85,7 +104,7 @@ def main(module: str, questions: dict[str, Question], argv: Sequence[str] | None
         print(error, file=sys.stderr)
         return 2
     if arguments.write:
-        write_page(arguments.results, FIGURES)
+        write_page(arguments.results, page)
     print("\n" + as_text(summary(figures)))
     return 1 if any(figure.verdict is Verdict.MISSED for figure in figures) else 0
 

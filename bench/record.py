@@ -182,19 +182,31 @@ def read(path: Path) -> tuple[Figure, Circumstances]:
     return Figure(**figure), Circumstances(**content["circumstances"])
 
 
-def write_page(directory: Path, order: Sequence[str]) -> Path:
-    """Write ``figures.md`` from every figure recorded in ``directory``; return its path.
+@dataclass(frozen=True)
+class Page:
+    """A page that is written of figures.
 
-    Args:
-        directory: where `write` recorded them.
+    Attributes:
+        file: its name in the directory of results.
+        title: its heading.
+        about: what stands below it.
         order: names of figures; those recorded under other names are left out.
     """
-    paths = [directory / f"{name}.json" for name in order]
+
+    file: str
+    title: str
+    about: str
+    order: Sequence[str]
+
+
+def write_page(directory: Path, page: Page) -> Path:
+    """Write a page from the figures recorded in ``directory``; return its path."""
+    paths = [directory / f"{name}.json" for name in page.order]
     recorded = [read(path) for path in paths if path.exists()]
     missing = [f"`{path.stem}`" for path in paths if not path.exists()]
     parts = [
-        "# Figures",
-        "Written by `python -m bench --write`; do not edit. How each is measured stands in `bench/`.",
+        f"# {page.title}",
+        page.about,
         as_markdown(summary(figure for figure, _ in recorded)),
     ]
     parts += [f"Not measured: {', '.join(missing)}."] if missing else []
@@ -205,6 +217,6 @@ def write_page(directory: Path, order: Sequence[str]) -> Path:
         parts += [f"## {figure.name}", figure.what]
         parts += [as_markdown(details)] if figure.details else []
         parts += ["\n".join(about)]
-    page = directory / "figures.md"
-    page.write_text("\n\n".join(parts) + "\n")
-    return page
+    path = directory / page.file
+    path.write_text("\n\n".join(parts) + "\n")
+    return path

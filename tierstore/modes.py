@@ -7,7 +7,6 @@ then go through changed weights in silence.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,8 @@ def run_operator(func: Callable[..., Any], args: Sequence[object], kwargs: Mappi
         args: that it is given.
         kwargs: likewise.
     """
-    places = _lists_written(func)
+    known = _lists_by_id.get(id(func))
+    places = _lists_written(func) if known is None else known[1]
     if not places:
         return func(*args, **kwargs)
     with torch.DisableTorchFunctionSubclass():
@@ -36,17 +36,24 @@ def run_operator(func: Callable[..., Any], args: Sequence[object], kwargs: Mappi
     return result
 
 
-@functools.cache
-def _lists_written(func: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
+_Places = tuple[tuple[int, str], ...]
+
+_lists_by_id: dict[int, tuple[Callable[..., Any], _Places]] = {}
+"""By an operator's id, which stays its own as it is kept: it, and `_lists_written`.  Its hash is slower."""
+
+
+def _lists_written(func: Callable[..., Any]) -> _Places:
     """Return place and name of each list that an operator over lists writes to."""
     schema = getattr(func, "_schema", None)
-    if schema is None or not schema.name.startswith("aten::_foreach_"):
-        return ()
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    places: _Places = ()
+    if schema is not None and schema.name.startswith("aten::_foreach_"):
+        places = tuple(
+            (place, argument.name)
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+    _lists_by_id[id(func)] = (func, places)
+    return places
 
 
 def _given(

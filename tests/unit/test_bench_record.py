@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.command import FIGURES, Settings, UnmeasurableError, main
+from bench.command import FIGURES_PAGE, Settings, UnmeasurableError, main
 from bench.record import (
     Better,
     Circumstances,
@@ -76,7 +76,7 @@ def test_a_page_lists_recorded_figures_in_their_order_and_no_others(tmp_path: Pa
     circumstances = Circumstances.now("python -m bench", tmp_path)
     for name in ("growth", "stranger", "lease"):
         write(figure(1.0, name=name), circumstances, tmp_path)
-    text = write_page(tmp_path, FIGURES).read_text()
+    text = write_page(tmp_path, FIGURES_PAGE).read_text()
     assert text.index("## lease") < text.index("## growth")
     assert "stranger" not in text
     assert "- command: `python -m bench`" in text

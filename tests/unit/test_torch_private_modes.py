@@ -57,6 +57,18 @@ def test_dispatch_modes_are_a_stack_that_can_be_left() -> None:
         assert mode.seen > 0
 
 
+def test_no_dispatch_mode_sees_what_is_done_without_dispatch_to_python() -> None:
+    kept = torch.ones(1, requires_grad=True) * 1
+    with _Counting() as mode:
+        before = mode.seen
+        with private.DisableTorchDispatch():
+            alias = kept.detach()
+        assert mode.seen == before
+        assert private.current_dispatch_mode() is mode
+    alias.add_(1)
+    assert kept._version == alias._version == 1
+
+
 def test_function_modes_are_a_stack_that_can_be_taken_from() -> None:
     assert not private.is_function_mode_on()
     with _Watching() as mode:

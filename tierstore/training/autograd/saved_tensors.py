@@ -46,7 +46,7 @@ from tierstore.training.pytorch.function_modes import (
     in_sight,
     out_of_sight,
 )
-from tierstore.training.pytorch.own_work import ordinary_mode
+from tierstore.training.pytorch.own_work import detached, ordinary_mode
 from tierstore.training.pytorch.saved_tensor_hooks import (
     Hook,
     InForce,
@@ -171,9 +171,7 @@ def keep(tensor: torch.Tensor) -> Kept:
     # A node must not keep its own output: the alias shares its bytes and its version counter.
     if tensor.grad_fn is None:
         return Kept(tensor, tensor._version)  # noqa: SLF001
-    with ordinary_mode():
-        kept = tensor.detach()
-    return Kept(kept, tensor._version)  # noqa: SLF001
+    return Kept(detached(tensor), tensor._version)  # noqa: SLF001
 
 
 def _copied(tensor: torch.Tensor) -> Kept:

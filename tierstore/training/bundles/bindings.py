@@ -351,6 +351,8 @@ class Bindings:
     @in_one_piece
     def release_idle(self, binding: Binding) -> bool:
         """Release the lease if nothing needs it; return whether all bytes are the store's now."""
+        if binding.lease is None and not self._abroad:  # of nearly all bundles, for each in every step
+            return binding.is_whole
         with self._lock, self.apart():
             self.bring_home()
             if binding.windows == 0 and binding.lease is not None:

@@ -76,6 +76,11 @@ class TensorLayout:
         """Where it begins in the bundle."""
         return self.offset * self.dtype.itemsize
 
+    @functools.cached_property
+    def is_expanded(self) -> bool:
+        """Whether several of its elements are one in memory."""
+        return any(size > 1 and not step for size, step in zip(self.shape, self.stride, strict=True))
+
     @property
     def end_bytes(self) -> int:
         """Where it ends."""

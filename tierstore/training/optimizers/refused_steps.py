@@ -162,14 +162,19 @@ def _is_usual(parameter: torch.Tensor, gradient: torch.Tensor, entries: Entries,
         or _is_expanded(gradient)
     ):
         return False
-    return all(
-        value.dtype is dtype
-        and value.layout is torch.strided
-        and is_alike(value.shape, shape)
-        and not _is_expanded(value)
-        for name, value in entries.items()
-        if name in _STATE and isinstance(value, torch.Tensor)
-    )
+    for name, value in entries.items():  # no generator: it would take half of the time
+        if (
+            name in _STATE
+            and isinstance(value, torch.Tensor)
+            and (
+                value.dtype is not dtype
+                or value.layout is not torch.strided
+                or not is_alike(value.shape, shape)
+                or _is_expanded(value)
+            )
+        ):
+            return False
+    return True
 
 
 def _kind_of(
@@ -212,7 +217,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
         return False
     guarded_tensor = guarded_tensor_of(tensor)
     if guarded_tensor is not None and not guarded_tensor.is_abroad:
-        stride = guarded_tensor.place.stride
+        return guarded_tensor.place.is_expanded
     return any(size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True))
 
 

@@ -387,7 +387,7 @@ class SpeculativeSteps:
             and [(binding, binding.writes) for binding in read] == made.read
             and self._gradients.table.are_untouched(turn.parameters)
             and not _is_scaled(self.optimizer)
-            and _options(turn) == made.options
+            and [options_of(group) for group, _ in turn.merged] == made.options
             and _settings() == made.settings
             and all(_is_equal(self.optimizer.state.get(p, {}), made.former[p]) for p in turn.parameters)
         )
@@ -575,10 +575,10 @@ def _is_alike(given: Entries, left: Mapping[str, Any]) -> bool:
 def _is_equal(entries: Mapping[str, Any], former: Entries) -> bool:
     """Whether a parameter's state is what it was; what large tensors hold is known elsewhere."""
     return entries.keys() == former.keys() and all(
-        value is entries[name]
-        if _is_large(value)
-        else torch.equal(value, entries[name])
-        if isinstance(value, torch.Tensor)
-        else value == entries[name]
+        value is entries[name] or (not _is_large(value) and _is_same(value, entries[name]))
         for name, value in former.items()
     )
+
+
+def _is_same(value: object, other: Any) -> bool:  # noqa: ANN401 - an optimizer's own
+    return torch.equal(value, other) if isinstance(value, torch.Tensor) else bool(value == other)

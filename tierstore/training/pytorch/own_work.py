@@ -10,6 +10,7 @@ import torch
 
 from tierstore.torch_private import (
     DeviceContext,
+    DisableTorchDispatch,
     count_dispatch_modes,
     count_function_modes,
     dispatch_modes,
@@ -98,6 +99,23 @@ def leave_all_modes() -> contextlib.ExitStack:
         if torch.is_inference_mode_enabled():
             left.enter_context(torch.inference_mode(mode=False))
         return left.pop_all()
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor.detach()``, as part of the library's own work."""
+    is_unseen = (
+        type(tensor) is torch.Tensor
+        and not count_function_modes()
+        and innermost_transform() is None
+        and not torch.is_inference_mode_enabled()
+    )
+    if not is_unseen:
+        with ordinary_mode():
+            return tensor.detach()
+    if not count_dispatch_modes():
+        return tensor.detach()
+    with DisableTorchDispatch():  # a fifth of what leaving the modes costs
+        return tensor.detach()
 
 
 def is_dispatch_mode_on() -> bool:

@@ -38,7 +38,7 @@ class LiveStorages(Generic[Known]):
 
     def put(self, storage: torch.UntypedStorage, known: Known) -> None:
         """Know this of a storage, and nothing else any more."""
-        live = _KnownStorage[Known](storage, self._forget)
+        live: _KnownStorage[Known] = _KnownStorage(storage, self._forget)
         live.key, live.known = id(storage), known
         self._live[live.key] = live
 

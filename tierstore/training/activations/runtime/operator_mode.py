@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from tierstore.modes import run_operator
@@ -39,18 +39,33 @@ class OperatorWatcher(Protocol):
         ...
 
 
+class _Pause(AbstractContextManager[None]):
+    """A context, entered any number of times, in which a mode tells nobody of operators."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+
+
 class _OperatorMode(TorchDispatchMode):
     """Has the operators of a thread run, and tells those who watch them.
 
     Attributes:
         watchers: the last one to begin first.
-        pauses: contexts in which nobody watches, one inside another.
+        pause: the contexts in which nobody watches, one inside another.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watchers: tuple[OperatorWatcher, ...] = ()
-        self.pauses = 0
+        self.pause = _Pause()
 
     # torch's signature: the types of arguments and result are those of the operation.
     def __torch_dispatch__(
@@ -62,7 +77,7 @@ class _OperatorMode(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401
         """Run the operator."""
         named = kwargs or {}
-        if self.pauses or not self.watchers or not isinstance(func, OpOverload):
+        if self.pause.count or not self.watchers or not isinstance(func, OpOverload):
             return run_operator(func, args, named)
         if are_function_modes_on():
             with out_of_sight():
@@ -70,6 +85,13 @@ class _OperatorMode(TorchDispatchMode):
         return self._run(func, args, named)
 
     def _run(self, func: OpOverload, args: Arguments, kwargs: Named) -> Any:  # noqa: ANN401
+        if len(self.watchers) == 1:  # the rule, and each operator pays for it
+            watcher = self.watchers[0]
+            note = watcher.before(func, args, kwargs)
+            result = run_operator(func, args, kwargs)
+            if note is not None:
+                watcher.after(note, func, args, kwargs, result)
+            return result
         noted = [(each, each.before(func, args, kwargs)) for each in self.watchers]
         result = run_operator(func, args, kwargs)
         for watcher, note in reversed(noted):
@@ -88,7 +110,7 @@ class WatchedOperators(threading.local):
         """Let somebody watch from now on."""
         mode = self._mode
         if not mode.watchers:
-            mode.pauses = 0  # an interrupt may have come between
+            mode.pause.count = 0  # an interrupt may have come between
         mode.watchers = (watcher, *mode.watchers)
         if not any(each is mode for each in dispatch_modes()):
             mode.__enter__()  # type: ignore[no-untyped-call]
@@ -103,12 +125,6 @@ class WatchedOperators(threading.local):
         if not self._mode.watchers and current_dispatch_mode() is self._mode:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Let nobody watch what happens inside the context: it is no part of the model."""
-        mode = self._mode
-        mode.pauses += 1
-        try:
-            yield
-        finally:
-            mode.pauses -= 1
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Return a context in which nobody watches what happens: it is no part of the model."""
+        return self._mode.pause

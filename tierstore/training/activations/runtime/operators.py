@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,10 +82,45 @@ def is_collective(func: OpOverload) -> bool:
     return func.namespace == "c10d"
 
 
-@functools.cache
+class OperatorFacts(NamedTuple):
+    """What is known of an operator before it runs.
+
+    Attributes:
+        operator: itself.
+        is_view: whether what it returns has the bytes of what it is given.
+        is_changing: whether it changes what it is given; a collective may, whatever its schema says.
+        returns_changed: whether it returns what it has changed.
+    """
+
+    operator: OpOverload
+    is_view: bool
+    is_changing: bool
+    returns_changed: bool
+
+
+_facts_by_id: dict[int, OperatorFacts] = {}
+"""By an operator's id, which stays its own as it is kept.  Its hash would be a call of Python."""
+
+
+def facts_of(func: OpOverload) -> OperatorFacts:
+    """Return what is known of an operator."""
+    facts = _facts_by_id.get(id(func))
+    if facts is None:
+        schema = func._schema  # noqa: SLF001 - the one place that says it
+        returned = (each.alias_info for each in schema.returns)
+        facts = OperatorFacts(
+            operator=func,
+            is_view=func.is_view,
+            is_changing=schema.is_mutable or is_collective(func),
+            returns_changed=any(alias is not None and alias.is_write for alias in returned),
+        )
+        _facts_by_id[id(func)] = facts
+    return facts
+
+
 def is_changing(func: OpOverload) -> bool:
-    """Say whether an operator changes what it is given; a collective may, whatever its schema says."""
-    return func._schema.is_mutable or is_collective(func)  # noqa: SLF001 - the one place that says it
+    """Say whether an operator changes what it is given."""
+    return facts_of(func).is_changing
 
 
 def written(func: OpOverload, args: Arguments, kwargs: Named) -> Iterator[torch.Tensor]:

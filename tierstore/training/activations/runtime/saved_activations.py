@@ -187,9 +187,12 @@ class SavedActivations(threading.local):
 
     def asks(self, policy: SavePolicy) -> bool:
         """Say whether what is saved now comes to a policy, and to no other of its kind before."""
-        pairs = [owner for owner in map(whose, chain()) if isinstance(owner, PolicyHooks)]
-        kin = (each for pair in pairs for each in pair.policies if type(each) is type(policy))
-        return next(kin, None) is policy
+        for owner in map(whose, chain()):
+            if isinstance(owner, PolicyHooks):
+                for each in owner.policies:
+                    if type(each) is type(policy):
+                        return each is policy
+        return False
 
     def is_for_repetition(self, policy: SavePolicy) -> bool:
         """Say whether what a policy is asked for is wanted by something that runs again."""

@@ -52,12 +52,10 @@ SMALLEST_BYTES = 4096
 
 def storage_worth_a_key(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage | None:
     """Return the storage of a saved tensor; ``None``: it stays, whoever wants it to leave ``device``."""
-    if type(tensor) is not torch.Tensor or has_no_bytes(tensor):
-        return None
-    storage = storage_of(tensor)
+    storage = storage_of(tensor) if type(tensor) is torch.Tensor else None
     if storage is None or storage.nbytes() < SMALLEST_BYTES or storage.device != device:
         return None
-    return storage
+    return None if has_no_bytes(tensor) else storage
 
 
 class Swapped:

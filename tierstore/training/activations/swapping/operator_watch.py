@@ -33,7 +33,8 @@ from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.activations.runtime.operators import (
     Arguments,
     Named,
-    is_changing,
+    OperatorFacts,
+    facts_of,
     written,
 )
 from tierstore.training.autograd.accumulation import is_in_backward
@@ -183,24 +184,29 @@ class OperatorWatch:
 
     def before(self, func: Operator, args: Arguments, kwargs: Named) -> object:
         """See `OperatorWatcher`."""
-        del func, args, kwargs
+        del args, kwargs
         if is_own_work() or is_in_backward():
             return None
         refuse_forward_mode()
-        return self
+        return facts_of(func)
 
-    def after(self, noted: object, func: Operator, args: Arguments, kwargs: Named, result: object) -> None:
+    def after(
+        self, noted: OperatorFacts, func: Operator, args: Arguments, kwargs: Named, result: object
+    ) -> None:
         """See `OperatorWatcher`."""
-        del noted
         given: dict[int, bool] = {}
         self._look(args, given)
         if kwargs:
             self._look(kwargs.values(), given)
-        if is_changing(func):
+        if noted.is_changing:
             for storage in _storages(written(func, args, kwargs)):
                 self._note_change(storage)
-        if not func.is_view:
-            self._see(func, given, result)
+        if not noted.is_view:
+            scope = self._find(func)
+            if scope is not None and not self._is_asked():
+                scope = None
+            is_own = bool(given) and False not in given.values()
+            self._see((result,), given, scope, is_own=is_own, is_changed=noted.returns_changed)
             self._note_operator()
 
     def _look(self, values: Iterable[object], given: dict[int, bool]) -> None:
@@ -217,29 +223,34 @@ class OperatorWatch:
             elif isinstance(value, list | tuple):
                 self._look(value, given)
 
-    def _see(self, func: Operator, given: Mapping[int, bool], result: object) -> None:
-        """Take in what an operator that is no view returned."""
-        scope = self._find(func)
-        if scope is not None and not self._is_asked():
-            scope = None
-        is_own = bool(given) and all(given.values())
-        for storage in _storages((result,)):
-            if id(storage) not in given:
-                self._made(storage, scope, is_own=is_own)
-            elif not given[id(storage)] and _writes(func):
-                self._made(storage, scope, is_own=False)
+    def _see(
+        self,
+        values: Iterable[object],
+        given: Mapping[int, bool],
+        scope: MarkScope | None,
+        *,
+        is_own: bool,
+        is_changed: bool,
+    ) -> None:
+        """Take in what an operator that is no view returned: what was ``given`` may be what it changed."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = storage_of(value)
+                if storage is None:
+                    continue
+                was_own = given.get(id(storage))
+                if was_own is None:
+                    self._made(storage, scope, is_own=is_own)
+                elif not was_own and is_changed:
+                    self._made(storage, scope, is_own=False)
+            elif isinstance(value, list | tuple):
+                self._see(value, given, scope, is_own=is_own, is_changed=is_changed)
 
     def _made(self, storage: torch.UntypedStorage, scope: MarkScope | None, *, is_own: bool) -> None:
         if is_own or scope is not None:
             self._written.put(storage, OWN if is_own or scope is None else scope)
         else:
             self._written.discard(storage)
-
-
-def _writes(func: Operator) -> bool:
-    """Say whether an operator returns what it has changed in place."""
-    returns = func._schema.returns  # noqa: SLF001
-    return any(each.alias_info is not None and each.alias_info.is_write for each in returns)
 
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
