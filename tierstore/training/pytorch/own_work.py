@@ -94,8 +94,10 @@ def leave_all_modes() -> contextlib.ExitStack:
     """Leave every mode and transform of this thread; closing what is returned goes back to them."""
     with contextlib.ExitStack() as left:
         left.enter_context(leave_function_modes())
-        left.enter_context(leave_dispatch_modes())
-        left.enter_context(leave_transforms())
+        if count_dispatch_modes():
+            left.enter_context(leave_dispatch_modes())
+        if innermost_transform() is not None:
+            left.enter_context(leave_transforms())
         if torch.is_inference_mode_enabled():
             left.enter_context(torch.inference_mode(mode=False))
         return left.pop_all()

@@ -475,7 +475,7 @@ class ActivationStore:
         with self._working(), contextlib.suppress(KeyNotFound):
             if not self._is_kept(offloaded_storage) or offloaded_storage.is_leased:
                 return
-            if not self.is_here(offloaded_storage):
+            if offloaded_storage.stay is not StayOnDevice.AWAY and not self.is_here(offloaded_storage):
                 self._note_away(offloaded_storage)
             self.store.prefetch(offloaded_storage.key)
 
