@@ -31,8 +31,8 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In:
   shared_memory, unseen_writes.
 - ``_from_public_api``: a hook of ``state_dict`` is called with other arguments. In: state_dicts.
-- ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In:
-  gradient, memory.
+- ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In: gradient,
+  memory, touched_rows.
 - ``_is_param``: a guarded parameter of a user's class is no ``nn.Parameter``. In: guarded_classes,
   state_dict_entries.
 - ``_is_view``: a buffer that cannot be made anew is let go of. In: buffers.

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from tierstore.optim import FTRL, LazyAdam
 from tierstore.training.bundles import layout
 from tierstore.training.optimizers import registered
 from tierstore.units import align_up
@@ -99,12 +100,13 @@ class EntriesAdapter:
     def certain_bytes(self, optimizer: Optimizer, parameter: torch.Tensor, options: Options) -> int:
         """See `OptimizerAdapter.certain_bytes`.
 
-        Of optimizers that are not PyTorch's own, and of those whose state may be smaller, nothing is certain.
+        Of optimizers that are neither PyTorch's nor ours, and of those whose state may be smaller, nothing is
+        certain.
         """
         if _has_entries(optimizer, parameter):
             tensors = [each.tensor for each in self.state_tensors(optimizer, [parameter])]
             return sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
-        is_certain = type(optimizer) in _CERTAIN and registered.is_of_torch(optimizer)
+        is_certain = type(optimizer) in _CERTAIN and registered.is_known(optimizer)
         return (
             _copies(optimizer, options) * parameter.nbytes
             if is_certain and 0 not in parameter.stride()
@@ -170,6 +172,7 @@ _CERTAIN = frozenset(
     {
         *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad),
         *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop),
+        *(FTRL, LazyAdam),
     }
 )
 """Those that keep as many tensors of the parameter's size and type, whatever its shape."""

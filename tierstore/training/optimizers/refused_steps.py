@@ -8,7 +8,7 @@ such a step is left to the optimizer as a whole.
 
 1. The optimizer is asked itself: a double of it steps a stand-in of one element, or of none, for each kind of
    parameter that is unusual, with the options of its group and state of the same kind.
-2. Only those of ``torch.optim`` are asked.  What users register is not run on trial.
+2. Only those of ``torch.optim`` and ours are asked.  What users register is not run on trial.
 3. Left to the optimizer without being asked: a step with a gradient or state of another shape than its
    parameter, one that treats parameters by the first of their group since their types differ
    (``Adafactor``), and one of fused ``SGD`` that is the first with momentum for some of a group.
@@ -31,7 +31,7 @@ from tierstore.training.autograd.gradient import show_gradient
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.bundles.bindings import natively
 from tierstore.training.faults.guarded_tensors import guarded_tensor_of
-from tierstore.training.optimizers.registered import has_come_to_depend, is_of_torch
+from tierstore.training.optimizers.registered import has_come_to_depend, is_known
 from tierstore.training.optimizers.speculative_steps import Entries, step_alone
 from tierstore.training.optimizers.step_units import Group, options_of
 from tierstore.training.pytorch.own_work import ordinary_mode
@@ -42,9 +42,10 @@ _STATE = frozenset(
     {
         *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg"),
         *("acc_delta", "sum", "ax", "prev", "step_size", "row_var", "col_var", "variance"),
+        *("accumulator", "linear"),
     }
 )
-"""What optimizers of PyTorch's compute with, beside the gradient: each has an element for the parameter's."""
+"""What these optimizers compute with, beside the gradient: each has an element for the parameter's."""
 
 Alike = Callable[[torch.Size, torch.Size], bool]
 """Says whether state of a shape may be that of a parameter with another."""
@@ -102,7 +103,7 @@ def refuses(optimizer: torch.optim.Optimizer, gradients: Gradients, device: torc
     Raises:
         UsageError: the step is fused, and something that it computes with is expanded.
     """
-    if not is_of_torch(optimizer):
+    if not is_known(optimizer):
         return has_come_to_depend(optimizer)
     return _is_first_for_some(optimizer, gradients) or any(
         _is_refused(optimizer, group, kind, entries, device)

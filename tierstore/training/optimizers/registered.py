@@ -4,7 +4,7 @@
    them.  ``Adafactor`` does not where a group has parameters of several types and no ``eps`` of its own: it
    takes that of the first one's type for all.
 2. So does what users register.  A subclass is not covered by its base's registration: it may do more in its
-   ``step``.
+   ``step``.  Ours (`tierstore.optim`) are as PyTorch's.
 3. Any other runs its own ``step`` once, as it is (`tierstore.training.optimizers.whole_steps`).
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.optim import FTRL, LazyAdam
 
 Step = Callable[..., object]
 Optimizer = torch.optim.Optimizer
@@ -46,10 +47,12 @@ def unhooked_step(kind: type[Optimizer]) -> Step:
     return step
 
 
-_steps: dict[type[Optimizer], Step] = {
-    kind: unhooked_step(kind) for name in _NAMES if (kind := getattr(torch.optim, name, None)) is not None
-}
-"""Those of ``torch.optim``, each with its ``step`` as it was at first: whoever replaces that may do more."""
+_kinds: list[type[Optimizer]] = [
+    *(kind for name in _NAMES if (kind := getattr(torch.optim, name, None)) is not None),
+    *(FTRL, LazyAdam),
+]
+_steps: dict[type[Optimizer], Step] = {kind: unhooked_step(kind) for kind in _kinds}
+"""PyTorch's and ours, each with its ``step`` as it was at first: whoever replaces that may do more."""
 
 _registered: dict[type[Optimizer], bool] = {}
 
@@ -79,8 +82,8 @@ def register_optimizer(cls: type[Optimizer], per_parameter: bool = True) -> None
     _registered[cls] = bool(per_parameter)
 
 
-def is_of_torch(optimizer: Optimizer) -> bool:
-    """Whether it is one of ``torch.optim``'s that treat each parameter by itself, and is as it was made."""
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether it is PyTorch's or ours, treats each parameter by itself, and is as it was made."""
     kind = type(optimizer)
     is_as_made = kind in _steps and _steps[kind] is unhooked_step(kind)
     return is_as_made and not any(map(_takes_eps_of_the_first, optimizer.param_groups))
@@ -103,4 +106,4 @@ def has_come_to_depend(optimizer: Optimizer) -> bool:
 
 def is_per_parameter(optimizer: Optimizer) -> bool:
     """Whether an optimizer may be stepped a bundle at a time."""
-    return _registered.get(type(optimizer), is_of_torch(optimizer))
+    return _registered.get(type(optimizer), is_known(optimizer))

@@ -40,7 +40,7 @@ from tierstore.leases import Lease
 from tierstore.training.bundles.bindings import Binding, natively
 from tierstore.training.bundles.grouping import next_version
 from tierstore.training.faults import guard
-from tierstore.training.optimizers.registered import is_of_torch
+from tierstore.training.optimizers.registered import is_known
 from tierstore.training.optimizers.step_units import (
     Group,
     StepTrainer,
@@ -149,7 +149,7 @@ class SpeculativeSteps:
         self._steps_to_wait = 0
         self._next_wait = 1
         self._was_wrong = False
-        self._is_possible = is_of_torch(optimizer) and len(self._store.tier_names) > 1
+        self._is_possible = is_known(optimizer) and len(self._store.tier_names) > 1
         self._without_others: set[Binding] = set()
         self._writers: dict[tuple[object, ...], bool] = {}
         self.seconds = 0.0

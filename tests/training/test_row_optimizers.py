@@ -1,0 +1,86 @@
+"""LazyAdam and FTRL with an offloaded model: stepped a bundle at a time, the same bits as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.twins import Optimizer, Trial, assert_same, blocks, every_layout, steps
+from tierstore.optim import FTRL, LazyAdam
+from tierstore.optim.row_optimizer import RowOptimizer
+from tierstore.training.optimizers.registered import is_known
+
+KINDS: dict[str, tuple[Callable[..., RowOptimizer], dict[str, Any]]] = {
+    "lazy-adam": (LazyAdam, {"lr": 1e-2}),
+    "lazy-adam-nesterov-decay": (LazyAdam, {"lr": 1e-2, "nesterov": True, "weight_decay": 0.1}),
+    "ftrl": (FTRL, {"lr": 0.1}),
+    "ftrl-l1-l2": (FTRL, {"lr": 0.1, "l1": 1e-3, "l2": 1e-3, "weight_decay": 0.01}),
+}
+every_optimizer = pytest.mark.parametrize("kind", KINDS)
+
+
+class Tables(nn.Module):
+    """Two embeddings with sparse gradients, one of bags, below a dense net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(300, 16, sparse=True)
+        self.bags = nn.EmbeddingBag(200, 16, sparse=True, mode="sum")
+        self.head = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map ``(batch, 6)`` ids below 200."""
+        return torch.as_tensor(self.head(torch.cat([self.words(ids[:, 0]), self.bags(ids)], dim=1)))
+
+
+def _train(trial: Trial) -> None:
+    chance = torch.Generator().manual_seed(7)
+    for _ in range(4):
+        ids = torch.randint(0, 200, (8, 6), generator=chance).square() % 200
+        loss = trial.model(ids.to(next(trial.model.parameters()).device)).square().mean()
+        loss.backward()
+        trial.log(loss)
+        for optimizer in trial.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@every_layout
+@every_optimizer
+def test_dense_gradients(layout: str, kind: str, tmp_path: Path) -> None:
+    make, options = KINDS[kind]
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = blocks(2)
+        return model, [make(model.parameters(), **options)]
+
+    assert_same(build, steps(4), layout, tmp_path)
+
+
+@every_layout
+@every_optimizer
+def test_sparse_gradients_beside_another_optimizer(layout: str, kind: str, tmp_path: Path) -> None:
+    make, options = KINDS[kind]
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = Tables()
+        tables = [model.words.weight, model.bags.weight]
+        return model, [make(tables, **options), torch.optim.Adam(model.head.parameters(), lr=1e-2)]
+
+    assert_same(build, _train, layout, tmp_path)
+
+
+class More(LazyAdam):
+    """May do more in its step."""
+
+
+def test_they_are_stepped_by_bundle_and_their_subclasses_are_not() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    assert is_known(LazyAdam(parameters))
+    assert is_known(FTRL(parameters))
+    assert not is_known(More(parameters))

@@ -1,0 +1,58 @@
+"""Which rows of a parameter a gradient is about, and what it comes to for each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import torch
+
+
+class TouchedRows(NamedTuple):
+    """The rows that a gradient touches: those of a sparse one's first dimension, or all.
+
+    Attributes:
+        numbers: theirs, ascending, ``int64``; ``None``: all.
+        gradient: of them, the sum of all that was said of each.
+        occurrences: how often each was named, of the gradient's dtype, shaped so that it spreads over rows;
+            ``None``: once, as is a row of which single elements are named.
+    """
+
+    numbers: torch.Tensor | None
+    gradient: torch.Tensor
+    occurrences: torch.Tensor | None
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> Self:
+        """Read a gradient, which PyTorch lets be strided or COO."""
+        if gradient.layout is torch.strided:
+            return cls(None, gradient, None)
+        if gradient.sparse_dim() == 0:  # of a parameter without dimensions
+            return cls(None, gradient.to_dense(), None)
+        summed = gradient.coalesce()
+        numbers = summed.indices()[0]
+        if gradient.sparse_dim() > 1:
+            numbers = numbers.unique()
+            return cls(numbers, gradient.to_dense().index_select(0, numbers), None)
+        named, values = gradient._indices()[0], summed.values()  # noqa: SLF001 - `indices()` refuses repeats
+        if len(named) == len(numbers):
+            return cls(numbers, values, None)
+        counts = named.unique(return_counts=True)[1]
+        return cls(numbers, values, counts.to(values.dtype).view(-1, *(1 for _ in values.shape[1:])))
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return these rows of a tensor: a copy, or the tensor itself if they are all."""
+        return tensor if self.numbers is None else tensor.index_select(0, self.numbers)
+
+    def put(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+        """Let these rows of a tensor be those that `take` has returned, as they are now."""
+        if self.numbers is not None:
+            tensor.index_copy_(0, self.numbers, rows)
+
+    def with_decay(self, parameter: torch.Tensor, weight_decay: float) -> torch.Tensor:
+        """Return the gradient with ``weight_decay`` times the parameter's rows, once for each occurrence."""
+        if not weight_decay:
+            return self.gradient
+        rows = self.take(parameter)
+        return self.gradient.add(
+            rows if self.occurrences is None else rows * self.occurrences, alpha=weight_decay
+        )
