@@ -15,7 +15,7 @@ Options = dict[str, Any]
 State = dict[str, Any]
 
 
-class RowOptimizer(torch.optim.Optimizer, abc.ABC):
+class RowOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
     """Treats each parameter by itself, and of a sparse gradient changes only the rows that it names.
 
     ``state`` has a ``step`` for each parameter, as PyTorch's Adam has, and what a subclass keeps.
