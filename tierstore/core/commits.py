@@ -34,7 +34,7 @@ from tierstore.core.messages import (
     RecordsRecovered,
     Settle,
 )
-from tierstore.core.requests import Desk, FlushRequest, StageRequest, granted, refuse_if_written
+from tierstore.core.requests import Desk, FlushRequest, FlushStage, granted, refuse_if_written
 from tierstore.core.tier_state import advice
 from tierstore.errors import CapacityError, StoreClosed, TierStoreError, UsageError
 from tierstore.units import format_bytes
@@ -175,11 +175,11 @@ class DurableCommits:
             return False
         has_taken = False
         for flush in [
-            each for each in self._flushes if each.stage is StageRequest.AWAITING and not each.pending
+            each for each in self._flushes if each.stage is FlushStage.AWAITING and not each.pending
         ]:
             self._take_moment(flush)
             has_taken = True
-        self._flushes = [each for each in self._flushes if each.stage is not StageRequest.ENDED]
+        self._flushes = [each for each in self._flushes if each.stage is not FlushStage.ENDED]
         if self.underway is None and not has_taken:
             has_taken = self._commit_next()
         return has_taken
@@ -217,7 +217,7 @@ class DurableCommits:
         last = max((n for n, each in enumerate(self._flushes) if _is_ready_for_all(each)), default=-1)
         if last >= 0:
             # Its moment is one of all the older ones', too.
-            older = [each for each in self._flushes[: last + 1] if each.stage is not StageRequest.AWAITING]
+            older = [each for each in self._flushes[: last + 1] if each.stage is not FlushStage.AWAITING]
             self._commit(older)
             return True
         chosen, overtaken = self._choose()
@@ -236,10 +236,10 @@ class DurableCommits:
         overtaken: list[FlushRequest] = []
         waiting: list[FlushRequest] = []  # older than the one that is looked at
         for flush in self._flushes:
-            if flush.stage is StageRequest.AWAITING:
+            if flush.stage is FlushStage.AWAITING:
                 continue
             before = [each for each in waiting if _shares_keys(each, flush)]
-            if flush.stage is StageRequest.READY and all(map(self._may_begin_again, before)):
+            if flush.stage is FlushStage.READY and all(map(self._may_begin_again, before)):
                 chosen.append(flush)
                 overtaken += before
                 waiting = [each for each in waiting if each not in before]
@@ -259,12 +259,12 @@ class DurableCommits:
             {key: self.committed.get(key) for key in self._unsure}, self.changes.uids(self._unsure)
         )
         for flush in flushes:
-            if flush.stage is StageRequest.READY:
+            if flush.stage is FlushStage.READY:
                 difference.add(flush)
             else:
                 self.scheduler.forget(flush)
-            flush.stage = StageRequest.ENDED
-        self._flushes = [each for each in self._flushes if each.stage is not StageRequest.ENDED]
+            flush.stage = FlushStage.ENDED
+        self._flushes = [each for each in self._flushes if each.stage is not FlushStage.ENDED]
         self._served, self.underway = flushes, difference
         for replica in difference.replicas():
             self.books.promise(replica)
@@ -314,14 +314,14 @@ class DurableCommits:
         """Fail the flushes that no commit under way is about."""
         flushes, self._flushes = self._flushes, []
         for flush in flushes:
-            if flush.stage is not StageRequest.ENDED:
+            if flush.stage is not FlushStage.ENDED:
                 self.scheduler.forget(flush)
                 flush.undo()
                 flush.fail(error)
 
 
 def _is_ready_for_all(flush: FlushRequest) -> bool:
-    return flush.keys is None and flush.stage is StageRequest.READY
+    return flush.keys is None and flush.stage is FlushStage.READY
 
 
 def _shares_keys(one: FlushRequest, other: FlushRequest) -> bool:

@@ -297,7 +297,7 @@ class EvictRequest(Request):
         return False
 
 
-class StageRequest(enum.Enum):
+class FlushStage(enum.Enum):
     """How far a flush has come."""
 
     AWAITING = enum.auto()  # puts of new keys that had begun before it
@@ -324,7 +324,7 @@ class FlushRequest(Request):
         super().__init__(desk, number, entries)
         self.tier = tier
         self.keys = keys
-        self.stage = StageRequest.AWAITING
+        self.stage = FlushStage.AWAITING
         self.names: dict[str, Entry | None] = {}
         self.found: dict[int, Replica] = {}
         self.rounds = FLUSH_ROUNDS
@@ -332,7 +332,7 @@ class FlushRequest(Request):
     @property
     def keeps_bytes(self) -> bool:
         """See `Request.keeps_bytes`."""
-        return self.stage is StageRequest.COPYING
+        return self.stage is FlushStage.COPYING
 
     def take(self, names: dict[str, Entry | None]) -> None:
         """Let this be its moment.
@@ -343,7 +343,7 @@ class FlushRequest(Request):
         entries = [entry for entry in names.values() if entry is not None]
         for entry in entries:
             self.check(entry)
-        self.stage = StageRequest.COPYING
+        self.stage = FlushStage.COPYING
         self.names = names
         self.pending = {entry.uid: entry for entry in entries}
 
@@ -353,7 +353,7 @@ class FlushRequest(Request):
 
     def examine(self, entry: Entry) -> bool:
         """See `Request.examine`."""
-        if self.stage is StageRequest.AWAITING:
+        if self.stage is FlushStage.AWAITING:
             return entry.life is not EntryLife.COMING
         if entry.is_settled(self.tier):
             replica = entry.replicas[self.tier]
@@ -366,12 +366,12 @@ class FlushRequest(Request):
 
     def finish(self) -> None:
         """See `Request.finish`: its moment is still to be taken, or committed."""
-        if self.stage is StageRequest.COPYING:
-            self.stage = StageRequest.READY
+        if self.stage is FlushStage.COPYING:
+            self.stage = FlushStage.READY
 
     def fail(self, error: BaseException) -> None:
         """See `Request.fail`."""
-        self.stage = StageRequest.ENDED
+        self.stage = FlushStage.ENDED
         super().fail(error)
 
     def undo(self) -> None:

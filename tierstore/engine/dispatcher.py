@@ -31,7 +31,7 @@ Work = m.Command | list[m.StartCopy]
 log = logging.getLogger("tierstore")
 
 
-class Hands(Protocol):
+class Executor(Protocol):
     """Who carries commands out.  None of it holds the lock."""
 
     def plan(self, commands: Sequence[m.Command]) -> Sequence[Work]:
@@ -52,7 +52,7 @@ class Dispatcher:
 
     Args:
         ledger: the books; from now on touched only here.
-        hands: carries out what they command.
+        executor: carries out what they command.
         told: see below.
 
     Attributes:
@@ -62,10 +62,10 @@ class Dispatcher:
         fault: what stopped the store, if something has.
     """
 
-    def __init__(self, ledger: Ledger, hands: Hands, told: list[m.Event]) -> None:
+    def __init__(self, ledger: Ledger, executor: Executor, told: list[m.Event]) -> None:
         self._lock = forks.free_in_child(threading.Lock())  # guards _ledger, and nothing else
         self._ledger = ledger
-        self._executor = hands
+        self._executor = executor
         self.told = told
         self.fault: BaseException | None = None
 

@@ -47,7 +47,7 @@ def orphaned(key: str) -> BackendError:
 
 
 class CommandExecutor:
-    """See `tierstore.engine.dispatcher.Hands`.  Safe from any thread.
+    """See `tierstore.engine.dispatcher.Executor`.  Safe from any thread.
 
     Args:
         mover: moves and frees bytes.
@@ -69,7 +69,7 @@ class CommandExecutor:
         self.quotas: dict[int, int] = {}
 
     def plan(self, commands: Sequence[m.Command]) -> list[Work]:
-        """See `Hands.plan`: small copies go last, in batches."""
+        """See `Executor.plan`: small copies go last, in batches."""
         work: list[Work] = []
         small: list[m.StartCopy] = []
         for command in commands:
@@ -80,7 +80,7 @@ class CommandExecutor:
         return [*work, *batches(small)] if small else work
 
     def carry_out(self, work: Work) -> None:
-        """See `Hands.carry_out`."""
+        """See `Executor.carry_out`."""
         if isinstance(work, m.Grant):
             self._answer(work.request, work.replicas, None)
         elif isinstance(work, m.Settle):
@@ -100,7 +100,7 @@ class CommandExecutor:
             self._shrink(work)
 
     def fail_all(self, error: BaseException) -> None:
-        """See `Hands.fail_all`."""
+        """See `Executor.fail_all`."""
         for waiting in list(self.waiting.values()):
             waiting.resolve(error=error)
         for opening in list(self.openings.values()):

@@ -33,8 +33,8 @@ from tierstore.training.activations.apply import Activations
 from tierstore.training.activations.config.layers import Names
 from tierstore.training.activations.config.sections import SECTIONS
 from tierstore.training.activations.swapping.run_store import RunStore
+from tierstore.training.bundles.bundle_tiers import named_by_settings
 from tierstore.training.bundles.ending import RunEnding
-from tierstore.training.bundles.placements import named_by_settings
 from tierstore.training.checkpoints.files import Checkpoint, ordinary_access
 from tierstore.training.checkpoints.resumed import Resumed
 from tierstore.training.checkpoints.weights import Weights

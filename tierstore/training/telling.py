@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from tierstore.stats import StoreStats, TierStats
-from tierstore.training.bundles.placements import setting_of
+from tierstore.training.bundles.bundle_tiers import setting_of
 from tierstore.training.run_stats import RunStats
 from tierstore.training.session import Session
 from tierstore.units import format_bytes

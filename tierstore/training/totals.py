@@ -13,9 +13,9 @@ import torch
 
 from tierstore.errors import CapacityError
 from tierstore.store import Store
+from tierstore.training.bundles.bundle_tiers import setting_of
 from tierstore.training.bundles.grouping import Content, Group
 from tierstore.training.bundles.layout import lay_out
-from tierstore.training.bundles.placements import setting_of
 from tierstore.training.optimizers.adapters import adapter_of
 from tierstore.units import format_bytes
 

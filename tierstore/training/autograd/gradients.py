@@ -39,10 +39,10 @@ from tierstore.training.autograd.gradient import (
 from tierstore.training.autograd.gradient_table import GradientTable
 from tierstore.training.bundles.binding import values_of
 from tierstore.training.bundles.bindings import Access, Binding, Bindings, natively, set_data
+from tierstore.training.bundles.bundle_tiers import access_after_use
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.layout import flat_bytes, lay_out
 from tierstore.training.bundles.placeholders import Placeholder, looks_of
-from tierstore.training.bundles.placements import access_after_use
 from tierstore.training.bundles.poisons import poison_for
 from tierstore.training.faults import guard, guarded_classes
 from tierstore.training.pytorch.own_work import ordinary_mode

@@ -21,6 +21,7 @@ from tierstore.store import Store
 from tierstore.training.autograd.shared_memory import aliases_of, has_bytes
 from tierstore.training.bundles.binding import Where
 from tierstore.training.bundles.bindings import Binding, Bindings, natively, set_data
+from tierstore.training.bundles.bundle_tiers import access_after_use
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.layout import (
     OverlapRegion,
@@ -35,7 +36,6 @@ from tierstore.training.bundles.layout import (
 )
 from tierstore.training.bundles.memory_parts import MemoryPart, ground_of
 from tierstore.training.bundles.placeholders import Placeholder, looks_of, origin_of, placeholder_of
-from tierstore.training.bundles.placements import access_after_use
 from tierstore.training.bundles.poisons import Poisons, poison_for
 from tierstore.training.bundles.reclaimed_tensors import that_may_return
 from tierstore.training.faults import guard, guarded_classes, state_dict_entries

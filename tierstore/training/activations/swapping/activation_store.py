@@ -62,7 +62,7 @@ from tierstore.training.locks import Rank
 
 log = logging.getLogger("tierstore")
 
-Park = Callable[["OffloadedStorage"], "OffloadedTensor"]
+Admit = Callable[["OffloadedStorage"], "OffloadedTensor"]
 
 _PART = 2  # a view of less than one part in so many of its storage is kept without the rest
 
@@ -250,8 +250,8 @@ class ActivationStore:
             witness = tensor.detach()
             # The counter of versions stays, the memory does not.
             set_data(witness, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-            park = functools.partial(OffloadedTensor, self, view, witness, version)
-            offloaded = self._share(storage, (low, high), version, park)
+            admit = functools.partial(OffloadedTensor, self, view, witness, version)
+            offloaded = self._share(storage, (low, high), version, admit)
             if offloaded is None:
                 below = (
                     self._below
@@ -259,7 +259,7 @@ class ActivationStore:
                     else self.store.tier_names[self.store.tier_names.index(tier) :]
                 )
                 made = OffloadedStorage(high - low, version, below)
-                offloaded = self._keep_anew(storage, (low, high), made, name, park)
+                offloaded = self._keep_anew(storage, (low, high), made, name, admit)
             return offloaded
 
     def _extent(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Extent:
@@ -285,9 +285,9 @@ class ActivationStore:
         return self._offloaded_storages.get(offloaded_storage.key) is offloaded_storage
 
     def _share(
-        self, storage: torch.UntypedStorage, extent: Extent, version: int, park: Park
+        self, storage: torch.UntypedStorage, extent: Extent, version: int, admit: Admit
     ) -> OffloadedTensor | None:
-        """Park what is kept of these very bytes; let former ones of another version leave the device."""
+        """Admit a user of what is kept of these very bytes; let those of another version leave the device."""
         offloaded_storage = self._look_up(storage, extent)
         if offloaded_storage is None:
             return None
@@ -295,7 +295,7 @@ class ActivationStore:
             self.release(offloaded_storage)
             return None
         with offloaded_storage.lock:
-            return park(offloaded_storage) if self._is_kept(offloaded_storage) else None
+            return admit(offloaded_storage) if self._is_kept(offloaded_storage) else None
 
     def _keep_anew(
         self,
@@ -303,7 +303,7 @@ class ActivationStore:
         extent: Extent,
         offloaded_storage: OffloadedStorage,
         name: str,
-        park: Park,
+        admit: Admit,
     ) -> OffloadedTensor:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
         flat.set_(storage)
@@ -313,7 +313,7 @@ class ActivationStore:
         with offloaded_storage.lock:
             is_whole = high - low == storage.nbytes()
             self._store(offloaded_storage, flat if is_whole else flat[low:high], name, is_whole=is_whole)
-            offloaded = park(offloaded_storage)
+            offloaded = admit(offloaded_storage)
         with self._lock:
             self._known.setdefault(id(storage), {})[extent] = (known, offloaded_storage)
         self._counts.add("kept", offloaded_storage.nbytes)

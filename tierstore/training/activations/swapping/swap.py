@@ -44,7 +44,7 @@ from tierstore.training.activations.swapping.operator_watch import (
 )
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.budgets.memory_meters import tensors_in
-from tierstore.training.bundles.placements import named_by_settings
+from tierstore.training.bundles.bundle_tiers import named_by_settings
 
 log = logging.getLogger("tierstore")
 
