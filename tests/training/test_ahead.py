@@ -31,6 +31,7 @@ from tests.training.twins import (
     config_of,
     loss_of,
 )
+from tierstore.optim import FTRL, LazyAdam
 from tierstore.training import offload
 
 ROOMY = {"max_device_memory": "192KB"}
@@ -114,11 +115,13 @@ KINDS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
     "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-2, centered=True, momentum=0.5),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "lazy-adam": lambda model: LazyAdam(model.parameters(), lr=1e-2, nesterov=True),
+    "ftrl": lambda model: FTRL(model.parameters(), lr=0.1, l1=1e-4),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_optimizer_of_torch_can_step_ahead(kind: str, tmp_path: Path, taken: Taken) -> None:
+def test_every_known_optimizer_can_step_ahead(kind: str, tmp_path: Path, taken: Taken) -> None:
     def build() -> tuple[nn.Module, Sequence[Optimizer]]:
         model = blocks()
         return model, [KINDS[kind](model)]

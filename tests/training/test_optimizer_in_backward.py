@@ -26,6 +26,7 @@ from tests.training.twins import (
 )
 from tests.training.whole_step_kinds import KeepsMoments
 from tierstore.errors import UsageError
+from tierstore.optim import FTRL, LazyAdam
 from tierstore.training import offload
 
 optim = torch.optim
@@ -180,6 +181,8 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw-foreach": lambda parameters: optim.AdamW(parameters, lr=1e-2, foreach=True),
     "adamw-fused": lambda parameters: optim.AdamW(parameters, lr=1e-2, fused=True),
     "adafactor": lambda parameters: optim.Adafactor(parameters, lr=1e-2),
+    "lazy-adam": lambda parameters: LazyAdam(parameters, lr=1e-2),
+    "ftrl": lambda parameters: FTRL(parameters, lr=0.1, l1=1e-4),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.training.twins import Optimizer, config_of
+from tierstore.optim import FTRL, LazyAdam
 from tierstore.training import offload
 from tierstore.training.optimizers.adapters import EntriesAdapter, StateTensor, adapter_of
 from tierstore.units import align_up
@@ -26,6 +27,8 @@ KINDS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "Adafactor": torch.optim.Adafactor,
     "NAdam": torch.optim.NAdam,
     "Rprop": torch.optim.Rprop,
+    "LazyAdam": LazyAdam,
+    "FTRL": FTRL,
 }
 
 

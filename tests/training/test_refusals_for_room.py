@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import CapacityError
+from tierstore.optim import FTRL, LazyAdam
 from tierstore.training import Offload, offload
 
 WIDTH = 128  # a layer's weight takes 64 KiB
@@ -169,6 +170,8 @@ KNOWN: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], int]] = {
     "RAdam": (lambda m: torch.optim.RAdam(m.parameters()), 2),
     "NAdam": (lambda m: torch.optim.NAdam(m.parameters()), 2),
     "Adamax": (lambda m: torch.optim.Adamax(m.parameters()), 2),
+    "LazyAdam": (lambda m: LazyAdam(m.parameters()), 2),
+    "FTRL": (lambda m: FTRL(m.parameters()), 2),
 }
 
 

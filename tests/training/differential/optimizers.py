@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tierstore.optim import FTRL, LazyAdam  # noqa: F401 - programs name them
+
 Optimizer = torch.optim.Optimizer
 Closure = Callable[[], Any] | None
 
@@ -190,6 +192,8 @@ OPTIMIZERS: dict[str, str] = {
     "adafactor": f"t.opts.append(torch.optim.Adafactor({_P}))",
     "muon": "t.opts.append(torch.optim.Muon([p for p in P(m) if p.dim() == 2] or [nn.Parameter(torch.zeros(2, 2))]))",
     "sparse adam": "t.opts.append(torch.optim.SparseAdam(P(m)))",
+    "lazy adam": f"t.opts.append(LazyAdam({_P}<a:|, nesterov=True|, weight_decay=0.1|, maximize=True>))",
+    "ftrl": f"t.opts.append(FTRL({_P}<a:|, l1=0.01|, l2=0.1, weight_decay=0.1|, maximize=True>))",
     "lbfgs": "t.opts.append(torch.optim.LBFGS(P(m), max_iter=2))",
     "two": "t.opts += [torch.optim.SGD(half(m, 0), lr=0.1, momentum=0.9), torch.optim.Adam(half(m, 1) or P(m))]",
     "two of one": "t.opts += [torch.optim.SGD(P(m), lr=0.1), torch.optim.Adam(P(m), lr=0.01)]",
