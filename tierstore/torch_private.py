@@ -47,8 +47,8 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_post_accumulate_grad_hooks``: a user's hook comes after a step in backward. In: in_backward.
 - ``_raw_saved_``: what graphs hold of a tensor is not named in errors; the attributes begin so. In:
   shared_memory.
-- ``_schema``: nobody knows what an operator writes. In: modes, operator_observers, operators, recorded_ops,
-  scopes, unseen_writes.
+- ``_schema``: nobody knows what an operator writes. In: modes, operator_names, operator_observers,
+  operators, recorded_ops, unseen_writes.
 - ``_sequence_nr``: nothing is fetched ahead of backward: it waits. In: node_triggers.
 - ``_tensor_name``: weights under ``prune`` are taken for aliases. In: shared_memory.
 - ``_torchdynamo_disable``: the compiler traces the library's functions; ``torch.compiler.disable`` would
@@ -124,6 +124,7 @@ __all__ = [
     "function_modes",
     "global_forward_hooks",
     "global_forward_pre_hooks",
+    "has_kernel",
     "higher_order_operators",
     "innermost_transform",
     "is_dispatch_key_included",
@@ -286,6 +287,9 @@ is_legacy_batched_tensor: Callable[[torch.Tensor], bool] = _functorch.is_legacy_
 # Scopes that name an operator are refused.  ``dir(torch.ops.aten)`` is no alternative: it has those used
 # so far.
 names_of_operators: Callable[[], list[str]] = _C._dispatch_get_all_op_names
+# A name whose operator never runs is served in silence.  ``OpOverload.has_kernel_for_dispatch_key`` is no
+# alternative: it counts kernels that only tracing uses.
+has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
 # Operators are observed by a mode, which the program sees.  ``torch.DispatchKey`` is no alternative: it lacks
 # the key that is used.
 dispatch_key: Callable[[str], Any] = _C._dispatch_key_parse

@@ -148,6 +148,12 @@ def test_all_operators_have_names() -> None:
     assert {"aten::add.Tensor", "aten::empty.memory_format"} <= set(private.names_of_operators())
 
 
+def test_an_operator_has_kernels_or_is_made_of_others() -> None:
+    for name, is_composite in (("linear", True), ("unsafe_chunk", True), ("mm", False), ("silu", False)):
+        assert private.has_kernel(f"aten::{name}", "CompositeImplicitAutograd") is is_composite
+        assert private.has_kernel(f"aten::{name}", "CPU") is not is_composite
+
+
 def test_a_key_that_nobody_uses_lies_above_all_others() -> None:
     key = private.dispatch_key("TESTING_ONLY_GenericMode")
     below = private.dispatch_keys_below(key)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from tierstore.training.activations.config.operator_names import (
+    is_operator,
+    means_aten,
+    running_as,
+    why_idle,
+)
 from tierstore.training.activations.config.patterns import Path, Pattern
 from tierstore.training.activations.config.plan import ActivationPlan, LayerMatches, LayerPlan
 from tierstore.training.activations.config.recompute_config import RecomputeConfig
-from tierstore.training.activations.recomputation import scopes
 from tierstore.training.activations.recomputation.checkpointed_modules import Contexts
 from tierstore.training.activations.recomputation.kept_outputs import keeping
 from tierstore.training.activations.recomputation.scopes import OperatorScope, OperatorSelection
@@ -28,9 +33,31 @@ def match_layers(layers: Sequence[nn.Module], plan: ActivationPlan) -> list[Laye
     for module, layer in zip(layers, plan.layers, strict=True):
         named = module.named_modules(remove_duplicate=False)
         paths = [tuple(name.split(".")) for name, _ in named if name]
-        patterns = (*layer.recompute.operators, *layer.recompute.exclude)
-        found.append(layer.match([*paths, *_operator_paths(patterns, paths)]))
+        again = layer.recompute
+        chosen = [pattern for pattern in again.operators if not _is_idle(pattern)]
+        excluded = [pattern for pattern in again.exclude if why_idle(pattern, in_place=True) is None]
+        matches = layer.match([*paths, *_operator_paths((*chosen, *excluded), paths)])
+        found.append(
+            replace(
+                matches,
+                operators=_without_idle(matches.operators, again.operators, chosen),
+                exclude=_without_idle(matches.exclude, again.exclude, excluded),
+            )
+        )
     return found
+
+
+def _without_idle(
+    paths: Iterable[Path], patterns: Iterable[Pattern], used: Sequence[Pattern]
+) -> tuple[Path, ...]:
+    """Return paths without those that stand for patterns of ATen operators that are not used."""
+    idle = {(pattern.text,) for pattern in patterns if pattern.is_aten and pattern not in used}
+    return tuple(path for path in paths if path not in idle)
+
+
+def _is_idle(pattern: Pattern) -> bool:
+    """Say whether no operator that a pattern names can be recomputed."""
+    return why_idle(pattern, in_place=False) is not None
 
 
 def _operator_paths(patterns: Iterable[Pattern], paths: Sequence[Path]) -> list[Path]:
@@ -38,7 +65,7 @@ def _operator_paths(patterns: Iterable[Pattern], paths: Sequence[Path]) -> list[
     found: dict[Path, None] = {}
     for pattern in patterns:
         name = pattern.levels[-1].pattern
-        if pattern.is_aten or not name.isidentifier() or not scopes.is_operator(name):
+        if pattern.is_aten or not name.isidentifier() or not is_operator(name):
             continue
         owners = [(), *paths]
         candidates = ((*owner, name) for owner in owners if len(owner) == len(pattern.levels) - 1)
@@ -64,6 +91,8 @@ class ChosenLayer:
     has_operators: bool = False
     groups: Sequence[Group] = ()
     _scopes: dict[nn.Module, OperatorScope] = field(default_factory=dict)
+    _submodules: list[Path] = field(default_factory=list)
+    _named: list[Path] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -78,7 +107,7 @@ class ChosenLayer:
         again = plan.recompute
         selection = OperatorSelection(
             calls,
-            tuple(pattern for pattern in again.operators if pattern.is_aten),
+            tuple(pattern for pattern in again.operators if pattern.is_aten and not _is_idle(pattern)),
             tuple(pattern for pattern in again.exclude if pattern.is_aten),
             keeps_collectives=is_distributed() and not config.mp_comm_recompute,
         )
@@ -96,23 +125,43 @@ class ChosenLayer:
 
     def _choose(self, path: Path) -> None:
         module = submodule(self.module, path)
+        if module is not None:
+            self._submodules.append(path)
         if module is not None and not _is_operator(module):
             self.regions.append(module)
             return
         self.has_operators = True
         if module is not None:
             self._mark(path, OperatorScope(is_whole=True))
-        elif scopes.is_operator(path[-1]):  # else it is a pattern, which the selection knows
-            self._mark(path[:-1], OperatorScope(names=scopes.names_of([path[-1]])))
+        elif is_operator(path[-1]):  # else it is a pattern, which the selection knows
+            self._mark(path[:-1], OperatorScope(names=running_as(path[-1])))
+            self._named.append(path)
 
     def _exclude(self, path: Path) -> None:
-        if submodule(self.module, path) is None and scopes.is_operator(path[-1]):
-            self._mark(path[:-1], OperatorScope(excluded=scopes.names_of([path[-1]])))
+        if submodule(self.module, path) is None and is_operator(path[-1]):
+            self._mark(path[:-1], OperatorScope(excluded=running_as(path[-1])))
 
     def _mark(self, path: Path, scope: OperatorScope) -> None:
         module = submodule(self.module, path)
         if module is not None:
             self._scopes[module] = self._scopes.get(module, OperatorScope()) | scope
+
+    def has_met(self, pattern: Pattern) -> bool | None:
+        """Say whether an operator that a pattern names ran in the layer, or it names a submodule, too.
+
+        ``None``: it names no operator there.
+        """
+        if any(map(pattern.matches, self._submodules)):
+            return True
+        if pattern.is_aten:
+            named = pattern in self.selection.chosen
+            return any(means_aten(pattern, each) for each in self.selection.met) if named else None
+        met = [self._has_met(path) for path in self._named if pattern.matches(path)]
+        return any(met) if met else None
+
+    def _has_met(self, path: Path) -> bool:
+        module = submodule(self.module, path[:-1])
+        return module is not None and not self._scopes[module].met.isdisjoint(running_as(path[-1]))
 
     def scopes(self) -> list[tuple[nn.Module, OperatorScope]]:
         """Return the scope of each module that has one, or would otherwise be taken for its parent's."""

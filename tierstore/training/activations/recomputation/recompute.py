@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from types import TracebackType
@@ -23,6 +23,8 @@ from torch import nn
 from tierstore.training.activations.config import config_log
 from tierstore.training.activations.config.geometry import Offset
 from tierstore.training.activations.config.layers import Names, find_layers
+from tierstore.training.activations.config.operator_names import NOT_RUN, why_idle
+from tierstore.training.activations.config.patterns import Path, Pattern
 from tierstore.training.activations.config.plan import ActivationPlan, LayerMatches, plan_layers
 from tierstore.training.activations.config.recompute_config import RecomputeConfig
 from tierstore.training.activations.config.sections import (
@@ -36,6 +38,7 @@ from tierstore.training.activations.config.swap_config import SwapConfig
 from tierstore.training.activations.recomputation.checkpointed_modules import (
     CheckpointedModule,
     InputPolicies,
+    is_idle,
 )
 from tierstore.training.activations.recomputation.chosen_layers import ChosenLayer, match_layers, submodule
 from tierstore.training.activations.recomputation.recomputed_operators import RecomputedOperators
@@ -84,6 +87,8 @@ class Recompute:
         self._handles = [
             model.register_forward_pre_hook(QuietHook(self._discard), prepend=True, with_kwargs=True)
         ]
+        self._layers: list[ChosenLayer] = []
+        self._awaited: tuple[Pattern, ...] = ()
 
     @property
     def has_regions(self) -> bool:
@@ -110,8 +115,29 @@ class Recompute:
         """End what an interrupt left open, before the model runs again."""
         self._runtime.discard_interrupted()
 
+    def await_operators(self, model: nn.Module, patterns: Iterable[Pattern]) -> None:
+        """Log the patterns whose operators run in no layer when the model runs first."""
+        self._awaited = tuple(pattern for pattern in patterns if self._has_met(pattern) is False)
+        if self._awaited:
+            self._handles.append(model.register_forward_hook(QuietHook(self._look_back)))
+
+    def _look_back(self, *_: object) -> None:
+        """The model has run: say which of the operators that are to be recomputed did not."""
+        if is_idle():
+            return
+        for pattern in self._awaited:
+            if self._has_met(pattern) is False:
+                log.warning("select_recompute '%s' recomputes nothing: %s", pattern.text, NOT_RUN)
+        self._awaited = ()
+
+    def _has_met(self, pattern: Pattern) -> bool | None:
+        """Say of all layers what `ChosenLayer.has_met` says of one."""
+        met = [layer.has_met(pattern) for layer in self._layers]
+        return True in met if any(each is not None for each in met) else None
+
     def add(self, layer: ChosenLayer) -> None:
         """Recompute what is meant of one layer."""
+        self._layers.append(layer)
         for module in layer.regions:
             begin = None if self._inputs is None else functools.partial(self._inputs, len(self._regions))
             region = CheckpointedModule(module, self._runtime, layer.contexts(), layer.groups, begin)
@@ -199,7 +225,9 @@ def apply(
     except BaseException:
         run.close()
         raise
-    _say_what_has_no_effect(layers, plan, matches)
+    idle = _say_what_has_no_effect(layers, plan, matches)
+    patterns = dict.fromkeys(each for layer in plan.layers for each in layer.recompute.operators)
+    run.await_operators(model, (pattern for pattern in patterns if pattern not in idle))
     return run
 
 
@@ -236,8 +264,8 @@ def _say(plan: ActivationPlan, matches: Sequence[LayerMatches]) -> None:
 
 def _say_what_has_no_effect(
     layers: Sequence[nn.Module], plan: ActivationPlan, matches: Sequence[LayerMatches]
-) -> None:
-    """Log keys that change nothing here, exclusions of modules, and patterns that mean nothing.
+) -> list[Pattern]:
+    """Log keys that change nothing here and patterns that mean nothing; return those of what is selected.
 
     Args:
         layers: of the model.
@@ -246,14 +274,20 @@ def _say_what_has_no_effect(
     """
     for key in _idle_keys(layers, plan):
         log.info("%s has no effect here: see 'Recompute on PyTorch' in the documentation", key)
-    for layer, found in zip(plan.layers, matches, strict=True):
+    pairs = list(zip(plan.layers, matches, strict=True))
+    for layer, found in pairs:
         module = layers[layer.layer_id]
         for path in found.exclude:
             if submodule(module, path) is not None:
                 name = ".".join(path)
                 log.info("Excluding the module %s at layer %d has no effect", name, layer.layer_id)
-    for text in _meaningless(plan, matches):
-        log.warning("select_recompute: no layer has a submodule or an operator '%s'", text)
+    excluded = [(layer.recompute.exclude, found.exclude) for layer, found in pairs]
+    for pattern in _unmatched(excluded):
+        _warn_of("select_recompute_exclude", pattern, "keeps nothing", in_place=True)
+    idle = _unmatched([(layer.recompute.operators, found.operators) for layer, found in pairs])
+    for pattern in idle:
+        _warn_of("select_recompute", pattern, "recomputes nothing", in_place=False)
+    return idle
 
 
 def _idle_keys(layers: Sequence[nn.Module], plan: ActivationPlan) -> list[str]:
@@ -270,11 +304,23 @@ def _idle_keys(layers: Sequence[nn.Module], plan: ActivationPlan) -> list[str]:
     return [key for key, is_asked in asked.items() if is_asked]
 
 
-def _meaningless(plan: ActivationPlan, matches: Sequence[LayerMatches]) -> list[str]:
-    """Return the patterns of operators that match nothing in any layer that they are for."""
-    met: dict[str, bool] = {}
-    for layer, found in zip(plan.layers, matches, strict=True):
-        for pattern in layer.recompute.operators:
-            is_met = pattern.is_aten or any(pattern.matches(path) for path in found.operators)
-            met[pattern.text] = met.get(pattern.text, False) or is_met
-    return [text for text, is_met in met.items() if not is_met]
+def _unmatched(asked: Iterable[tuple[Iterable[Pattern], Sequence[Path]]]) -> list[Pattern]:
+    """Return the patterns that match nothing in any layer that they are for.
+
+    Args:
+        asked: patterns for a layer, and what of it was found for them.
+    """
+    met: dict[Pattern, bool] = {}
+    for patterns, paths in asked:
+        for pattern in patterns:
+            is_met = (pattern.text,) in paths if pattern.is_aten else any(map(pattern.matches, paths))
+            met[pattern] = met.get(pattern, False) or is_met
+    return [pattern for pattern, is_met in met.items() if not is_met]
+
+
+def _warn_of(key: str, pattern: Pattern, what: str, *, in_place: bool) -> None:
+    why = why_idle(pattern, in_place=in_place)
+    if why is None:
+        log.warning("%s: no layer has a submodule or an operator '%s'", key, pattern.text)
+    else:
+        log.warning("%s '%s' %s: %s", key, pattern.text, what, why)

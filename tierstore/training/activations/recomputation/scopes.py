@@ -6,43 +6,18 @@ a submodule's.  A pattern of ATen operators means them wherever they run in the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.torch_private import OpOverload
+from tierstore.training.activations.config.operator_names import means_aten, own_name
 from tierstore.training.activations.config.patterns import Pattern
 from tierstore.training.activations.runtime.module_calls import CallStack, hook_around
 
 _COLLECTIVES = "_c10d_functional"
-_KNOWN_AS = {
-    "batch_norm": ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
-    "conv1d": ("convolution",),
-    "conv2d": ("convolution",),
-    "conv3d": ("convolution",),
-    "dropout": ("native_dropout",),
-    "flash_attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    ),
-    "layer_norm": ("native_layer_norm",),
-    "log_softmax": ("_log_softmax",),
-    "matmul": ("mm", "bmm", "addmm", "baddbmm", "linear"),
-    "rms_norm": ("_fused_rms_norm",),
-    "softmax": ("_softmax",),
-}
-"""What operators are called where they run, by what the author of a model calls them."""
-
-
-def is_operator(name: str) -> bool:
-    """Whether an ATen operator is called so, or known so."""
-    return name in _KNOWN_AS or hasattr(torch.ops.aten, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +29,14 @@ class OperatorScope:
         names: those of these names.
         excluded: not those of these names.
         without_collectives: no communication between processes.
+        met: of the names, those of operators that ran.
     """
 
     is_whole: bool = False
     names: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
     without_collectives: bool = False
+    met: set[str] = field(default_factory=set, compare=False)
 
     def __or__(self, other: OperatorScope) -> OperatorScope:
         return OperatorScope(
@@ -71,11 +48,6 @@ class OperatorScope:
 
 
 _NOTHING = OperatorScope()
-
-
-def names_of(operators: Sequence[str]) -> frozenset[str]:
-    """Return what operators are called where they run."""
-    return frozenset(each for name in operators for each in (name, *_KNOWN_AS.get(name, ())))
 
 
 def is_collective(operator: OpOverload) -> bool:
@@ -98,42 +70,45 @@ class OperatorSelection:
     chosen: tuple[Pattern, ...] = ()
     excluded: tuple[Pattern, ...] = ()
     keeps_collectives: bool = False
-    _anywhere: dict[object, tuple[bool, bool]] = field(default_factory=dict, init=False, repr=False)
+    _anywhere: dict[OpOverload, tuple[bool, bool]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def scope(self) -> OperatorScope:
         """The scope of the module whose forward runs."""
         return self.calls.last(OperatorScope) or _NOTHING
 
+    @property
+    def met(self) -> Iterable[OpOverload]:
+        """The operators that ran, of the layer and of its submodules."""
+        return self._anywhere
+
     def means(self, operator: OpOverload) -> bool:
         """Say whether an operator that runs now is meant."""
         scope = self.scope
         is_chosen, is_excluded = self._by_pattern(operator)
-        if is_excluded or _name(operator) in scope.excluded:
+        name = own_name(operator)
+        if name in scope.names:
+            scope.met.add(name)
+        if is_excluded or name in scope.excluded:
             return False
-        return is_chosen or scope.is_whole or _name(operator) in scope.names
+        return is_chosen or scope.is_whole or name in scope.names
 
     def excludes(self, operator: OpOverload) -> bool:
         """Say whether an operator that runs now is excluded."""
         scope = self.scope
         if is_collective(operator) and (self.keeps_collectives or scope.without_collectives):
             return True
-        return self._by_pattern(operator)[1] or _name(operator) in scope.excluded
+        return self._by_pattern(operator)[1] or own_name(operator) in scope.excluded
 
     def _by_pattern(self, operator: OpOverload) -> tuple[bool, bool]:
         found = self._anywhere.get(operator)
         if found is None:
-            text = str(operator)
             found = (
-                any(pattern.matches_aten(text) for pattern in self.chosen),
-                any(pattern.matches_aten(text) for pattern in self.excluded),
+                any(means_aten(pattern, operator) for pattern in self.chosen),
+                any(means_aten(pattern, operator) for pattern in self.excluded),
             )
             self._anywhere[operator] = found
         return found
-
-
-def _name(operator: OpOverload) -> str:
-    return str(operator._schema.name).partition("::")[2]  # noqa: SLF001 - the one place that says it
 
 
 class ScopeHooks:

@@ -10,24 +10,16 @@ r"""What a configuration marks in a model: a `MarkScope` for each module that is
 
 from __future__ import annotations
 
-import functools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from tierstore.torch_private import names_of_operators
+from tierstore.training.activations.config.operator_names import is_named, means_aten, names_of, why_idle
 from tierstore.training.activations.config.patterns import Pattern
 from tierstore.training.activations.config.plan import ActivationPlan, LayerMatches, LayerPlan, SwapMatch
-from tierstore.training.activations.swapping.operator_watch import (
-    ATTENTION,
-    MarkScope,
-    Operator,
-    Reach,
-    names_of,
-)
+from tierstore.training.activations.swapping.operator_watch import MarkScope, Operator, Reach
 
 
 @dataclass(frozen=True)
@@ -39,12 +31,16 @@ class Marks:
         layers: the layers in which something is marked.
         matches: what the log says, by layer.
         idle: patterns that mean nothing in any of their layers.
+        named: patterns that mean operators, and no submodule.
+        met: those of them whose operators have run.
     """
 
     scopes: Mapping[nn.Module, Sequence[MarkScope]]
     layers: frozenset[nn.Module]
     matches: Sequence[LayerMatches]
     idle: Sequence[Pattern]
+    named: Sequence[Pattern]
+    met: set[Pattern]
 
 
 def mark(layers: Sequence[nn.Module], plan: ActivationPlan) -> Marks:
@@ -52,13 +48,14 @@ def mark(layers: Sequence[nn.Module], plan: ActivationPlan) -> Marks:
     scopes: dict[nn.Module, list[MarkScope]] = {}
     marked: set[nn.Module] = set()
     found: list[LayerMatches] = []
-    asked: dict[Pattern, bool] = {}
+    asked: dict[Pattern, set[bool]] = {}
+    met: set[Pattern] = set()
     owners = Counter(inner for module in layers for inner in module.modules())
     for module, each in zip(layers, plan.layers, strict=True):
         layer = _Layer(module, each)
         for pattern, _ in each.swap.operators:
-            asked[pattern] = bool(layer.meant[pattern]) or asked.get(pattern, False)
-        for inner, scope in layer.scopes():
+            asked.setdefault(pattern, set()).update(layer.names_operators(pattern))
+        for inner, scope in layer.scopes(met):
             marked.add(module)
             scopes.setdefault(inner, []).append(scope)
             if scope.reach is Reach.OWN:  # what runs in submodules has to be told apart
@@ -70,7 +67,12 @@ def mark(layers: Sequence[nn.Module], plan: ActivationPlan) -> Marks:
                     scopes.setdefault(below, []).append(scope)
         found.append(replace(layer.matches, swap=tuple(layer.lines())))
     return Marks(
-        scopes, frozenset(marked), found, [pattern for pattern, is_used in asked.items() if not is_used]
+        scopes,
+        frozenset(marked),
+        found,
+        idle=[pattern for pattern, what in asked.items() if not what],
+        named=[pattern for pattern, what in asked.items() if what == {True}],
+        met=met,
     )
 
 
@@ -87,7 +89,11 @@ class _Layer:
     def _meant(self, pattern: Pattern) -> list[SwapMatch]:
         """Return what a pattern means, as the log says it."""
         found = [match for match in self.matches.swap if match.pattern == pattern]
-        if found or not self._holders(pattern) or not _names_operator(pattern.levels[-1]):
+        if found and not pattern.is_aten:
+            return found
+        if why_idle(pattern, in_place=True) is not None:
+            return []
+        if found or not self._holders(pattern) or not is_named(pattern.levels[-1]):
             return found
         prefetch = next(k for each, k in self._plan.swap.operators if each == pattern)
         return [SwapMatch((pattern.text,), pattern, prefetch)]
@@ -102,43 +108,50 @@ class _Layer:
             and all(level.fullmatch(name) for level, name in zip(above, path, strict=True))
         ]
 
+    def names_operators(self, pattern: Pattern) -> set[bool]:
+        """Say of all that a pattern means whether it is an operator, not a submodule."""
+        return {match.path not in self._paths for match in self.meant[pattern]}
+
     def lines(self) -> Iterator[SwapMatch]:
         """Yield what the log says."""
         for found in self.meant.values():
             yield from found
 
-    def scopes(self) -> Iterator[tuple[nn.Module, MarkScope]]:
-        """Yield the modules that are marked, and how."""
+    def scopes(self, met: set[Pattern]) -> Iterator[tuple[nn.Module, MarkScope]]:
+        """Yield the modules that are marked, and how.
+
+        Args:
+            met: gets the patterns whose operators run.
+        """
         number = self._plan.layer_id
         if self._plan.swap.prefetch is not None:
             yield self._module, MarkScope(number, self._plan.swap.prefetch, 0)
         for rank, (pattern, prefetch) in enumerate(self._plan.swap.operators, 1):
-            if pattern.is_aten:
-                yield self._module, MarkScope(number, prefetch, rank, Reach.NAMED, _by_aten_name(pattern))
-                continue
+            matches = _noting(pattern, met)
             for match in self.meant[pattern]:
+                if pattern.is_aten:
+                    yield self._module, MarkScope(number, prefetch, rank, Reach.NAMED, matches)
+                    continue
                 if match.path in self._paths:
                     yield self._paths[match.path], MarkScope(number, prefetch, rank)
                     continue
                 for holder in self._holders(pattern):
-                    yield holder, MarkScope(number, prefetch, rank, Reach.OWN, _by_level(pattern.levels[-1]))
+                    yield holder, MarkScope(number, prefetch, rank, Reach.OWN, matches)
 
 
-def _by_aten_name(pattern: Pattern) -> Callable[[Operator], bool]:
-    return lambda operator: pattern.matches_aten(str(operator))
+def _means(pattern: Pattern, operator: Operator) -> bool:
+    if pattern.is_aten:
+        return means_aten(pattern, operator)
+    return any(pattern.levels[-1].fullmatch(name) for name in names_of(operator))
 
 
-def _by_level(level: re.Pattern[str]) -> Callable[[Operator], bool]:
-    return lambda operator: any(level.fullmatch(name) for name in names_of(operator))
+def _noting(pattern: Pattern, met: set[Pattern]) -> Callable[[Operator], bool]:
+    """Return what says whether a pattern means an operator, and puts it into ``met`` then."""
 
+    def matches(operator: Operator) -> bool:
+        is_meant = _means(pattern, operator)
+        if is_meant:
+            met.add(pattern)
+        return is_meant
 
-def _names_operator(level: re.Pattern[str]) -> bool:
-    return any(level.fullmatch(name) for name in _operator_names())
-
-
-@functools.cache
-def _operator_names() -> frozenset[str]:
-    """Return what all ATen operators are called."""
-    names = names_of_operators()
-    aten = (name.removeprefix("aten::").split(".")[0] for name in names if name.startswith("aten::"))
-    return frozenset((*aten, *ATTENTION))
+    return matches

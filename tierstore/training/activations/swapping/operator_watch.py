@@ -46,9 +46,6 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 Operator = OpOverload[..., Any]
 
-ATTENTION = ("scaled_dot_product_attention", "flash_attention")
-"""What PyTorch's attention kernels are called as well, whichever runs."""
-
 
 class Reach(enum.Enum):
     """Which operators of a module a scope means."""
@@ -75,13 +72,6 @@ class MarkScope:
     rank: int
     reach: Reach = Reach.ALL
     matches: Callable[[Operator], bool] = lambda _: True
-
-
-def names_of(operator: Operator) -> tuple[str, ...]:
-    """Return what an operator is called, without its overload: ``mul``; attention also by its usual names."""
-    name = operator.overloadpacket.__name__
-    is_attention = "_attention" in name and "backward" not in name
-    return (name, *ATTENTION) if is_attention else (name,)
 
 
 # ---------------------------------------------------------------------- which operators

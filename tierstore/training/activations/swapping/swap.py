@@ -26,6 +26,7 @@ from tierstore.stats import StoreStats
 from tierstore.store import Store
 from tierstore.training.activations.config import config_log
 from tierstore.training.activations.config.layers import Names, find_layers
+from tierstore.training.activations.config.operator_names import NOT_RUN, why_idle
 from tierstore.training.activations.config.plan import plan_layers
 from tierstore.training.activations.config.sections import SECTIONS, Sections, read_sections, sections_of
 from tierstore.training.activations.config.swap_config import SwapConfig
@@ -218,9 +219,13 @@ def _read(config: Config) -> tuple[Sections, OffloadConfig]:
 def warn_of_idle(marks: Marks) -> None:
     """Log patterns that mean nothing."""
     for pattern in marks.idle:
-        log.warning(
-            "op_swap '%s' means nothing in any of its layers: nothing is swapped for it", pattern.text
-        )
+        why = why_idle(pattern, in_place=True)
+        if why is None:
+            log.warning(
+                "op_swap '%s' means nothing in any of its layers: nothing is swapped for it", pattern.text
+            )
+        else:
+            log.warning("op_swap '%s' swaps nothing: %s", pattern.text, why)
 
 
 def check_tiers(store: Store) -> None:
@@ -267,6 +272,7 @@ class SwapHooks:
         self._activation_store = activation_store
         self._unpacker = Unpacker(activation_store)
         self._pauses = _SwapPauses()
+        self._has_looked_back = False
         self._handles: list[RemovableHandle] = []
 
     def register(self) -> None:
@@ -324,8 +330,17 @@ class SwapHooks:
         try:
             if output is not None:
                 current.finish(list(tensors_in((output,))))
+                self._look_back()
         finally:
             self._end(current)
+
+    def _look_back(self) -> None:
+        """Say after the first pass which of the operators that are to be swapped did not run in it."""
+        if not self._has_looked_back:
+            self._has_looked_back = True
+            for pattern in self._marks.named:
+                if pattern not in self._marks.met:
+                    log.warning("op_swap '%s' swaps nothing: %s", pattern.text, NOT_RUN)
 
     def _end(self, current: ForwardPass) -> None:
         current.end()
