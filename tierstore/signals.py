@@ -13,7 +13,7 @@ that must not be parted is marked `uninterrupted`:
    There a handler waits for `PATIENCE_S` at most, as hardware may hang, and tracers stay.  What takes long by
    design is `interruptible`, but for functions in it that are to be `in_one_piece`.
 5. As the end of such a function tells nobody, what waits is sent again, at first after a millisecond and then
-   ever more seldom.
+   ever more seldom; what comes after all was handled, as often as the first.
 
 From the first store on, Python's handlers are called through here, those that are set later, too: all of
 them are set by ``_signal.signal``, whose place is taken.  ``signal.getsignal`` and ``signal.signal`` return
@@ -53,6 +53,7 @@ not_yet: Final[set[int]] = set(signal.valid_signals())
 PATIENCE_S = 30.0
 """How long a handler waits for functions of a directory, in seconds."""
 
+_FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.25
 """Between two times that a signal is sent: each leaves a byte in the pipe of `signal.set_wakeup_fd`."""
 
@@ -189,11 +190,13 @@ class _Asking:
     def _send(self) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        pause_s = 0.001
+        pause_s, began_s = _FIRST_PAUSE_S, self.began_s
         try:
             while waiting:
                 _sleep(pause_s)
                 pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)
+                if self.began_s != began_s:  # what waited was handled, and what waits now has just come
+                    pause_s, began_s = _FIRST_PAUSE_S, self.began_s
                 for number in tuple(waiting):
                     with self.lock:
                         if number in waiting and number not in self.sent:

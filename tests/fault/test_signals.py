@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -111,6 +112,12 @@ def send() -> None:
     signal.raise_signal(NUMBER)
 
 
+def let_come() -> None:
+    """Return when no signal waits; the thread that sends those has the interpreter meanwhile."""
+    while signals.waiting:
+        time.sleep(0)
+
+
 def raise_alarm() -> None:
     raise AlarmError
 
@@ -125,8 +132,7 @@ def sweep(
         try:
             with met:
                 step(store)
-            while signals.waiting:
-                pass
+            let_come()
         except raised:
             pass
         else:
@@ -436,8 +442,7 @@ def test_a_handler_that_closes_or_looks_waits_for_nothing_of_its_own_thread(
         with handled(handler), contextlib.suppress(ts.StoreClosed):
             with AtLine(1 + 3 * count, send) as met:
                 use(store)
-            while signals.waiting:
-                pass
+            let_come()
         close_soon(store)
         if met.line is None:
             return

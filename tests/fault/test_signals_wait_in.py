@@ -138,14 +138,19 @@ def test_a_handler_waits_for_hardware_that_hangs_only_some_time(
     assert 0.1 <= time.monotonic() - begin_s < 30
 
 
+def let_former_end() -> None:
+    """Return when the thread that sends what waits, of a former test, has ended."""
+    while signals._asking._is_under_way:
+        pass
+
+
 def test_where_no_thread_can_be_started_a_handler_does_not_wait(
     room: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    while signals._asking._is_under_way:  # of a former test
-        pass
+    let_former_end()
     monkeypatch.setattr("_thread.start_new_thread", refuse)
     noting = Noting()
     with handled(noting):
@@ -275,8 +280,7 @@ def test_it_is_sent_ever_more_seldom(room: dict[str, Any], monkeypatch: pytest.M
         sent.append(number)
         send_to(thread, number)
 
-    while signals._asking._is_under_way:  # of a former test
-        pass
+    let_former_end()
     monkeypatch.setattr(signals, "_sleep", note_pause)
     monkeypatch.setattr(signals, "_send_to", note_sent)
     noting = Noting()
@@ -293,6 +297,42 @@ def test_it_is_sent_ever_more_seldom(room: dict[str, Any], monkeypatch: pytest.M
     assert pauses[:60] == pytest.approx([min(0.001 * 1.2**number, 0.25) for number in range(60)])
     assert 1 < len(sent) <= len(pauses)  # not while one is pending, and the two threads share the interpreter
     assert signals.PATIENCE_S / 0.25 + 60 < 280
+
+
+def test_what_comes_after_all_was_handled_is_sent_as_often_as_the_first(
+    room: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    second_came = threading.Event()
+
+    def note_pause(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 30:
+            second_came.wait(30)
+        wait(0.0001)
+
+    def first() -> None:
+        signal.raise_signal(NUMBER)
+        while len(pauses) < 30:
+            pass
+
+    def second() -> None:
+        signal.raise_signal(NUMBER)
+        second_came.set()
+        while len(pauses) < 32:
+            pass
+
+    let_former_end()
+    monkeypatch.setattr(signals, "_sleep", note_pause)
+    noting = Noting()
+    with handled(noting):
+        room["outer"](first)
+        signal.signal(NUMBER, noting)  # which calls what waits, while the thread that sends is in its pause
+        room["outer"](second)
+        while signals.waiting:
+            pass
+    assert len(noting.seen) == 2
+    assert pauses[29:32] == pytest.approx([0.001 * 1.2**29, 0.001, 0.0012])
 
 
 @pytest.mark.parametrize("raised", [None, AlarmError])
