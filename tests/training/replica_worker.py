@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -130,6 +131,7 @@ def main(layout: str, rank: int, processes: int, folder: Path) -> None:
     """Train each kind plain and offloaded, wrapped at every time."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    gc.freeze()  # nobody looks for referrers, or for tensors, among all that is imported
     store = distributed.FileStore(str(folder / "store"), processes)  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     more = {**with_device(layout, "512KB"), "buffer_min_size": 0}
