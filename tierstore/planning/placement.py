@@ -12,6 +12,7 @@ Pure: no torch, threads, clocks or files.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
@@ -28,6 +29,7 @@ from tierstore.quoting import listed, named, quoted
 DEVICE = "device"
 CPU = "cpu"
 DEVICES = (DEVICE, CPU)
+_DEVICES_LISTED = listed(DEVICES)
 
 V = TypeVar("V")
 
@@ -86,6 +88,7 @@ def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
+@functools.cache
 def _values(kind: type[enum.Enum]) -> str:
     return listed([each.value for each in kind])
 
@@ -112,7 +115,7 @@ class Home:
         faults.add_unless(
             self.tier is None or _is_name(self.tier), "tier", self.tier, "a tier's name, or null"
         )
-        faults.add_unless(self.device in DEVICES, "device", self.device, listed(DEVICES))
+        faults.add_unless(self.device in DEVICES, "device", self.device, _DEVICES_LISTED)
         faults.add_unless(isinstance(self.returns, bool), "returns", self.returns, "true or false")
         faults.add_unless(
             not (self.returns is True and self.tier is None),
@@ -357,14 +360,14 @@ _OVERLAID_LEVELS = {"bundles": 3}  # by key, by kind, by property; all else is o
 
 def _made(kind: type[Any], readers: Mapping[str, Reader]) -> Reader:
     """Return what makes an object of a mapping of its fields."""
+    known = [each.name for each in fields(kind)]
+    accepted = f"the keys {listed(known)}"
 
     def read(given: object, where: str, faults: _WrongPlacement) -> object:
         if isinstance(given, Mapping):
-            known = [each.name for each in fields(kind)]
             for key in given:
-                faults.add_unless(
-                    key in known, f"{where}: {named(key)}", given[key], f"the keys {listed(known)}"
-                )
+                if key not in known:
+                    faults.add(f"{where}: {named(key)}", given[key], accepted)
             before = len(faults.lines)
             values = {
                 key: readers.get(key, _as_given)(value, f"{where}.{key}", faults)
