@@ -162,7 +162,7 @@ class Store:
             memory = bytes_of(tensor.detach())
         number = self._engine.number()
         event = m.PutRequested(number, key, spec.nbytes, 0, replace=False, spec=spec)
-        self._engine.put(event, lambda _: None, memory)
+        self._engine.adopt(event, memory)
 
     @in_one_piece
     def get(self, key: str, *, device: torch.device | str | None = None) -> torch.Tensor:

@@ -129,12 +129,7 @@ class Engine:
             raise
 
     @uninterrupted
-    def put(
-        self,
-        event: m.PutRequested,
-        fill: Callable[[Opening], None],
-        given: torch.Tensor | None = None,
-    ) -> None:
+    def put(self, event: m.PutRequested, fill: Callable[[Opening], None]) -> None:
         """Make room for a key and let ``fill`` bring its bytes, in this thread.  Blocks.
 
         No signal's handler comes before its end: a flush in one would wait for this.
@@ -142,14 +137,11 @@ class Engine:
         Args:
             event: what is put, and where.
             fill: is called once there is room.
-            given: memory that is to be the room itself, where the backend of the event's tier adopts.
         """
         number, key = event.request, event.key
         settled: Transfer[Sequence[m.Granted]] = Transfer((key,))
         opening: Transfer[Opening] = Transfer((key,))
         self._executor.openings[number] = opening
-        if given is not None:
-            self._executor.given[number] = given
         try:
             self.ask(event, number, settled)
             room = opening.result()
@@ -159,7 +151,6 @@ class Engine:
             raise
         finally:
             del self._executor.openings[number]
-            self._executor.given.pop(number, None)
         try:
             fill(room)
             room.end.charge_bytes = self._mover.charge_bytes(room.place)
@@ -170,6 +161,23 @@ class Engine:
         finally:
             self.tell(room.end)
         settled.result()
+
+    @uninterrupted
+    def adopt(self, event: m.PutRequested, memory: torch.Tensor) -> None:
+        """Let memory be a key's bytes, as they are there.  Blocks.
+
+        Args:
+            event: what is put, and in the tier of which backend, which adopts.
+            memory: with the bytes.
+        """
+        number = event.request
+        settled: Transfer[Sequence[m.Granted]] = Transfer((event.key,))
+        self._executor.given[number] = memory
+        try:
+            self.ask(event, number, settled)
+            settled.result()
+        finally:
+            self._executor.given.pop(number, None)
 
     def slot(self, granted: m.Granted) -> Slot:
         """Return the slot of a replica that a grant keeps READY."""

@@ -141,8 +141,12 @@ class CommandExecutor:
 
     def _open_room(self, command: m.StartCopy) -> None:
         """Let the caller of ``put`` fill the room that it waits for."""
-        slot = self.mover.reserve(command, self.given.get(command.request))
+        given = self.given.get(command.request)
+        slot = self.mover.reserve(command, given)
         if slot is None:
+            return
+        if given is not None:  # its bytes are there
+            self.mover.tell([self.mover.outcome(command)])
             return
         opening = self.openings.get(command.request)
         room = Opening(m.CopyDone(command.copy, orphaned(command.key)), command.target, slot)

@@ -109,15 +109,15 @@ class DataMover:
 
     def _follow(self, command: m.StartCopy, completion: Completion) -> None:
         if completion.is_done:
-            self.tell([self._outcome(command, completion.error)])
+            self.tell([self.outcome(command, completion.error)])
             return
         if completion.is_stream_ordered:
             # Told first: the end of the copy, in another thread, must not overtake it.
             self.tell([m.CopyOrdered(command.copy)])
-        completion.add_done_callback(lambda error: self._report([self._outcome(command, error)]))
+        completion.add_done_callback(lambda error: self._report([self.outcome(command, error)]))
 
-    def _outcome(self, command: m.StartCopy, error: BaseException | None) -> m.CopyDone:
-        """Return the event that a copy between two tiers ended with."""
+    def outcome(self, command: m.StartCopy, error: BaseException | None = None) -> m.CopyDone:
+        """Return the event that a copy ended with."""
         if error is None:
             try:
                 return m.CopyDone(command.copy, charge_bytes=self.charge_bytes(command.target))
@@ -161,8 +161,8 @@ class DataMover:
     def _outcomes(self, copies: Sequence[m.StartCopy], error: BaseException | None) -> list[m.Event]:
         """Tell apart which copies of a batch failed."""
         if isinstance(error, PartialError):
-            return [self._outcome(copy, error.errors.get(position)) for position, copy in enumerate(copies)]
-        return [self._outcome(copy, error) for copy in copies]
+            return [self.outcome(copy, error.errors.get(position)) for position, copy in enumerate(copies)]
+        return [self.outcome(copy, error) for copy in copies]
 
     def _move(self, source: int, source_slot: Slot, target: int, target_slot: Slot) -> Completion:
         """Begin the copy: straight between host memory and the other medium, or through a buffer."""
