@@ -31,6 +31,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -323,28 +324,24 @@ class ActivationStore:
     def _store(
         self, offloaded_storage: OffloadedStorage, flat: torch.Tensor, name: str, *, is_whole: bool
     ) -> None:
-        """Put bytes under a key of that name, and begin their way down."""
-        while True:
-            self._call(offloaded_storage, name)
+        """Put bytes under a key of that name that nothing is under, and begin their way down."""
+        for number in itertools.count():
+            key = name + ("" if number == 0 else "'" if number == 1 else f"'{number}")
+            with self._lock:
+                if key in self._offloaded_storages:
+                    continue
+                offloaded_storage.key = key
+                self._offloaded_storages[key] = offloaded_storage
+                self._restless[offloaded_storage] = None  # from now on it is dropped unless somebody uses it
             try:
                 self._put(offloaded_storage, flat, is_whole=is_whole)
-            except KeyExists:  # somebody else has put it since the store was asked
-                del self._offloaded_storages[offloaded_storage.key]
+            except KeyExists:  # somebody else's
+                del self._offloaded_storages[key]
             else:
                 return
 
-    def _call(self, offloaded_storage: OffloadedStorage, name: str) -> None:
-        """Give a storage a key that nothing is under; from now on it is dropped unless somebody uses it."""
-        with self._lock:
-            offloaded_storage.key, number = name, 0
-            while offloaded_storage.key in self._offloaded_storages or offloaded_storage.key in self.store:
-                number += 1
-                offloaded_storage.key = f"{name}'{number}" if number > 1 else f"{name}'"
-            self._offloaded_storages[offloaded_storage.key] = offloaded_storage
-            self._restless[offloaded_storage] = None
-
     def _put(self, offloaded_storage: OffloadedStorage, flat: torch.Tensor, *, is_whole: bool) -> None:
-        key = offloaded_storage.key
+        key, is_adopted = offloaded_storage.key, False
         if is_whole and self._can_adopt:
             try:
                 self.store.adopt(key, flat)
@@ -353,12 +350,13 @@ class ActivationStore:
                 let_frames_go(error)  # they refer to these bytes
                 self.store.put(key, flat)
             else:
+                is_adopted = True
                 self.host.note_adopted(flat.untyped_storage(), lambda: self.is_here(offloaded_storage))
         else:
             self.store.put(key, flat)
         if not offloaded_storage.below:
             return
-        if self.is_here(offloaded_storage):
+        if is_adopted or self.is_here(offloaded_storage):
             self.store.fetch(key, tier=offloaded_storage.below[0])
         else:
             self._counts.add("stalls")
