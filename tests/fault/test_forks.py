@@ -23,6 +23,7 @@ from tests.files_disk import Gate, ScriptedKernel, needs_ring, open_durable, ope
 from tests.forked import in_child, in_thread, run_python
 from tests.stores import numbered
 from tests.zarr_stores import open_zarr
+from tierstore import forks
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.engine import transfer
 from tierstore.errors import StoreForked
@@ -354,7 +355,10 @@ def test_a_child_waits_for_no_lock_that_a_thread_of_its_parent_holds(kind: str, 
 # ---------------------------------------------------------------------- what the child may do
 
 
-def test_a_signals_handler_that_forks_in_a_wait_ends_it_in_the_child_alone(tmp_path: Path) -> None:
+def test_a_signals_handler_that_forks_in_a_wait_ends_it_in_the_child_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "_LOOK_AGAIN_S", 0.01)
     with scene("durable", tmp_path / "x") as made:
         made.store.put("b", numbered(1, NBYTES), tier="host", replace=True)
         made.gate.shut()
