@@ -6,7 +6,7 @@ import contextlib
 import functools
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._sources import get_source_lines_and_file
 from torch.utils.checkpoint import checkpoint
 
 from tests.training.twins import (
@@ -36,6 +37,16 @@ WRITERS: dict[str, Callable[[Any, Any], object]] = {
     "the former format": functools.partial(torch.save, _use_new_zipfile_serialization=False),
     "pickle": pickle.dump,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _sources_are_read_once() -> Iterator[None]:
+    """The former format keeps the source of each module's class: PyTorch parses a file each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "torch.serialization.get_source_lines_and_file", functools.cache(get_source_lines_and_file)
+        )
+        yield
 
 
 def _interleave(a: nn.Linear, b: nn.Linear) -> None:
