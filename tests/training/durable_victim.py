@@ -10,6 +10,7 @@ Lives are forked from one process that has imported everything and started no th
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -242,4 +243,6 @@ def void(_: object) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # no life looks for referrers, or for tensors, among all that is imported
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
