@@ -12,7 +12,12 @@ import boto3  # type: ignore[import-untyped]
 import botocore.config  # type: ignore[import-untyped]
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
+from werkzeug.serving import BaseWSGIServer, make_server
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import MemoryStore, ObjectStore, WrapperStore
@@ -185,13 +190,18 @@ def memory() -> MemoryStore:
     return MemoryStore()
 
 
+_LOOK_S = 0.01
+"""How often a server looks whether it is to stop, in seconds: by itself twice a second."""
+
+
 class ObjectServer:
     """A real S3 server on loopback, which can be stopped and started; its buckets live on."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
-        self._server: ThreadedMotoServer | None = None
+        self._server: BaseWSGIServer | None = None
+        self._thread: threading.Thread | None = None
         self.start()
         # Each of its own: whatever another test left is in another bucket.
         self.bucket = f"bucket-{self.port}"
@@ -212,14 +222,19 @@ class ObjectServer:
 
     def start(self) -> None:
         """Listen, again on the same port."""
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
-        self._server.start()
+        app = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server(
+            "127.0.0.1", self.port, app, threaded=True, request_handler=MotoRequestHandler
+        )
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(_LOOK_S,), daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Listen no more; what is under way breaks off."""
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._thread.join()
+            self._server = self._thread = None
 
     def close(self) -> None:
         """Stop for good."""
