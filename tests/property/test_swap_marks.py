@@ -173,6 +173,10 @@ class Journal(TorchDispatchMode):
         return next((mark.prefetch for mark in reversed(marks) if mark.covers(place, name)), None)
 
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot")
+"""What runs for a matmul: of other words none matches a pattern below."""
+
+
 @dataclass(frozen=True)
 class Mark:
     """What a mark says, in the oracle's words.
@@ -197,7 +201,9 @@ class Mark:
         if self.operator is None:
             return not self.path or (bool(inner) and re.fullmatch(self.path, inner[0]) is not None)
         there = re.fullmatch(self.path, inner[0]) is not None if len(inner) == 1 else not (self.path or inner)
-        return there and len(inner) == bool(self.path) and re.fullmatch(self.operator, name) is not None
+        called = [name, *(["matmul"] if name in PRODUCTS else [])]
+        is_meant = any(re.fullmatch(self.operator, each) for each in called)
+        return there and len(inner) == bool(self.path) and is_meant
 
     def entry(self) -> dict[str, object]:
         """Return it as a configuration says it."""

@@ -199,9 +199,11 @@ class Ledger:
 
     def _count_access(self, entries: Sequence[Entry], tier: int) -> None:
         counters = self.books.tier_states[tier].counters
-        hits = sum(entry.is_ready(tier) for entry in entries)
-        counters.hits += hits
-        counters.faults += len(entries) - hits
+        for entry in entries:
+            if entry.is_ready(tier):
+                counters.hits += 1
+            else:
+                counters.faults += 1
 
     def _lease(self, event: m.LeaseRequested) -> None:
         tier = self.books.tier_states[event.tier].tier

@@ -220,8 +220,9 @@ class LeaseRequest(Request):
 
     def finish(self) -> None:
         """See `Request.finish`."""
-        order = {replica.entry.uid: replica for replica in self.held}
-        self.held = [order[entry.uid] for entry in self.entries]
+        if len(self.held) > 1:  # they may have come in another order
+            order = {replica.entry.uid: replica for replica in self.held}
+            self.held = [order[entry.uid] for entry in self.entries]
         self.desk.start_lease(self)
         self.desk.emit(Grant(self.number, [granted(replica) for replica in self.held]))
 

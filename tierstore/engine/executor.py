@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -62,42 +63,23 @@ class CommandExecutor:
 
     def __init__(self, mover: DataMover, note_of: Callable[[object], str]) -> None:
         self.mover = mover
-        self._note_of = note_of
         self.waiting: dict[int, Transfer[Sequence[m.Granted]]] = {}
         self.openings: dict[int, Transfer[Opening]] = {}
         self.given: dict[int, torch.Tensor] = {}
         self.quotas: dict[int, int] = {}
+        self._note_of = note_of
 
-    def plan(self, commands: Sequence[m.Command]) -> list[Work]:
+    def plan(self, commands: Sequence[m.Command]) -> Sequence[Work]:
         """See `Executor.plan`: small copies go last, in batches."""
-        work: list[Work] = []
-        small: list[m.StartCopy] = []
-        for command in commands:
-            if isinstance(command, m.StartCopy) and self.mover.is_batched(command):
-                small.append(command)
-            else:
-                work.append(command)
-        return [*work, *batches(small)] if small else work
+        small = [each for each in commands if type(each) is m.StartCopy and self.mover.is_batched(each)]
+        if not small:
+            return commands
+        together = set(map(id, small))
+        return [*(each for each in commands if id(each) not in together), *batches(small)]
 
     def carry_out(self, work: Work) -> None:
         """See `Executor.carry_out`."""
-        if isinstance(work, m.Grant):
-            self._answer(work.request, work.replicas, None)
-        elif isinstance(work, m.Settle):
-            self._settle(work)
-        elif isinstance(work, list):
-            self.mover.start_batch(work)
-        elif isinstance(work, m.StartCopy):
-            if work.source is None:
-                self._open_room(work)
-            else:
-                self.mover.start(work)
-        elif isinstance(work, m.FreeSlot):
-            self.mover.free(work.place)
-        elif isinstance(work, m.Commit):
-            self.mover.commit(work, self._note_of)
-        else:
-            self._shrink(work)
+        self._KINDS[type(work)](self, work)
 
     def fail_all(self, error: BaseException) -> None:
         """See `Executor.fail_all`."""
@@ -117,6 +99,12 @@ class CommandExecutor:
             return
         self.mover.resize(tier, capacity_bytes)
         self.quotas[tier] = capacity_bytes
+
+    def _start(self, command: m.StartCopy) -> None:
+        if command.source is None:
+            self._open_room(command)
+        else:
+            self.mover.start(command)
 
     def _shrink(self, command: m.SetCapacity) -> None:
         try:
@@ -153,3 +141,14 @@ class CommandExecutor:
         if opening is None or not opening.resolve(room):
             # The put has failed meanwhile (its key was dropped): nobody is left to fill the room.
             self.mover.tell([room.end])
+
+    _KINDS: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        m.Grant: lambda self, command: self._answer(command.request, command.replicas, None),
+        m.Settle: _settle,
+        m.StartCopy: _start,
+        list: lambda self, copies: self.mover.start_batch(copies),
+        m.FreeSlot: lambda self, command: self.mover.free(command.place),
+        m.Commit: lambda self, command: self.mover.commit(command, self._note_of),
+        m.SetCapacity: _shrink,
+    }
+    """How each kind of work is done."""
