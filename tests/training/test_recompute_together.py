@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,6 +52,15 @@ def _trial() -> Trial:
     return Trial(model, [torch.optim.AdamW(model.parameters(), lr=1e-2)])
 
 
+@functools.cache
+def _plain() -> Trial:
+    """Return what plain PyTorch comes to: the same in every case."""
+    trial = _trial()
+    torch.manual_seed(1)
+    _train(trial)
+    return trial
+
+
 def _settings(path: Path, size: str) -> dict[str, object]:
     settings = {"device": "emulated", "offload_disk_size": "64MB", "offload_path": str(path), **SIZES[size]}
     late = {} if settings["device"] == "cpu" else {"device_options": LATE_AND_OVERWRITTEN}
@@ -66,9 +76,7 @@ CASES += [(what, size, ORDERS[1]) for what in RECOMPUTED for size in ("roomy", "
 def test_all_three_together_change_no_bit(
     tmp_path: Path, what: str, size: str, order: tuple[str, ...]
 ) -> None:
-    plain, ours = _trial(), _trial()
-    torch.manual_seed(1)
-    _train(plain)
+    plain, ours = _plain(), _trial()
     torch.manual_seed(1)
     document = {"recompute_config": RECOMPUTED[what], "swap_config": SWAPPED}
     makers: Mapping[str, Callable[[], Recompute | Swap | Offload]] = {
@@ -100,9 +108,7 @@ def test_all_three_together_change_no_bit(
 def test_recompute_works_on_offloaded_parameters_whoever_was_first(
     tmp_path: Path, what: str, size: str
 ) -> None:
-    plain = _trial()
-    torch.manual_seed(1)
-    _train(plain)
+    plain = _plain()
     document = {"recompute_config": RECOMPUTED[what], "swap_config": {"swap": True, "op_swap": []}}
     for is_first in (True, False):
         ours = _trial()
