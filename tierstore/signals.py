@@ -343,11 +343,18 @@ def _plain(handler: Any) -> Any:  # noqa: ANN401 - as in the standard library
 # --- functions that trace ---------------------------------------------------------------------
 
 
+_called_in_python: Final[dict[type, bool]] = {}
+"""Which classes of tracers are called by a function of Python: asked in every turn that one of C traces."""
+
+
 def may_raise(tracer: object) -> bool:
     """Whether a trace or profile function is one of Python: what it raises comes out where it was called."""
     if isinstance(tracer, FunctionType | MethodType | functools.partial):
         return True
-    return isinstance(inspect.getattr_static(type(tracer), "__call__", None), FunctionType)
+    kind = type(tracer)
+    if kind not in _called_in_python:
+        _called_in_python[kind] = isinstance(inspect.getattr_static(kind, "__call__", None), FunctionType)
+    return _called_in_python[kind]
 
 
 class Untraced:
