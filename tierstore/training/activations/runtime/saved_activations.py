@@ -117,6 +117,14 @@ class PolicyHooks(Inside):
         self._after_others = tuple(shown)
         self._first = tuple(each for each in self.policies if each not in self._after_others)
 
+    def first_of(self, kind: type) -> SavePolicy | None:
+        """Return the policy of a kind that is asked first."""
+        for each in self.policies:
+            if type(each) is kind:
+                return each
+        return None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> object:
         """Return what is kept instead of ``tensor``."""
         with self._operators.unwatched(), out_of_sight():
@@ -140,6 +148,7 @@ def _taken(policy: SavePolicy, tensor: torch.Tensor) -> torch.Tensor | AwayAlias
     return tensor if packed is None else AwayAlias(packed.tensor)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def unpack(packed: object) -> torch.Tensor:
     """Return the tensor that was packed.
 
@@ -187,12 +196,15 @@ class SavedActivations(threading.local):
 
     def asks(self, policy: SavePolicy) -> bool:
         """Say whether what is saved now comes to a policy, and to no other of its kind before."""
-        for owner in map(whose, chain()):
-            if isinstance(owner, PolicyHooks):
-                for each in owner.policies:
-                    if type(each) is type(policy):
-                        return each is policy
-        return False
+        top = top_hooks()
+        # Asked for every operator that is marked, and nearly always of hooks of ours that are the last ones.
+        if top is not None and isinstance(top[0], PolicyHooks):
+            found = top[0].first_of(type(policy))
+            if found is not None:
+                return found is policy
+        pairs = (owner for owner in map(whose, chain()) if isinstance(owner, PolicyHooks))
+        kin = (found for pair in pairs if (found := pair.first_of(type(policy))) is not None)
+        return next(kin, None) is policy
 
     def is_for_repetition(self, policy: SavePolicy) -> bool:
         """Say whether what a policy is asked for is wanted by something that runs again."""
