@@ -152,7 +152,7 @@ def _parser(module: str, questions: dict[str, Question]) -> argparse.ArgumentPar
 
 def _command(module: str, name: str, settings: Settings) -> str:
     """Return the command that measures this figure alone, the same way."""
-    words = ["python", "-m", module, "--figure", name]
+    words = ["python", "-m", *module.split(), "--figure", name]
     words += ["--repeats", str(settings.repeats), "--warmups", str(settings.warmups)]
     words += ["--scale", f"{settings.scale:g}"] if settings.scale != 1 else []
     return shlex.join(words)

@@ -86,7 +86,7 @@ class Circumstances:
         packages = [f"{name} {importlib.metadata.version(name)}" for name in _VERSIONS_OF]
         return cls(
             command=command,
-            commit=_commit(),
+            commit=commit_of(Path(__file__).parent),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             machine=_machine(),
             scratch=_file_system(scratch),
@@ -97,15 +97,14 @@ class Circumstances:
         )
 
 
-def _commit() -> str:
-    """Return the commit, marked if the working tree differs from it."""
-    here = Path(__file__).parent
+def commit_of(place: Path) -> str:
+    """Return the commit of a directory's checkout, marked if the working tree differs from it."""
     head = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, check=False
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=place, capture_output=True, check=False
     )
     if head.returncode != 0:
         return "no commit"
-    status = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, check=False)
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=place, capture_output=True, check=False)
     return head.stdout.decode().strip() + (" with changes" if status.stdout.strip() else "")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.command import Question, Settings, main
 from bench.measure import Spread, ratios, take_turns
-from bench.record import Better, Figure, Page
+from bench.record import Better, Figure, Page, commit_of
 from bench.scenes import SCENES
 
 BEFORE, AFTER = "before", "after"
@@ -34,10 +34,12 @@ class Version:
         self._scene = scene
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.losses: list[float] = []
+        self.place = Path()
 
-    def ready(self) -> str:
+    def ready(self) -> Path:
         """Wait until it can begin; return where its tierstore is."""
-        return str(self._answer()["tierstore"])
+        self.place = Path(str(self._answer()["tierstore"]))
+        return self.place
 
     def turn(self) -> Mapping[str, float]:
         """Let it do its work once; return the seconds."""
@@ -95,7 +97,8 @@ def compare(other_python: str, scene: str, settings: Settings) -> Figure:
         losses = [version.losses for version in versions.values()]
     if losses[0] != losses[1]:
         raise AssertionError(f"the losses differ: {losses}")
-    details = {name: _as_text(values) for name, values in seconds.items()}
+    details = {"before": commit_of(versions[BEFORE].place)}
+    details |= {name: _as_text(values) for name, values in seconds.items()}
     if losses[0]:
         details["losses"] = f"{len(losses[0])} of {len(losses[0])} equal, bit for bit"
     names = [name.removesuffix(f", {AFTER}") for name in seconds if name.endswith(AFTER)]
