@@ -1,4 +1,4 @@
-"""Every per-parameter optimizer of ``torch.optim``: the same bits, stepped a bundle at a time."""
+"""Every per-parameter optimizer of ``torch.optim``, and ours: the same bits, stepped a bundle at a time."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from tests.training.twins import (
     with_copies,
     with_device,
 )
+from tierstore.optim import FTRL, LazyAdam
 from tierstore.training import offload
 
 optim = torch.optim
@@ -62,6 +63,10 @@ KINDS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "rprop": (optim.Rprop, {"lr": 1e-2}),
     "adafactor": (optim.Adafactor, {"lr": 1e-2}),
     "adafactor-foreach": (optim.Adafactor, {"lr": 1e-2, "foreach": True}),
+    "lazy-adam": (LazyAdam, {"lr": 1e-2}),
+    "lazy-adam-nesterov-decay": (LazyAdam, {"lr": 1e-2, "nesterov": True, "weight_decay": 0.1}),
+    "ftrl": (FTRL, {"lr": 0.1}),
+    "ftrl-l1-l2": (FTRL, {"lr": 0.1, "l1": 1e-3, "l2": 1e-3, "weight_decay": 0.01}),
 }
 if target.accelerator != "cuda":  # where PyTorch has no such kernel
     KINDS["adagrad-fused"] = optim.Adagrad, {"lr": 1e-2, "fused": True}
