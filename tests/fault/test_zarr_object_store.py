@@ -39,14 +39,6 @@ CAPACITIES = {"device": 64 * KIB, "host": 128 * KIB, "disk": 128 * KIB, "remote"
 NBYTES = 16 * KIB
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _s3fs_tries_twice() -> Iterator[None]:
-    """It would five times, with pauses of a second and more, where the server is away."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("s3fs.S3FileSystem.retries", 2)
-        yield
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
     """Serve objects on loopback."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -243,13 +242,8 @@ def test_fio_reads_a_raw_job_file_as_it_is(path: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RAW_JOBS, ids=lambda path: path.stem)
 def test_fio_runs_a_raw_job_file_as_it_is(path: Path, tmp_path: Path) -> None:
-    """But for how long each job goes on."""
-    text, count = re.subn("^runtime=2$", "runtime=100ms", path.read_text(), flags=re.MULTILINE)
-    assert count == 1
-    brief = tmp_path / path.name
-    brief.write_text(text)
     said = subprocess.run(
-        ["fio", "--output-format=json", str(brief)], cwd=tmp_path, capture_output=True, text=True, check=True
+        ["fio", "--output-format=json", str(path)], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout
     jobs = [(job["jobname"], job["error"]) for job in json.loads(said[said.index("{") :])["jobs"]]
     assert jobs == [(each.name, 0) for batch in read_batches([path]) for each in batch]
