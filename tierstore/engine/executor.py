@@ -71,11 +71,14 @@ class CommandExecutor:
 
     def plan(self, commands: Sequence[m.Command]) -> Sequence[Work]:
         """See `Executor.plan`: small copies go last, in batches."""
-        small = [each for each in commands if type(each) is m.StartCopy and self.mover.is_batched(each)]
-        if not small:
-            return commands
-        together = set(map(id, small))
-        return [*(each for each in commands if id(each) not in together), *batches(small)]
+        work: list[Work] = []
+        small: list[m.StartCopy] = []
+        for command in commands:
+            if isinstance(command, m.StartCopy) and self.mover.is_batched(command):
+                small.append(command)
+            else:
+                work.append(command)
+        return [*work, *batches(small)] if small else work
 
     def carry_out(self, work: Work) -> None:
         """See `Executor.carry_out`."""

@@ -72,9 +72,8 @@ class RowOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
         names = [name for name in state if name != "step"]
         rows = touched.take(parameter)
         kept = {name: touched.take(state[name]) for name in names}
-        self.update(
-            rows, kept, touched.with_decay(parameter, group["weight_decay"]), group, state["step"].item()
-        )
+        gradient = touched.with_decay(rows, group["weight_decay"])
+        self.update(rows, kept, gradient, group, state["step"].item())
         for name in names:
             touched.put(state[name], kept[name])
         touched.put(parameter, rows)

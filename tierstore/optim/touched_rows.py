@@ -48,11 +48,10 @@ class TouchedRows(NamedTuple):
         if self.numbers is not None:
             tensor.index_copy_(0, self.numbers, rows)
 
-    def with_decay(self, parameter: torch.Tensor, weight_decay: float) -> torch.Tensor:
-        """Return the gradient with ``weight_decay`` times the parameter's rows, once for each occurrence."""
+    def with_decay(self, rows: torch.Tensor, weight_decay: float) -> torch.Tensor:
+        """Return the gradient with ``weight_decay`` times the rows themselves, once for each occurrence."""
         if not weight_decay:
             return self.gradient
-        rows = self.take(parameter)
         return self.gradient.add(
             rows if self.occurrences is None else rows * self.occurrences, alpha=weight_decay
         )

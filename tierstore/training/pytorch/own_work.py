@@ -105,18 +105,10 @@ def leave_all_modes() -> contextlib.ExitStack:
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor.detach()``, as part of the library's own work."""
-    is_unseen = (
-        type(tensor) is torch.Tensor
-        and not count_function_modes()
-        and innermost_transform() is None
-        and not torch.is_inference_mode_enabled()
-    )
-    if not is_unseen:
-        with ordinary_mode():
+    if type(tensor) is torch.Tensor and not count_function_modes() and innermost_transform() is None:
+        with DisableTorchDispatch():  # a fifth of what leaving the modes costs
             return tensor.detach()
-    if not count_dispatch_modes():
-        return tensor.detach()
-    with DisableTorchDispatch():  # a fifth of what leaving the modes costs
+    with ordinary_mode():
         return tensor.detach()
 
 

@@ -202,9 +202,11 @@ class SavedActivations(threading.local):
             found = top[0].first_of(type(policy))
             if found is not None:
                 return found is policy
-        pairs = (owner for owner in map(whose, chain()) if isinstance(owner, PolicyHooks))
-        kin = (found for pair in pairs if (found := pair.first_of(type(policy))) is not None)
-        return next(kin, None) is policy
+        for owner in map(whose, chain()):
+            found = owner.first_of(type(policy)) if isinstance(owner, PolicyHooks) else None
+            if found is not None:
+                return found is policy
+        return False
 
     def is_for_repetition(self, policy: SavePolicy) -> bool:
         """Say whether what a policy is asked for is wanted by something that runs again."""
