@@ -287,7 +287,7 @@ class Gradients:
         key = gradient.new_key(self._store)
         with self._bindings.apart():
             places, nbytes = lay_out([(f"the gradient of {gradient.name}", fresh)])
-            poison = poison_for(places[0], self._store.device)
+            poison = poison_for(places[0], fresh.device)
             binding = Binding(
                 key, places, nbytes, [fresh], [guarded_classes.guard_of(torch.Tensor)], [poison]
             )

@@ -246,6 +246,11 @@ class Binding:
         self.residency = residency
 
     @property
+    def device(self) -> torch.device:
+        """Where its tensors are, as whoever asks them is told, wherever their bytes are."""
+        return self.poisons[0].device
+
+    @property
     def is_referred_to(self) -> bool:
         """Whether anything but the store and the binding refers to the leased bytes."""
         if self.flat is None or self.storages is None:

@@ -370,7 +370,7 @@ class Bindings:
         if not self._abroad or self.leasing.state is LeasingState.SUSPENDED:
             return
         with self._lock, self.apart():
-            travellers = that_may_return(self._abroad, self.store.device)
+            travellers = that_may_return(self._abroad)
             for binding in travellers:
                 self._abroad.pop(binding)  # first: what is leased brings others home
             for binding, numbers in travellers.items():

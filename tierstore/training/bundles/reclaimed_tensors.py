@@ -48,12 +48,12 @@ class Abroad(NamedTuple):
         return self.binding.tensors[self.number]
 
 
-def that_may_return(bindings: Iterable[Binding], device: torch.device | None) -> dict[Binding, list[int]]:
+def that_may_return(bindings: Iterable[Binding], *, from_anywhere: bool = False) -> dict[Binding, list[int]]:
     """Return the numbers of the tensors that may come home, by binding.
 
     Args:
         bindings: of the tensors.
-        device: where their memory is; ``None``: anywhere.
+        from_anywhere: whether their memory may be on another device than their bundle's.
     """
     of_storage: defaultdict[int, list[Abroad]] = defaultdict(list)
     found: defaultdict[Binding, list[int]] = defaultdict(list)
@@ -61,7 +61,8 @@ def that_may_return(bindings: Iterable[Binding], device: torch.device | None) ->
         for binding in bindings:
             for number in binding.abroad:
                 tensor = binding.tensors[number]
-                if device in (None, tensor.device) and tensor.layout is torch.strided:
+                is_there = from_anywhere or tensor.device == binding.device
+                if is_there and tensor.layout is torch.strided:
                     of_storage[tensor.untyped_storage()._cdata].append(Abroad(binding, number))  # noqa: SLF001
         for sharers in of_storage.values():
             if _has_others(sharers):

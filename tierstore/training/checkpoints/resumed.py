@@ -320,10 +320,11 @@ class ResumedCheckpoint:
     ) -> None:
         key = state_key(kept.index, bundle.key)
         named = {place.name: p for p, place in zip(bundle.tensors, bundle.places, strict=True)}
+        bound_on = bundle.device if key in self._bound else None
         for name, parameter in named.items():
             if name in saved:
                 kept.optimizer.state[parameter] = {
-                    entry: self._state_value(kept.index, name, entry, value, is_bound=key in self._bound)
+                    entry: self._state_value(kept.index, name, entry, value, bound_on)
                     for entry, value in saved[name].items()
                 }
         self._last = None
@@ -336,20 +337,28 @@ class ResumedCheckpoint:
             kept.take_in_loaded(bundle, Taken.ALL)
 
     def _state_value(
-        self, index: int, parameter: str, entry: str, value: object, *, is_bound: bool
+        self, index: int, parameter: str, entry: str, value: object, bound_on: torch.device | None = None
     ) -> object:
-        """Return an entry of a parameter's state; without bytes, if those are under the right key."""
+        """Return an entry of a parameter's state; without bytes, if those are under the right key.
+
+        Args:
+            index: of the optimizer.
+            parameter: whose.
+            entry: its name.
+            value: as it is in the document.
+            bound_on: where it is while its bytes are away; ``None``: they are under another key.
+        """
         found = self._key_of.get((index, parameter, entry))
         if found is None:
             return self._decode(value)
-        if not is_bound:
+        if bound_on is None:
             return self._read(index, parameter, entry)
-        poison = poison_for(found[1], self._store.device)
+        poison = poison_for(found[1], bound_on)
         return poison.as_strided(poison.size(), poison.stride())
 
     def _own_value(self, index: int, parameter: torch.Tensor, name: str, entry: str, value: object) -> object:
         """Return an entry of the state of a parameter that is ignored now: a tensor of its own."""
-        found = self._state_value(index, name, entry, value, is_bound=False)
+        found = self._state_value(index, name, entry, value)
         if isinstance(found, torch.Tensor) and found.dim():
             return found.to(parameter.device, copy=True)
         return found

@@ -177,7 +177,7 @@ def _detach(guarded_tensor: GuardedTensor, tensor: torch.Tensor, *_: object) -> 
 
 
 def _is_on_host(guarded_tensor: GuardedTensor) -> bool:
-    return guarded_tensor.fault_handler.bindings.store.device.type == "cpu"
+    return guarded_tensor.binding.device.type == "cpu"
 
 
 def _view(guarded_tensor: GuardedTensor, tensor: torch.Tensor, *shape: Any) -> torch.Tensor | None:  # noqa: ANN401 - passed on

@@ -85,10 +85,10 @@ def _point(self: torch.Tensor, value: torch.Tensor) -> None:
         with natively():
             _set_data(self, value)
         return
-    if value.device != guarded_tensor.fault_handler.bindings.store.device:
+    if value.device != guarded_tensor.binding.device:
         raise UsageError(
             f"cannot point {guarded_tensor.place.name!r} at memory of {value.device}: it is offloaded, to "
-            f"compute on {guarded_tensor.fault_handler.bindings.store.device}. Move it before offload(...) "
+            f"compute on {guarded_tensor.binding.device}. Move it before offload(...) "
             "or after the run.",
             key=guarded_tensor.binding.key,
         )

@@ -17,6 +17,7 @@ import torch
 from tierstore.errors import BackendError, CapacityError, KeyNotFound
 from tierstore.output_buffers import host_memory
 from tierstore.planning import Home
+from tierstore.planning.placement import CPU
 from tierstore.store import Store
 from tierstore.training.autograd.shared_memory import aliases_of, has_bytes
 from tierstore.training.bundles.binding import Where
@@ -82,7 +83,7 @@ class Adopter:
         self._bindings = bindings
         self._fault_handler = fault_handler
         self._scratch: list[torch.Tensor] = []  # that nobody uses now
-        self._poisons = Poisons(store.device)
+        self._poisons: dict[torch.device, Poisons] = {}
         self._nbytes = nbytes
         self._origins: dict[Binding, list[torch.device]] = {}
         self._released: dict[Binding, dict[int, Placeholder]] = {}  # what had no bytes before, by its number
@@ -95,6 +96,7 @@ class Adopter:
         home: Home,
         values: Sequence[torch.Tensor] | None = None,
         origins: list[torch.device] | None = None,
+        device: torch.device | None = None,
     ) -> Binding:
         """Put tensors under ``key`` as one bundle, and let a guard watch them.
 
@@ -106,6 +108,7 @@ class Adopter:
             home: where they go.
             values: other values for them; those on the meta device have none of their own.
             origins: where each tensor goes in the end; ``None``: where it is.
+            device: where they are while they travel; ``None``: where ``home`` says that they are used.
         """
         with self._bindings.apart():
             places, nbytes = lay_out(named)
@@ -113,7 +116,7 @@ class Adopter:
             origins = origins or [origin_of(tensor) for tensor in tensors]
             with self._gathered(places, nbytes, values or tensors) as flat:
                 self._store.put(key, flat, tier=home.tier)
-        return self.bind(key, places, tensors, home, origins)
+        return self.bind(key, places, tensors, home, origins, device)
 
     def adopt_held(self, key: str, named: Sequence[tuple[str, torch.Tensor]], home: Home) -> Binding:
         """Let tensors have the bytes that are under ``key`` already, laid out as `adopt` would.
@@ -134,6 +137,7 @@ class Adopter:
         tensors: Sequence[torch.Tensor],
         home: Home,
         origins: list[torch.device],
+        device: torch.device | None = None,
     ) -> Binding:
         """Tie tensors to bytes that are under ``key`` already, and let a guard watch them.
 
@@ -143,9 +147,14 @@ class Adopter:
             tensors: in the same order; their memory is given back.
             home: where the bytes go after use.
             origins: where each tensor goes in the end.
+            device: where they are while they travel; ``None``: where ``home`` says that they are used.
         """
         with self._bindings.apart():
-            return self._bind(key, places, tensors, home, origins)
+            return self._bind(key, places, tensors, home, origins, device or self.device_of(home))
+
+    def device_of(self, home: Home) -> torch.device:
+        """Return the device that computes with what lives at ``home``."""
+        return torch.device(CPU) if home.device == CPU else self._store.device
 
     def _bind(
         self,
@@ -154,12 +163,13 @@ class Adopter:
         tensors: Sequence[torch.Tensor],
         home: Home,
         origins: list[torch.device],
+        device: torch.device,
     ) -> Binding:
         nbytes = self._store.spec(key).nbytes
         released = {number: own for number, each in enumerate(tensors) if (own := placeholder_of(each))}
         for number, own in released.items():
             own.take_off(tensors[number])
-        poisons = self._poisons_for(places, tensors)
+        poisons = self._poisons_for(places, tensors, device)
         guards = [guarded_classes.guard_of(type(tensor)) for tensor in tensors]
         binding = Binding(key, places, nbytes, tensors, guards, poisons)
         binding.after_use = access_after_use(home, self._store)
@@ -171,7 +181,7 @@ class Adopter:
         self._origins[binding] = origins  # from here on `restore_all` gives them back
         for place, tensor in zip(places, tensors, strict=True):
             if tensor.is_meta:
-                materialise(tensor, poison_for(place, self._store.device))
+                materialise(tensor, poison_for(place, device))
         guard.enrol(binding, self._fault_handler)
         for number, (tensor, kind) in enumerate(zip(tensors, guards, strict=True)):
             binding.detach(number)
@@ -179,12 +189,13 @@ class Adopter:
         return binding
 
     def _poisons_for(
-        self, places: Sequence[TensorLayout], tensors: Sequence[torch.Tensor]
+        self, places: Sequence[TensorLayout], tensors: Sequence[torch.Tensor], device: torch.device
     ) -> list[torch.Tensor]:
+        own = self._poisons.get(device)
+        if own is None:
+            own = self._poisons[device] = Poisons(device)
         return [
-            self._poisons.like(place)
-            if isinstance(tensor, torch.nn.Parameter)
-            else poison_for(place, self._store.device)
+            own.like(place) if isinstance(tensor, torch.nn.Parameter) else poison_for(place, device)
             for place, tensor in zip(places, tensors, strict=True)
         ]
 
@@ -419,7 +430,7 @@ class Adopter:
         with self._gathered(places, nbytes, binding.tensors) as flat:
             put_somewhere(self._store, binding.key, flat)
         self._scratch.clear()
-        poisons = self._poisons_for(places, binding.tensors)
+        poisons = self._poisons_for(places, binding.tensors, binding.device)
         binding.lay(places, nbytes, poisons)
         alone = self._that_come_home(binding)
         self._nbytes[binding.key] = nbytes
@@ -429,9 +440,9 @@ class Adopter:
     def _that_come_home(self, binding: Binding) -> list[int]:
         """Return the numbers of tensors whose memory nobody else has, or cannot be computed with."""
         binding.where = [Where.ABROAD] * len(binding.tensors)
-        alone = that_may_return([binding], None).get(binding, [])
+        alone = that_may_return([binding], from_anywhere=True).get(binding, [])
         with natively():
-            elsewhere = [n for n, each in enumerate(binding.tensors) if each.device != self._store.device]
+            elsewhere = [n for n, each in enumerate(binding.tensors) if each.device != binding.device]
         return sorted({*alone, *elsewhere})
 
     def _drop(self, binding: Binding) -> None:

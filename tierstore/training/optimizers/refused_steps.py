@@ -73,6 +73,7 @@ class RefusalKind(NamedTuple):
     """What an optimizer may look at before it refuses a parameter.
 
     Attributes:
+        device: the parameter's, as it says itself.
         shape: the parameter's, with 1 for all that is more.
         look: the parameter's.
         gradient: its look.
@@ -80,6 +81,7 @@ class RefusalKind(NamedTuple):
         is_fitting: whether gradient and state have the parameter's shape.
     """
 
+    device: torch.device
     shape: tuple[int, ...]
     look: StorageLook
     gradient: StorageLook
@@ -92,13 +94,12 @@ class RefusalKind(NamedTuple):
         return any(look.is_expanded for look in (self.look, self.gradient, *dict(self.state).values()))
 
 
-def refuses(optimizer: torch.optim.Optimizer, gradients: Gradients, device: torch.device) -> bool:
+def refuses(optimizer: torch.optim.Optimizer, gradients: Gradients) -> bool:
     """Say whether a step of an optimizer is to be left to it as a whole: it is going to raise, most likely.
 
     Args:
         optimizer: as its groups are now.
         gradients: of the model.
-        device: where it would compute.
 
     Raises:
         UsageError: the step is fused, and something that it computes with is expanded.
@@ -106,7 +107,7 @@ def refuses(optimizer: torch.optim.Optimizer, gradients: Gradients, device: torc
     if not is_known(optimizer):
         return has_come_to_depend(optimizer)
     return _is_first_for_some(optimizer, gradients) or any(
-        _is_refused(optimizer, group, kind, entries, device)
+        _is_refused(optimizer, group, kind, entries)
         for group, kind, entries in _unusual(optimizer, gradients)
     )
 
@@ -183,6 +184,7 @@ def _kind_of(
 ) -> RefusalKind:
     state = {name: entries[name] for name in sorted(entries) if _is_computed_with(name, entries[name])}
     return RefusalKind(
+        parameter.device,
         tuple(min(size, 1) for size in parameter.shape),
         _look_of(parameter),
         _look_of(gradient),
@@ -222,9 +224,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True))
 
 
-def _is_refused(
-    optimizer: torch.optim.Optimizer, group: Group, kind: RefusalKind, entries: Entries, device: torch.device
-) -> bool:
+def _is_refused(optimizer: torch.optim.Optimizer, group: Group, kind: RefusalKind, entries: Entries) -> bool:
     if not kind.is_fitting:
         return True
     if group.get("fused") and kind.is_expanded:
@@ -235,7 +235,7 @@ def _is_refused(
         )
     try:
         with ordinary_mode():
-            values = torch.ones(kind.shape, dtype=kind.look.dtype, device=device)
+            values = torch.ones(kind.shape, dtype=kind.look.dtype, device=kind.device)
             stand_in = torch.nn.Parameter(_looking(torch.zeros_like(values), kind.look))
             show_gradient(stand_in, _looking(values, kind.gradient))
             state: dict[torch.Tensor, Entries] = {

@@ -146,7 +146,8 @@ class OptimizerState:
         devices_in_the_end = self._adopter.origins_of(bundle)
         origins = [devices_in_the_end[parameter] for parameter, _ in found]
         key = state_key(self.index, bundle.key)
-        self._own(bundle, self._adopter.adopt(key, named, self._home_of(bundle), origins=origins))
+        home = self._home_of(bundle)
+        self._own(bundle, self._adopter.adopt(key, named, home, origins=origins, device=bundle.device))
         links.tie()
 
     def _let_go(self, state: Binding) -> None:
@@ -199,7 +200,8 @@ class OptimizerState:
             origins: where each of them goes in the end.
         """
         key = state_key(self.index, bundle.key)
-        self._own(bundle, self._adopter.bind(key, places, tensors, self._home_of(bundle), origins))
+        home = self._home_of(bundle)
+        self._own(bundle, self._adopter.bind(key, places, tensors, home, origins, bundle.device))
 
     def _own(self, bundle: Binding, state: Binding) -> None:
         state.is_saved_by_reference = False

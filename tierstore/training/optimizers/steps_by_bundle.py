@@ -102,7 +102,7 @@ class StepsByBundle:
         begin = time.perf_counter()
         self._trainer.bindings.sweep()
         self._trainer.begin_step(self)  # after the closure, which runs the model
-        if refuses(self.optimizer, self._gradients, self._trainer.bindings.store.device):
+        if refuses(self.optimizer, self._gradients):
             self._begin_whole()
         else:
             self._known_entries = len(self.optimizer.state)
