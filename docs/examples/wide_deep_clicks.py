@@ -91,8 +91,8 @@ class CriteoClicks:
         if len(records) < 2:
             lines = sum(record.lines for record in records)
             raise ValueError(
-                f"{', '.join(map(str, paths))}: {lines} lines in {len(records)} record, of which none can be "
-                "set aside to be tested on: make records smaller with --record-lines"
+                f"{', '.join(map(str, paths))}: {lines} lines in {len(records)} records, of which none "
+                "can be set aside to be tested on: make records smaller with --record-lines"
             )
         count = max(1, round(TESTED * len(records)))
         chosen = set(np.random.RandomState(SPLIT_SEED).permutation(len(records))[:count].tolist())

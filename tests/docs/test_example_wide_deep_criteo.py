@@ -221,5 +221,5 @@ def test_an_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
 
 
 def test_one_record_is_too_few(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="95 lines in 1 record"):
+    with pytest.raises(ValueError, match="95 lines in 1 records"):
         _clicks(tmp_path, in_record=1000)
