@@ -1,8 +1,12 @@
-"""What the examples' command lines share: one line for what is wrong, and the device."""
+"""What the examples' command lines share: one line for what is wrong, the device, and tierstore's log."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
@@ -49,3 +53,22 @@ def device_of(name: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: there is no CUDA device here; 'emulated' needs none")
     return torch.device("cpu" if kind == "emulated" else name)
+
+
+@contextlib.contextmanager
+def shown_log(line: str) -> Iterator[None]:
+    """Print what tierstore logs, from INFO on.
+
+    Args:
+        line: the format of a line, as ``logging`` has it.
+    """
+    log, handler = logging.getLogger("tierstore"), logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(line))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

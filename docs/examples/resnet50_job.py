@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arguments import OneLineParser, check_counts, device_of
+from digits import handwritten_digits
 
 Batch = tuple[Tensor, Tensor]
 """Images ``(batch, 3, size, size)`` and the class of each, ``(batch,)``."""
@@ -73,25 +74,15 @@ class Job:
 # ---------------------------------------------------------------------- the images
 
 
-def handwritten_digits() -> Images:
+def coloured_digits() -> Images:
     """Return the 1,797 digits of 8x8 pixels that come with scikit-learn, as images of three channels.
 
     Raises:
         ValueError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    except ImportError as missing:
-        raise ValueError(
-            "the default data set comes with scikit-learn: pip install scikit-learn, or name the CIFAR-10 "
-            "binary files with --data"
-        ) from missing
-    digits = load_digits()
-    grey = (torch.from_numpy(digits.images) * (255 / 16)).to(torch.uint8)
+    grey, labels = handwritten_digits()
     pixels = grey.unsqueeze(1).expand(-1, 3, -1, -1).contiguous()
-    return Images(
-        "scikit-learn's handwritten digits", pixels, torch.from_numpy(digits.target), is_augmented=False
-    )
+    return Images("scikit-learn's handwritten digits", pixels, labels, is_augmented=False)
 
 
 def cifar10(path: Path) -> Images:
@@ -183,7 +174,7 @@ def read_job(arguments: argparse.Namespace, path: Path) -> Job:
     """
     check_counts(arguments, "batch_size", "image_size", "epochs", "steps")
     device = device_of(arguments.device)
-    images = cifar10(arguments.data) if arguments.data else handwritten_digits()
+    images = cifar10(arguments.data) if arguments.data else coloured_digits()
     if arguments.batch_size > len(images.labels):
         raise ValueError(f"--batch-size {arguments.batch_size}, but there are {len(images.labels)} images")
     return Job(

@@ -12,11 +12,9 @@ Exit code 0: every loss is equal to the last bit; 1: not so; 2: the command line
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import tierstore as ts
-from arguments import OneLineParser, check_counts, device_of
+from arguments import OneLineParser, check_counts, device_of, shown_log
 from device_budget import device_budget, make_deterministic, moved_to_device
 from llama import Llama, LlamaConfig
 from llama_job import documentation_text, draw_batches
@@ -170,26 +168,14 @@ def tell(arguments: argparse.Namespace, document: Mapping[str, object], path: Pa
     return losses == plain
 
 
-@contextlib.contextmanager
-def shown_log() -> Iterator[None]:
-    """Print what tierstore logs, as the reference prints it."""
-    log, handler = logging.getLogger("tierstore"), logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("-%(levelname)s - %(message)s"))
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example and return its exit code."""
     parser = command_line()
     arguments = parser.parse_args(argv)
-    with shown_log(), tempfile.TemporaryDirectory(prefix="tierstore-") as scratch:
+    with (
+        shown_log("-%(levelname)s - %(message)s"),
+        tempfile.TemporaryDirectory(prefix="tierstore-") as scratch,
+    ):
         try:
             check_counts(arguments, "steps", "dim", "heads", "batch_size", "sequence_length")
             document = read_document(arguments.config)

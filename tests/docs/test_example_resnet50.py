@@ -12,8 +12,8 @@ from resnet50_job import (
     CIFAR_RECORD_BYTES,
     augmented,
     cifar10,
+    coloured_digits,
     command_line,
-    handwritten_digits,
     prepared,
     read_job,
 )
@@ -75,7 +75,7 @@ def test_batch_norms_keep_most_of_their_running_statistics() -> None:
 
 
 def test_digits_are_images_of_three_channels_and_ten_classes() -> None:
-    images = handwritten_digits()
+    images = coloured_digits()
     assert images.pixels.shape == (1797, 3, 8, 8)
     assert set(images.labels.tolist()) == set(range(10))
     assert int(images.pixels.max()) == 255
