@@ -54,6 +54,8 @@ and the backend owes:
 A slot may take less of the medium than was asked for, once it is written (``has_shrinking_slots``): see
 `held_bytes`.
 
+A backend that reads parts of slots may be a `PartBackend` (``has_parts``).
+
 A backend that reaches a device's memory may be a `DirectBackend` (``has_direct_paths``), one whose memory is
 the program's own an `AdoptingBackend` (``adopts``), one that tells of itself a `CountingBackend`, and one in
 which operations wait for more than the medium a `WaitingBackend` (``has_waits``).
@@ -102,6 +104,7 @@ class Capabilities:
         depth: how many reads and writes at a time keep the medium busy.
         device: where the ``memory`` of addressable slots lives.
         has_batches: whether it is a `BatchBackend`.
+        has_parts: whether it is a `PartBackend`.
         has_direct_paths: whether it is a `DirectBackend`.
         adopts: whether it is an `AdoptingBackend`.
         has_shrinking_slots: whether its slots are `ShrinkingSlot`.
@@ -116,6 +119,7 @@ class Capabilities:
     depth: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
     has_batches: bool = False
+    has_parts: bool = False
     has_direct_paths: bool = False
     adopts: bool = False
     has_shrinking_slots: bool = False
@@ -342,6 +346,35 @@ class BatchBackend(Backend, Protocol):
         ...
 
 
+class PartBackend(Backend, Protocol):
+    """A backend that reads parts of slots without the rest of them.  Optional.
+
+    What it returns is what was written, as of ``read``, but for one thing: a part cannot be compared with a
+    checksum of a whole.  Where the medium keeps such, bytes that it corrupts are not noticed here, and
+    whoever reads parts sums them himself.
+    """
+
+    def read_parts(
+        self, slots: Sequence[Slot], begins: Sequence[int], nbytes: int, into: Buffer
+    ) -> Completion:
+        """Copy ``nbytes`` from ``begins[i]`` on of ``slots[i]`` to ``into``, one part after the other.
+
+        The completion is done when every part's operation has ended; it is not stream-ordered.  Its error is
+        a `PartialError` that names the positions of the parts that failed; any other error, or a call that
+        raises, failed all of them, and left other slots as they were.
+
+        Args:
+            slots: that were written; as many as there are parts, at least one.  They may repeat.
+            begins: where each part begins, in bytes of its slot: a multiple of ``alignment_bytes``.
+            nbytes: how long each of them is, at least one byte: a multiple of ``alignment_bytes``.
+            into: has ``len(begins) * nbytes`` bytes.
+
+        A part that is not so, or not within its slot, is refused with an error: before any byte moves, or
+        alone.
+        """
+        ...
+
+
 class DirectBackend(Backend, Protocol):
     """A ``STORAGE`` backend that reaches memory of a device without a buffer between.  Optional.
 
@@ -465,6 +498,7 @@ class DurableBackend(Backend, Protocol):
 
 class FullBackend(
     BatchBackend,
+    PartBackend,
     DirectBackend,
     AdoptingBackend,
     DurableBackend,
@@ -478,6 +512,7 @@ class FullBackend(
 _PROMISES: Final[Mapping[str, Sequence[str]]] = {
     "is_durable": ("recovered", "commit"),
     "has_batches": ("read_many", "write_many"),
+    "has_parts": ("read_parts",),
     "has_direct_paths": ("accepts",),
     "adopts": ("adopt",),
     "has_reserved_bytes": ("reserved_bytes",),

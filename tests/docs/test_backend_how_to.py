@@ -26,3 +26,13 @@ class TestPackedMemory(BackendConformance):
         assert callable(factory)
         backend: Backend = factory(capacity_bytes=capacity_bytes, options={})
         return backend
+
+
+class TestPackedMemoryWithParts(BackendConformance):
+    """The same with the capability that the page adds."""
+
+    def make(self, capacity_bytes: int) -> Backend:
+        factory = _names()["PackedMemoryWithParts"]
+        assert callable(factory)
+        backend: Backend = factory(capacity_bytes)
+        return backend

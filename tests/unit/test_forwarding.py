@@ -21,6 +21,7 @@ EVERYTHING = Capabilities(
     Medium.STORAGE,
     is_durable=True,
     has_batches=True,
+    has_parts=True,
     has_direct_paths=True,
     adopts=True,
     has_shrinking_slots=True,
@@ -31,6 +32,7 @@ EVERYTHING = Capabilities(
 PROMISES = [
     "is_durable",
     "has_batches",
+    "has_parts",
     "has_direct_paths",
     "adopts",
     "has_reserved_bytes",
@@ -47,6 +49,7 @@ ARGUMENTS: Mapping[str, tuple[object, ...]] = {
     "write": (SLOT, BUFFER),
     "read_many": ([SLOT], [BUFFER]),
     "write_many": ([SLOT], [BUFFER]),
+    "read_parts": ([SLOT], [0], 1, BUFFER),
     "free": (SLOT,),
     "resize": (5,),
     "close": (),
@@ -112,7 +115,7 @@ def test_what_a_backend_says_and_has_not_is_a_config_error_before_it_is_used(pro
 
         def __init__(self) -> None:
             self.within = MemoryBackend(100, is_storage=True)
-            self.capabilities = replace(self.within.capabilities, **{promise: True})  # type: ignore[arg-type]
+            self.capabilities = replace(Capabilities(Medium.STORAGE), **{promise: True})  # type: ignore[arg-type]
             self.reserve, self.free = self.within.reserve, self.within.free
             self.read, self.write, self.resize = self.within.read, self.within.write, self.within.resize
 

@@ -221,6 +221,56 @@ def test_of_a_batch_only_the_slots_that_failed_are_moved_again(
     assert all(contents(backend, slots[i]).equal(buffers[i]) for i in whole)
 
 
+class PlannedParts(MemoryBackend):
+    """Parts of ten bytes that fail so often, for a reason that passes or that stays; each by its position."""
+
+    def __init__(self, plan: Sequence[tuple[int, bool]]) -> None:
+        super().__init__(1000, is_storage=True)
+        self.plan = plan
+        self.moves = [0] * len(plan)
+
+    def read_parts(
+        self, slots: Sequence[Slot], begins: Sequence[int], nbytes: int, into: Buffer
+    ) -> Completion:
+        (begin,) = begins
+        position = begin // 10
+        failures, may_pass = self.plan[position]
+        self.moves[position] += 1
+        if self.moves[position] <= failures:
+            return Completion.done(BackendError("planned", transient=may_pass))
+        return super().read_parts(slots, begins, nbytes, into)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=2, max_size=9), st.integers(0, 4))
+def test_of_parts_only_those_that_failed_are_read_again(plan: list[tuple[int, bool]], retries: int) -> None:
+    """Each comes to its own place, in whatever try."""
+    within = PlannedParts(plan)
+    backend, timer = retrying(Batching(within), retries)
+    count, source = len(plan), pattern(10 * len(plan), 1)
+    slot, into = stored(backend, source), torch.zeros(10 * len(plan), dtype=torch.uint8)
+    ended = backend.read_parts([slot] * count, range(0, 10 * count, 10), 10, into)
+    timer.run_out()
+    tries = [1 + (retries if may_pass else 0) for _, may_pass in plan]
+    fails = {i for i, (failures, _) in enumerate(plan) if failures >= tries[i]}
+    assert ended.is_done
+    assert (set(ended.error.errors) if isinstance(ended.error, PartialError) else set()) == fails
+    assert (ended.error is None) is (not fails)
+    assert within.moves == [min(failures + 1, most) for (failures, _), most in zip(plan, tries, strict=True)]
+    expected = source.view(-1, 10).clone()
+    expected[sorted(fails)] = 0
+    assert into.view(-1, 10).equal(expected)
+
+
+def test_parts_that_fail_together_are_read_again_together() -> None:
+    faulty = Faulty(disk(), error=AWAY, on=["read"], fail_at=[1, 2])
+    backend, timer = retrying(faulty)
+    slot, into = stored(backend, pattern(40, 1)), torch.zeros(20, dtype=torch.uint8)
+    read = backend.read_parts([slot, slot], [30, 5], 10, into)
+    timer.run_out()
+    assert (read.error, faulty.operations) == (None, 3)
+    assert into.equal(torch.cat([pattern(40, 1)[30:], pattern(40, 1)[5:15]]))
+
+
 def test_a_batch_that_fails_as_a_whole_is_tried_again_as_a_whole() -> None:
     faulty = Faulty(Batching(disk()), error=AWAY, on=["write"], fail_at=1)
     backend, timer = retrying(faulty)

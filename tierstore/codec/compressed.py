@@ -44,7 +44,8 @@ class Compressed(ForwardingBackend):
     """A `tierstore.spi.BatchBackend` around a backend behind I/O, which it then owns.  Thread-safe.
 
     It is no `tierstore.spi.DirectBackend`, even where the one within is: bytes are looked at, packed and
-    unpacked in host memory, and whether those of a slot will be is not known when ``accepts`` is asked.
+    unpacked in host memory, and whether those of a slot will be is not known when ``accepts`` is asked.  Nor
+    is it a `tierstore.spi.PartBackend`: parts of a slot are no parts of what it was packed into.
 
     Args:
         backend: what holds the bytes.
@@ -65,7 +66,12 @@ class Compressed(ForwardingBackend):
         super().__init__(backend)
         self._medium = backend.capabilities
         self._capabilities = replace(
-            self._medium, is_durable=False, has_batches=True, has_direct_paths=False, has_shrinking_slots=True
+            self._medium,
+            is_durable=False,
+            has_batches=True,
+            has_parts=False,  # where a part is among packed bytes nobody knows before they are unpacked
+            has_direct_paths=False,
+            has_shrinking_slots=True,
         )
         self._many = InnerBackend(backend)
         self._counts = CodecCounters()

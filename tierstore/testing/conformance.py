@@ -21,14 +21,12 @@ from typing import cast
 import pytest
 import torch
 
-from tierstore.errors import BackendError, CapacityError, StoreClosed, TierStoreError
+from tierstore.errors import BackendError, CapacityError, StoreClosed
 from tierstore.spi import (
     AddressableSlot,
     AdoptingBackend,
     Backend,
     BatchBackend,
-    Buffer,
-    Capabilities,
     Completion,
     CountingBackend,
     DirectBackend,
@@ -39,66 +37,34 @@ from tierstore.spi import (
     broken_promise,
     held_bytes,
 )
-from tierstore.units import MIB, align_up
+from tierstore.testing.backend_operations import (
+    CAPACITY_BYTES,
+    SIZES,
+    TIMEOUT_S,
+    charge,
+    contents,
+    finish,
+    pattern,
+    refusal,
+    stored,
+    succeed,
+)
+from tierstore.testing.part_conformance import PartConformance
+from tierstore.units import MIB
 
-CAPACITY_BYTES = 8 * MIB
-TIMEOUT_S = 60.0
-
-SIZES = (0, 1, 511, 512, 513, 4095, 4097, 65_536, 65_537, MIB + 3)
-"""Nothing, around a sector, around a page, where small ends, and a piece of a large one."""
-
-
-def finish(completion: Completion) -> BaseException | None:
-    """Wait for the end of an operation and return its error.
-
-    Raises:
-        TimeoutError: it did not end: the backend broke rule 7.
-    """
-    ended = threading.Event()
-    completion.add_done_callback(lambda _error: ended.set())
-    if not ended.wait(TIMEOUT_S):
-        raise TimeoutError(f"an operation did not complete within {TIMEOUT_S} s")
-    return completion.error
-
-
-def succeed(completion: Completion) -> None:
-    """Wait for the end of an operation and raise its error."""
-    error = finish(completion)
-    if error is not None:
-        raise error
-
-
-def refusal(operate: Callable[[], Completion]) -> BaseException | None:
-    """Return the error of a call that the engine must never make, raised or completed with."""
-    try:
-        return finish(operate())
-    except TierStoreError as error:
-        return error
-
-
-def pattern(nbytes: int, seed: int) -> Buffer:
-    """Return ``nbytes`` that differ from those of every other seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-
-
-def stored(backend: Backend, source: Buffer) -> Slot:
-    """Return a slot that holds ``source``."""
-    slot = backend.reserve(source.numel())
-    succeed(backend.write(slot, source))
-    return slot
-
-
-def contents(backend: Backend, slot: Slot) -> Buffer:
-    """Return what a slot holds."""
-    into = torch.full((slot.nbytes,), 0x5A, dtype=torch.uint8)
-    succeed(backend.read(slot, into))
-    return into
-
-
-def charge(capabilities: Capabilities, nbytes: int) -> int:
-    """Return what a slot of ``nbytes`` counts against the capacity (rule 1)."""
-    return align_up(nbytes, capabilities.alignment_bytes)
+__all__ = [
+    "CAPACITY_BYTES",
+    "SIZES",
+    "TIMEOUT_S",
+    "BackendConformance",
+    "charge",
+    "contents",
+    "finish",
+    "pattern",
+    "refusal",
+    "stored",
+    "succeed",
+]
 
 
 def is_data(stats: object) -> bool:
@@ -112,7 +78,7 @@ def is_data(stats: object) -> bool:
     )
 
 
-class BackendConformance:
+class BackendConformance(PartConformance):
     """Subclass it, name the subclass ``Test...``, and define `make`."""
 
     def make(self, capacity_bytes: int) -> Backend:

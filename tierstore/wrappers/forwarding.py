@@ -15,7 +15,7 @@ import torch
 from tierstore.spi import Backend, Buffer, Capabilities, Completion, FullBackend, Record, Slot
 
 Operation = Literal["reserve", "read", "write", "free", "commit"]
-"""What a backend does and a wrapper may change; a batch is a read or a write."""
+"""What a backend does and a wrapper may change; a batch is a read or a write, and parts are a read."""
 
 Begin = Callable[[], Completion]
 
@@ -83,6 +83,12 @@ class ForwardingBackend:
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """See `tierstore.spi.BatchBackend`."""
         return self.operate("write", lambda: self.within.write_many(slots, sources), sources)
+
+    def read_parts(
+        self, slots: Sequence[Slot], begins: Sequence[int], nbytes: int, into: Buffer
+    ) -> Completion:
+        """See `tierstore.spi.PartBackend`."""
+        return self.operate("read", lambda: self.within.read_parts(slots, begins, nbytes, into), [into])
 
     def free(self, slot: Slot) -> Completion:
         """See `tierstore.spi.Backend`."""

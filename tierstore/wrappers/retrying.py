@@ -7,7 +7,7 @@ by chance up to a half of it earlier, so that what failed together does not come
 Rule 3: whoever asked sees one operation: until its end, slots and buffers are the backend's as ever, and a
 slot or a commit is in one try at a time.  Trying again changes nothing but what the operation was to change,
 for a slot or a commit that failed may be written or said again (`tierstore.spi`).  Of a batch, only the slots
-that failed so are tried again.
+that failed so are tried again, and of parts only those parts.
 Rule 4: nothing blocks.  What waits for its next try ends at once, with the error that it has, when the store
 closes.
 
@@ -18,18 +18,19 @@ begin in the caller's thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
 from tierstore.config import checks
 from tierstore.errors import TRANSIENT_ERRNOS, BackendError, ConfigError, IntegrityError
 from tierstore.spi import Backend, Buffer, Capabilities, Completion, PartialError, Record, Slot
-from tierstore.wrappers.fan_in import each_error
+from tierstore.wrappers.fan_in import Errors, as_one, each_error, when_all
 from tierstore.wrappers.forwarding import ForwardingBackend, Operation, attempt
 from tierstore.wrappers.kinds import WrapperKind, require_storage
 from tierstore.wrappers.timing import CallTimer, Timer
@@ -131,11 +132,18 @@ class Retrying(ForwardingBackend):
 
     def read_many(self, slots: Sequence[Slot], into: Sequence[Buffer]) -> Completion:
         """See `tierstore.spi.BatchBackend`."""
-        return self._try("read", _parts(self.within.read_many, slots, into), into, is_batch=True)
+        return self._try("read", _some(self.within.read_many, slots, into), into, batch=len(slots))
 
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """See `tierstore.spi.BatchBackend`."""
-        return self._try("write", _parts(self.within.write_many, slots, sources), sources, is_batch=True)
+        return self._try("write", _some(self.within.write_many, slots, sources), sources, batch=len(slots))
+
+    def read_parts(
+        self, slots: Sequence[Slot], begins: Sequence[int], nbytes: int, into: Buffer
+    ) -> Completion:
+        """See `tierstore.spi.PartBackend`."""
+        begin = functools.partial(_begin_parts, self.within.read_parts, slots, begins, nbytes, into)
+        return self._try("read", begin, [into], batch=len(begins))
 
     def free(self, slot: Slot) -> Completion:
         """See `tierstore.spi.Backend`."""
@@ -157,12 +165,12 @@ class Retrying(ForwardingBackend):
         self._timer.close()
 
     def _try(
-        self, kind: Operation, begin: BeginSome, buffers: Sequence[Buffer] = (), *, is_batch: bool = False
+        self, kind: Operation, begin: BeginSome, buffers: Sequence[Buffer] = (), *, batch: int | None = None
     ) -> Completion:
-        positions = range(len(buffers) if is_batch else 1)
-        if not all(buffer.is_cpu for buffer in buffers):
+        positions = range(1 if batch is None else batch)
+        if not positions or not all(buffer.is_cpu for buffer in buffers):
             return begin(positions)
-        operation = _RetriedOperation(self, kind, begin, positions, is_batch=is_batch)
+        operation = _RetriedOperation(self, kind, begin, positions, is_batch=batch is not None)
         try:
             first = begin(positions)
         except Exception as error:
@@ -287,13 +295,58 @@ def _given_up(error: BaseException, tries: int) -> BackendError:
     return final
 
 
-def _parts(
+def _some(
     move: Callable[[Sequence[Slot], Sequence[Buffer]], Completion],
     slots: Sequence[Slot],
     buffers: Sequence[Buffer],
 ) -> BeginSome:
     """Return what moves some slots of a batch."""
     return lambda left: move([slots[i] for i in left], [buffers[i] for i in left])
+
+
+def _begin_parts(
+    move: Callable[[Sequence[Slot], Sequence[int], int, Buffer], Completion],
+    slots: Sequence[Slot],
+    begins: Sequence[int],
+    nbytes: int,
+    into: Buffer,
+    left: Sequence[int],
+) -> Completion:
+    """Read the parts at some positions: each run of neighbours in one call, as those have one buffer."""
+    if len(left) == len(begins):
+        return move(slots, begins, nbytes, into)
+    runs = list(_runs(left))
+    operations = [
+        attempt(
+            functools.partial(
+                move, slots[start:stop], begins[start:stop], nbytes, into[start * nbytes : stop * nbytes]
+            )
+        )
+        for start, stop in runs
+    ]
+    whole = Completion()
+
+    def end(errors: Errors) -> None:
+        each = [
+            one
+            for error, (start, stop) in zip(errors, runs, strict=True)
+            for one in each_error(error, stop - start)
+        ]
+        whole.complete(as_one(each))
+
+    when_all(operations, end)
+    return whole
+
+
+def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges that ascending positions are made of: the first, and one past the last."""
+    start = stop = positions[0]
+    for position in positions:
+        if position > stop:
+            yield start, stop
+            start = position
+        stop = position + 1
+    yield start, stop
 
 
 def _retries(value: object) -> int | None:

@@ -18,7 +18,7 @@ import torch
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, Medium, Slot
 from tierstore.units import GIB, MIB, align_up
-from tierstore_backends.buffers import check_buffer
+from tierstore_backends.buffers import check_buffer, check_parts
 from tierstore_backends.files.addressing.directory_locks import Right
 from tierstore_backends.files.addressing.segments import Files
 from tierstore_backends.files.addressing.space import Space
@@ -31,6 +31,7 @@ from tierstore_backends.files.io.io_request import (
     IoRequest,
     by_fragment,
     cut,
+    cut_parts,
 )
 from tierstore_backends.files.io.io_stats import IoStats
 from tierstore_backends.files.io.kernel import KERNEL
@@ -98,6 +99,7 @@ class FilesBackend:
             alignment_bytes=mode.alignment_bytes,
             depth=1 if self._started.name is EngineName.PLAIN else options.aio_queue_depth,
             has_batches=True,
+            has_parts=True,
             has_direct_paths=True,
             has_shrinking_slots=True,
             has_io_stats=True,
@@ -164,10 +166,31 @@ class FilesBackend:
         """Fill each buffer; see `read` and `tierstore.spi.BatchBackend`."""
         own = [self._own(slot) for slot in slots]
         for slot, buffer in zip(own, into, strict=True):
-            if slot.state is not FileSlotState.WRITTEN and slot.nbytes:
-                raise UsageError(f"{slot} holds no bytes: nothing was written there, or writing failed")
+            _check_written(slot)
             check_buffer(buffer, slot.nbytes, accepts=self.accepts)
         return self._move(Direction.READ, own, into)
+
+    def read_parts(
+        self, slots: Sequence[Slot], begins: Sequence[int], nbytes: int, into: Buffer
+    ) -> Completion:
+        """Fill ``into`` with parts; see `tierstore.spi.PartBackend`.
+
+        All are handed to the engine in one call, and those that touch in a file move together.  No checksum
+        is compared, as one is that of a fragment: such bytes count as ``unchecked_bytes``.
+
+        Raises:
+            UsageError: not slots of this backend, one without bytes, parts that are not aligned or not within
+                their slots, or a buffer that does not fit or is not in host memory.
+            StoreClosed: after ``close``.
+        """
+        own = [self._own(slot) for slot in slots]
+        check_parts(own, begins, nbytes, into, self._capabilities.alignment_bytes)
+        for slot in own:
+            _check_written(slot)
+        transfer = IoRequest(Direction.READ, own, [into] * len(own), is_whole=False)
+        cut_parts(transfer, begins, nbytes, segment_bytes=self._segments.segment_bytes)
+        self._engine.submit(transfer.fragments)
+        return transfer.completion
 
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """Write each buffer; see `write` and `tierstore.spi.BatchBackend`."""
@@ -264,6 +287,11 @@ class FilesBackend:
         if slot.state is FileSlotState.FREED:
             raise UsageError(f"{slot!r} was freed before")
         return slot
+
+
+def _check_written(slot: FileSlot) -> None:
+    if slot.state is not FileSlotState.WRITTEN and slot.nbytes:
+        raise UsageError(f"{slot} holds no bytes: nothing was written there, or writing failed")
 
 
 def _after_current_work(memory: torch.Tensor) -> Callable[[], None]:

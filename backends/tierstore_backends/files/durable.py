@@ -15,6 +15,7 @@ import torch
 
 from tierstore.errors import BackendError, StoreClosed, UsageError
 from tierstore.spi import Buffer, Capabilities, Completion, PartialError, Record, Slot
+from tierstore_backends.buffers import check_parts
 from tierstore_backends.files.backend import QUIET_S, SEGMENT_BYTES, STRIDE_BYTES, FilesBackend
 from tierstore_backends.files.commits import DirectoryCommits
 from tierstore_backends.files.durability.record_codec import decode_note, decode_text
@@ -159,6 +160,20 @@ class DurableFiles:
             return self._read_what_is_there(slots, into)
         return self._files.read_many(slots, into)
 
+    def read_parts(
+        self, slots: Sequence[Slot], begins: Sequence[int], nbytes: int, into: Buffer
+    ) -> Completion:
+        """Fill ``into`` with parts.  See `FilesBackend.read_parts`.
+
+        Completes, besides, with ``IntegrityError`` where bytes of a slot were lost: then no part was read.
+        """
+        lost = self._lost_of(slots)
+        if not lost:
+            return self._files.read_parts(slots, begins, nbytes, into)
+        self._check_open()
+        check_parts(slots, begins, nbytes, into, self._capabilities.alignment_bytes)
+        return Completion.done(next(iter(lost.values())))
+
     def write_many(self, slots: Sequence[Slot], sources: Sequence[Buffer]) -> Completion:
         """Write each buffer.  See `FilesBackend.write_many`.
 
@@ -200,13 +215,19 @@ class DurableFiles:
         if self._ending.is_over:
             raise StoreClosed("the files were closed")
 
-    def _read_what_is_there(self, slots: Sequence[Slot], into: Sequence[Buffer]) -> Completion:
-        """Read a batch in which some slots are lost."""
-        lost = {
+    def _lost_of(self, slots: Sequence[Slot]) -> dict[int, BaseException]:
+        """Return why slots were lost, by their positions, for those that were."""
+        if not self._lost:
+            return {}
+        return {
             i: self._lost[slot]
             for i, slot in enumerate(slots)
             if isinstance(slot, FileSlot) and slot in self._lost
         }
+
+    def _read_what_is_there(self, slots: Sequence[Slot], into: Sequence[Buffer]) -> Completion:
+        """Read a batch in which some slots are lost."""
+        lost = self._lost_of(slots)
         if len(slots) == 1:
             return Completion.done(lost[0])
         there = [i for i in range(len(slots)) if i not in lost]

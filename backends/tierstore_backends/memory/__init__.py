@@ -64,7 +64,7 @@ class MemoryBackend:
         image: Image | None = None,
     ) -> None:
         self.capabilities = Capabilities(
-            medium=Medium.STORAGE if is_storage else Medium.HOST, is_durable=is_durable
+            medium=Medium.STORAGE if is_storage else Medium.HOST, is_durable=is_durable, has_parts=True
         )
         self._quota = Quota("memory", capacity_bytes)
         self._is_closed = False
@@ -121,6 +121,14 @@ class MemoryBackend:
         if self._is_closed:
             return Completion.done(BackendError(_CLOSED))
         return host.read(_inside(slot), into)
+
+    def read_parts(
+        self, slots: Sequence[Slot], begins: Sequence[int], nbytes: int, into: Buffer
+    ) -> Completion:
+        """Copy the parts into ``into`` before returning."""
+        if self._is_closed:
+            return Completion.done(BackendError(_CLOSED))
+        return host.read_parts(list(map(_inside, slots)), begins, nbytes, into, 1)
 
     def write(self, slot: Slot, source: Buffer) -> Completion:
         """Copy ``source`` into the slot before returning."""

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ class PinnedPool:
         self, capacity_bytes: int, *, block_bytes: int = GIB, registrar: Registrar | None = None
     ) -> None:
         self.capabilities = Capabilities(
-            medium=Medium.HOST, alignment_bytes=GRANULE_BYTES, has_reserved_bytes=True
+            medium=Medium.HOST, alignment_bytes=GRANULE_BYTES, has_parts=True, has_reserved_bytes=True
         )
         self._block_bytes = align_up(block_bytes, PAGE_BYTES)
         self._quota = Quota("pinned", capacity_bytes, GRANULE_BYTES)
@@ -149,6 +149,14 @@ class PinnedPool:
     def read(self, slot: Slot, into: Buffer) -> Completion:
         """Copy the slot's bytes into ``into`` before returning."""
         return Completion.done(BackendError(_CLOSED)) if self._is_closed else host.read(slot, into)
+
+    def read_parts(
+        self, slots: Sequence[Slot], begins: Sequence[int], nbytes: int, into: Buffer
+    ) -> Completion:
+        """Copy the parts into ``into`` before returning."""
+        if self._is_closed:
+            return Completion.done(BackendError(_CLOSED))
+        return host.read_parts(slots, begins, nbytes, into, GRANULE_BYTES)
 
     def write(self, slot: Slot, source: Buffer) -> Completion:
         """Copy ``source`` into the slot before returning."""

@@ -267,7 +267,8 @@ class BatchIo:
         for fragment, view in zip(batch, views, strict=True):
             if fragment.error is not None:
                 continue
-            sums = fragment.transfer.slots[fragment.part].sums
+            transfer = fragment.transfer
+            sums = transfer.slots[fragment.part].sums if transfer.is_whole else ()
             if not sums or not self._is_checked:
                 self.counts.unchecked_bytes += len(view)
             elif (found := _digest(view)) != sums[fragment.index]:

@@ -214,7 +214,17 @@ class DriveEngine:
 class _DrivePart:
     """What one drive has of a request: a `FragmentOwner`."""
 
-    __slots__ = ("_request", "buffers", "direction", "drive", "fragments", "ready", "remaining", "slots")
+    __slots__ = (
+        "_request",
+        "buffers",
+        "direction",
+        "drive",
+        "fragments",
+        "is_whole",
+        "ready",
+        "remaining",
+        "slots",
+    )
 
     def __init__(
         self, request: _DrivesRequest, transfer: IoRequest, drive: int, fragments: Sequence[Fragment]
@@ -224,6 +234,7 @@ class _DrivePart:
         self.direction = transfer.direction
         self.slots = transfer.slots
         self.buffers: Sequence[Buffer] = transfer.buffers
+        self.is_whole = transfer.is_whole
         self.ready = transfer.ready
         self.fragments = fragments
         self.remaining = len(fragments)  # guarded by the drive's engine

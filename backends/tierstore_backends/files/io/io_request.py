@@ -2,7 +2,8 @@
 
 A fragment is contiguous in one file and in the caller's buffer, and at most one block long.  The cut
 of a slot is a function of its extents and of the block that it was written with, so the fragments of a
-read are those of the write, and each has its own checksum: fragments need no order.
+read are those of the write, and each has its own checksum: fragments need no order.  Parts of slots are cut
+where they begin and end, so theirs have none (``is_whole``).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class FragmentOwner(Protocol):
     direction: Direction
     slots: Sequence[FileSlot]
     buffers: Sequence[Buffer]
+    is_whole: bool
     ready: Callable[[], None] | None
     remaining: int
 
@@ -82,7 +84,7 @@ class FragmentOwner(Protocol):
 
 
 class IoRequest:
-    """One ``read`` or ``write``, of one slot or of a batch of them, under way.
+    """One ``read`` or ``write``, of one slot or of a batch of them or of parts, under way.
 
     Small on purpose: every object that lives as long as a transfer makes the garbage collector
     look at everything else more often, and that can cost more than the transfer.
@@ -91,12 +93,21 @@ class IoRequest:
         direction: which way bytes go.
         slots: where from, or where to.
         buffers: the caller's bytes, one for each slot.
+        is_whole: whether slots move whole, so that their checksums say something.
     """
 
-    __slots__ = ("buffers", "completion", "direction", "fragments", "ready", "remaining", "slots")
+    __slots__ = ("buffers", "completion", "direction", "fragments", "is_whole", "ready", "remaining", "slots")
 
-    def __init__(self, direction: Direction, slots: Sequence[FileSlot], buffers: Sequence[Buffer]) -> None:
+    def __init__(
+        self,
+        direction: Direction,
+        slots: Sequence[FileSlot],
+        buffers: Sequence[Buffer],
+        *,
+        is_whole: bool = True,
+    ) -> None:
         self.direction = direction
+        self.is_whole = is_whole
         self.slots = slots
         self.buffers = buffers  # until it has ended
         self.completion = Completion()
@@ -208,6 +219,41 @@ def cut(transfer: IoRequest, *, segment_bytes: int) -> list[Fragment]:
     transfer.fragments = fragments
     transfer.remaining = len(fragments)
     return fragments
+
+
+def cut_parts(transfer: IoRequest, begins: Sequence[int], nbytes: int, *, segment_bytes: int) -> None:
+    """Cut a read of parts into fragments: one for each part, unless that crosses from a range to another.
+
+    Args:
+        transfer: its slots are those of the parts; each has the same buffer, which is filled in their order.
+        begins: where each part begins in its slot.
+        nbytes: how long it is.
+        segment_bytes: the length of a full file.
+    """
+    fragments: list[Fragment] = []
+    start = 0
+    for part, (slot, begin) in enumerate(zip(transfer.slots, begins, strict=True)):
+        for index, extent in enumerate(_within(slot, begin, begin + nbytes, segment_bytes)):
+            stop = start + extent[1] - extent[0]
+            fragments.append(Fragment(transfer, part, index, start, stop, extent))
+            start = stop
+    transfer.fragments = fragments
+    transfer.remaining = len(fragments)
+
+
+def _within(slot: FileSlot, begin: int, end: int, segment_bytes: int) -> Sequence[Extent]:
+    """Return the addresses that hold ``[begin, end)`` of a slot, cut as fragments are."""
+    first, last = slot.extents[0]
+    if end <= last - first and _is_whole((first + begin, first + end), slot.block_bytes, segment_bytes):
+        return ((first + begin, first + end),)
+    found: list[Extent] = []
+    passed = 0  # bytes of the slot in the extents before
+    for first, last in slot.extents:
+        start, stop = max(begin - passed, 0), min(end - passed, last - first)
+        if start < stop:
+            found.append((first + start, first + stop))
+        passed += last - first
+    return list(parts(found, slot.block_bytes, segment_bytes))
 
 
 def _is_whole(extent: Extent, block_bytes: int, segment_bytes: int) -> bool:
