@@ -1,0 +1,92 @@
+"""The rows of a batch as one compact tensor, and their gradient back as the table's.
+
+A lookup runs PyTorch's own kernels on the distinct rows of a batch, by their places.  Distinct ids ascend, so
+places compare as ids do, and what the kernels give is what they give of the whole table, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tierstore.nn.ids import DistinctIds
+from tierstore.nn.table_weight import TableWeight
+from tierstore.tables import RowStore
+
+
+class _Context(Protocol):
+    """What PyTorch gives a function to keep things in."""
+
+    ids: torch.Tensor
+    shape: torch.Size
+    is_sparse: bool
+
+
+def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor:
+    """Return copies of rows.
+
+    Args:
+        store: of the table.
+        ids: int64 in host memory, ascending, distinct, in range.
+        more: how many rows of zeros to put behind them.
+
+    Returns:
+        ``[len(ids) + more, width]``.
+    """
+    rows = torch.empty(len(ids) + more, store.width, dtype=store.dtype, device="cpu")
+    for visit in store.visit(ids):
+        visit.gather(out=rows[: len(ids)][visit.part])
+    rows[len(ids) :].zero_()
+    return rows
+
+
+def gather(weight: TableWeight, distinct: DistinctIds, is_sparse: bool) -> torch.Tensor:
+    """Return the rows of a batch, in the graph of autograd.
+
+    Args:
+        weight: the table's.
+        distinct: the batch's ids.
+        is_sparse: whether the table's gradient is sparse, or dense.
+
+    Returns:
+        ``[n, width]`` for n distinct ids; with one more row, of zeros, for ids out of range, or if there are
+        none at all.
+    """
+    return cast("torch.Tensor", _Gather.apply(weight, distinct, is_sparse))  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of a table, by distinct ids."""
+
+    @staticmethod
+    def forward(ctx: _Context, weight: TableWeight, distinct: DistinctIds, is_sparse: bool) -> torch.Tensor:
+        """Read the rows."""
+        ctx.ids, ctx.shape, ctx.is_sparse = distinct.ids, weight.shape, is_sparse
+        return read_rows(weight.row_store, distinct.ids, more=distinct.has_strangers or not len(distinct.ids))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Say of which rows of the table the gradient is, in the order in which the batch names them."""
+        ids = ctx.ids
+        if gradient.layout is torch.strided:
+            index, values = ids, gradient[: len(ids)]
+        else:
+            index, values = gradient._indices()[0], gradient._values()  # noqa: SLF001 - repeats stay
+            is_ours = index < len(ids)
+            if not bool(is_ours.all()):
+                index, values = index[is_ours], values[is_ours]
+            index = ids[index]
+        if not ctx.is_sparse:
+            return values.new_zeros(ctx.shape).index_copy_(0, index, values), None, None
+        # Ids were checked to be in range before they were looked up.
+        return torch.sparse_coo_tensor(index[None], values, ctx.shape, check_invariants=False), None, None
+
+
+def clipped(rows: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return rows whose norms are at most ``max_norm``: longer ones are scaled, others keep their bits."""
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    scales: torch.Tensor = max_norm / norms.clamp(min=max_norm)
+    return rows * scales

@@ -1,0 +1,248 @@
+"""The parameter of a table: of its true shape, and without its bytes.
+
+1. What only looks at a parameter (shape, type, gradient, hooks) is answered as of any other.
+2. What would read or write its elements is refused by name: `nn.init`, ``.data``, ``add_``, ``zeros_like``,
+   and with them optimizers that know nothing of tables.
+3. ``detach`` gives the entry of a state dict, which is made when it is read, and ``copy_`` writes all rows:
+   so ``state_dict`` and ``load_state_dict`` are PyTorch's.
+4. Its rows lie in a `RowStore`, which may be another one later: whoever keeps rows elsewhere gives it that.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Self
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tierstore.errors import UsageError
+from tierstore.nn.looks import OF_MEMORY, is_in_place, is_look, name_of
+from tierstore.nn.row_blocks import blocks_of, described, read_all, write_all, write_part
+from tierstore.tables import ROWS, RowStore
+from tierstore.torch_private import tree_map_only
+
+_SAME_BITS: Final = frozenset({"Adagrad", "SGD", "SparseAdam"})
+
+
+class TableWeight(nn.Parameter):
+    """A parameter ``[num_rows, width]`` whose rows are looked up and stepped by their ids.
+
+    Attributes:
+        row_store: where its rows are.
+        stepped_by: the optimizer that steps it, as long as there is one.
+    """
+
+    row_store: RowStore
+    stepped_by: weakref.ref[torch.optim.Optimizer] | None
+
+    def __new__(cls, row_store: RowStore, requires_grad: bool = True) -> Self:
+        """Make the parameter of a store's rows."""
+        _watch_optimizers()
+        element = torch.zeros(1, dtype=row_store.dtype, device="cpu")
+        weight = super().__new__(cls, element.expand(row_store.num_rows, row_store.width), requires_grad)
+        weight.row_store = row_store
+        weight.stepped_by = None
+        return weight
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Let looks through, and refuse the rest."""
+        del types
+        kwargs = kwargs or {}
+        if func is torch.Tensor.detach:
+            return TableEntry.of(args[0])
+        if func is torch.Tensor.copy_ and isinstance(args[0], TableWeight):
+            return _copied(*args, **kwargs)
+        if not is_look(func):
+            raise UsageError(_refusal(func, [*args, *kwargs.values()]))
+        with torch.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ANN401
+        """Say what it is: its rows are not printed."""
+        del tensor_contents
+        return f"TableWeight({described(self.row_store)}, {self.dtype}, requires_grad={self.requires_grad})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
+        """Copy the rows that were written, with the gradient."""
+        if id(self) not in memo:
+            made = TableWeight(copy.deepcopy(self.row_store, memo), self.requires_grad)
+            memo[id(self)] = made
+            made.grad = copy.deepcopy(self.grad, memo)
+        found: TableWeight = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: object) -> Any:  # noqa: ANN401 - as PyTorch's
+        """Be pickled as the rows that were written, without the gradient, as any parameter is."""
+        del protocol
+        return TableWeight, (self.row_store, self.requires_grad)
+
+    def grow(self, num_rows: int) -> None:
+        """Have more rows, as the same object.  The caller has let the store grow."""
+        dtype = self.row_store.dtype
+        other = torch.float64 if dtype is torch.float32 else torch.float32
+        with torch.DisableTorchFunctionSubclass():
+            # What accumulates its gradient knows its shape; another dtype makes PyTorch forget that.
+            for each in (other, dtype):
+                self.data = torch.zeros(1, dtype=each, device="cpu").expand(num_rows, self.row_store.width)
+
+
+class TableEntry(torch.Tensor):
+    """What a state dict holds: all rows of a table, or one state of them, made when it is read.
+
+    Whoever uses it finds what the rows are then.  What reads its memory behind PyTorch's back, by its
+    address, finds them as they were when the address was asked for.
+
+    Attributes:
+        weight: of the table.
+        column: ``"rows"``, or the state's name.
+    """
+
+    weight: TableWeight
+    column: str
+    held: torch.Tensor | None
+
+    @classmethod
+    def of(cls, weight: TableWeight, column: str = ROWS) -> Self:
+        """Make the entry of a column."""
+        store = weight.row_store
+        element = torch.zeros(1, dtype=store.dtype, device="cpu")
+        entry = element.expand(store.num_rows, store.width).as_subclass(cls)
+        entry.weight, entry.column, entry.held = weight, column, None
+        return entry
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Answer looks as they are, and all else with the rows."""
+        del types
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if is_look(func) and name not in OF_MEMORY:
+            with torch.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        writes = isinstance(first, TableEntry) and is_in_place(func)
+        if writes or isinstance(kwargs.get("out"), TableEntry):
+            raise UsageError(
+                f"{name}: an entry of a state dict of a table cannot be written to. Write rows with "
+                "table.set_rows(ids, values)."
+            )
+        if name in ("detach", "data") and isinstance(first, TableEntry):
+            return cls.of(first.weight, first.column)
+        make = TableEntry._keep if name in OF_MEMORY else TableEntry.dense
+        args, kwargs = tree_map_only(TableEntry, make, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def dense(self) -> torch.Tensor:
+        """Return a copy of all rows, in host memory.
+
+        Raises:
+            CapacityError: that is more than there is.
+        """
+        return read_all(self.weight.row_store, self.column)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ANN401
+        """Say what it is: its rows are not printed."""
+        del tensor_contents
+        return f"TableEntry({self.column!r} of the {described(self.weight.row_store)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableEntry:
+        """Return the entry of a copy of the table: of rows that nobody writes any more."""
+        return TableEntry.of(copy.deepcopy(self.weight, memo), self.column)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as PyTorch's
+        """Be pickled as a tensor of all rows."""
+        return self.dense().__reduce_ex__(protocol)
+
+    def _keep(self) -> torch.Tensor:
+        """Return a copy of all rows that lives as long as the entry."""
+        self.held = self.dense()
+        return self.held
+
+
+def _refusal(func: Callable[..., Any], arguments: list[Any]) -> str:
+    found = next(_weights_in(arguments), None)
+    what = "a table" if found is None else described(found.row_store)
+    optimizer = _optimizer_that_calls()
+    if optimizer is not None:
+        return _refused_optimizer(type(optimizer), what)
+    return (
+        f"{name_of(func)}: {what} is not one tensor in memory. Read rows with table.rows(ids), write them "
+        "with table.set_rows(ids, values), and set init= where the table is made."
+    )
+
+
+def _refused_optimizer(kind: type[torch.optim.Optimizer], what: str) -> str:
+    ours = "one of tierstore.optim: LazyAdam, FTRL, SparseAdam, Adagrad, SGD"
+    if kind.__name__ in _SAME_BITS:
+        ours = f"tierstore.optim.{kind.__name__}, the same bits"
+    return f"{kind.__module__}.{kind.__name__} cannot step the {what}: use {ours}."
+
+
+def _weights_in(arguments: Iterable[Any]) -> Iterator[TableWeight]:
+    for each in arguments:
+        if isinstance(each, TableWeight):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _weights_in(each)
+
+
+def _optimizer_that_calls() -> torch.optim.Optimizer | None:
+    """Return the optimizer in whose methods this is called, if it is in one's."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def _refuse_optimizers_of_others(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise before an optimizer that knows nothing of tables has stepped any of its parameters."""
+    del args, kwargs
+    if getattr(optimizer, "steps_tables", False):
+        return
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            if isinstance(each, TableWeight) and each.grad is not None:
+                raise UsageError(_refused_optimizer(type(optimizer), described(each.row_store)))
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Let every optimizer be asked before its steps, from the first table on."""
+    register_optimizer_step_pre_hook(_refuse_optimizers_of_others)
+
+
+def _copied(weight: TableWeight, values: torch.Tensor, non_blocking: bool = False) -> TableWeight:
+    del non_blocking
+    store = weight.row_store
+    if values.shape != weight.shape:
+        raise UsageError(f"copy_: values of shape {list(values.shape)} for the {described(store)}")
+    if not isinstance(values, TableEntry):
+        write_all(store, ROWS, values)
+    elif values.weight.row_store is not store or values.column != ROWS:
+        for part, rows in blocks_of(values.weight.row_store, values.column):
+            write_part(store, ROWS, part, rows)
+    return weight
