@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tierstore.nn import EmbeddingTable
+from tierstore.optim import FTRL, LazyAdam
 
 DOCUMENT: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "vectors" / "embedding_lookup.json").read_text()
@@ -58,6 +59,26 @@ def test_a_gradient_is_the_original_s_for_rows_that_there_are(case: dict[str, An
             expected[row] += torch.tensor(value)
     assert table.weight.grad is not None
     torch.testing.assert_close(table.weight.grad.to_dense(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", DOCUMENT["train"], ids=lambda case: str(case["optimizer"]))
+def test_training_is_the_original_s(case: dict[str, Any]) -> None:
+    """Batches have an id above the table, which gives zeros and no gradient."""
+    names = {"learning_rate": "lr", "initial_accum": "initial_accumulator_value"}
+    options = {names.get(name, name): value for name, value in case["args"].items()}
+    table = table_of(TABLE, out_of_range="zeros")
+    optimizer: Any = {"LazyAdam": LazyAdam, "FTRL": FTRL}[case["optimizer"]](
+        table.parameters(), **options, target="CPU"
+    )
+    steps = zip(case["batches"], case["cotangents"], case["losses"], case["table_after"], strict=True)
+    for batch, cotangent, loss_then, table_after in steps:
+        optimizer.zero_grad()
+        loss = (table(torch.tensor(batch)) * torch.tensor(cotangent)).sum()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss.item(), loss_then, rtol=1e-5, atol=1e-5)
+        expected = torch.tensor(table_after)
+        torch.testing.assert_close(table.rows(torch.arange(len(TABLE))), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", DOCUMENT["arguments"], ids=lambda case: str(case["args"]))

@@ -145,7 +145,9 @@ class TableEntry(torch.Tensor):
                 f"{name}: an entry of a state dict of a table cannot be written to. Write rows with "
                 "table.set_rows(ids, values)."
             )
-        if name in ("detach", "data") and isinstance(first, TableEntry):
+        if isinstance(first, TableEntry) and (
+            name in ("detach", "data") or _is_the_same(name, first, args, kwargs)
+        ):
             return cls.of(first.weight, first.column)
         make = TableEntry._keep if name in OF_MEMORY else TableEntry.dense
         args, kwargs = tree_map_only(TableEntry, make, (args, kwargs))
@@ -176,6 +178,14 @@ class TableEntry(torch.Tensor):
         """Return a copy of all rows that lives as long as the entry."""
         self.held = self.dense()
         return self.held
+
+
+def _is_the_same(name: str, entry: TableEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether somebody asks with ``to`` for what an entry is anyway."""
+    if name != "to" or kwargs.get("copy"):
+        return False
+    probe = torch.empty(0, dtype=entry.dtype, device="cpu")
+    return probe.to(*args[1:], **kwargs) is probe
 
 
 def _refusal(func: Callable[..., Any], arguments: list[Any]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tierstore.optim.row_optimizer import Options, Parameters, RowOptimizer, State, refuse_unless
+from tierstore.optim.row_optimizer import Parameters, RowOptimizer, State, options, refuse_unless
+from tierstore.optim.table_optimizer import Options
 
 
 class FTRL(RowOptimizer):
@@ -34,12 +35,16 @@ class FTRL(RowOptimizer):
         weight_decay: times the weights, added to the gradient; once for each time that a sparse one names a
             row.
         maximize: climb instead of descending.
+        loss_scale: what the loss was multiplied by: gradients are divided by it first; more than 0.
+        target: ``"cpu"`` or ``"device"``: where it steps, in a run; ``None``: as the run says.
 
     Raises:
         ValueError: an option is out of its range, or a parameter is complex or sparse.
+        TypeError: ``target`` is no text.
+        UsageError: another optimizer steps a table.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each by its name
         self,
         params: Parameters,
         lr: float = 1e-3,
@@ -50,6 +55,8 @@ class FTRL(RowOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        loss_scale: float = 1.0,
+        target: str | None = None,
     ) -> None:
         defaults: Options = {
             "lr": lr,
@@ -59,8 +66,9 @@ class FTRL(RowOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "weight_decay": weight_decay,
             "maximize": maximize,
+            "loss_scale": loss_scale,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, options(defaults, target))
 
     def check(self, group: Options) -> None:
         """See `RowOptimizer.check`."""
@@ -70,10 +78,9 @@ class FTRL(RowOptimizer):
         for name in ("l1", "l2", "initial_accumulator_value"):
             refuse_unless(group[name] >= 0, name, group[name], "at least 0")
 
-    def make_state(self, parameter: torch.Tensor, group: Options) -> State:
-        """See `RowOptimizer.make_state`."""
-        start = group["initial_accumulator_value"]
-        return {"accumulator": torch.full_like(parameter, start), "linear": torch.zeros_like(parameter)}
+    def initial_state(self, group: Options) -> dict[str, float]:
+        """See `TableOptimizer.initial_state`."""
+        return {"accumulator": float(group["initial_accumulator_value"]), "linear": 0.0}
 
     def update(
         self, rows: torch.Tensor, kept: State, gradient: torch.Tensor, group: Options, step: float

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from tierstore.optim.row_optimizer import Options, Parameters, RowOptimizer, State, refuse_unless
+from tierstore.optim.row_optimizer import Parameters, RowOptimizer, State, options, refuse_unless
+from tierstore.optim.table_optimizer import Options
 
 
 class LazyAdam(RowOptimizer):
@@ -35,12 +36,16 @@ class LazyAdam(RowOptimizer):
             row.
         nesterov: see above.
         maximize: climb instead of descending.
+        loss_scale: what the loss was multiplied by: gradients are divided by it first; more than 0.
+        target: ``"cpu"`` or ``"device"``: where it steps, in a run; ``None``: as the run says.
 
     Raises:
         ValueError: an option is out of its range, or a parameter is complex or sparse.
+        TypeError: ``target`` is no text.
+        UsageError: another optimizer steps a table.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each by its name
         self,
         params: Parameters,
         lr: float = 1e-3,
@@ -50,6 +55,8 @@ class LazyAdam(RowOptimizer):
         *,
         nesterov: bool = False,
         maximize: bool = False,
+        loss_scale: float = 1.0,
+        target: str | None = None,
     ) -> None:
         defaults: Options = {
             "lr": lr,
@@ -58,8 +65,9 @@ class LazyAdam(RowOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "maximize": maximize,
+            "loss_scale": loss_scale,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, options(defaults, target))
 
     def check(self, group: Options) -> None:
         """See `RowOptimizer.check`."""
@@ -68,10 +76,10 @@ class LazyAdam(RowOptimizer):
             refuse_unless(0 <= beta < 1, f"betas[{number}]", beta, "at least 0 and below 1")
         refuse_unless(group["eps"] > 0, "eps", group["eps"], "more than 0")
 
-    def make_state(self, parameter: torch.Tensor, group: Options) -> State:
-        """See `RowOptimizer.make_state`."""
+    def initial_state(self, group: Options) -> dict[str, float]:
+        """See `TableOptimizer.initial_state`."""
         del group
-        return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def update(
         self, rows: torch.Tensor, kept: State, gradient: torch.Tensor, group: Options, step: float

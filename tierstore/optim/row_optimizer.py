@@ -8,36 +8,28 @@ from typing import Any
 
 import torch
 
+from tierstore.nn.table_weight import TableWeight
+from tierstore.optim.table_optimizer import Options, TableOptimizer, change_rows
 from tierstore.optim.touched_rows import TouchedRows
+from tierstore.tables import ROWS
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
-Options = dict[str, Any]
 State = dict[str, Any]
 
 
-class RowOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
+class RowOptimizer(TableOptimizer):
     """Treats each parameter by itself, and of a sparse gradient changes only the rows that it names.
 
     ``state`` has a ``step`` for each parameter, as PyTorch's Adam has, and what a subclass keeps.
     """
 
-    def add_param_group(self, param_group: Options) -> None:
-        """See PyTorch.
-
-        Raises:
-            ValueError: an option is out of its range, or a parameter is complex or sparse itself.
-        """
-        super().add_param_group(param_group)
-        try:
-            self.check(self.param_groups[-1])
-        except ValueError:
-            del self.param_groups[-1]
-            raise
-
     def check(self, group: Options) -> None:
-        """Raise ``ValueError`` if an option of a group is out of its range, or a parameter is not for it."""
-        for name in ("lr", "weight_decay"):
-            refuse_unless(bool(group[name] >= 0), name, group[name], "at least 0")
+        """See `TableOptimizer.check`."""
+        super().check(group)
+        refuse_unless(bool(group["lr"] >= 0), "lr", group["lr"], "at least 0")
+        decay, scale = group.get("weight_decay", 0.0), group.get("loss_scale", 1.0)
+        refuse_unless(decay >= 0, "weight_decay", decay, "at least 0")
+        refuse_unless(scale > 0, "loss_scale", scale, "more than 0")
         for parameter in group["params"]:
             if parameter.is_complex() or parameter.layout is not torch.strided:
                 raise ValueError(
@@ -59,28 +51,42 @@ class RowOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
+                    self._step(parameter, _prepared(parameter.grad, group), group)
         return loss
 
     def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Options) -> None:
+        touched = TouchedRows.of(gradient)
+        if isinstance(parameter, TableWeight):
+            self._step_table(parameter, touched, group)
+            return
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
-            state |= self.make_state(parameter, group)
+            state["step"] = self.first_step()
+            for name, start in self.initial_state(group).items():
+                state[name] = torch.full_like(parameter, start)
         state["step"] += 1
-        touched = TouchedRows.of(-gradient if group["maximize"] else gradient)
         names = [name for name in state if name != "step"]
         rows = touched.take(parameter)
         kept = {name: touched.take(state[name]) for name in names}
-        gradient = touched.with_decay(rows, group["weight_decay"])
-        self.update(rows, kept, gradient, group, state["step"].item())
+        gradient = touched.with_decay(rows, group.get("weight_decay", 0.0))
+        self.update(rows, kept, gradient, group, float(state["step"]))
         for name in names:
             touched.put(state[name], kept[name])
         touched.put(parameter, rows)
 
-    @abc.abstractmethod
-    def make_state(self, parameter: torch.Tensor, group: Options) -> State:
-        """Return what is kept of a parameter before its first step: tensors of its shape."""
+    def _step_table(self, weight: TableWeight, touched: TouchedRows, group: Options) -> None:
+        state = self.state_of_table(weight, group)
+        number = float(state["step"]) + 1
+        ids = torch.arange(len(weight)) if touched.numbers is None else touched.numbers
+
+        def change(cells: State) -> None:
+            rows = cells[ROWS]
+            kept = {name: cell for name, cell in cells.items() if name != ROWS}
+            gradient = touched.with_decay(rows, group.get("weight_decay", 0.0))
+            self.update(rows, kept, gradient, group, number)
+
+        change_rows(weight.row_store, ids, [ROWS, *self.initial_state(group)], change)
+        state["step"] = state["step"] + 1  # a loaded one may be shared
 
     @abc.abstractmethod
     def update(
@@ -90,11 +96,24 @@ class RowOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
 
         Args:
             rows: of a parameter, or all of it.
-            kept: rows of what `make_state` has returned, by its names.
+            kept: rows of what `initial_state` names.
             gradient: of these rows.
             group: the options.
             step: which step of the parameter it is; the first is 1.
         """
+
+
+def _prepared(gradient: torch.Tensor, group: Options) -> torch.Tensor:
+    """Return a gradient as it counts: without the scale of the loss, and turned where the aim is to climb."""
+    scale = group.get("loss_scale", 1.0)
+    if scale != 1:
+        gradient = gradient / scale
+    return -gradient if group["maximize"] else gradient
+
+
+def options(defaults: Options, target: str | None) -> Options:
+    """Return the options of an optimizer: ``target`` is one if it is given."""
+    return defaults if target is None else {**defaults, "target": target}
 
 
 def refuse_unless(is_right: bool, name: str, value: object, what: str) -> None:

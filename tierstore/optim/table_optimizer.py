@@ -1,0 +1,203 @@
+"""What optimizers of tables have in common: whose table it is, and its state beside its rows.
+
+1. One optimizer steps a table: its state lies in columns of the table, of which there is one of a name.
+2. In ``optimizer.state`` a state of a table is a `TableEntry`: dense for whoever reads it.  A dense tensor
+   that is found there, since one was loaded, is written to the column.
+3. A table that another optimizer has stepped before begins with new state.
+"""
+
+from __future__ import annotations
+
+import abc
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from tierstore.errors import UsageError
+from tierstore.nn.row_blocks import blocks_of, described, write_all, write_part
+from tierstore.nn.table_weight import TableEntry, TableWeight
+from tierstore.optim.targets import target_of
+from tierstore.tables import ROWS, Column, RowStore, Visit
+
+Options = dict[str, Any]
+Cells = dict[str, torch.Tensor]
+
+
+class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
+    """An optimizer that knows tables.
+
+    Attributes:
+        steps_tables: read where optimizers that do not are refused.
+    """
+
+    steps_tables: ClassVar[bool] = True
+
+    def add_param_group(self, param_group: Options) -> None:
+        """See PyTorch.
+
+        Raises:
+            ConfigError: ``target`` is unknown, or an option is not for tables.
+            TypeError: ``target`` is no text.
+            UsageError: a table of the group is stepped by another optimizer, or is in another group.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            if "target" in group:
+                group["target"] = target_of(group["target"])
+            self.check(group)
+            for weight in tables_of(group):
+                self._check_owner(weight)
+        except (ValueError, TypeError, UsageError):
+            del self.param_groups[-1]
+            raise
+        for weight in tables_of(group):
+            weight.stepped_by = weakref.ref(self)
+
+    def check(self, group: Options) -> None:
+        """Raise ``ValueError`` if an option of a group is out of its range, or not for its parameters."""
+
+    def load_state_dict(self, state_dict: Options) -> None:
+        """See PyTorch.  State of tables is written to them a block at a time."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for weight in tables_of(group):
+                if self.state.get(weight):
+                    self.state_of_table(weight, group)
+
+    def take_target(self, target: str | None) -> None:
+        """Let groups that do not say where they are stepped say this.
+
+        Raises:
+            ConfigError: it is unknown.
+            TypeError: it is no text.
+        """
+        if target is not None:
+            self.defaults["target"] = target_of(target)
+            for group in self.param_groups:
+                group.setdefault("target", self.defaults["target"])
+
+    @property
+    def target(self) -> str | None:
+        """Where it steps, if its groups say the same; setting it sets all groups.
+
+        Raises:
+            ConfigError: it is set to an unknown one.
+            TypeError: it is set to no text.
+        """
+        targets = {group.get("target") for group in self.param_groups}
+        return targets.pop() if len(targets) == 1 else None
+
+    @target.setter
+    def target(self, value: object) -> None:
+        target = target_of(value)
+        for group in self.param_groups:
+            group["target"] = target
+
+    @abc.abstractmethod
+    def initial_state(self, group: Options) -> dict[str, float]:
+        """Return what is kept of each element of a parameter, by names, and what it begins with."""
+
+    def first_step(self) -> object:
+        """Return what ``step`` of a parameter begins with."""
+        return torch.tensor(0.0)
+
+    def state_of_table(self, weight: TableWeight, group: Options) -> Options:
+        """Return what is kept of a table.
+
+        Its columns are there then: new ones if this optimizer has not stepped it, and what was loaded in them
+        if somebody has loaded it.
+        """
+        self._check_owner(weight)
+        weight.stepped_by = weakref.ref(self)
+        state: Options = self.state[weight]
+        store, initial = weight.row_store, self.initial_state(group)
+        if not state:
+            store.drop_columns([column.name for column in store.columns if column.name != ROWS])
+            store.ensure_columns([Column(name, start) for name, start in initial.items()])
+            state["step"] = self.first_step()
+            state |= {name: TableEntry.of(weight, name) for name in initial}
+        loaded = [name for name in initial if not _is_of(state[name], weight, name)]
+        if loaded:
+            _write_columns(store, {Column(name, initial[name]): state[name] for name in loaded})
+            state |= {name: TableEntry.of(weight, name) for name in loaded}
+        return state
+
+    def _check_owner(self, weight: TableWeight) -> None:
+        if self._is_of_another(weight):
+            gc.collect()  # one that a scheduler has wrapped is in a circle, and stays until then
+            if self._is_of_another(weight):
+                raise UsageError(
+                    f"{type(self).__name__} cannot step the {described(weight.row_store)}: another optimizer "
+                    "does, whose state lies beside its rows. Let go of that one first."
+                )
+
+    def _is_of_another(self, weight: TableWeight) -> bool:
+        other = None if weight.stepped_by is None else weight.stepped_by()
+        return other is not None and other is not self
+
+
+def tables_of(group: Options) -> Iterator[TableWeight]:
+    """Yield the tables of a parameter group."""
+    return (each for each in group["params"] if isinstance(each, TableWeight))
+
+
+def change_rows(
+    store: RowStore, ids: torch.Tensor, names: list[str], change: Callable[[Cells], None]
+) -> None:
+    """Change cells of rows in place: all at once, whether they fit into frames at once or not.
+
+    Where they do not, they are gathered part by part, changed together, and written part by part: vectorised
+    kernels may round the last elements of a tensor otherwise than the rest.
+
+    Args:
+        store: of the table.
+        ids: int64 in host memory, ascending, distinct, in range.
+        names: of columns.
+        change: takes ``[len(ids), width]`` of each column, and changes them.
+    """
+    visits = store.visit(ids)
+    first = next(visits, None)
+    if first is None:
+        return
+    if first.part == slice(0, len(ids)):
+        cells = {name: first.gather(name) for name in names}
+        change(cells)
+        _scatter(first, cells)
+        return
+    cells = {name: torch.empty(len(ids), store.width, dtype=store.dtype, device="cpu") for name in names}
+    visit: Visit | None = first
+    while visit is not None:
+        for name, cell in cells.items():
+            visit.gather(name, out=cell[visit.part])
+        visit = next(visits, None)
+    change(cells)
+    for visit in store.visit(ids):
+        _scatter(visit, {name: cell[visit.part] for name, cell in cells.items()})
+
+
+def _scatter(visit: Visit, cells: Cells) -> None:
+    for name, cell in cells.items():
+        visit.scatter(name, cell)
+
+
+def _is_of(value: object, weight: TableWeight, name: str) -> bool:
+    return isinstance(value, TableEntry) and value.weight is weight and value.column == name
+
+
+def _write_columns(store: RowStore, values: Mapping[Column, torch.Tensor]) -> None:
+    """Write states that somebody has put there, whatever was there before."""
+    known = set(store.columns)
+    store.drop_columns(
+        [each.name for each in known - set(values) if each.name in {new.name for new in values}]
+    )
+    store.ensure_columns(list(values))
+    for column, value in values.items():
+        if isinstance(value, TableEntry):
+            for part, cells in blocks_of(value.weight.row_store, value.column):
+                write_part(store, column.name, part, cells)
+        else:
+            write_all(store, column.name, value)
