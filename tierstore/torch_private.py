@@ -32,7 +32,7 @@ For none of the attributes there is a public alternative, unless the list names 
   shared_memory, unseen_writes.
 - ``_from_public_api``: a hook of ``state_dict`` is called with other arguments. In: state_dicts.
 - ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In: gradient,
-  lookup, memory, touched_rows.
+  lookup, memory, sgd, touched_rows.
 - ``_is_param``: a guarded parameter of a user's class is no ``nn.Parameter``. In: guarded_classes,
   state_dict_entries.
 - ``_is_view``: a buffer that cannot be made anew is let go of. In: buffers.
@@ -55,7 +55,7 @@ For none of the attributes there is a public alternative, unless the list names 
   add a call to each. In: signals.
 - ``_use_count``: a tensor that a graph has saved counts as nobody's; guards refuse it, so that
   ``swap_tensors`` takes no guarded tensor apart. In: guarded_classes, shared_memory.
-- ``_values``: as ``_indices``. In: gradient, lookup, memory.
+- ``_values``: as ``_indices``. In: gradient, lookup, memory, sgd.
 - ``_version``: backward goes through changed weights in silence. In: activation_store, forward_snapshot,
   kept_outputs, modes, recomputed_operators, saved_tensors, speculative_steps, state_dict_entries,
   whole_steps.

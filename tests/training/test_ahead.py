@@ -31,7 +31,7 @@ from tests.training.twins import (
     config_of,
     loss_of,
 )
-from tierstore.optim import FTRL, LazyAdam
+from tierstore.optim import FTRL, SGD, Adagrad, LazyAdam, SparseAdam
 from tierstore.training import offload
 
 ROOMY = {"max_device_memory": "192KB"}
@@ -116,6 +116,9 @@ KINDS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-2, centered=True, momentum=0.5),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
     "lazy-adam": lambda model: LazyAdam(model.parameters(), lr=1e-2, nesterov=True),
+    "our-sparse-adam": lambda model: SparseAdam(model.parameters(), lr=1e-2),
+    "our-adagrad": lambda model: Adagrad(model.parameters(), lr=1e-2),
+    "our-sgd": lambda model: SGD(model.parameters(), lr=1e-2, momentum=0.9),
     "ftrl": lambda model: FTRL(model.parameters(), lr=0.1, l1=1e-4),
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.training.twins import Optimizer, config_of
-from tierstore.optim import FTRL, LazyAdam
+from tierstore.optim import FTRL, SGD, Adagrad, LazyAdam, SparseAdam
 from tierstore.training import offload
 from tierstore.training.optimizers.adapters import EntriesAdapter, StateTensor, adapter_of
 from tierstore.units import align_up
@@ -29,6 +29,10 @@ KINDS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "Rprop": torch.optim.Rprop,
     "LazyAdam": LazyAdam,
     "FTRL": FTRL,
+    "our SparseAdam": SparseAdam,
+    "our Adagrad": Adagrad,
+    "our SGD": SGD,
+    "our momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
 }
 
 

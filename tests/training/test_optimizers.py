@@ -31,7 +31,7 @@ from tests.training.twins import (
     with_copies,
     with_device,
 )
-from tierstore.optim import FTRL, LazyAdam
+from tierstore.optim import FTRL, SGD, Adagrad, LazyAdam, SparseAdam
 from tierstore.training import offload
 
 optim = torch.optim
@@ -66,6 +66,9 @@ KINDS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "lazy-adam": (LazyAdam, {"lr": 1e-2}),
     "lazy-adam-nesterov-decay": (LazyAdam, {"lr": 1e-2, "nesterov": True, "weight_decay": 0.1}),
     "ftrl": (FTRL, {"lr": 0.1}),
+    "our-sparse-adam": (SparseAdam, {"lr": 1e-2}),
+    "our-adagrad": (Adagrad, {"lr": 1e-2, "weight_decay": 0.1}),
+    "our-sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
     "ftrl-l1-l2": (FTRL, {"lr": 0.1, "l1": 1e-3, "l2": 1e-3, "weight_decay": 0.01}),
 }
 if target.accelerator != "cuda":  # where PyTorch has no such kernel

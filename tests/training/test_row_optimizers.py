@@ -1,9 +1,10 @@
-"""LazyAdam and FTRL where an offloaded model has sparse gradients: the bits of plain PyTorch."""
+"""Our optimizers where an offloaded model has sparse gradients: the bits of plain PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from torch import nn
 
 from tests.training.test_optimizers import KINDS
 from tests.training.twins import Optimizer, Trial, assert_same, every_layout, is_simulated
-from tierstore.optim import FTRL, LazyAdam
+from tierstore.optim import FTRL, SGD, Adagrad, LazyAdam, SparseAdam
 from tierstore.training.optimizers.registered import is_known
 
-ROWS = [kind for kind in KINDS if kind.startswith(("lazy-adam", "ftrl"))]
+ROWS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]]
+ROWS = {name: kind for name, kind in KINDS.items() if name.startswith(("lazy-adam", "ftrl", "our-sparse"))}
+ROWS["our-adagrad"] = Adagrad, {"lr": 1e-2}
+ROWS["our-sgd"] = SGD, {"lr": 0.1}
 
 
 class Tables(nn.Module):
@@ -43,11 +47,12 @@ def _train(trial: Trial) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # PyTorch's own Adagrad
 @pytest.mark.skipif(is_simulated, reason="the simulated accelerator has no sparse tensors")
 @every_layout
 @pytest.mark.parametrize("kind", ROWS)
 def test_sparse_gradients_beside_another_optimizer(layout: str, kind: str, tmp_path: Path) -> None:
-    make, options = KINDS[kind]
+    make, options = ROWS[kind]
 
     def build() -> tuple[nn.Module, Sequence[Optimizer]]:
         model = Tables()
@@ -63,6 +68,5 @@ class More(LazyAdam):
 
 def test_they_are_stepped_by_bundle_and_their_subclasses_are_not() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
-    assert is_known(LazyAdam(parameters))
-    assert is_known(FTRL(parameters))
+    assert all(is_known(kind(parameters)) for kind in (FTRL, SGD, Adagrad, LazyAdam, SparseAdam))
     assert not is_known(More(parameters))

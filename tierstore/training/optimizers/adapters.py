@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tierstore.optim import FTRL, LazyAdam
+from tierstore.optim import FTRL, SGD, Adagrad, LazyAdam, SparseAdam
 from tierstore.training.bundles import layout
 from tierstore.training.optimizers import registered
 from tierstore.units import align_up
@@ -156,11 +156,17 @@ def _two(options: Options) -> int:
     return 2
 
 
+def _of_momentum(options: Options) -> int:
+    return 1 if options.get("momentum") else 0
+
+
 _STATE_COPIES: dict[type[Optimizer], Callable[[Options], int]] = {
-    torch.optim.SGD: lambda options: 1 if options.get("momentum") else 0,
+    torch.optim.SGD: _of_momentum,
+    SGD: _of_momentum,
     torch.optim.Adam: lambda options: 3 if options.get("amsgrad") else 2,
     torch.optim.RMSprop: lambda options: 1 + bool(options.get("momentum")) + bool(options.get("centered")),
     torch.optim.Adagrad: lambda _: 1,
+    Adagrad: lambda _: 1,
     torch.optim.ASGD: lambda _: 1,
     torch.optim.Adafactor: lambda _: 1,  # of a vector
     torch.optim.LBFGS: lambda _: 0,
@@ -172,7 +178,7 @@ _CERTAIN = frozenset(
     {
         *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad),
         *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop),
-        *(FTRL, LazyAdam),
+        *(FTRL, SGD, Adagrad, LazyAdam, SparseAdam),
     }
 )
 """Those that keep as many tensors of the parameter's size and type, whatever its shape."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tierstore.errors import UsageError
-from tierstore.optim import FTRL, LazyAdam
+from tierstore.optim import FTRL, SGD, Adagrad, LazyAdam, SparseAdam
 
 Step = Callable[..., object]
 Optimizer = torch.optim.Optimizer
@@ -49,7 +49,7 @@ def unhooked_step(kind: type[Optimizer]) -> Step:
 
 _kinds: list[type[Optimizer]] = [
     *(kind for name in _NAMES if (kind := getattr(torch.optim, name, None)) is not None),
-    *(FTRL, LazyAdam),
+    *(FTRL, SGD, Adagrad, LazyAdam, SparseAdam),
 ]
 _steps: dict[type[Optimizer], Step] = {kind: unhooked_step(kind) for kind in _kinds}
 """PyTorch's and ours, each with its ``step`` as it was at first: whoever replaces that may do more."""
