@@ -12,7 +12,7 @@ from safetensors.torch import save
 from tests.fuzz import Judge, see_that_it_is_short
 from tests.training.test_hostile_tensorfiles import INDICES
 from tierstore.errors import UsageError
-from tierstore.training.formats.sharded_weights import open_source
+from tierstore.formats.sharded_weights import open_source
 
 _MOST_CHARS = 2000
 _HELD = {"a.safetensors": {"x": torch.arange(3.0)}, "b.safetensors": {"y": torch.ones(2)}}

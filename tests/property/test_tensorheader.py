@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 
 from tests.hostile_tensorfiles import FILES, file_of
 from tierstore.errors import UsageError
-from tierstore.training.formats.safetensors_files import HeaderEntry, TensorFile, pack, unpack
+from tierstore.formats.safetensors_files import HeaderEntry, TensorFile, pack, unpack
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.int64, torch.uint16]
 _NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(

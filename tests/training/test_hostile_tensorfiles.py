@@ -17,10 +17,10 @@ from torch import nn
 
 from tests.hostile_tensorfiles import FILES, UNKNOWN_DTYPES, many_empty, one
 from tierstore.errors import BackendError, CapacityError, UsageError
+from tierstore.formats.safetensors_files import HeaderEntry, TensorFile, pack, unpack, write_file
+from tierstore.formats.safetensors_headers import MOST_BYTES
+from tierstore.formats.sharded_weights import open_source
 from tierstore.training import offload
-from tierstore.training.formats.safetensors_files import HeaderEntry, TensorFile, pack, unpack, write_file
-from tierstore.training.formats.safetensors_headers import MOST_BYTES
-from tierstore.training.formats.sharded_weights import open_source
 
 _MOST_MESSAGE_CHARS = 2_000
 

@@ -26,8 +26,8 @@ from tests.training.twins import (
     steps,
 )
 from tierstore.errors import UsageError
+from tierstore.formats.sharded_weights import Shards, open_source
 from tierstore.training import offload
-from tierstore.training.formats.sharded_weights import Shards, open_source
 
 INDEX = "model.safetensors.index.json"
 State = dict[str, Tensor]

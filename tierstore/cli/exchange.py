@@ -27,9 +27,9 @@ from tierstore.cli import directory
 from tierstore.cli.array_names import array_names, require_tells_case
 from tierstore.cli.groups import KEY, read_group
 from tierstore.errors import BackendError, KeyExists, UsageError
+from tierstore.formats.safetensors_files import HeaderEntry, TensorFile, write_file
 from tierstore.regular import NotRegularError, open_regular
 from tierstore.store import Store
-from tierstore.training.formats.safetensors_files import HeaderEntry, TensorFile, write_file
 from tierstore.units import format_bytes
 
 _FORMATS = ("safetensors", "zarr")

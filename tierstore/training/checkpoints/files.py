@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
+from tierstore.formats.bounded_json import read_json
+from tierstore.formats.safetensors_files import HeaderEntry, TensorFile, check_names, write_file
 from tierstore.quoting import listed, named, quoted
 from tierstore.signals import in_one_piece
 from tierstore.training.bundles.grouping import first_names
 from tierstore.training.bundles.layout import fill
-from tierstore.training.formats.bounded_json import read_json
 from tierstore.training.formats.json_codec import (
     Sources,
     decode,
@@ -33,7 +34,6 @@ from tierstore.training.formats.json_codec import (
     parameters_by_group,
     why_not_decodable,
 )
-from tierstore.training.formats.safetensors_files import HeaderEntry, TensorFile, check_names, write_file
 from tierstore.training.modules.tensor_names import all_names, persistent_buffers
 from tierstore.training.optimizers.state import order_entries
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
+from tierstore.formats.safetensors_files import unpack
 from tierstore.store import Store
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.bundles.grouping import Content, Group, first_names
@@ -43,7 +44,6 @@ from tierstore.training.checkpoints.document import (
 )
 from tierstore.training.formats import rng_state
 from tierstore.training.formats.json_codec import decode, parameters_by_group
-from tierstore.training.formats.safetensors_files import unpack
 from tierstore.training.modules.tensor_names import persistent_buffers
 from tierstore.training.optimizers.adapters import Taken
 from tierstore.training.optimizers.state import OptimizerState, order_entries, state_key

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
+from tierstore.formats.safetensors_files import check_names
+from tierstore.formats.sharded_weights import open_source
 from tierstore.training.bundles.placeholders import has_no_values
-from tierstore.training.formats.safetensors_files import check_names
-from tierstore.training.formats.sharded_weights import open_source
 from tierstore.training.modules.adopter import give_values
 from tierstore.training.modules.tensor_names import all_names, buffer_names
 

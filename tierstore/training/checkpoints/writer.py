@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
+from tierstore.formats.safetensors_files import HeaderEntry, pack
 from tierstore.store import Store
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.pinning import all_unpinned
@@ -39,7 +40,6 @@ from tierstore.training.checkpoints.document import (
 from tierstore.training.faults import guard
 from tierstore.training.formats import rng_state
 from tierstore.training.formats.json_codec import Sources, describe_optimizer, encode, not_in_the_model
-from tierstore.training.formats.safetensors_files import HeaderEntry, pack
 from tierstore.training.modules.buffers import TravelingBuffers
 from tierstore.training.modules.hooks import ModuleWindows
 from tierstore.training.modules.tensor_names import persistent_buffers

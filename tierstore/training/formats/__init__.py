@@ -1,1 +1,1 @@
-"""Files and documents of training: JSON, safetensors, weights in several files."""
+"""How what a run keeps is written: values as JSON, and the states of random numbers."""

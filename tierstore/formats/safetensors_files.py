@@ -1,6 +1,6 @@
 """Safetensors files, written and read one tensor at a time, and what they must hold to fit a model.
 
-`tierstore.training.formats.safetensors_headers` says what their headers are.  A file is read by its
+`tierstore.formats.safetensors_headers` says what their headers are.  A file is read by its
 descriptor, never mapped into memory: one that is cut short meanwhile is an error of the call that reads it,
 not the process's end.
 """
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from tierstore.errors import BackendError, CapacityError, UsageError
+from tierstore.formats import safetensors_headers
+from tierstore.formats.safetensors_headers import LENGTH_BYTES, HeaderEntry, TensorLook
 from tierstore.quoting import listed, named, quoted
 from tierstore.regular import open_regular
-from tierstore.training.formats import safetensors_headers
-from tierstore.training.formats.safetensors_headers import LENGTH_BYTES, HeaderEntry, TensorLook
 
 __all__ = ["HeaderEntry", "TensorFile", "TensorSource", "check_names", "pack", "unpack", "write_file"]
 

@@ -22,9 +22,9 @@ from typing import NamedTuple, Self
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.formats.bounded_json import read_json
+from tierstore.formats.safetensors_files import TensorFile, TensorSource
 from tierstore.quoting import listed, named, quoted
-from tierstore.training.formats.bounded_json import read_json
-from tierstore.training.formats.safetensors_files import TensorFile, TensorSource
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
