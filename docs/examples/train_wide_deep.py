@@ -14,7 +14,6 @@ Exit code 0: trained (and equal); 1: out of memory, or not equal; 2: the command
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import tierstore as ts
 from device_budget import device_budget, make_deterministic
 from llama_report import mebibytes
 from tierstore.training import offload
-from wide_deep import WideDeep, groups_of, plain_table
+from wide_deep import PlainTables, Tables, WideDeep, groups_of
 from wide_deep_auc import area_under_curve
 from wide_deep_job import Job, command_line, read_job
 from wide_deep_steps import optimizers_of, train_step
@@ -43,10 +42,10 @@ class History:
     aucs: list[float] = field(default_factory=list)
 
 
-def new_model(job: Job) -> WideDeep:
-    """Build the model: the same parameters every time."""
+def new_model(job: Job, tables: Tables) -> WideDeep:
+    """Build the model: the same parameters every time, whatever the tables are."""
     torch.manual_seed(job.seed)
-    return WideDeep(job.shape, functools.partial(plain_table, is_sparse=not job.l2))
+    return WideDeep(job.shape, tables)
 
 
 def train(model: WideDeep, optimizers: Sequence[torch.optim.Optimizer], job: Job) -> History:
@@ -87,7 +86,7 @@ def train_in_tiers(job: Job) -> History:
     Raises:
         torch.OutOfMemoryError: the device would have to hold more.
     """
-    model = new_model(job)
+    model = new_model(job, PlainTables(job.seed, is_sparse=not job.l2))
     with device_budget(job.device, job.max_device_memory) as budget:
         optimizers = optimizers_of(groups_of(model))
         with offload(model, optimizers, job.offload) as run:
@@ -101,7 +100,7 @@ def train_in_tiers(job: Job) -> History:
 
 def train_in_memory(job: Job) -> History:
     """Train with plain PyTorch and all the memory it likes."""
-    model = new_model(job).to(job.device)
+    model = new_model(job, PlainTables(job.seed, is_sparse=not job.l2)).to(job.device)
     return train(model, optimizers_of(groups_of(model)), job)
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tierstore.nn import EmbeddingTable, Normal
+
 Tables = Callable[[int, int], nn.Module]
 """Makes a table of ``(rows, width)``: ids of any shape in, rows out.  Its parameter is called ``weight``."""
 
@@ -101,11 +103,49 @@ def perceptron(layers: tuple[int, ...], compute_dtype: torch.dtype) -> nn.Sequen
     return nn.Sequential(*modules[:-1])
 
 
-def plain_table(rows: int, width: int, *, is_sparse: bool = True) -> nn.Embedding:
-    """Return a table of PyTorch, all of it in memory."""
-    table = nn.Embedding(rows, width, sparse=is_sparse)
-    nn.init.normal_(table.weight, std=INITIAL_DEVIATION)
-    return table
+@dataclass(frozen=True)
+class TieredTables:
+    """Makes tables whose rows lie in the tiers of a run, and are brought as batches need them.
+
+    Attributes:
+        seed: of the rows at first.
+        target: where a batch's rows are looked up and stepped: ``"CPU"`` or ``"device"``.
+        cache_rows: of each table that stay on the device.
+    """
+
+    seed: int = 0
+    target: str = "CPU"
+    cache_rows: int = 0
+
+    def __call__(self, rows: int, width: int) -> EmbeddingTable:
+        """Return a table; that of another width has other rows."""
+        return EmbeddingTable(
+            rows,
+            width,
+            target=self.target,
+            cache_rows=self.cache_rows,
+            init=Normal(INITIAL_DEVIATION),
+            seed=self.seed * 2**16 + width,
+        )
+
+
+@dataclass(frozen=True)
+class PlainTables:
+    """Makes tables of PyTorch, all of them in memory, with the rows that `TieredTables` begin with.
+
+    Attributes:
+        seed: of the rows at first.
+        is_sparse: whether gradients name the rows that they are of.
+    """
+
+    seed: int = 0
+    is_sparse: bool = True
+
+    def __call__(self, rows: int, width: int) -> nn.Embedding:
+        """Return a table; that of another width has other rows."""
+        values = TieredTables(self.seed)(rows, width).rows(torch.arange(rows))
+        table: nn.Embedding = nn.Embedding.from_pretrained(values, freeze=False, sparse=self.is_sparse)
+        return table
 
 
 class WideDeep(nn.Module):
@@ -116,7 +156,7 @@ class WideDeep(nn.Module):
         tables: makes both tables, the wide one first.
     """
 
-    def __init__(self, shape: WideDeepShape, tables: Tables = plain_table) -> None:
+    def __init__(self, shape: WideDeepShape, tables: Tables) -> None:
         super().__init__()
         self.wide_table = tables(shape.vocabulary, 1)
         self.wide_bias = nn.Parameter(torch.empty(1).normal_(std=INITIAL_DEVIATION))

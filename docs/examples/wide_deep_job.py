@@ -53,7 +53,6 @@ class Job:
         steps: of an epoch; ``None``: all.
         workers: processes that make batches; 0: this one does.
         seed: of the parameters.
-        cache_rows: of the deep table that stay on the device; 0: its rows are looked up on the host.
         device: where the model computes.
         max_device_memory: its budget.
         offload: the configuration of the run.
@@ -66,7 +65,6 @@ class Job:
     steps: int | None
     workers: int
     seed: int
-    cache_rows: int
     device: torch.device
     max_device_memory: str
     offload: Mapping[str, object]
@@ -127,13 +125,6 @@ def command_line() -> OneLineParser:
         help="generated lines for the AUC (%(default)s)",
     )
     add("--workers", type=int, default=0, metavar="N", help="processes that read or generate (%(default)s)")
-    add(
-        "--cache-rows",
-        type=int,
-        default=0,
-        metavar="N",
-        help="rows of a table kept on the device (%(default)s)",
-    )
     add("--max-device-memory", default="64MB", metavar="SIZE", help="the device's budget (%(default)s)")
     add("--offload-cpu-size", default="1GB", metavar="SIZE", help="the host tier's quota (%(default)s)")
     add("--offload-disk-size", default="2GB", metavar="SIZE", help="the disk tier's quota (%(default)s)")
@@ -154,9 +145,8 @@ def read_job(arguments: argparse.Namespace, path: Path) -> Job:
     check_counts(
         arguments, "record_lines", "dimension", "width", "batch_size", "epochs", "steps", "test_lines"
     )
-    for name in ("workers", "cache_rows"):
-        if getattr(arguments, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, not {getattr(arguments, name)}")
+    if arguments.workers < 0:
+        raise ValueError(f"--workers must be at least 0, not {arguments.workers}")
     device = device_of(arguments.device)
     clicks = criteo_clicks(arguments) if arguments.data else generated_clicks(arguments)
     shape = WideDeepShape(
@@ -173,7 +163,6 @@ def read_job(arguments: argparse.Namespace, path: Path) -> Job:
         steps=arguments.steps,
         workers=arguments.workers,
         seed=arguments.seed,
-        cache_rows=arguments.cache_rows,
         device=device,
         max_device_memory=arguments.max_device_memory,
         offload={

@@ -7,17 +7,17 @@ parameters; so one pass gives the same gradients, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tierstore.optim import FTRL, LazyAdam
 from wide_deep import Groups, Losses, WideDeep, losses_of
 
 SENSITIVITY = 1024.0
-"""What losses are multiplied by before backward, and gradients divided by after: a power of two, so exact."""
+"""What losses are multiplied by before backward, and optimizers divide gradients by: a power of two."""
 
 WIDE_RATE, WIDE_PENALTY, WIDE_START = 5e-2, 1e-8, 1.0
 DEEP_RATE, DEEP_EPS = 3.5e-4, 1e-8
@@ -41,19 +41,25 @@ class Batch(NamedTuple):
         return Batch(*(tensor.to(device) for tensor in self))
 
 
-def optimizers_of(groups: Groups, deep_rate: float = DEEP_RATE) -> tuple[FTRL, LazyAdam]:
-    """Return the optimizers of the wide and of the deep group."""
+def optimizers_of(groups: Groups, target: str = "CPU", deep_rate: float = DEEP_RATE) -> tuple[FTRL, LazyAdam]:
+    """Return the optimizers of the wide and of the deep group.
+
+    Args:
+        groups: what they step.
+        target: where they step: ``"CPU"`` or ``"device"``.
+        deep_rate: the deep group's learning rate.
+    """
     wide = FTRL(
-        groups.wide, lr=WIDE_RATE, l1=WIDE_PENALTY, l2=WIDE_PENALTY, initial_accumulator_value=WIDE_START
+        groups.wide,
+        lr=WIDE_RATE,
+        l1=WIDE_PENALTY,
+        l2=WIDE_PENALTY,
+        initial_accumulator_value=WIDE_START,
+        loss_scale=SENSITIVITY,
+        target=target,
     )
-    return wide, LazyAdam(groups.deep, lr=deep_rate, eps=DEEP_EPS)
-
-
-def unscale(parameters: Iterable[nn.Parameter]) -> None:
-    """Divide gradients by what the losses were multiplied by."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.div_(SENSITIVITY)
+    deep = LazyAdam(groups.deep, lr=deep_rate, eps=DEEP_EPS, loss_scale=SENSITIVITY, target=target)
+    return wide, deep
 
 
 def train_step(
@@ -69,7 +75,6 @@ def train_step(
     """
     losses = losses_of(model, model(batch.ids, batch.weights), batch.labels, l2)
     losses.deep.backward(torch.full_like(losses.deep, SENSITIVITY))
-    unscale(model.parameters())
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.docs.test_example_wide_deep_criteo import some_lines, write
 from train_wide_deep import main
-from wide_deep import WideDeep, WideDeepShape, groups_of, halved
+from wide_deep import PlainTables, TieredTables, WideDeep, WideDeepShape, groups_of, halved
 from wide_deep_job import command_line, read_job
 from wide_deep_planted import PlantedClicks
 from wide_deep_steps import optimizers_of, train_step
@@ -36,7 +36,7 @@ SMALL = WideDeepShape(vocabulary=500, dimension=4, hidden=halved(16))
 def _trained(compute_dtype: torch.dtype, steps: int = 3) -> tuple[WideDeep, list[float]]:
     torch.manual_seed(0)
     shape = WideDeepShape(SMALL.vocabulary, SMALL.fields, SMALL.dimension, SMALL.hidden, compute_dtype)
-    model, clicks = WideDeep(shape), PlantedClicks(SMALL.vocabulary, 64)
+    model, clicks = WideDeep(shape, TieredTables()), PlantedClicks(SMALL.vocabulary, 64)
     optimizers = optimizers_of(groups_of(model))
     losses = [train_step(model, optimizers, clicks.batch(1, step)).deep.item() for step in range(steps)]
     return model, losses
@@ -53,12 +53,23 @@ def test_the_default_shape_is_the_original_s() -> None:
 
 
 def test_the_shape_counts_what_the_model_has() -> None:
-    model = WideDeep(SMALL)
+    model = WideDeep(SMALL, TieredTables())
     tables = [model.wide_table, model.deep_table]
     in_tables = [parameter for table in tables for parameter in table.parameters()]
     assert sum(parameter.nbytes for parameter in in_tables) == SMALL.table_bytes
     others = sum(parameter.numel() for parameter in model.parameters()) - SMALL.table_bytes // 4
     assert others == SMALL.dense_parameters
+
+
+def test_tables_of_pytorch_begin_with_the_same_rows_and_another_seed_with_others() -> None:
+    ids = torch.arange(50)
+    tiered, plain, other = (make(50, 4)(ids) for make in (TieredTables(1), PlainTables(1), TieredTables(2)))
+    assert torch.equal(tiered, plain)
+    assert not torch.equal(tiered, other)
+    many = TieredTables()(20_000, 4).rows(torch.arange(20_000))
+    assert float(many.std()) == pytest.approx(0.01, rel=0.02)
+    wide, deep = TieredTables()(50, 1)(ids), TieredTables()(50, 4)(ids)
+    assert not torch.equal(wide, deep[:, :1])
 
 
 @pytest.mark.parametrize("width", [0, 4, 12, -8])
@@ -89,7 +100,7 @@ def test_losses_that_are_scaled_keep_small_gradients_of_half_precision() -> None
     """Without the scale they are below what float16 can say, and become 0."""
     torch.manual_seed(0)
     shape = WideDeepShape(SMALL.vocabulary, SMALL.fields, SMALL.dimension, SMALL.hidden, torch.float16)
-    model, batch = WideDeep(shape), PlantedClicks(SMALL.vocabulary, 4096).batch(1, 0)
+    model, batch = WideDeep(shape, TieredTables()), PlantedClicks(SMALL.vocabulary, 4096).batch(1, 0)
     counts = []
     for scale in (1.0, 1024.0):
         model.zero_grad()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wide_deep import Groups, WideDeep, WideDeepShape, groups_of, losses_of, plain_table
+from tierstore.nn import EmbeddingTable
+from wide_deep import (
+    Groups,
+    PlainTables,
+    Tables,
+    TieredTables,
+    WideDeep,
+    WideDeepShape,
+    groups_of,
+    losses_of,
+)
 from wide_deep_steps import SENSITIVITY, Batch, optimizers_of, train_step
 
 DOCUMENT: Mapping[str, Any] = json.loads(
     (Path(__file__).parents[1] / "vectors" / "wide_deep.json").read_text(encoding="utf-8")
 )
 SIZES, USED = DOCUMENT["sizes"], DOCUMENT["rows_used"]
-CONFIGS = [pytest.param(each, id=each["name"]) for each in DOCUMENT["configs"]]
+TABLES = ("wide_table", "deep_table")
+CASES = [
+    pytest.param(config, tables, id=f"{config['name']}, {type(tables).__name__}")
+    for config in DOCUMENT["configs"]
+    for tables in ([TieredTables()] if config["sparse"] else []) + [PlainTables(is_sparse=config["sparse"])]
+]
 
 
 def _assert_close(found: object, expected: object) -> None:
@@ -30,28 +44,38 @@ def _tensor(values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def _parameters(model: WideDeep) -> dict[str, Tensor]:
-    """Name the parameters as the vectors do."""
+def _layers(model: WideDeep) -> dict[str, Tensor]:
+    """Name what is in no table as the vectors do; matrices lie the other way round there."""
     linears = [module for module in model.deep_layers if isinstance(module, nn.Linear)]
-    named = {f"w{number}": linear.weight for number, linear in enumerate(linears)}
-    named |= {f"b{number}": linear.bias for number, linear in enumerate(linears)}
-    (wide,), (deep,) = model.wide_table.parameters(), model.deep_table.parameters()
-    return named | {"wide_bias": model.wide_bias, "wide_table": wide, "deep_table": deep}
+    named = {f"w{number}": linear.weight.detach().t() for number, linear in enumerate(linears)}
+    named |= {f"b{number}": linear.bias.detach() for number, linear in enumerate(linears)}
+    return named | {"wide_bias": model.wide_bias.detach()}
 
 
-def _as_there(name: str, parameter: Tensor) -> Tensor:
-    """Return the values as they lie in the vectors, where matrices of layers are the other way round."""
-    values = parameter.detach()
-    return values.t() if name in ("w0", "w1", "w2") else values
+def _rows(table: nn.Module, ids: Sequence[int]) -> Tensor:
+    if isinstance(table, EmbeddingTable):
+        return table.rows(torch.tensor(ids))
+    (weight,) = table.parameters()
+    return weight.detach()[ids]
 
 
-def _model(config: Mapping[str, Any]) -> WideDeep:
+def _set_rows(table: nn.Module, rows: Tensor) -> None:
+    if isinstance(table, EmbeddingTable):
+        table.set_rows(torch.arange(len(rows)), rows)
+    else:
+        (weight,) = table.parameters()
+        weight.detach().copy_(rows)
+
+
+def _model(config: Mapping[str, Any], tables: Tables) -> WideDeep:
     inputs, *hidden, _ = SIZES["layers"]
     shape = WideDeepShape(SIZES["vocabulary"], SIZES["fields"], SIZES["dimension"], tuple(hidden))
     assert shape.layers[0] == inputs
-    model = WideDeep(shape, functools.partial(plain_table, is_sparse=config["sparse"]))
-    for name, parameter in _parameters(model).items():
-        _as_there(name, parameter).copy_(_tensor(DOCUMENT["initial"][name]))
+    model = WideDeep(shape, tables)
+    for name, values in _layers(model).items():
+        values.copy_(_tensor(DOCUMENT["initial"][name]))
+    for name in TABLES:
+        _set_rows(model.get_submodule(name), _tensor(DOCUMENT["initial"][name]))
     return model
 
 
@@ -67,20 +91,19 @@ def _groups(model: WideDeep, config: Mapping[str, Any]) -> Groups:
 
 
 def _assert_is(model: WideDeep, expected: Mapping[str, Any]) -> None:
-    parameters = _parameters(model)
+    layers = _layers(model)
     for name, values in expected.items():
-        found = _as_there(name, parameters[name])
-        if name.endswith("_table"):
-            found = found[USED]
+        is_table = name in TABLES
+        found = _rows(model.get_submodule(name), USED) if is_table else layers[name]
         _assert_close(found, _tensor(values))
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_losses_and_parameters_are_the_original_s(config: Mapping[str, Any]) -> None:
-    model = _model(config)
+@pytest.mark.parametrize(("config", "tables"), CASES)
+def test_losses_and_parameters_are_the_original_s(config: Mapping[str, Any], tables: Tables) -> None:
+    model = _model(config, tables)
     groups = _groups(model, config)
     assert [len(groups.wide), len(groups.deep)] == [len(config["groups"][name]) for name in ("ftrl", "adam")]
-    optimizers = optimizers_of(groups, config["deep_optimizer"]["learning_rate"])
+    optimizers = optimizers_of(groups, deep_rate=config["deep_optimizer"]["learning_rate"])
     for number, (batch, expected) in enumerate(zip(_batches(), config["losses"], strict=True), start=1):
         losses = train_step(model, optimizers, batch, config["l2"] or 0.0)
         _assert_close(losses.wide.item(), expected["wide"])
@@ -90,20 +113,20 @@ def test_losses_and_parameters_are_the_original_s(config: Mapping[str, Any]) -> 
 
 
 def _check_rows_in_no_batch(model: WideDeep, config: Mapping[str, Any]) -> None:
-    parameters = _parameters(model)
     unseen = sorted(set(range(SIZES["vocabulary"])) - set(USED))
     for name, is_unchanged in config["rows_in_no_batch_unchanged"].items():
-        same = torch.equal(parameters[name].detach()[unseen], _tensor(DOCUMENT["initial"][name])[unseen])
-        assert same is is_unchanged, name
+        found = _rows(model.get_submodule(name), unseen)
+        assert torch.equal(found, _tensor(DOCUMENT["initial"][name])[unseen]) is is_unchanged, name
     if others := config.get("rows_in_no_batch_after_step_3"):
-        for name in ("wide_table", "deep_table"):
-            found = parameters[name].detach()[others["rows"]]
-            _assert_close(found, _tensor(others[name]))
+        for name in TABLES:
+            _assert_close(_rows(model.get_submodule(name), others["rows"]), _tensor(others[name]))
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_one_pass_gives_the_gradients_of_two_to_the_last_bit(config: Mapping[str, Any]) -> None:
-    model, l2 = _model(config), config["l2"] or 0.0
+@pytest.mark.parametrize(("config", "tables"), CASES)
+def test_one_pass_gives_the_gradients_of_two_to_the_last_bit(
+    config: Mapping[str, Any], tables: Tables
+) -> None:
+    model, l2 = _model(config, tables), config["l2"] or 0.0
     groups = _groups(model, config)
     for batch in _batches():
         losses = losses_of(model, model(batch.ids, batch.weights), batch.labels, l2)
