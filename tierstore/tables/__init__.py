@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from tierstore.tables.initial_rows import ConstantRows, InitialRows, NormalRows, UniformRows
 from tierstore.tables.layout import ROWS, Column
-from tierstore.tables.row_store import RowStats, RowStore, Visit
+from tierstore.tables.page_log import BlockMedium, LogPlace, Snapshot
+from tierstore.tables.row_store import RowStats, RowStore, TableHome
+from tierstore.tables.store_blocks import StoreBlocks
+from tierstore.tables.visits import Visit
 
 __all__ = [
     "ROWS",
+    "BlockMedium",
     "Column",
     "ConstantRows",
     "InitialRows",
+    "LogPlace",
     "NormalRows",
     "RowStats",
     "RowStore",
+    "Snapshot",
+    "StoreBlocks",
+    "TableHome",
     "UniformRows",
     "Visit",
 ]

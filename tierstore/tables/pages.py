@@ -1,105 +1,444 @@
-"""The pages of a table that are in memory.
+"""The pages of a table: in frames as far as they go, others in a log, and those that nobody wrote nowhere.
 
-A page that was never touched is nowhere.  One that is asked for gets a frame and is made there: its rows by
-the table's `InitialRows`, its states by their columns.
+Rule 1: a page that is asked for gets a frame, and is read from the log or made there: its rows by the table's
+`InitialRows`, its states by their columns.
+Rule 2: frames of the rows in hand stay until other rows are asked for.
+Rule 3: where frames are few, what goes first is what is used least.  Clean frames are forgotten; dirty ones
+are written to the log; without a log they stay.
+Rule 4: whatever fails, no row that was written is lost, and the call can be made again.
+Rule 5: the books (map, frames, log) are of the caller's thread; an executor's threads read and write bytes
+only.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 
+from tierstore.errors import CapacityError, InvariantError, TierStoreError
+from tierstore.tables.frames import FrameEvent, FrameState, FrameTable, Policy
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import Indices, PageLayout
-from tierstore.tables.page_map import Frames, PageMap
+from tierstore.tables.memory import FrameMemory
+from tierstore.tables.page_log import PageLog
+from tierstore.tables.page_map import NOWHERE, Frames, Logged, PageMap
 from tierstore.tables.page_numbers import Pages
+from tierstore.tables.page_writer import MOST_UNDER_WAY, PageWriter
+from tierstore.units import format_bytes
 
-_FIRST_BYTES = 1 << 20
-_AT_A_TIME = 1024
+_AT_A_TIME: Final = 1024
+_SPARE_SHARE: Final = 16
+"""Dirty frames are written before they are needed where fewer than one in so many is free."""
+_PREFETCHED_SHARE: Final = 2
+"""A prefetch takes no more than one frame in so many."""
+
+log = logging.getLogger("tierstore")
 
 
-class ResidentPages:
-    """Pages in frames, as many as were touched: one matrix of cells, which grows by doubling.
+@dataclass
+class PageCounts:
+    """What happened to pages; see `tierstore.tables.row_store.RowStats`."""
 
-    Args:
-        layout: of a page.
-        num_rows: of the table.
-        initial_rows: what the rows are at first; asked for rows below ``num_rows`` only.
+    hits: int = 0
+    misses: int = 0
+    rows_missed: int = 0
+    made: int = 0
+    prefetched: int = 0
+    declined: int = 0
+
+
+@dataclass(frozen=True)
+class TableTraits:
+    """What a table is, but for its layout, its size and where it lies.
+
+    Attributes:
+        name: for messages.
+        initial_rows: see there; asked for rows of the table only.
+        executor: that reads and puts blocks beside the caller.
+        policy: which pages leave memory first.
+        setting: what messages tell to raise where there are too few frames.
     """
 
-    def __init__(self, layout: PageLayout, num_rows: int, initial_rows: InitialRows) -> None:
+    name: str
+    initial_rows: InitialRows
+    executor: Executor
+    policy: Policy = "lfu"
+    setting: str = "its memory"
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Pages on their way to frames because of a prefetch."""
+
+    pages: Pages
+    frames: Frames
+    future: Future[None]
+
+
+class TablePages:
+    """See the module.
+
+    Args:
+        traits: of the table.
+        layout: of a page.
+        num_rows: of the table.
+        memory: of the frames.
+        page_map: of the table; no page is in a frame.
+        page_log: with the same map; None: there is none.
+
+    Raises:
+        CapacityError: the memory has no room for a single page.
+
+    Attributes:
+        cells: of all frames, ``[frames * cells_per_page, width]``.
+        frames: what is in each.
+        map: where each page is.
+        log: see above.
+        visit: the number of the rows in hand.
+        counts: what happened.
+    """
+
+    def __init__(
+        self,
+        traits: TableTraits,
+        layout: PageLayout,
+        num_rows: int,
+        memory: FrameMemory,
+        page_map: PageMap,
+        page_log: PageLog | None = None,
+    ) -> None:
+        self.traits = traits
         self.layout = layout
         self.num_rows = num_rows
-        self.cells = _cells(0, layout)
-        self.hits = 0
-        self.misses = 0
-        self.used = 0
-        self._initial_rows = initial_rows
-        self._map = PageMap(layout.pages_of(num_rows))
+        self.memory = memory
+        self.cells = memory.begin(layout, traits.name)
+        self.map = page_map
+        self.log = page_log
+        self.frames = FrameTable(
+            len(self.cells) // layout.cells_per_page, traits.policy, can_write=page_log is not None
+        )
+        self.counts = PageCounts()
+        self.visit = 0
+        self._reads: deque[_Read] = deque()
+        self._writer = (
+            PageWriter(traits.name, self.frames, page_map, page_log, self._contents_of, traits.executor)
+            if page_log is not None
+            else None
+        )
 
-    def bring(self, pages: Pages) -> Frames:
-        """Return the frames of these distinct pages, in which they are from now on."""
-        frames = self._map.frames_of(pages)
+    # --- rows in hand --------------------------------------------------------------------------
+
+    @property
+    def most_at_once(self) -> int:
+        """How many pages `bring` can bring now, at least 1, if it can bring any."""
+        if not self.memory.is_fixed:
+            return max(1, self.layout.pages_of(self.num_rows))
+        if self.log is not None:
+            return len(self.frames)
+        return max(1, len(self.frames) - len(self.frames.are_in(FrameState.DIRTY)))
+
+    def bring(self, pages: Pages, rows: Indices) -> Frames:
+        """Return the frames of pages, which stay there until other pages are asked for.  Blocks.
+
+        Args:
+            pages: distinct, at most `most_at_once`.
+            rows: how many rows of each are wanted, for the statistics.
+
+        Raises:
+            CapacityError: there is no room for them: in memory, or on the medium for what would have to go.
+            BackendError: the medium failed.  In either case nothing is lost.
+        """
+        self.visit += 1
+        frames = self.map.frames_of(pages)
+        if self._reads:
+            self._take_note_of_reads(wanted=frames[frames >= 0])
+            frames = self.map.frames_of(pages)
         missing = frames < 0
+        self.frames.hold(frames[~missing])
         wanted = pages[missing]
-        self.hits += len(pages) - len(wanted)
-        self.misses += len(wanted)
+        self.counts.hits += len(pages) - len(wanted)
         if len(wanted):
-            frames[missing] = self._make(wanted)
+            self.counts.misses += len(wanted)
+            self.counts.rows_missed += int(rows[missing].sum())
+            frames[missing] = self._bring_in(wanted)
+            self.frames.hold(frames)
+        self.frames.use(frames)
+        self._clean_ahead()
         return frames
 
-    def ids_there(self) -> Iterator[Indices]:
-        """Yield the ids of all rows in frames, ascending, some thousands at a time."""
-        pages = self._map.pages_in_frames()
+    def change(self, frames: Frames) -> None:
+        """Note that rows in these frames are about to be written."""
+        self.frames.step(FrameEvent.CHANGED, frames)
+
+    def written_ids(self) -> Iterator[Indices]:
+        """Yield the ids of all rows of pages that were ever written, ascending, some at a time."""
+        states = self.frames.states
+        dirty = self.frames.pages[states >= FrameState.DIRTY]
+        pages = np.union1d(dirty, self.map.logged().pages)
         per_page = self.layout.rows_per_page
         for begin in range(0, len(pages), _AT_A_TIME):
             ids = (pages[begin : begin + _AT_A_TIME, None] * per_page + np.arange(per_page)).reshape(-1)
             yield ids[ids < self.num_rows]
 
     def grow(self, num_rows: int) -> None:
-        """Let the table have more rows."""
-        last = np.array([(self.num_rows - 1) // self.layout.rows_per_page])
-        begin, self.num_rows = self.num_rows, num_rows
-        self._map.grow(self.layout.pages_of(num_rows))
-        frames = self._map.frames_of(last)
-        if frames[0] >= 0:  # the page has more rows than it had
-            end = min(num_rows, (int(last[0]) + 1) * self.layout.rows_per_page)
-            self._fill_rows(np.arange(begin, end), np.repeat(frames, end - begin))
+        """Let the table have more rows; raises as `bring` does, and then nothing has changed."""
+        begin, per_page = self.num_rows, self.layout.rows_per_page
+        last = np.array([(begin - 1) // per_page])
+        end = min(num_rows, (int(last[0]) + 1) * per_page)
+        is_logged = self.map.places_of(last)[0] != NOWHERE
+        if end > begin and (is_logged or self.map.frames_of(last)[0] >= 0):
+            frames = self.bring(last, np.zeros(1, dtype=np.int64))
+            if is_logged:  # what is there has other bytes in the place of the new rows
+                self.change(frames)
+            self._make_rows(np.arange(begin, end), np.repeat(frames, end - begin))
+        self.num_rows = num_rows
+        self.map.grow(self.layout.pages_of(num_rows))
 
-    def _make(self, pages: Pages) -> Frames:
-        frames = np.arange(self.used, self.used + len(pages))
-        self._make_room(self.used + len(pages))
-        per_page = self.layout.rows_per_page
-        ids = (pages[:, None] * per_page + np.arange(per_page)).reshape(-1)
-        there = ids < self.num_rows
-        self._fill_rows(ids[there], np.repeat(frames, per_page)[there])
-        made = self.cells[self.used * self.layout.cells_per_page :][: len(pages) * self.layout.cells_per_page]
-        by_column = made.view(len(pages), len(self.layout.columns), per_page, self.layout.width)
-        for place, column in enumerate(self.layout.columns[1:], 1):
-            by_column[:, place].fill_(column.initial)
-        self.used += len(pages)
-        self._map.set_frames(pages, frames)
+    def prefetch(self, pages: Pages) -> None:
+        """Begin to read pages from the log into frames, as far as frames can be had at once.
+
+        Args:
+            pages: distinct, of the table.
+        """
+        if self._writer is None or self.log is None:
+            return
+        self._take_note_of_reads()
+        frames = self.map.frames_of(pages)
+        self.frames.keep(frames[frames >= 0])
+        wanted = pages[frames < 0]
+        wanted = wanted[self.map.places_of(wanted) != NOWHERE]
+        most = min(len(wanted), len(self.frames) // _PREFETCHED_SHARE)
+        self._writer.take_note()
+        if self.frames.free < most:
+            self._send_off(self.frames.victims(most - self.frames.free), at_once=True)
+        most = min(most, self.frames.free)
+        self.counts.declined += len(wanted) - most
+        if most:
+            self._begin_read(wanted[:most])
+
+    # --- the log -------------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        """Write every dirty page to the log; the frames stay, clean.  Blocks.
+
+        Raises:
+            CapacityError: the medium is full.
+            BackendError: it failed.  In either case what is not in the log is dirty, and nothing is lost.
+        """
+        if self._writer is not None:
+            self._writer.finish_all()
+            dirty = self.frames.are_in(FrameState.DIRTY)
+            self._writer.begin(dirty[np.argsort(self.frames.pages[dirty])], leave=False)
+            self._writer.finish_all()
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way; what could not be written is dirty."""
+        self._take_note_of_reads(all_of_them=True)
+        if self._writer is not None:
+            try:
+                self._writer.finish_all()
+            except TierStoreError as error:
+                log.warning("table %r: dirty pages could not be written yet: %s", self.traits.name, error)
+
+    def forget_all(self) -> None:
+        """Let every page leave memory; none is dirty."""
+        self.settle()
+        self.visit += 1
+        frames = self.frames.are_in(FrameState.CLEAN)
+        self.map.set_frames(self.frames.pages[frames], NOWHERE)
+        self.frames.step(FrameEvent.FORGOTTEN, frames)
+
+    @property
+    def has_dirty(self) -> bool:
+        """Whether there are pages in frames that differ from those in the log."""
+        return bool(np.any(self.frames.states >= FrameState.DIRTY))
+
+    # --- frames for pages ----------------------------------------------------------------------
+
+    def _bring_in(self, pages: Pages) -> Frames:
+        """Return frames with the bytes of pages that were in none."""
+        self._make_free(len(pages))
+        frames = self.frames.take(pages)
+        try:
+            self._fill(pages, frames)
+        except BaseException:
+            self.frames.step(FrameEvent.UNFILLED, frames)
+            raise
+        self.frames.step(FrameEvent.FILLED, frames)
+        self.map.set_frames(pages, frames)
         return frames
 
-    def _fill_rows(self, ids: Indices, frames: Frames) -> None:
-        """Set rows in these frames to what they are at first."""
+    def _make_free(self, wanted: int) -> None:
+        """Let there be so many free frames."""
+        if not self.memory.is_fixed:
+            self._enlarge(wanted)
+        elif self._writer is None:
+            self._forget_clean(wanted)
+        else:
+            self._writer.take_note()
+            while self.frames.free < wanted:
+                self._make_some_free(wanted, self._writer)
+
+    def _make_some_free(self, wanted: int, writer: PageWriter) -> None:
+        """Make a step towards free frames."""
+        lacking = wanted - self.frames.free
+        if writer.leaving >= lacking:
+            writer.finish()
+            return
+        victims = self.frames.victims(lacking - writer.leaving)
+        if len(victims):
+            self._send_off(victims)
+        elif writer.under_way:
+            writer.finish()
+        elif self._reads:
+            self._take_note_of_reads(all_of_them=True)
+        else:
+            victims = self.frames.victims(lacking, kept_too=True)
+            if not len(victims):
+                raise InvariantError(f"table {self.traits.name!r}: {wanted} frames wanted, none can go")
+            self._send_off(victims)
+
+    def _send_off(self, victims: Frames, *, at_once: bool = False) -> None:
+        """Forget clean victims, and begin to write dirty ones.
+
+        Args:
+            victims: CLEAN or DIRTY.
+            at_once: write only what needs no waiting.
+        """
+        assert self._writer is not None
+        assert self.log is not None
+        dirty = self.frames.states[victims] == FrameState.DIRTY
+        self._writer.forget(victims[~dirty])
+        going = victims[dirty]
+        if at_once:
+            going = going[: (MOST_UNDER_WAY - self._writer.under_way) * self.log.pages_per_block]
+        self._writer.begin(going, leave=True)
+
+    def _clean_ahead(self) -> None:
+        """Begin to write a block of those that go next, before their frames are needed."""
+        writer = self._writer
+        if writer is None or self.log is None or not self.memory.is_fixed:
+            return
+        lacking = len(self.frames) // _SPARE_SHARE - self.frames.free
+        if lacking > 0 and not writer.under_way:
+            self._send_off(self.frames.victims(min(lacking, self.log.pages_per_block)), at_once=True)
+
+    def _forget_clean(self, wanted: int) -> None:
+        """Let there be so many free frames where what is dirty can go nowhere.
+
+        Raises:
+            CapacityError: there are too few frames; nothing was changed.
+        """
+        while self.frames.free < wanted:
+            victims = self.frames.victims(wanted - self.frames.free, kept_too=True)
+            if not len(victims):
+                raise self._too_few(wanted)
+            self.map.set_frames(self.frames.pages[victims], NOWHERE)
+            self.frames.step(FrameEvent.FORGOTTEN, victims)
+
+    def _too_few(self, wanted: int) -> CapacityError:
+        page, there = self.layout.page_bytes, len(self.frames)
+        in_use = there - self.frames.free + wanted
+        return CapacityError(
+            f"table {self.traits.name!r}: {in_use} pages ({format_bytes(in_use * page)}) are in use and "
+            f"{self.traits.setting} leaves it {format_bytes(there * page)}; give it a disk, or more",
+            needed_bytes=in_use * page,
+            free_bytes=self.frames.free * page,
+        )
+
+    def _enlarge(self, wanted: int) -> None:
+        if self.frames.free < wanted:
+            self._take_note_of_reads(all_of_them=True)  # they write to the memory that there is
+            needed = len(self.frames) - self.frames.free + wanted
+            most = self.layout.pages_of(self.num_rows)
+            self.cells = self.memory.enlarge(self.cells, self.layout, needed, most)
+            self.frames.enlarge(len(self.cells) // self.layout.cells_per_page)
+
+    # --- bytes ---------------------------------------------------------------------------------
+
+    def _fill(self, pages: Pages, frames: Frames) -> None:
+        """Read pages from the log, and make those that are not there."""
+        places = self.map.places_of(pages)
+        there = places != NOWHERE
+        if self.log is not None and there.any():
+            logged = Logged(pages[there], places[there], self.map.checks_of(pages[there]))
+            self._read_into(self.log, logged, frames[there], self.cells)
+            self.log.bytes_read += len(logged.pages) * self.log.stored_bytes
+        if not there.all():
+            self._make(pages[~there], frames[~there])
+
+    def _make(self, pages: Pages, frames: Frames) -> None:
+        """Let frames have the bytes of pages that were never written."""
+        per_page = self.layout.rows_per_page
+        ids = (pages[:, None] * per_page + np.arange(per_page)).reshape(-1)
+        frame_of = np.repeat(frames, per_page)
+        there = ids < self.num_rows
+        if not there.all():  # the last page: what is beyond is not of the table, but goes to the log with it
+            beyond = self.layout.cells_in(frame_of[~there], ids[~there] % per_page)
+            self.cells.index_fill_(0, torch.from_numpy(beyond), 0)
+        self._make_rows(ids[there], frame_of[there])
+        by_column = self.cells.view(-1, len(self.layout.columns), per_page, self.layout.width)
+        index = torch.from_numpy(frames)
+        for place, column in enumerate(self.layout.columns[1:], 1):
+            by_column[:, place].index_fill_(0, index, column.initial)
+        self.counts.made += len(pages)
+
+    def _make_rows(self, ids: Indices, frames: Frames) -> None:
+        """Set rows in frames to what they are at first."""
         cells = self.layout.cells_in(frames, ids % self.layout.rows_per_page)
-        rows = self._initial_rows(torch.from_numpy(ids))
+        rows = self.traits.initial_rows(torch.from_numpy(ids))
         self.cells.index_put_((torch.from_numpy(cells),), rows.detach())
 
-    def _make_room(self, frames: int) -> None:
-        if frames * self.layout.cells_per_page > len(self.cells):
-            most = self.layout.pages_of(self.num_rows)
-            room = max(frames, min(most, max(2 * self.used, _FIRST_BYTES // self.layout.page_bytes)))
-            cells = _cells(room, self.layout)
-            used = self.used * self.layout.cells_per_page
-            cells[:used] = self.cells[:used]
-            self.cells = cells
+    def _contents_of(self, frames: Frames) -> torch.Tensor:
+        by_frame = self.cells.view(len(self.frames), -1)
+        return by_frame.index_select(0, torch.from_numpy(frames)).view(torch.uint8)
 
+    @staticmethod
+    def _read_into(page_log: PageLog, logged: Logged, frames: Frames, cells: torch.Tensor) -> None:
+        """Read pages into frames that nobody else touches.  In any thread."""
+        contents = page_log.read(logged).view(cells.dtype)
+        cells.view(-1, contents.shape[1]).index_put_((torch.from_numpy(frames),), contents)
 
-def _cells(frames: int, layout: PageLayout) -> torch.Tensor:
-    """Return memory for so many frames; what is in it is whatever."""
-    with torch.inference_mode(mode=False):  # else nobody could write to it later, out of that mode
-        return torch.empty(frames * layout.cells_per_page, layout.width, dtype=layout.dtype, device="cpu")
+    # --- prefetched pages ----------------------------------------------------------------------
+
+    def _begin_read(self, pages: Pages) -> None:
+        assert self.log is not None
+        frames = self.frames.take(pages)
+        self.map.set_frames(pages, frames)
+        self.frames.keep(frames)
+        logged = Logged(pages, self.map.places_of(pages), self.map.checks_of(pages))
+        future = self.traits.executor.submit(self._read_into, self.log, logged, frames, self.cells)
+        self._reads.append(_Read(pages, frames, future))
+
+    def _take_note_of_reads(self, wanted: Frames | None = None, *, all_of_them: bool = False) -> None:
+        """Let frames be CLEAN that prefetches have filled, and FREE those of prefetches that failed.
+
+        Args:
+            wanted: frames of which none may be FILLING afterwards.
+            all_of_them: wait for every prefetch.
+        """
+        if wanted is not None and np.any(self.frames.states[wanted] == FrameState.FILLING):
+            all_of_them = True
+        while self._reads and (all_of_them or self._reads[0].future.done()):
+            wait([self._reads[0].future])
+            self._end_read(self._reads.popleft())
+
+    def _end_read(self, read: _Read) -> None:
+        error = read.future.exception()
+        if error is None:
+            assert self.log is not None
+            self.frames.step(FrameEvent.FILLED, read.frames)
+            self.counts.prefetched += len(read.pages)
+            self.log.bytes_read += len(read.pages) * self.log.stored_bytes
+            return
+        self.map.set_frames(read.pages, NOWHERE)
+        self.frames.step(FrameEvent.UNFILLED, read.frames)
+        # Whoever asks for these pages reads them again, and hears of it.
+        log.warning("table %r: %d pages were not prefetched: %s", self.traits.name, len(read.pages), error)

@@ -1,105 +1,96 @@
 """The rows of a table and the state that an optimizer keeps beside them.
 
-`RowStore` is what modules and optimizers see of this package: rows by their ids, gathered and scattered.
-It knows neither modules nor optimizers nor autograd.
+`RowStore` is what modules, optimizers and training see of this package: rows by their ids, gathered and
+scattered, wherever they lie.  It knows neither modules nor optimizers nor autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.tables.frames import FrameState, Policy
 from tierstore.tables.initial_rows import InitialRows
-from tierstore.tables.layout import ROWS, Column, Indices, PageLayout
-from tierstore.tables.pages import ResidentPages
+from tierstore.tables.layout import ROWS, Column, PageLayout
+from tierstore.tables.memory import FixedMemory, FrameMemory, GrowingMemory
+from tierstore.tables.page_log import LogPlace, PageLog, Snapshot
+from tierstore.tables.page_map import PageMap
+from tierstore.tables.pages import TablePages, TableTraits
+from tierstore.tables.visits import Visit, visits
+from tierstore.tables.workers import TableWorkers
+
+_STAGED_PAGES: Final = 1024  # in memory, of the old layout while rows are copied to a new one
 
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """One table, now and since it was made.
+    """One table, now and since it was made or attached.
 
     Attributes:
         pages: how many are in memory.
+        frames: how many there is room for.
+        dirty_pages: of those in memory, how many differ from what the log has.
         page_bytes: bytes of one.
         hits: pages that were asked for and in memory.
         misses: those that were not.
+        row_bytes_missed: bytes of the rows, with their state, that were asked for in pages that were missing.
+        pages_made: misses of pages that were never written: computed, not read.
+        pages_prefetched: read because of a prefetch.
+        prefetches_declined: pages that a prefetch named and there was no room for.
+        page_bytes_read: from the log, to frames or to compact it.
+        page_bytes_written: to the log, likewise.
+        log_pages: that are in the log, each counted once.
+        dead_pages: older ones that are there still.
+        blocks: of the log.
     """
 
     pages: int
+    frames: int
+    dirty_pages: int
     page_bytes: int
     hits: int
     misses: int
+    row_bytes_missed: int
+    pages_made: int
+    pages_prefetched: int
+    prefetches_declined: int
+    page_bytes_read: int = 0
+    page_bytes_written: int = 0
+    log_pages: int = 0
+    dead_pages: int = 0
+    blocks: int = 0
 
 
-class Visit:
-    """Rows of a part of the ids that were asked for, which stay in place until the next part is.
+@dataclass(frozen=True)
+class TableHome:
+    """Where a table lies that is attached.
 
     Attributes:
-        part: which of the ids.
+        memory: for frames: contiguous, in host memory, of any type whose bytes can be used.
+        log: for what does not fit there; None: there is none, and all that is written has to fit.
+        policy: which pages leave memory first: those used least often of late, or least recently.
+        setting: what messages tell to raise where the memory is too small.
+        executor: in which blocks are put and read beside the caller; None: threads of the table's own.
     """
 
-    def __init__(self, part: slice, pages: ResidentPages, cells: Indices) -> None:
-        self.part = part
-        self._pages = pages
-        self._cells = torch.from_numpy(cells)
-
-    def gather(self, column: str = ROWS, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a copy of the cells of these rows.
-
-        Args:
-            column: which cells.
-            out: where to; contiguous ``[n, width]`` of the table's dtype in host memory.
-
-        Returns:
-            ``[n, width]``; ``out`` if that was given.
-
-        Raises:
-            UsageError: there is no such column, or ``out`` is not as it has to be.
-        """
-        cells = self._cells_of(column)
-        if out is not None:
-            self._check(out, "out")
-            torch.index_select(self._pages.cells, 0, cells, out=out.detach())
-            return out
-        return torch.index_select(self._pages.cells, 0, cells)
-
-    def scatter(self, column: str, values: torch.Tensor) -> None:
-        """Write cells of these rows.
-
-        Args:
-            column: which cells.
-            values: ``[n, width]`` of the table's dtype, in host memory.
-
-        Raises:
-            UsageError: there is no such column, or the values are not as they have to be.
-        """
-        cells = self._cells_of(column)
-        self._check(values, "values")
-        self._pages.cells.index_put_((cells,), values.detach())
-
-    def _cells_of(self, column: str) -> torch.Tensor:
-        layout = self._pages.layout
-        place = layout.place_of(column)
-        return self._cells + place * layout.rows_per_page if place else self._cells
-
-    def _check(self, tensor: torch.Tensor, name: str) -> None:
-        wanted = (len(self._cells), self._pages.layout.width), self._pages.layout.dtype, "cpu"
-        given = tuple(tensor.shape), tensor.dtype, tensor.device.type
-        if given != wanted:
-            raise UsageError(
-                f"{name}: {given[1]} {list(given[0])} on {given[2]}, not {wanted[1]} {list(wanted[0])} on cpu"
-            )
+    memory: torch.Tensor
+    log: LogPlace | None = None
+    policy: Policy = "lfu"
+    setting: str = "its memory"
+    executor: Executor | None = None
 
 
 class RowStore:
     """Rows by their ids, each with a cell of every column.
 
-    The pages that are touched stay in memory; others are nowhere, so a table may have 2**40 rows.  Not for
-    several threads at a time.
+    By itself it keeps the pages that are touched in memory, so a table may have 2**40 rows.  In a run it is
+    `attach`ed to memory of fixed size, and to a log on a medium.  Not for several threads at a time.
 
     Args:
         num_rows: at least 1.
@@ -118,9 +109,15 @@ class RowStore:
         *,
         name: str = "table",
     ) -> None:
-        self.name = name
-        self._initial_rows = initial_rows
-        self._pages = ResidentPages(PageLayout(width, dtype), num_rows, initial_rows)
+        self._executor = TableWorkers(name)
+        self._traits = TableTraits(name, initial_rows, self._executor)
+        self._last_log: PageLog | None = None  # before it was detached
+        self._pages = self._new_pages(PageLayout(width, dtype), num_rows, GrowingMemory())
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self._traits.name
 
     @property
     def num_rows(self) -> int:
@@ -142,13 +139,58 @@ class RowStore:
         """The columns, ``"rows"`` first."""
         return self._pages.layout.columns
 
+    # --- rows ----------------------------------------------------------------------------------
+
+    def visit(self, ids: torch.Tensor) -> Iterator[Visit]:
+        """Yield parts of the rows of ``ids`` in which they can be read and written, in order.  Blocks.
+
+        Rows of a part stay in place until the next one, or other rows, are asked for.  No ids have no parts.
+
+        Args:
+            ids: int64 in host memory, ascending, distinct, at least 0 and below `num_rows`: the caller has
+                checked.
+
+        Raises:
+            CapacityError: there is no room for pages: in memory, or on the medium for what would have to go.
+            BackendError: the medium failed.  In either case nothing that was written is lost, and the visit
+                can be made again.
+        """
+        yield from visits(self._pages, ids.numpy())
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Begin to bring rows from the log that will be visited.  Does not block for a medium.
+
+        It is advice: it never raises for want of room or because a medium fails, and brings what there are
+        frames for.  What it brought stays until it is visited, unless the visit does not come.
+
+        Args:
+            ids: int64 in host memory, at least 0 and below `num_rows`; any order, repeats allowed.
+        """
+        self._pages.prefetch(np.unique(ids.numpy() // self._pages.layout.rows_per_page))
+
+    def grow(self, num_rows: int) -> None:
+        """Let the table have more rows: those that a table made with so many has.
+
+        Raises:
+            UsageError: they are fewer than there are.
+            CapacityError, BackendError: as of `visit`, of the page that is last now.  In any case nothing has
+                changed.
+        """
+        if num_rows < self.num_rows:
+            raise UsageError(f"table {self.name!r}: {self.num_rows} rows cannot grow to {num_rows}")
+        self._pages.grow(num_rows)
+
+    # --- columns -------------------------------------------------------------------------------
+
     def ensure_columns(self, columns: Sequence[Column]) -> None:
         """Let there be these columns; those that are there stay as they are.
 
-        What is there is copied to pages of the new layout; for a while both are in memory.
+        All that was written is copied to pages of the new layout.
 
         Raises:
-            UsageError: a column of the same name starts with another value; nothing was changed.
+            UsageError: a column of the same name starts with another value.
+            CapacityError, BackendError: the copy found no room, or a medium failed.  In any case nothing has
+                changed.
         """
         there = {column.name: column for column in self.columns}
         for column in columns:
@@ -161,62 +203,236 @@ class RowStore:
         self._relay(tuple(there.values()))
 
     def drop_columns(self, names: Collection[str]) -> None:
-        """Forget columns and what is in them.
+        """Forget columns and what is in them; otherwise as `ensure_columns`.
 
         Raises:
-            UsageError: there is no such column, or it is ``"rows"``; nothing was changed.
+            UsageError: there is no such column, or it is ``"rows"``; nothing has changed.
         """
         for name in names:
             if not self._pages.layout.place_of(name):
                 raise UsageError(f"table {self.name!r}: the column {name!r} is the table itself")
         self._relay(tuple(column for column in self.columns if column.name not in names))
 
-    def visit(self, ids: torch.Tensor) -> Iterator[Visit]:
-        """Yield parts of the rows of ``ids`` in which they can be read and written, in order.
+    # --- where rows lie ------------------------------------------------------------------------
 
-        Rows of a part stay in place until the next one is asked for.  No ids have no parts.
+    def attach(self, home: TableHome) -> None:
+        """Let pages lie in the frames and the log of ``home`` from now on.  Blocks.
 
-        Args:
-            ids: int64 in host memory, ascending, distinct, at least 0 and below `num_rows`: the caller has
-                checked.
-        """
-        if len(ids):
-            yield from self._visit(self._pages, ids.numpy())
-
-    @staticmethod
-    def _visit(pages: ResidentPages, ids: Indices) -> Iterator[Visit]:
-        of_ids, offsets = np.divmod(ids, pages.layout.rows_per_page)
-        begins = np.concatenate(([True], of_ids[1:] != of_ids[:-1]))
-        frames = pages.bring(of_ids[begins])[np.cumsum(begins) - 1]
-        yield Visit(slice(0, len(ids)), pages, pages.layout.cells_in(frames, offsets))
-
-    def prefetch(self, ids: torch.Tensor) -> None:
-        """Advise that rows will be visited: any order, repeats allowed.  Never raises for want of room."""
-
-    def grow(self, num_rows: int) -> None:
-        """Let the table have more rows: those that a table made with so many has.
+        Nobody else touches its memory until `detach`.
 
         Raises:
-            UsageError: they are fewer than there are; nothing was changed.
+            UsageError: it is attached already.
+            CapacityError, BackendError: there is too little room, or the medium failed.  In any case nothing
+                has changed.
         """
-        if num_rows < self.num_rows:
-            raise UsageError(f"table {self.name!r}: {self.num_rows} rows cannot grow to {num_rows}")
-        self._pages.grow(num_rows)
+        if self._pages.memory.is_fixed:
+            raise UsageError(f"table {self.name!r} is attached already")
+        old, self._traits = self._pages, self._traits_in(home)
+        try:
+            new = self._new_pages(
+                old.layout, old.num_rows, FixedMemory(home.memory), home.log, self._last_log
+            )
+            self._pages = self._copied(old, new)
+        except BaseException:
+            self._traits = old.traits
+            raise
+
+    def detach(self) -> None:
+        """Let what was written lie in growing memory again, and the log be forgotten.  Blocks.
+
+        Nothing where it is not attached.
+
+        Raises:
+            BackendError: the medium failed; nothing has changed.
+        """
+        if self._pages.memory.is_fixed:
+            old = self._pages
+            self._pages = self._copied(old, self._new_pages(old.layout, old.num_rows, GrowingMemory()))
+            self._last_log = old.log or self._last_log
+            _drop_log(old)
+
+    def write_back(self) -> None:
+        """Write what is dirty to the log; all that is in memory stays there.  Blocks.  Nothing without a log.
+
+        Raises:
+            CapacityError: the medium is full.
+            BackendError: it failed.  In either case nothing is lost.
+        """
+        self._pages.write_back()
+
+    def snapshot(self) -> Snapshot:
+        """Return what has to be kept beside the blocks of the log so that the table can be `restored`.
+
+        The blocks stay until another snapshot is `keep`t, whatever is written meanwhile.
+
+        Raises:
+            UsageError: there is no log, or something is dirty: `write_back` comes first.
+        """
+        if self._pages.log is None:
+            raise UsageError(f"table {self.name!r} has no log")
+        if self._pages.has_dirty:
+            raise UsageError(f"table {self.name!r}: pages are dirty; call write_back first")
+        return self._pages.log.snapshot(self.num_rows)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Note that ``snapshot`` is safe, with its blocks; drop those that only earlier ones count on."""
+        if self._pages.log is not None:
+            self._pages.log.keep(snapshot)
+
+    @classmethod
+    def restored(
+        cls,
+        snapshot: Snapshot,
+        width: int,
+        dtype: torch.dtype,
+        initial_rows: InitialRows,
+        home: TableHome,
+        *,
+        name: str = "table",
+    ) -> RowStore:
+        """Return a table, attached, as it was when ``snapshot`` was taken.  Reads no page.
+
+        Blocks under the log's prefix that the snapshot does not count on are dropped.
+
+        Args:
+            snapshot: that is kept, with its blocks.
+            width: as the table was made with, as are ``dtype`` and ``initial_rows``.
+            dtype: see there.
+            initial_rows: see there.
+            home: with the same log; the size of its blocks may be another.
+            name: see the class.
+
+        Raises:
+            UsageError: the home has no log.
+            CapacityError: the memory has no room for a single page.
+        """
+        if home.log is None:
+            raise UsageError(f"table {name!r}: a snapshot is read from a log, and there is none")
+        table = cls(snapshot.num_rows, width, dtype, initial_rows, name=name)
+        table._traits = table._traits_in(home)
+        layout = PageLayout(width, dtype, snapshot.columns)
+        table._pages = table._new_pages(layout, snapshot.num_rows, FixedMemory(home.memory), home.log)
+        assert table._pages.log is not None
+        table._pages.log.restore(snapshot)
+        home.log.medium.drop_others(home.log.prefix, snapshot.blocks)
+        return table
+
+    def close(self) -> None:
+        """Wait for what is on its way, and end the table's threads.  The table is of no use then."""
+        self._pages.settle()
+        self._executor.shutdown()
 
     def stats(self) -> RowStats:
         """Return what there is and what happened."""
-        pages = self._pages
-        return RowStats(pages.used, pages.layout.page_bytes, pages.hits, pages.misses)
+        pages, counts, log = self._pages, self._pages.counts, self._pages.log
+        states = pages.frames.states
+        stats = RowStats(
+            pages=len(pages.frames) - pages.frames.free,
+            frames=len(pages.frames),
+            dirty_pages=int(np.count_nonzero(states >= FrameState.DIRTY)),
+            page_bytes=pages.layout.page_bytes,
+            hits=counts.hits,
+            misses=counts.misses,
+            row_bytes_missed=counts.rows_missed * pages.layout.record_bytes,
+            pages_made=counts.made,
+            pages_prefetched=counts.prefetched,
+            prefetches_declined=counts.declined,
+        )
+        if log is None:
+            return stats
+        return replace(
+            stats,
+            page_bytes_read=log.bytes_read,
+            page_bytes_written=log.bytes_written,
+            log_pages=log.current_pages,
+            dead_pages=log.dead_pages,
+            blocks=log.blocks,
+        )
+
+    # --- copies --------------------------------------------------------------------------------
+
+    def _traits_in(self, home: TableHome) -> TableTraits:
+        executor = home.executor or self._executor
+        return replace(self._traits, policy=home.policy, setting=home.setting, executor=executor)
+
+    def _new_pages(
+        self,
+        layout: PageLayout,
+        num_rows: int,
+        memory: FrameMemory,
+        place: LogPlace | None = None,
+        before: PageLog | None = None,
+    ) -> TablePages:
+        """Return pages of which none was touched.
+
+        Args:
+            layout: of them.
+            num_rows: of the table.
+            memory: for frames.
+            place: of the log.
+            before: a log of this table before, of which snapshots may have blocks.
+        """
+        page_map = PageMap(layout.pages_of(num_rows))
+        log = None if place is None else PageLog(place, layout, page_map, before)
+        return TablePages(self._traits, layout, num_rows, memory, page_map, log)
+
+    def _copied(self, old: TablePages, new: TablePages) -> TablePages:
+        """Write to ``new`` what was written to ``old``, of the columns that it has; return it.
+
+        If that fails, the blocks of ``new`` are dropped.
+        """
+        names = [column.name for column in old.layout.columns if column in new.layout.columns]
+        try:
+            for ids in old.written_ids():
+                for source in visits(old, ids):
+                    for target in visits(new, ids[source.part]):
+                        for name in names:
+                            target.scatter(name, source.gather(name)[target.part])
+        except BaseException:
+            _drop_log(new)
+            raise
+        return new
 
     def _relay(self, columns: tuple[Column, ...]) -> None:
-        """Copy all that is there to pages with other columns."""
+        """Copy all that was written to pages with other columns."""
         old = self._pages
         if columns == old.layout.columns:
             return
-        new = ResidentPages(old.layout.with_columns(columns), old.num_rows, self._initial_rows)
-        kept = [column.name for column in old.layout.columns if column in columns]
-        for ids in old.ids_there():
-            (source,), (target,) = self._visit(old, ids), self._visit(new, ids)
-            for name in kept:
-                target.scatter(name, source.gather(name))
-        self._pages = new
+        layout = replace(old.layout, columns=columns)
+        if not old.memory.is_fixed:
+            self._pages = self._copied(old, self._new_pages(layout, old.num_rows, GrowingMemory()))
+        elif old.log is None:
+            self._relay_in_memory(old, layout)
+        else:
+            self._relay_in_log(old, layout, old.log)
+
+    def _relay_in_memory(self, old: TablePages, layout: PageLayout) -> None:
+        """Copy to the same memory, by way of memory of the process."""
+        aside = self._copied(old, self._new_pages(old.layout, old.num_rows, GrowingMemory()))
+        try:
+            self._pages = self._copied(aside, self._new_pages(layout, old.num_rows, old.memory))
+        except BaseException:
+            self._pages = self._copied(aside, self._new_pages(old.layout, old.num_rows, old.memory))
+            raise
+
+    def _relay_in_log(self, old: TablePages, layout: PageLayout, log: PageLog) -> None:
+        """Copy by way of the log: everything is there first, and read into a little memory of the process."""
+        old.settle()
+        old.write_back()
+        old.forget_all()
+        staged = torch.empty(_STAGED_PAGES * old.layout.page_bytes, dtype=torch.uint8, device="cpu")
+        aside = TablePages(self._traits, old.layout, old.num_rows, FixedMemory(staged), old.map, log)
+        try:
+            new = self._new_pages(layout, old.num_rows, old.memory, log.place, log)
+            self._pages = self._copied(aside, new)
+        except BaseException:
+            aside.forget_all()
+            raise
+        log.drop_all()
+
+
+def _drop_log(pages: TablePages) -> None:
+    """Drop the blocks of pages that are of no use any more."""
+    pages.settle()
+    if pages.log is not None:
+        pages.log.drop_all()

@@ -1,0 +1,101 @@
+"""Where frames lie: memory that grows as a table is touched, or a tensor of fixed size that is given.
+
+Either is one matrix of cells, ``[frames * cells_per_page, width]``.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from tierstore.errors import CapacityError
+from tierstore.tables.layout import PageLayout
+from tierstore.units import format_bytes
+
+_FIRST_BYTES = 1 << 20
+
+
+class FrameMemory(Protocol):
+    """See the module."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there are as many frames as at the beginning, whatever is touched."""
+        ...
+
+    def begin(self, layout: PageLayout, name: str) -> torch.Tensor:
+        """Return the cells of the first frames; what is in them is whatever.
+
+        Args:
+            layout: of a page.
+            name: of the table, for messages.
+
+        Raises:
+            CapacityError: there is no room for a single page.
+        """
+        ...
+
+    def enlarge(self, cells: torch.Tensor, layout: PageLayout, frames: int, most: int) -> torch.Tensor:
+        """Return cells of at least ``frames`` frames, which begin as ``cells`` do.
+
+        Args:
+            cells: those that there were.
+            layout: of a page.
+            frames: how many are needed.
+            most: how many may be needed ever.
+        """
+        ...
+
+
+class GrowingMemory:
+    """As much as is touched, of the process: it grows by doubling."""
+
+    is_fixed = False
+
+    def begin(self, layout: PageLayout, name: str) -> torch.Tensor:
+        """See `FrameMemory.begin`."""
+        del name
+        return _new_cells(layout, 0)
+
+    def enlarge(self, cells: torch.Tensor, layout: PageLayout, frames: int, most: int) -> torch.Tensor:
+        """See `FrameMemory.enlarge`."""
+        doubled = max(2 * len(cells) // layout.cells_per_page, _FIRST_BYTES // layout.page_bytes)
+        larger = _new_cells(layout, max(frames, min(most, doubled)))
+        larger[: len(cells)] = cells
+        return larger
+
+
+class FixedMemory:
+    """A tensor that is given, for as long as the table lives: in a run, a lease of the host tier.
+
+    Args:
+        tensor: contiguous, in host memory, of any type whose bytes may be used.
+    """
+
+    is_fixed = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bytes = tensor.detach().reshape(-1).view(torch.uint8)
+
+    def begin(self, layout: PageLayout, name: str) -> torch.Tensor:
+        """See `FrameMemory.begin`."""
+        there, page = self._bytes.numel(), layout.page_bytes
+        frames = there // page
+        if frames < 1:
+            raise CapacityError(
+                f"table {name!r}: a page of {layout.rows_per_page} rows with their state takes "
+                f"{format_bytes(page)}, and its frames have {format_bytes(there)}",
+                needed_bytes=page,
+                free_bytes=there,
+            )
+        return self._bytes[: frames * page].view(layout.dtype).view(-1, layout.width)
+
+    def enlarge(self, cells: torch.Tensor, layout: PageLayout, frames: int, most: int) -> torch.Tensor:
+        """See `FrameMemory.enlarge`: it never is."""
+        raise NotImplementedError
+
+
+def _new_cells(layout: PageLayout, frames: int) -> torch.Tensor:
+    with torch.inference_mode(mode=False):  # else nobody could write to it later, out of that mode
+        return torch.empty(frames * layout.cells_per_page, layout.width, dtype=layout.dtype, device="cpu")

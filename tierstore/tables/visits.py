@@ -1,0 +1,101 @@
+"""Rows in hand: the cells of some rows, gathered and scattered by one call each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from tierstore.errors import UsageError
+from tierstore.tables.layout import ROWS, Indices
+from tierstore.tables.page_map import Frames
+from tierstore.tables.pages import TablePages
+
+
+class Visit:
+    """Rows of a part of the ids that were asked for, which stay in place until other rows are asked for.
+
+    Attributes:
+        part: which of the ids.
+    """
+
+    def __init__(self, part: slice, pages: TablePages, frames: Frames, cells: Indices) -> None:
+        self.part = part
+        self._pages = pages
+        self._visit = pages.visit
+        self._frames = frames  # distinct
+        self._cells = torch.from_numpy(cells)  # of "rows"
+
+    def gather(self, column: str = ROWS, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a copy of the cells of these rows.
+
+        Args:
+            column: which cells.
+            out: where to; contiguous ``[n, width]`` of the table's dtype in host memory.
+
+        Returns:
+            ``[n, width]``; ``out`` if that was given.
+
+        Raises:
+            UsageError: there is no such column, ``out`` is not as it has to be, or other rows have been
+                asked for.
+        """
+        cells = self._cells_of(column)
+        if out is None:
+            return torch.index_select(self._pages.cells, 0, cells)
+        self._check(out, "out")
+        torch.index_select(self._pages.cells, 0, cells, out=out.detach())
+        return out
+
+    def scatter(self, column: str, values: torch.Tensor) -> None:
+        """Write cells of these rows.
+
+        Args:
+            column: which cells.
+            values: ``[n, width]`` of the table's dtype, in host memory.
+
+        Raises:
+            UsageError: there is no such column, the values are not as they have to be, or other rows have
+                been asked for.
+        """
+        cells = self._cells_of(column)
+        self._check(values, "values")
+        self._pages.change(self._frames)
+        self._pages.cells.index_put_((cells,), values.detach())
+
+    def _cells_of(self, column: str) -> torch.Tensor:
+        if self._visit != self._pages.visit:
+            name = self._pages.traits.name
+            raise UsageError(f"table {name!r}: other rows were asked for since, and these may be elsewhere")
+        layout = self._pages.layout
+        place = layout.place_of(column)
+        return self._cells + place * layout.rows_per_page if place else self._cells
+
+    def _check(self, tensor: torch.Tensor, name: str) -> None:
+        wanted = (len(self._cells), self._pages.layout.width), self._pages.layout.dtype, "cpu"
+        given = tuple(tensor.shape), tensor.dtype, tensor.device.type
+        if given != wanted:
+            raise UsageError(
+                f"{name}: {given[1]} {list(given[0])} on {given[2]}, not {wanted[1]} {list(wanted[0])} on cpu"
+            )
+
+
+def visits(pages: TablePages, ids: Indices) -> Iterator[Visit]:
+    """Yield the rows of ``ids``, ascending and distinct, in as few parts as frames allow.
+
+    Raises:
+        CapacityError, BackendError: as `TablePages.bring`.
+    """
+    layout = pages.layout
+    page_of, offsets = np.divmod(ids, layout.rows_per_page)
+    begins = np.flatnonzero(np.concatenate(([True], page_of[1:] != page_of[:-1])))[: len(ids)]
+    distinct, counts = page_of[begins], np.diff(begins, append=len(ids))
+    at = 0
+    while at < len(distinct):
+        until = at + pages.most_at_once
+        frames = pages.bring(distinct[at:until], counts[at:until])
+        part = slice(int(begins[at]), int(begins[until]) if until < len(begins) else len(ids))
+        cells = layout.cells_in(np.repeat(frames, counts[at:until]), offsets[part])
+        yield Visit(part, pages, frames, cells)
+        at = until
