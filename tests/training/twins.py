@@ -94,7 +94,7 @@ _ON_ACCELERATOR: dict[str, dict[str, object]] = {
         "host_mem_block_size": "144KB",
     },
 }
-"""Allocators round up to 512 bytes.  The limit is for what a run adds: see `_with_rest`."""
+"""Allocators round up to 512 bytes.  The limit is for what a run adds: see `with_rest`."""
 
 is_on_accelerator = target.accelerator is not None
 """Whether these tests run on an accelerator: this folder's fixture puts every tensor there."""
@@ -112,7 +112,7 @@ def config_of(layout: str, path: Path, more: Mapping[str, object] | None = None)
     return {**LAYOUTS[layout], "offload_path": str(path / "files"), **(more or {})}
 
 
-def _with_rest(config: dict[str, object], model: nn.Module) -> dict[str, object]:
+def with_rest(config: dict[str, object], model: nn.Module) -> dict[str, object]:
     """Let the limit of an accelerator's memory be what the run may have beside the other run's tensors."""
     if not is_on_accelerator:
         return config
@@ -152,7 +152,7 @@ def assert_same(
     torch.manual_seed(0)
     ours = Trial(*build())
     identities = [id(parameter) for parameter in ours.model.parameters()]
-    config = _with_rest(config_of(layout, path, more), ours.model)
+    config = with_rest(config_of(layout, path, more), ours.model)
     with offload(ours.model, list(ours.optimizers), config) as run:
         ours.run = run
         torch.manual_seed(1)

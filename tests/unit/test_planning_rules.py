@@ -241,7 +241,11 @@ CPU_STEP = {"state": {"device": "cpu"}, "gradients": {"device": "cpu"}}
             _of_a(parameters={"tier": "tape"}),
             "param/a: parameters.tier='tape': this run has device, host",
         ),
-        (DEVICE, _of_a(parameters={"device": "cpu"}), "this run's modules compute on the device"),
+        (
+            DEVICE,
+            _of_a(parameters={"device": "cpu"}),
+            "its modules compute on the device; name them in placement.modules",
+        ),
         (
             DEVICE,
             _of_a(state={"tier": "device", "returns": True}),

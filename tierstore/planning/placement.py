@@ -232,6 +232,8 @@ class Placement:
             state, as long as anything else can go; ``None``: chosen when a step has run.
         marks: what happens to activations, in the order in which later marks override.
         inputs: the tier in which what recomputed modules are given waits for backward; ``None``: it stays.
+        modules: by pattern of their names, the device that modules compute on (``"cpu"`` or ``"device"``),
+            with all below them; the first that matches counts.
 
     Raises:
         ConfigError: lists every fault.
@@ -243,6 +245,7 @@ class Placement:
     residents: frozenset[str] | None = None
     marks: Sequence[PlacedMark] = ()
     inputs: str | None = None
+    modules: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         faults = _WrongPlacement()
@@ -263,12 +266,16 @@ class Placement:
         faults.add_unless(are_marks, "marks", self.marks, "a list of PlacedMark")
         is_tier = self.inputs is None or _is_name(self.inputs)
         faults.add_unless(is_tier, "inputs", self.inputs, "a tier's name, or null")
+        for pattern, device in self.modules.items():
+            is_right = _is_name(pattern) and device in DEVICES
+            faults.add_unless(is_right, f"modules[{named(pattern)}]", device, _DEVICES_LISTED)
         faults.raise_if_any("Placement")
         if self.residents is not None:
             object.__setattr__(self, "residents", frozenset(self.residents))
         object.__setattr__(self, "marks", tuple(self.marks))
         object.__setattr__(self, "bundles", FrozenMapping(self.bundles))
         object.__setattr__(self, "ahead", FrozenMapping({k: float(v) for k, v in self.ahead.items()}))
+        object.__setattr__(self, "modules", FrozenMapping(self.modules))
 
     def ahead_bytes(self, tier: str, quota_bytes: int) -> int:
         """Return how much may be ahead in a tier of which the store may have so much."""
@@ -285,6 +292,7 @@ class Placement:
             *(f"{_some(keys)}: {homes}" for homes, keys in self._alike().items()),
             *map(str, self.marks),
             *([] if self.inputs is None else [f"what recomputed modules are given: in {self.inputs}"]),
+            *(f"modules {quoted(pattern)}: on the {device}" for pattern, device in self.modules.items()),
         ]
         return "\n  ".join(lines)
 
@@ -302,6 +310,7 @@ class Placement:
             ],
             "marks": [_plain(mark) for mark in self.marks],
             "inputs": self.inputs,
+            "modules": dict(self.modules),
         }
 
     def _alike(self) -> dict[BundleHomes, list[str]]:
@@ -326,7 +335,7 @@ class Placement:
             ConfigError: lists every fault by the path of its name.
         """
         faults = _WrongPlacement()
-        given = _by_key(mapping, faults)
+        given = _by_key(_in_full(mapping), faults)
         own = {**self.to_mapping(), "bundles": {key: _plain(homes) for key, homes in self.bundles.items()}}
         found = _read_placement(_overlaid(own, given, _OVERLAID_LEVELS), "placement", faults)
         faults.raise_if_any("placement")
@@ -446,6 +455,43 @@ def _by_key(given: object, faults: _WrongPlacement) -> object:
     return {**given, "bundles": bundles}
 
 
+def _in_full(given: object) -> object:
+    """Return plain values in full: patterns of modules alone are short for ``{"modules": ...}``."""
+    known = [each.name for each in fields(Placement)]
+    if not isinstance(given, Mapping) or any(key in known for key in given):
+        return given
+    words = list(given.values())
+    is_short = all(isinstance(each, str) for each in words) and any(each.lower() in _SAID for each in words)
+    return {"modules": given} if is_short else given
+
+
+_SAID = frozenset({*DEVICES, "gpu", "cuda", "ascend", "npu", "host"})
+"""What people say where they mean a device; two of them are accepted."""
+
+
+def patterns_in(mapping: object) -> dict[str, str]:
+    """Return what plain values say of modules: the device that each pattern's compute on, in their order.
+
+    Raises:
+        ConfigError: something in it is neither; every fault is listed by its name.
+    """
+    given = _in_full(mapping)
+    modules = given.get("modules") if isinstance(given, Mapping) else None
+    return dict(Placement.from_mapping({"modules": modules}).modules) if modules is not None else {}
+
+
+def with_patterns(mapping: object, modules: Mapping[str, str]) -> Mapping[str, object]:
+    """Return plain values in which ``modules`` come before those that they name already.
+
+    Raises:
+        ConfigError: as `patterns_in`.
+    """
+    former = patterns_in(mapping)
+    given = _in_full(mapping)
+    rest = {key: value for key, value in former.items() if key not in modules}
+    return {**(given if isinstance(given, Mapping) else {}), "modules": {**modules, **rest}}
+
+
 def _with_one_device(homes: Mapping[str, object]) -> Mapping[str, object]:
     """Return a bundle's homes with gradients where its state is stepped, if they do not say where."""
     gradients, state = homes.get("gradients", {}), homes.get("state")
@@ -499,6 +545,7 @@ _read_placement = _made(
             _made(BundleHomes, dict.fromkeys(("parameters", "gradients", "state"), _made(Home, {})))
         ),
         "marks": _list_of(_made(PlacedMark, {"treatment": _enum(Treatment)})),
+        "modules": _mapping_of(_as_given),
     },
 )
 

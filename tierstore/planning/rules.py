@@ -6,7 +6,8 @@
    device that is known only when a step was measured: there gradients are stashed until then, and something
    is always ahead.
 3. A quarter of what the store may have of a tier may be ahead of its use.
-4. Optimizers step where the configuration says, but what is pinned where it is.
+4. Optimizers step where the configuration says, but what is pinned where it is.  What modules that compute
+   on the host use lives in host memory or below, and is stepped there.
 5. What stays from step to step is `tierstore.planning.residents`' to say, when a step has run.
 
 A placement that is given is laid over theirs, and refused where it cannot be right.
@@ -68,12 +69,16 @@ class BundleFacts:
         is_pinned: whether its own bytes never leave the fastest tier.
         optimizer: the name of the one that steps it together with all others that it trains; ``None``: it
             is stepped alone, or not at all.
+        is_on_host: whether its modules compute on the host, beside a device.
+        target: where its optimizer computes: ``"device"`` or ``"cpu"``; ``None``: where the wishes say.
     """
 
     key: str
     nbytes: int
     is_pinned: bool = False
     optimizer: str | None = None
+    is_on_host: bool = False
+    target: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,13 @@ class RunFacts:
 
     @property
     def needed_bytes(self) -> int:
-        """Of everything."""
-        return sum(each.nbytes for each in self.bundles)
+        """Of everything that is computed with in the fastest tier."""
+        return sum(each.nbytes for each in self.bundles if not each.is_on_host)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing is said of where single bundles are computed with."""
+        return not any(each.is_on_host or each.target for each in self.bundles)
 
     @property
     def fits(self) -> bool:
@@ -128,25 +138,36 @@ def place(facts: RunFacts) -> Placement:
         ConfigError: a tier is asked for that the store has not.
     """
     wishes = facts.wishes
-    steps_on = CPU if wishes.optimizer_target == CPU or not facts.has_device else DEVICE
     model_on = DEVICE if facts.has_device else CPU
-    parameters = _home("offload_param", wishes.offload_param, model_on, facts)
-    homes = {
-        is_pinned: BundleHomes(
-            parameters,
-            _home("offload_grad", wishes.offload_grad, model_on if is_pinned else steps_on, facts),
-            _home("offload_optimizer", wishes.offload_optimizer, model_on if is_pinned else steps_on, facts),
-            is_pinned,
-        )
-        for is_pinned in (False, True)
-    }
+    homes: dict[tuple[bool, bool, str | None], BundleHomes] = {}  # many bundles live alike
+    for each in facts.bundles:
+        kind = (each.is_pinned, each.is_on_host, each.target)
+        if kind not in homes:
+            homes[kind] = _homes(each, facts)
     ahead = [facts.fastest, *(t for t in facts.tiers if t == HOST)] if facts.needs_plan else []
     return Placement(
-        {each.key: homes[each.is_pinned] for each in facts.bundles},
+        {each.key: homes[each.is_pinned, each.is_on_host, each.target] for each in facts.bundles},
         _stashing(facts),
         dict.fromkeys(ahead, AHEAD),
         None if facts.needs_plan and not facts.has_device else frozenset(),
         inputs=_home("offload_checkpoint", wishes.offload_checkpoint, model_on, facts).tier,
+    )
+
+
+def _homes(bundle: BundleFacts, facts: RunFacts) -> BundleHomes:
+    """Return where all of a bundle lives, and of all that are like it."""
+    wishes = facts.wishes
+    model_on = DEVICE if facts.has_device and not bundle.is_on_host else CPU
+    target = bundle.target or wishes.optimizer_target
+    steps_on = CPU if target == CPU or not facts.has_device or bundle.is_on_host else DEVICE
+    if bundle.is_pinned:
+        steps_on = model_on
+    tier = HOST if bundle.is_on_host else None
+    return BundleHomes(
+        _home("offload_param", wishes.offload_param, model_on, facts, tier),
+        _home("offload_grad", wishes.offload_grad, steps_on, facts, tier),
+        _home("offload_optimizer", wishes.offload_optimizer, steps_on, facts, tier),
+        bundle.is_pinned,
     )
 
 
@@ -162,16 +183,17 @@ def _stashing(facts: RunFacts) -> Stashing:
     return Stashing.ALWAYS if is_needed else Stashing.NEVER
 
 
-def _home(key: str, wish: str | None, device: str, facts: RunFacts) -> Home:
+def _home(key: str, wish: str | None, device: str, facts: RunFacts, usual: str | None = None) -> Home:
     if wish is None:
-        return Home(None, device)
+        return Home(usual, device)
     tier = _TIER_OF[wish]
     if tier not in facts.tiers:
         raise ConfigError(
             f"{key}={wish!r} needs the tier {tier!r}; this configuration has {', '.join(facts.tiers)}. "
             "Give it a size, or leave the key out."
         )
-    return Home(tier, device, returns=not facts.wishes.auto_offload and tier != facts.fastest)
+    returns = not facts.wishes.auto_offload and tier not in (facts.fastest, usual)
+    return Home(tier, device, returns=returns)
 
 
 # ---------------------------------------------------------------------- a placement that is given
@@ -224,12 +246,17 @@ def _wrong_keys(placement: Placement, facts: RunFacts) -> Iterator[str]:
 
 
 def _wrong_homes(placement: Placement, facts: RunFacts) -> Iterator[str]:
+    on_host = {each.key for each in facts.bundles if each.is_on_host}
     for key, homes in placement.bundles.items():
         yield from _wrong_home(f"{named(key)}: parameters", homes.parameters, facts)
         yield from _wrong_home(f"{named(key)}: gradients", homes.gradients, facts)
         yield from _wrong_home(f"{named(key)}: state", homes.state, facts)
-        if facts.has_device:
+        if key in on_host:
+            yield from _wrong_on_host(named(key), homes, facts)
+        elif facts.has_device:
             yield from _wrong_devices(named(key), homes, facts)
+    for key in sorted(on_host.intersection(placement.residents or ())):
+        yield f"residents: {named(key)}: its modules compute on the host; it never is in {facts.fastest!r}"
     yield from _torn_steps(placement, facts)
 
 
@@ -245,11 +272,32 @@ def _wrong_home(where: str, home: Home, facts: RunFacts) -> Iterator[str]:
 def _wrong_devices(key: str, homes: BundleHomes, facts: RunFacts) -> Iterator[str]:
     """Yield what is to be computed with elsewhere than on the device, and cannot be."""
     if homes.parameters.device == CPU:
-        yield f"{key}: parameters.device='cpu': this run's modules compute on the device"
+        yield (
+            f"{key}: parameters.device='cpu': its modules compute on the device; name them in "
+            "placement.modules"
+        )
     if homes.state.device == CPU and homes.is_pinned:
         yield f"{key}: state.device='cpu': it is pinned, and stepped where it is"
     if homes.state.device == CPU and facts.wishes.optimizer_in_backward:
         yield f"{key}: state.device='cpu': optimizer_in_backward steps where backward computes"
+
+
+def _wrong_on_host(key: str, homes: BundleHomes, facts: RunFacts) -> Iterator[str]:
+    """Yield what is to be elsewhere than on the host, where its modules compute."""
+    for name, home in (
+        ("parameters", homes.parameters),
+        ("gradients", homes.gradients),
+        ("state", homes.state),
+    ):
+        if home.device != CPU:
+            yield f"{key}: {name}.device={quoted(home.device)}: its modules are on the host; accepted: 'cpu'"
+        if home.tier in (None, facts.fastest):
+            yield (
+                f"{key}: {name}.tier={quoted(home.tier)}: its modules compute on the host; accepted: "
+                f"{listed(tier for tier in facts.tiers if tier != facts.fastest)}"
+            )
+    if homes.is_pinned:
+        yield f"{key}: is_pinned=True: its modules compute on the host; take it out of pinned"
 
 
 def _torn_steps(placement: Placement, facts: RunFacts) -> Iterator[str]:

@@ -10,6 +10,9 @@ watches the program from outside and asks the store nothing:
 3. Host blocks do not count: no operation ever returned them.  Nor do meta, fake and other tensors
    without bytes in host memory, nor tensors older than the meter.
 4. An allocation beyond the capacity is given up and raises `OutOfDeviceMemory`.
+5. What is on the host does not count, though the program computes with it: what a store has lent there, what
+   has crossed to there, and what operators make of that (`tierstore.sides`).  On request an operator that is
+   given something of both sides raises `MixedDevices`, as hardware does: a value has not crossed.
 
 Operations are seen in the thread that entered the meter, backward included; announcements in any.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,13 +30,15 @@ from typing import Any, Self
 
 import torch
 
+from tierstore import sides
 from tierstore.errors import UsageError
 from tierstore.modes import run_operator
+from tierstore.sides import Side
 from tierstore.spi import device_storage_listeners
 from tierstore.torch_private import TorchDispatchMode
 from tierstore.units import format_bytes, parse_bytes
 
-__all__ = ["DeviceBudget", "OutOfDeviceMemory"]
+__all__ = ["DeviceBudget", "MixedDevices", "OutOfDeviceMemory"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COMPONENTS: Mapping[torch.layout, tuple[str, ...]] = {
@@ -42,6 +48,14 @@ _COMPONENTS: Mapping[torch.layout, tuple[str, ...]] = {
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+# What copies from one device to the other, or takes indices of either.
+_MIX = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten._to_copy.default,  # noqa: SLF001
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put_.default,
+)
+_LISTWISE = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # What torch.tensor() and torch.from_numpy() pass their new tensor through: its input is what is new.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 
@@ -65,6 +79,10 @@ class OutOfDeviceMemory(torch.OutOfMemoryError):
         self.capacity_bytes = capacity_bytes
 
 
+class MixedDevices(RuntimeError):  # noqa: N818 - it says what hardware says
+    """An operator was given tensors of the device and of the host."""
+
+
 class DeviceBudget:
     """Meters live device bytes inside a ``with`` block and refuses more than a capacity.
 
@@ -72,12 +90,17 @@ class DeviceBudget:
 
     Args:
         capacity: bytes, or a size such as ``"64MiB"``.
+        mixing: ``"raise"``: what is given tensors of both sides raises `MixedDevices`; ``"allow"``: it runs.
 
     Raises:
         ConfigError: it is not a size.
+        UsageError: ``mixing`` is something else.
     """
 
-    def __init__(self, capacity: int | str) -> None:
+    def __init__(self, capacity: int | str, *, mixing: str = "allow") -> None:
+        if mixing not in ("allow", "raise"):
+            raise UsageError(f"DeviceBudget(mixing={mixing!r}): accepted: 'allow', 'raise'.")
+        self._refuses_mixing = mixing == "raise"
         self._capacity_bytes = parse_bytes(capacity)
         self._books = _LiveBytes(self._capacity_bytes)
         self._metering: contextlib.ExitStack | None = None
@@ -110,7 +133,7 @@ class DeviceBudget:
         self._metering.callback(self._books.close)
         device_storage_listeners.append(self._books.announce)
         self._metering.callback(device_storage_listeners.remove, self._books.announce)
-        self._metering.enter_context(_AllocationWatch(self._books))
+        self._metering.enter_context(_AllocationWatch(self._books, refuses_mixing=self._refuses_mixing))
         return self
 
     def __exit__(
@@ -160,6 +183,8 @@ class _LiveBytes:
         Raises:
             OutOfDeviceMemory: it does not fit; it is not counted.
         """
+        if sides.side_of(storage) is None:
+            sides.note(storage, Side.DEVICE)
         refusal = self.admit((storage,), ())
         if refusal is not None:
             del storage  # the error's traceback refers to this frame: let it not hold device memory
@@ -237,9 +262,10 @@ class _AllocationWatch(TorchDispatchMode):
 
     is_meter = True  # steps are made ahead under it, as they are without
 
-    def __init__(self, books: _LiveBytes) -> None:
+    def __init__(self, books: _LiveBytes, *, refuses_mixing: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._books = books
+        self._refuses_mixing = refuses_mixing
 
     # torch's signature: the types of arguments and result are those of the operation.
     def __torch_dispatch__(
@@ -254,17 +280,62 @@ class _AllocationWatch(TorchDispatchMode):
         _collect(args, used)
         if kwargs:
             _collect(kwargs.values(), used)
+        if self._refuses_mixing:
+            _refuse_mixing(func, (*args, *(kwargs or {}).values()))
         result = run_operator(func, args, kwargs or {})
         if func in _LIFTS:
             fresh = [storage for storage in used if storage.resizable()]  # not memory of numpy's
         else:
             fresh = _made(result, used)
+        fresh = _of_the_device(fresh, used)
         if fresh or not self._books.is_settled(used):
             refusal = self._books.admit(fresh, used)
             if refusal is not None:
                 del result, fresh, used  # so that the traceback holds nothing
                 raise refusal
         return result
+
+
+def _of_the_device(
+    fresh: list[torch.UntypedStorage], used: Sequence[torch.UntypedStorage]
+) -> list[torch.UntypedStorage]:
+    """Return those new storages that count; note where they are, if what they were made of tells."""
+    side = sides.side_of_result(used) if fresh else None
+    for storage in fresh if side is not None else ():
+        sides.note(storage, side or Side.DEVICE)
+    return [] if side is Side.HOST else fresh
+
+
+def _refuse_mixing(func: Callable[..., Any], values: Sequence[object]) -> None:
+    """Raise what hardware raises for tensors of both sides; what has no dimensions goes with both."""
+    if func in _MIX:
+        return
+    name: str = func._schema.name  # type: ignore[attr-defined]  # noqa: SLF001 - of an operator
+    parts: list[Iterable[object]] = [values]
+    if name.startswith(
+        _LISTWISE
+    ):  # PyTorch hands over a list for each device; an emulated one it does not know
+        lists = [value for value in values if isinstance(value, list | tuple)]
+        parts = list(itertools.zip_longest(*lists))
+    if any(map(_is_mixed, parts)):
+        raise MixedDevices(
+            f"{func}: expected all tensors to be on the same device, but found at least two: the device's "
+            "and the host's. A value has not crossed."
+        )
+
+
+def _is_mixed(values: Iterable[object]) -> bool:
+    found: list[torch.UntypedStorage] = []
+    _collect(_with_dimensions(values), found)
+    return {Side.HOST, Side.DEVICE} <= {sides.side_of(each) for each in found}
+
+
+def _with_dimensions(values: Iterable[object]) -> Iterable[object]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _with_dimensions(value)
+        elif not isinstance(value, torch.Tensor) or value.dim():
+            yield value
 
 
 def _made(result: object, used: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage]:

@@ -31,6 +31,7 @@ class Rank(enum.IntEnum):
     DEVICE_QUOTA = enum.auto()  # what the store has of the device
     PREFETCHER = enum.auto()  # where in the plan a step is
     ACTIVATION_STORE = enum.auto()  # which activations there are
+    CROSSINGS = enum.auto()  # which values have crossed between the device and the host
     COUNTS = enum.auto()  # what was done so far
 
 

@@ -12,6 +12,7 @@ import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ from tierstore.callers import opener, opening
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.planning import Placement
+from tierstore.planning.placement import with_patterns
 from tierstore.planning.rules import HOST
 from tierstore.signals import interruptible
 from tierstore.store import Store
@@ -380,6 +382,7 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
     ignored: Sequence[str] = (),
     pinned: Sequence[str] = (),
     on_close: str = "auto",
+    placement: Mapping[str, str] | None = None,
 ) -> Offload:
     r"""Train ``model`` with its parameters, gradients and optimizer state in a tiered store.
 
@@ -412,6 +415,11 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
         on_close: what becomes of everything when the run is left: ``"restore"`` makes it ordinary tensors
             again, ``"release"`` leaves it where it lies, and ``"auto"`` restores it if it fits into what is
             available with room to spare, and else releases it with a warning.  See `Offload.close`.
+        placement: where modules compute, by pattern of their names: ``"cpu"`` or ``"device"``.  The first
+            pattern that matches counts, for a module and all below it; what no pattern names computes on the
+            device.  These come before the ``placement`` of the configuration.  Values cross as ``.to`` would
+            bring them, through the store; what modules on the host have is never on the device, and their
+            optimizer steps there.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit this machine.
@@ -423,6 +431,8 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
             what is pinned.
     """
     settings, sections = _read(config)
+    if placement is not None:
+        settings = replace(settings, placement=with_patterns(settings.placement, placement))
     in_the_end = _on_close(on_close)
     check_is_model(model)
     optimizers = optimizers_of(optimizer, model)

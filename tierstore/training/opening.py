@@ -12,9 +12,11 @@ from torch import nn
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.planning import PlacedMark, Placement, Stashing, rules
+from tierstore.planning.placement import patterns_in
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.torch_private import RecursiveScriptModule, is_traceable_wrapper_subclass
+from tierstore.training.activations.config.patterns import Pattern
 from tierstore.training.activations.swapping.run_store import RunStore
 from tierstore.training.autograd.shared_memory import require_sole_reference
 from tierstore.training.budgets.device_quota import DeviceQuota
@@ -37,12 +39,14 @@ from tierstore.training.inventory import Inventory
 from tierstore.training.modules import replicas
 from tierstore.training.modules.buffers import group_buffers
 from tierstore.training.modules.forward_needs import forward_sets
+from tierstore.training.modules.host_modules import PlacedModules, place_modules, say_placed
 from tierstore.training.optimizer_needs import (
     check_lbfgs,
     check_steps_in_backward,
     require_room,
     stepped_in_host,
     without_elsewhere,
+    without_host_modules,
     working_sets,
 )
 from tierstore.training.optimizers.in_backward import Stepping
@@ -199,7 +203,8 @@ def open_session(
     fastest = store.tier_names[0]
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes
     check_steps_in_backward(optimizers, config, fastest)
-    groups = _groups(model, optimizers, config, store, selection)
+    placed = _place_modules(model, config, store)
+    groups = _groups(model, optimizers, config, store, selection, placed)
     former = source if isinstance(source, ResumedCheckpoint) else None
     sets = working_sets(groups, optimizers, former)
     facts, placement = placement_of(config, store, optimizers, groups, sets, marks)
@@ -207,28 +212,22 @@ def open_session(
         for group in groups:
             group.is_pinned = placement.bundles[group.key].is_pinned
         sets = working_sets(groups, optimizers, former)
-    check_lbfgs(optimizers, sets, fastest, fastest_bytes)
-    require_room(groups, sets, optimizers, fastest, fastest_bytes, forward_sets(model, groups))
     require_together(groups, optimizers, store, has_state=former is not None)
-    in_host = stepped_in_host(groups, placement) if facts.has_device else []
-    if in_host:
-        require_one_place(selection.ignored, groups, [optimizers[index] for index in in_host])
-        require_room(
-            groups,
-            without_elsewhere(groups, sets, placement),
-            optimizers,
-            HOST,
-            store.stats().tiers[HOST].capacity_bytes,
-        )
+    if facts.has_device:
+        _require_host_room(model, groups, sets, optimizers, store, placement, selection)
+    sets = without_host_modules(groups, sets)
+    check_lbfgs(optimizers, sets, fastest, fastest_bytes)
+    on_device = [group for group in groups if not group.is_on_host]
+    require_room(groups, sets, optimizers, fastest, fastest_bytes, forward_sets(model, on_device))
     inventory = Inventory()
     stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
     windows = _windows(store, placement) if rules.follows_plan(placement, facts) else None
-    policies = _policies(optimizers, store, sets, inventory, placement, stepping, windows)
+    policies = _policies(optimizers, store, sets, inventory, placement, stepping, windows, placed)
     session = Session(model, optimizers, store, policies, inventory, selection.ignored)
     if placement.stashing is not Stashing.NEVER:
         give_freed_memory_back()
     try:
-        _say_if_elsewhere(store, selection.ignored)
+        _say_if_elsewhere(store, selection.ignored, placed.tensors_on_host(model))
         _say_if_another_way(model, selection.ignored)
         _make_way_for_wrappers(session, sets, fastest_bytes)
         _take_in(session, groups, source)
@@ -238,10 +237,44 @@ def open_session(
             _say_if_small(store, sets)
         if former is not None:
             former.end()
+        say_placed(model, placed, store.device)
     except BaseException:
         session.undo()
         raise
     return session
+
+
+def _place_modules(model: nn.Module, config: OffloadConfig, store: Store) -> PlacedModules:
+    """Return where each module computes; without a device all compute in one place, whatever is said."""
+    patterns = {text: (Pattern(text), device) for text, device in patterns_in(config.placement).items()}
+    for text, (pattern, _) in patterns.items():
+        if pattern.is_aten:
+            raise UsageError(f"placement: modules[{text!r}] names operators; accepted are names of modules.")
+    placed = place_modules(model, {text: (each.matches, device) for text, (each, device) in patterns.items()})
+    if placed.are_any:
+        placed.borders(model)  # refuses what nobody could bring its values
+        placed.require_one_side(model)
+    return placed if store.tier_names[0] != HOST else PlacedModules()
+
+
+def _require_host_room(
+    model: nn.Module,
+    groups: Sequence[Group],
+    sets: Sequence[WorkingSet],
+    optimizers: Sequence[torch.optim.Optimizer],
+    store: Store,
+    placement: Placement,
+    selection: SelectedTensors,
+) -> None:
+    """Raise if what is used in host memory, beside a device, does not fit there."""
+    in_host = stepped_in_host(groups, placement)
+    on_host = [group for group in groups if group.is_on_host]
+    if in_host:
+        require_one_place(selection.ignored, groups, [optimizers[index] for index in in_host])
+    if in_host or on_host:
+        needs = without_elsewhere(groups, sets, placement)
+        capacity_bytes = store.stats().tiers[HOST].capacity_bytes
+        require_room(groups, needs, optimizers, HOST, capacity_bytes, forward_sets(model, on_host))
 
 
 def _groups(
@@ -250,16 +283,21 @@ def _groups(
     config: OffloadConfig,
     store: Store,
     selection: SelectedTensors,
+    placed: PlacedModules,
 ) -> list[Group]:
     """Return what travels together: of parameters first, then of buffers."""
+    on_host = placed.tensors_on_host(model)
     fastest_bytes = store.stats().tiers[store.tier_names[0]].capacity_bytes
     ignored, pinned = selection.ignored, selection.pinned
     left_bytes = max(0, fastest_bytes - beside_bytes(store.device, _taken_in(model, optimizers, ignored)))
     small_bytes = min(SMALL_BYTES, rules.small_bytes(left_bytes))
-    parameters = group_parameters(model, optimizers, small_bytes, ignored=ignored, pinned=pinned)
+    parameters = group_parameters(
+        model, optimizers, small_bytes, ignored=ignored, pinned=pinned, on_host=on_host
+    )
     smallest_bytes = None if config.buffer_min_size is None else parse_bytes(config.buffer_min_size)
     left = {*selection.ignored_buffers, *replicas.buffers_sent(model)}
-    return [*parameters, *group_buffers(model, smallest_bytes, ignored=left, pinned=pinned)]
+    buffers = group_buffers(model, smallest_bytes, ignored=left, pinned=pinned, on_host=on_host)
+    return [*parameters, *buffers]
 
 
 def _taken_in(
@@ -278,6 +316,7 @@ def _policies(
     placement: Placement,
     stepping: Stepping,
     windows: Sequence[PrefetchWindow] | None,
+    placed: PlacedModules,
 ) -> Policies:
     """Return what decides for a session that is to be made.
 
@@ -289,6 +328,7 @@ def _policies(
         placement: where everything lives.
         stepping: when the optimizers step.
         windows: how far ahead the plan of a step is prefetched; ``None``: no step is planned.
+        placed: which modules compute on the host.
     """
     fastest = store.tier_names[0]
     placing = Placing(placement, store, inventory, stepping)
@@ -317,6 +357,7 @@ def _policies(
         quota,
         _must_stash(placement.stashing, quota),
         stepping,
+        placed,
     )
 
 
@@ -327,9 +368,15 @@ def _must_stash(stashing: Stashing, quota: DeviceQuota | None) -> Callable[[], b
     return lambda: stashing is Stashing.ALWAYS
 
 
-def _say_if_elsewhere(store: Store, ignored: Mapping[torch.Tensor, str]) -> None:
+def _say_if_elsewhere(
+    store: Store, ignored: Mapping[torch.Tensor, str], on_host: Container[torch.Tensor]
+) -> None:
     """Log which ignored parameters are not where the model computes: its operations may refuse them."""
-    names = [name for each, name in ignored.items() if each.device.type not in (store.device.type, "meta")]
+    names = [
+        name
+        for each, name in ignored.items()
+        if each.device.type not in ("cpu" if each in on_host else store.device.type, "meta")
+    ]
     if names:
         log.warning(
             "%d ignored parameters are not on %s, where the model computes, and stay where they are: %s",
@@ -368,7 +415,13 @@ def _make_way_for_wrappers(session: Session, sets: Sequence[WorkingSet], capacit
         None if session.budget is None else capacity_bytes - largest_bytes,
     )
     keep = session.gradients.keep if session.stepping is Stepping.WHEN_ASKED else replicas.refuse_to_average
-    for wrapper in replicas.wrappers_in(session.model, session.store.device):
+    wrappers = replicas.wrappers_in(session.model, session.store.device)
+    if wrappers and session.placed.are_any and session.store.device.type != "cpu":
+        raise UsageError(
+            "placement: the model is in a DistributedDataParallel, which takes parameters of one device, and "
+            f"some modules compute on the host beside {session.store.device.type!r}. Leave them on it."
+        )
+    for wrapper in wrappers:
         reduced = list(wrapper.parameters())
         room.refuse_gradients(reduced, are_views=wrapper.gradient_as_bucket_view)
         keep(reduced)

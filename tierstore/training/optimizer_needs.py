@@ -166,12 +166,20 @@ def stepped_in_host(groups: Sequence[Group], placement: Placement) -> list[int]:
 def without_elsewhere(
     groups: Sequence[Group], sets: Sequence[WorkingSet], placement: Placement
 ) -> list[WorkingSet]:
-    """Return the needs in host memory where optimizers compute in it, beside a device.
+    """Return the needs in host memory where modules or optimizers compute in it, beside a device.
 
-    What nobody trains need not come there.
+    What nobody uses there need not come there.
     """
     return [
-        each if _is_stepped_in_host(group, placement) else WorkingSet(each.name, 0, 0)
+        each if group.is_on_host or _is_stepped_in_host(group, placement) else WorkingSet(each.name, 0, 0)
+        for group, each in zip(groups, sets, strict=True)
+    ]
+
+
+def without_host_modules(groups: Sequence[Group], sets: Sequence[WorkingSet]) -> list[WorkingSet]:
+    """Return the needs on the device: what modules on the host use never comes there."""
+    return [
+        WorkingSet(each.name, 0, 0) if group.is_on_host else each
         for group, each in zip(groups, sets, strict=True)
     ]
 

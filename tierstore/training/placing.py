@@ -53,12 +53,20 @@ def placement_of(
     """
     given = {each.name: getattr(config, each.name) for each in fields(Wishes)}
     bundles = [
-        BundleFacts(group.key, each.nbytes, group.is_pinned, _whole_optimizer(group, optimizers))
+        BundleFacts(
+            group.key,
+            each.nbytes,
+            group.is_pinned,
+            _whole_optimizer(group, optimizers),
+            group.is_on_host,
+            group.target,
+        )
         for group, each in zip(groups, sets, strict=True)
     ]
     tiers = {name: tier.capacity_bytes for name, tier in store.stats().tiers.items()}
     facts = RunFacts(tiers, bundles, Wishes(**given))
-    placement = place(facts) if config.placement is None else obey(config.placement, facts)
+    is_plain = config.placement is None and facts.is_usual
+    placement = place(facts) if is_plain else obey(config.placement or {}, facts)
     if placement.marks and placement.marks != marks:
         raise ConfigError(
             f"placement: marks={quoted(list(map(str, placement.marks)))}: swap_config and "

@@ -38,8 +38,8 @@ from tierstore.training.budgets.reclaimers import Reclaimers
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.grouping import Content, Group
-from tierstore.training.bundles.layout import fill
 from tierstore.training.bundles.pinning import pin
+from tierstore.training.checkpoints.bundle_access import access_to
 from tierstore.training.checkpoints.files import BundleAccess
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint
 from tierstore.training.checkpoints.weights import Weights
@@ -50,9 +50,11 @@ from tierstore.training.leaving import Leaving
 from tierstore.training.modules import hooks
 from tierstore.training.modules.adopter import Adopter, give_values, part_from_base
 from tierstore.training.modules.buffers import TravelingBuffers
+from tierstore.training.modules.crossings import Crossings
 from tierstore.training.modules.forward_needs import needs_of
+from tierstore.training.modules.host_modules import PlacedModules
+from tierstore.training.modules.link import Link
 from tierstore.training.optimizers import registered
-from tierstore.training.optimizers.adapters import Taken
 from tierstore.training.optimizers.in_backward import Stepping, StepsInBackward
 from tierstore.training.optimizers.speculative_steps import Expectations
 from tierstore.training.optimizers.state import OptimizerState
@@ -78,6 +80,7 @@ class Policies:
         quota: of the device; ``None``: it is not divided with the program.
         must_stash: says whether gradients that backward makes from now on go to the store.
         stepping: when the optimizers step.
+        placed: which modules compute on the host.
     """
 
     placing: Placing
@@ -86,6 +89,7 @@ class Policies:
     quota: DeviceQuota | None
     must_stash: Callable[[], bool]
     stepping: Stepping
+    placed: PlacedModules
 
 
 class Session:
@@ -116,6 +120,7 @@ class Session:
         self.prefetcher = policies.prefetcher
         self.placing = policies.placing
         self.ignored = ignored
+        self.placed = policies.placed
         self.budget = policies.quota
         self._meter = meter = policies.meter
         self._reclaimers = Reclaimers(policies.quota)
@@ -123,7 +128,7 @@ class Session:
             store,
             self._note,
             explain=self._explain,
-            note_lent=None if meter is None else meter.leave_out,
+            note_lent=None if meter is None else lambda *lent: self.crossings.link.note_lent(*lent),  # noqa: PLW0108
             reclaimer=self._reclaimers,
         )
         self._reclaimers.add(self.bindings)
@@ -149,7 +154,7 @@ class Session:
         self.state_dicts = StateDicts(self.adopter, self.bindings)
         self.clock = Clock()
         self.bundles = inventory.bundles
-        self.buffers = TravelingBuffers(model, self.adopter, self.windows, store.device)
+        self.buffers = TravelingBuffers(model, self.adopter, self.windows, store.device, self.placed)
         self.order: dict[Binding, int] = {}
         self.steps = inventory.steps
         self._under_way = UnderWay()
@@ -160,6 +165,10 @@ class Session:
             self._reclaimers, self.prefetcher, meter, self._settle_budget, self._settle_for_backward
         )
         store.begin_hosting(self._activation_host)
+        self.crossings = Crossings(
+            Link(store, self._activation_host, self.bindings.leasing.require), self.placed.borders(model)
+        )
+        self._reclaimers.add(self.crossings.link)
         self._handles: list[Removable] = []
         self._step_hooks: dict[int, int] = {}  # the number of ours, by the optimizer's id
         self._watched: set[torch.Tensor] = set()
@@ -184,8 +193,10 @@ class Session:
             else:
                 self.buffers.add(bundle, group)
         if source is not None:
+            on_host = self.placed.tensors_on_host(self.model)
             for ignored, name in self.ignored.items():
-                give_values(ignored, source.read(name), self.store.device)
+                device = torch.device(CPU) if ignored in on_host else self.store.device
+                give_values(ignored, source.read(name), device)
         holders = torchscript.holders_in(self.model)
         for bundle in self.bundles:
             bundle.holders = [holders[tensor] for tensor in bundle.tensors]
@@ -240,6 +251,7 @@ class Session:
         """Swap and recompute what a document says, in this store and its quotas."""
         inputs = self.placing.placement.inputs
         self.activations = apply.apply(self.model, sections, layers, self.store, inputs)
+        self._keep(self.crossings.register(lambda module: module is not self.model))  # around what came now
 
     def _discard_activations(self) -> None:
         self.activations.runtime.discard_interrupted()
@@ -274,6 +286,7 @@ class Session:
 
     def watch(self, groups: Sequence[Group]) -> None:
         """Register every hook."""
+        self._keep(self.crossings.register(lambda module: module is self.model))  # inside what comes now
         needs = needs_of(self.model, dict(zip([*self.bundles, *self.buffers], groups, strict=True)))
         for module in self.model.modules():
             own = hooks.ModuleHooks(self.windows, module, *needs.get(module, ((), ())))
@@ -380,6 +393,8 @@ class Session:
     def allows_step_ahead(self, bundle: Binding) -> bool:
         """Whether a bundle may be stepped during backward: there is room, and nothing is pushed out."""
         residents = self.placing.placement.residents or ()
+        if bundle.confined_to is not None:  # there is no second replica that could become the new values
+            return False
         is_resident = bundle.key in residents  # two versions of it would push others out
         return not is_resident and (self.budget is None or self.budget.allows_steps_in_backward)
 
@@ -391,19 +406,22 @@ class Session:
 
     def _note(self, binding: Binding) -> None:
         self._settle_budget()
-        self.prefetcher.note(binding.key)
+        if binding.confined_to is None:
+            self.prefetcher.note(binding.key)
+        else:
+            self.prefetcher.note_passing(binding.key, binding.nbytes)
 
     def _settle_budget(self) -> None:
         if self.budget is not None:
             self.budget.settle()
 
-    def advise(self, keys: Sequence[str]) -> None:
-        """Prefetch what the next turn needs, while no plan does it."""
+    def advise(self, keys: Sequence[str], tier: str) -> None:
+        """Prefetch what the next turn needs, and where, while no plan does it."""
         if self.prefetcher.has_plan or self.store.tier_names[0] not in self.placing.placement.ahead:
             return
         for key in keys:
             with self.bindings.apart(), suppress(KeyNotFound):
-                self.store.prefetch(key)
+                self.store.prefetch(key, tier=tier)
 
     def sweep_activations(self) -> None:
         """Drop swapped activations that nobody waits for."""
@@ -414,6 +432,7 @@ class Session:
         self.accumulation.settle()
         self.bindings.forget_addresses()
         self.bindings.sweep()
+        self.crossings.begin_forward()
         if self.budget is not None and (not self.optimizers or self._stepped_in_backward):
             self.budget.end_step()
         self._stepped_in_backward.clear()
@@ -548,6 +567,7 @@ class Session:
         """
         ending.attempt(self.windows.discard_interrupted)  # the inner hooks first
         ending.attempt(self.activations.close)
+        ending.attempt(self.crossings.link.close)
         if self.budget is not None:
             ending.attempt(self.budget.close)
         if self._meter is not None:
@@ -576,21 +596,4 @@ class Session:
     def access(self) -> BundleAccess:
         """Return how a checkpoint gets at the bytes."""
         parts = [*(b.tensors for b in self.bundles), *([each] for each in self.ignored)]
-        return BundleAccess(parts, self._read, self._write, self._settle)
-
-    def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [self.state_dicts.read(tensor) for tensor in tensors]
-
-    def _write(self, part: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        guarded_tensor = guard.guarded_tensor_of(part[0])
-        bindings = [] if guarded_tensor is None else [guarded_tensor.binding]
-        with self.bindings.window(bindings), torch.no_grad():
-            for binding in bindings:
-                binding.is_dirty = True
-            for parameter, value in zip(part, values, strict=True):
-                fill(parameter, value)
-
-    def _settle(self, index: int, part: Sequence[torch.Tensor]) -> None:
-        guarded_tensor = guard.guarded_tensor_of(part[0])
-        if guarded_tensor is not None:
-            self.steps[index].state.take_in_loaded(guarded_tensor.binding, Taken.ALL)
+        return access_to(parts, self.state_dicts, self.bindings, self.steps)

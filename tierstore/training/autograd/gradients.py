@@ -193,7 +193,7 @@ class Gradients:
         """Whether what autograd makes of an ordinary gradient, or of none, may become a stash."""
         if gradient.stay is GradientStay.UNTIL_ZEROED and native_gradient(gradient.parameter) is None:
             gradient.stay = GradientStay.IN_STORE
-        if gradient.stay is GradientStay.IN_STORE and not gradient.flights and not self._must_stash():
+        if gradient.stay is GradientStay.IN_STORE and not gradient.flights and not self._is_to_go(gradient):
             gradient.stay = GradientStay.UNTIL_ZEROED
         return gradient.stay is GradientStay.IN_STORE
 
@@ -275,7 +275,13 @@ class Gradients:
         gradient.know_uses()
 
     def _is_stashable(self, gradient: Gradient, native: torch.Tensor) -> bool:
-        return gradient.stay is GradientStay.IN_STORE and _has_plain_bytes(native) and self._must_stash()
+        return (
+            gradient.stay is GradientStay.IN_STORE and _has_plain_bytes(native) and self._is_to_go(gradient)
+        )
+
+    def _is_to_go(self, gradient: Gradient) -> bool:
+        """Whether a gradient that autograd makes goes to the store: a host module's does, by its quota."""
+        return _confined_to(gradient) is not None or self._must_stash()
 
     def _take_back(self, gradient: Gradient) -> None:
         assert gradient.binding is not None
@@ -293,6 +299,7 @@ class Gradients:
             )
             binding.is_saved_by_reference = False
             binding.after_use = access_after_use(gradient.home, self._store)
+            binding.confined_to = _confined_to(gradient)
             self._note_put(binding)
             self._store.put(key, flat_bytes(fresh, places[0], nbytes), tier=gradient.home.tier)
         gradient.binding = binding
@@ -537,6 +544,12 @@ def _is_superseded(gradient: Gradient) -> bool:
     """
     seen = seen_by_autograd(gradient.parameter)
     return seen is not None and seen is not gradient.handle
+
+
+def _confined_to(gradient: Gradient) -> str | None:
+    """Return the tier that a gradient is leased in, as its parameter is; ``None``: there is none."""
+    owner = guard.guarded_tensor_of(gradient.parameter)
+    return None if owner is None else owner.binding.confined_to
 
 
 def _has_plain_bytes(native: torch.Tensor) -> bool:

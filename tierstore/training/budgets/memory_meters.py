@@ -7,12 +7,14 @@ emulated, every tensor of host memory that an operation makes is taken for the d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Protocol
 
 import torch
 
+from tierstore import sides
+from tierstore.sides import Side
 from tierstore.store import Store
 from tierstore.torch_private import (
     is_legacy_batched_tensor,
@@ -112,7 +114,8 @@ class EmulatedMeter:
     """Sees every operator of the thread and counts the storages that come out of it anew.
 
     What the model's operators are given that is not known is the program's, too, unless a store has
-    allocated it: such as the targets of a loss.  It was there all the time.
+    allocated it: such as the targets of a loss.  It was there all the time.  What modules on the host compute
+    is not the device's (`tierstore.sides`).
 
     Args:
         store: whose bytes are not the program's.
@@ -239,7 +242,13 @@ class _Counting:
 
     def add_former(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Count storages that have been there since before this was in force."""
-        unknown = [each for each in storages if id(each) not in self._live and id(each) not in self._stored]
+        unknown = [
+            each
+            for each in storages
+            if id(each) not in self._live
+            and id(each) not in self._stored
+            and sides.side_of(each) is not Side.HOST
+        ]
         if unknown:
             before_bytes = self.live_bytes
             peak_bytes, self.peak_bytes = self.peak_bytes, 0
@@ -290,7 +299,18 @@ class _Counting:
         """Count what an operator has made: see `operations.Observer`."""
         if not self.is_over:
             known = {id(storage): storage for storage in _storages(given)}
-            self.add([storage for storage in _storages((result,)) if id(storage) not in known])
+            made = [storage for storage in _storages((result,)) if id(storage) not in known]
+            if made and self._is_hosts(known.values()):
+                for storage in made:
+                    sides.note(storage, Side.HOST)
+            else:
+                self.add(made)
+
+    def _is_hosts(self, given: Collection[torch.UntypedStorage]) -> bool:
+        """Whether what is made of these storages is the host's, beside an emulated device."""
+        if sides.side_of_result(given) is not Side.HOST:
+            return False
+        return not any(id(each) in self._live for each in given)
 
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:

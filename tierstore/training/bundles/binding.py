@@ -120,6 +120,8 @@ class Binding:
 
     Attributes:
         tier: where it is leased.
+        confined_to: the tier that it is leased in whatever ``tier`` says, as its modules compute on the host;
+            ``None``: there is none.
         slots: how each tensor is given its bytes.
         residency: whether its bytes are where they are computed with, and its tensors have them.
         dtypes: of the tensors.
@@ -149,6 +151,7 @@ class Binding:
         "__weakref__",
         "after_use",
         "baseline",
+        "confined_to",
         "departures",
         "digest",
         "dtypes",
@@ -209,6 +212,7 @@ class Binding:
         self.pickled: dict[int, StorageWeakRef] = {}
         self.note_parts(range(len(self.tensors)))
         self.tier = "device"
+        self.confined_to: str | None = None
         self.uses = 0
         self.writes = 0
         self.windows = 0

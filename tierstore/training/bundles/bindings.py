@@ -68,7 +68,7 @@ Apart = Callable[[], AbstractContextManager[object]]
 Classes = Callable[[Binding], Sequence[type]]
 Explain = Callable[[CapacityError], CapacityError]
 """Returns what to raise where bundles cannot be here together."""
-NoteLent = Callable[[torch.UntypedStorage], None]
+NoteLent = Callable[[torch.UntypedStorage, str], None]
 MakeRoom = Callable[[int], bool]
 """Lets go of what nobody uses, and raises a quota that leaves no room for so many bytes; says if it did."""
 
@@ -89,7 +89,8 @@ class Bindings:
         note_access: told of every use, when its bytes are held.
         apart: what is allocated inside this context is the store's.
         explain: asked when bundles cannot be here together.
-        note_lent: told of each storage that shows leased bytes, of which the store knows nothing.
+        note_lent: told of each storage that shows leased bytes, of which the store knows nothing, and of the
+            tier that they are leased in.
         reclaimer: makes room where there is none for a bundle; ``None``: nobody does.
 
     Attributes:
@@ -136,7 +137,7 @@ class Bindings:
         self._computing_tier = tier
 
     def _tier_of(self, binding: Binding) -> str:
-        return self._computing_tier or binding.tier
+        return binding.confined_to or self._computing_tier or binding.tier
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -419,7 +420,7 @@ class Bindings:
         elif binding not in self.pinned:
             places, flat = laid_out_anew(binding, numbers)
             self._release(binding)
-            self.store.put(binding.key, flat, replace=True)
+            self.store.put(binding.key, flat, tier=binding.confined_to, replace=True)
             lay(binding, places, flat.numel(), numbers)
             binding.writes += 1
             if binding.after_use is not None:
@@ -464,7 +465,7 @@ class Bindings:
         binding.storages = shown = LeaseStorages(flat, binding.places, binding.pieces, binding.offsets)
         self._by_storage.update(dict.fromkeys(shown.keys, binding))
         if self._note_lent is not None:
-            shown.tell_of_slices(self._note_lent)
+            shown.tell_of_slices(self._note_lent, self._tier_of(binding))
         binding.baseline = binding.count_references()
         binding.flat = flat
         binding.become(Residency.LEASED)

@@ -5,7 +5,8 @@ of grouping:
 
 1. The direct parameters of one module travel together, apart by optimizer and by whether they are
    trained, so that frozen bytes are never written back with trained ones.  What is pinned travels apart from
-   what is not, and what is ignored does not travel.
+   what is not, what is used on the host from what is used on the device, what is stepped in one place from
+   what is stepped in the other, and what is ignored does not travel.
 2. Small modules (below 1 MiB) travel with other small ones of the same parent, up to that size.
 3. A parameter that several modules share lies in one bundle, which each of them needs.
 4. Parameters whose memory overlaps lie in one bundle, whatever modules and optimizers they belong to.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -49,6 +51,8 @@ class BundleKind(NamedTuple):
     optimizer: int | None
     is_trained: bool
     is_pinned: bool
+    is_on_host: bool
+    target: str | None
 
 
 @dataclass(slots=True)
@@ -63,6 +67,8 @@ class Group:
         is_pinned: whether they stay in the fastest tier.
         content: what they are.
         repeated_bytes: that several of them share, for each beside the first.
+        is_on_host: whether these modules compute on the host, beside a device.
+        target: where their optimizer computes, if their group of parameters says so.
     """
 
     names: list[str] = field(default_factory=list)
@@ -72,6 +78,8 @@ class Group:
     is_pinned: bool = False
     content: Content = Content.PARAMETERS
     repeated_bytes: int = 0
+    is_on_host: bool = False
+    target: str | None = None
 
     @property
     def key(self) -> str:
@@ -103,6 +111,8 @@ def group_parameters(
     *,
     ignored: Container[torch.Tensor] = (),
     pinned: Container[torch.Tensor] = (),
+    on_host: Container[torch.Tensor] = (),
+    targets: Mapping[torch.Tensor, str] = MappingProxyType({}),
 ) -> list[Group]:
     """Group the parameters of ``model``, in the order of its modules.
 
@@ -112,6 +122,8 @@ def group_parameters(
         small_bytes: modules below it travel with others, until they have that many bytes together.
         ignored: parameters that are left out.
         pinned: parameters that stay in the fastest tier.
+        on_host: parameters that are used on the host, beside a device.
+        targets: where parameters are stepped, of those whose group says so.
     """
     names = first_names(model)
     owners = _optimizer_of_each(optimizers)
@@ -119,7 +131,13 @@ def group_parameters(
     def kind_of(parameter: nn.Parameter) -> BundleKind | None:
         if parameter in ignored:
             return None
-        return BundleKind(owners.get(parameter), parameter.requires_grad, parameter in pinned)
+        return BundleKind(
+            owners.get(parameter),
+            parameter.requires_grad,
+            parameter in pinned,
+            parameter in on_host,
+            targets.get(parameter),
+        )
 
     groups: list[Group] = []
     home: dict[torch.Tensor, Group] = {}
@@ -158,13 +176,19 @@ def _split(
         if not kinds:
             continue
         kind = _joint(kinds)
-        group = parts.setdefault(kind, Group(optimizer=kind.optimizer, is_pinned=kind.is_pinned))
+        group = parts.setdefault(kind, _group_of(kind))
         group.names += [names[each] for each in together]
         group.tensors += together
         if len(together) > 1:
             group.repeated_bytes += sum(map(span_of, together)) - lay_out(("", each) for each in together)[1]
         known.update(together)
     return parts
+
+
+def _group_of(kind: BundleKind) -> Group:
+    return Group(
+        optimizer=kind.optimizer, is_pinned=kind.is_pinned, is_on_host=kind.is_on_host, target=kind.target
+    )
 
 
 def _joint(kinds: Sequence[BundleKind]) -> BundleKind:
@@ -174,6 +198,8 @@ def _joint(kinds: Sequence[BundleKind]) -> BundleKind:
         optimizers[0] if optimizers else None,
         any(kind.is_trained for kind in kinds),
         any(kind.is_pinned for kind in kinds),
+        any(kind.is_on_host for kind in kinds),
+        next((kind.target for kind in kinds if kind.target is not None), None),
     )
 
 

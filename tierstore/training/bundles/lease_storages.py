@@ -95,10 +95,10 @@ class LeaseStorages:
             piece, place.dtype, place.shape, place.stride, offset, place.is_conj, place.is_neg
         )
 
-    def tell_of_slices(self, note: Callable[[torch.UntypedStorage], None]) -> None:
-        """Tell of each storage that is not the leased one."""
+    def tell_of_slices(self, note: Callable[[torch.UntypedStorage, str], None], tier: str) -> None:
+        """Tell of each storage that is not the leased one, and of the tier that it is leased in."""
         for storage in self.all[1:]:
-            note(storage)
+            note(storage, tier)
 
     def alias(
         self,

@@ -18,6 +18,7 @@ from tierstore.errors import BackendError, CapacityError, KeyNotFound
 from tierstore.output_buffers import host_memory
 from tierstore.planning import Home
 from tierstore.planning.placement import CPU
+from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.training.autograd.shared_memory import aliases_of, has_bytes
 from tierstore.training.bundles.binding import Where
@@ -96,7 +97,7 @@ class Adopter:
         home: Home,
         values: Sequence[torch.Tensor] | None = None,
         origins: list[torch.device] | None = None,
-        device: torch.device | None = None,
+        owner: Binding | None = None,
     ) -> Binding:
         """Put tensors under ``key`` as one bundle, and let a guard watch them.
 
@@ -108,7 +109,7 @@ class Adopter:
             home: where they go.
             values: other values for them; those on the meta device have none of their own.
             origins: where each tensor goes in the end; ``None``: where it is.
-            device: where they are while they travel; ``None``: where ``home`` says that they are used.
+            owner: of what an optimizer keeps, the bundle that it is for; ``None``: it is a bundle itself.
         """
         with self._bindings.apart():
             places, nbytes = lay_out(named)
@@ -116,7 +117,7 @@ class Adopter:
             origins = origins or [origin_of(tensor) for tensor in tensors]
             with self._gathered(places, nbytes, values or tensors) as flat:
                 self._store.put(key, flat, tier=home.tier)
-        return self.bind(key, places, tensors, home, origins, device)
+        return self.bind(key, places, tensors, home, origins, owner)
 
     def adopt_held(self, key: str, named: Sequence[tuple[str, torch.Tensor]], home: Home) -> Binding:
         """Let tensors have the bytes that are under ``key`` already, laid out as `adopt` would.
@@ -137,7 +138,7 @@ class Adopter:
         tensors: Sequence[torch.Tensor],
         home: Home,
         origins: list[torch.device],
-        device: torch.device | None = None,
+        owner: Binding | None = None,
     ) -> Binding:
         """Tie tensors to bytes that are under ``key`` already, and let a guard watch them.
 
@@ -147,14 +148,10 @@ class Adopter:
             tensors: in the same order; their memory is given back.
             home: where the bytes go after use.
             origins: where each tensor goes in the end.
-            device: where they are while they travel; ``None``: where ``home`` says that they are used.
+            owner: of what an optimizer keeps, the bundle that it is for; ``None``: it is a bundle itself.
         """
         with self._bindings.apart():
-            return self._bind(key, places, tensors, home, origins, device or self.device_of(home))
-
-    def device_of(self, home: Home) -> torch.device:
-        """Return the device that computes with what lives at ``home``."""
-        return torch.device(CPU) if home.device == CPU else self._store.device
+            return self._bind(key, places, tensors, home, origins, owner)
 
     def _bind(
         self,
@@ -163,8 +160,9 @@ class Adopter:
         tensors: Sequence[torch.Tensor],
         home: Home,
         origins: list[torch.device],
-        device: torch.device,
+        owner: Binding | None,
     ) -> Binding:
+        device, confined_to = self._side_of(home) if owner is None else (owner.device, owner.confined_to)
         nbytes = self._store.spec(key).nbytes
         released = {number: own for number, each in enumerate(tensors) if (own := placeholder_of(each))}
         for number, own in released.items():
@@ -173,11 +171,13 @@ class Adopter:
         guards = [guarded_classes.guard_of(type(tensor)) for tensor in tensors]
         binding = Binding(key, places, nbytes, tensors, guards, poisons)
         binding.after_use = access_after_use(home, self._store)
+        binding.confined_to = confined_to
         for number in released:
             binding.parts.pop(number, None)  # of what stood in its place
         if released:
             self._released[binding] = released
-        self._nbytes[key] = nbytes
+        if confined_to is None:
+            self._nbytes[key] = nbytes
         self._origins[binding] = origins  # from here on `restore_all` gives them back
         for place, tensor in zip(places, tensors, strict=True):
             if tensor.is_meta:
@@ -187,6 +187,12 @@ class Adopter:
             binding.detach(number)
             tensor.__class__ = kind
         return binding
+
+    def _side_of(self, home: Home) -> tuple[torch.device, str | None]:
+        """Return where a bundle's tensors are, and the tier that they are confined to, if to one."""
+        if home.device == CPU and self._store.tier_names[0] != HOST:
+            return torch.device(CPU), HOST
+        return self._store.device, None
 
     def _poisons_for(
         self, places: Sequence[TensorLayout], tensors: Sequence[torch.Tensor], device: torch.device
@@ -428,12 +434,13 @@ class Adopter:
         named = [(place.name, each) for place, each in zip(binding.places, binding.tensors, strict=True)]
         places, nbytes = lay_out(named)
         with self._gathered(places, nbytes, binding.tensors) as flat:
-            put_somewhere(self._store, binding.key, flat)
+            put_somewhere(self._store, binding.key, flat, binding.confined_to)
         self._scratch.clear()
         poisons = self._poisons_for(places, binding.tensors, binding.device)
         binding.lay(places, nbytes, poisons)
         alone = self._that_come_home(binding)
-        self._nbytes[binding.key] = nbytes
+        if binding.confined_to is None:
+            self._nbytes[binding.key] = nbytes
         self._origins[binding] = self._given[binding]
         binding.come_home(alone)
 
@@ -467,8 +474,8 @@ def _release_alias(alias: torch.Tensor, text: str) -> None:
     Placeholder(kind, place.name, text, looks_of([place])[0], alias.device).put_on(alias)
 
 
-def put_somewhere(store: Store, key: str, flat: torch.Tensor) -> None:
-    """Put bytes where they take the least memory: in the last tier, or else in whichever has room.
+def put_somewhere(store: Store, key: str, flat: torch.Tensor, tier: str | None = None) -> None:
+    """Put bytes where they take the least memory: the last tier, or else ``tier``, or whichever has room.
 
     Raises:
         CapacityError: none has.
@@ -477,7 +484,7 @@ def put_somewhere(store: Store, key: str, flat: torch.Tensor) -> None:
     try:
         store.put(key, flat, tier=store.tier_names[-1], replace=True)
     except (CapacityError, BackendError):
-        store.put(key, flat, replace=True)
+        store.put(key, flat, tier=tier, replace=True)
 
 
 def is_deserted(binding: Binding) -> bool:

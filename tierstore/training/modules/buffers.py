@@ -32,6 +32,7 @@ from tierstore.training.bundles.placeholders import has_no_values, placeholder_o
 from tierstore.training.faults import guard
 from tierstore.training.modules.adopter import Adopter, is_deserted
 from tierstore.training.modules.hooks import ModuleWindows
+from tierstore.training.modules.host_modules import PlacedModules
 from tierstore.training.modules.tensor_names import buffer_names
 from tierstore.units import format_bytes
 
@@ -67,6 +68,7 @@ def group_buffers(
     *,
     ignored: Container[torch.Tensor] = (),
     pinned: Container[torch.Tensor] = (),
+    on_host: Container[torch.Tensor] = (),
 ) -> list[Group]:
     """Group the buffers of ``model`` that travel, in the order of its modules.
 
@@ -75,6 +77,7 @@ def group_buffers(
         min_bytes: what one takes at least; ``None``: none travels.
         ignored: those that stay as they are.
         pinned: those that stay in the fastest tier.
+        on_host: those that are used on the host, beside a device.
     """
     names = names_of_buffers(model)
     large = {} if min_bytes is None else {each: None for each in names if _takes(each, min_bytes)}
@@ -86,7 +89,7 @@ def group_buffers(
     free |= referred_to_by_none([each for each in plain if not has_no_values(each)], model)
     kept = buffer_names(model)
     groups = [
-        _group(part, model, names, kept, pinned)
+        _group(part, model, names, kept, pinned, on_host)
         for part in _sharing_memory(model, names)
         if any(each in large for each in part) and free.issuperset(part) and not _is_by_views(part)
     ]
@@ -141,6 +144,7 @@ def _group(
     names: Mapping[torch.Tensor, Sequence[str]],
     kept: Container[torch.Tensor],
     pinned: Container[torch.Tensor],
+    on_host: Container[torch.Tensor],
 ) -> Group:
     members = set(part)
     return Group(
@@ -150,6 +154,7 @@ def _group(
         is_pinned=any(each in pinned for each in part),
         content=Content.BUFFERS if any(each in kept for each in part) else Content.PASSING_BUFFERS,
         repeated_bytes=sum(map(span_of, part)) - lay_out(("", each) for each in part)[1] if part[1:] else 0,
+        is_on_host=any(each in on_host for each in part),
     )
 
 
@@ -185,15 +190,22 @@ class TravelingBuffers:
         adopter: that gives them back.
         windows: of the model's modules.
         device: where the model computes.
+        placed: which of its modules compute on the host.
     """
 
     def __init__(
-        self, model: nn.Module, adopter: Adopter, windows: ModuleWindows, device: torch.device
+        self,
+        model: nn.Module,
+        adopter: Adopter,
+        windows: ModuleWindows,
+        device: torch.device,
+        placed: PlacedModules,
     ) -> None:
         self._model = model
         self._adopter = adopter
         self._windows = windows
         self._device = device
+        self._placed = placed
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
         self._content: dict[Binding, Content] = {}
         self._modules: dict[Binding, Sequence[nn.Module]] = {}
@@ -230,11 +242,13 @@ class TravelingBuffers:
         self.move()
 
     def move(self) -> None:
-        """Bring those that do not travel to where the model computes; `end` brings them back."""
+        """Bring those that do not travel to where their modules compute; `end` brings them back."""
+        on_host = self._placed.tensors_on_host(self._model)
         for _, buffer in ordinary_buffers(self._model):
-            if buffer.device != self._device:
+            device = torch.device("cpu") if buffer in on_host else self._device
+            if buffer.device != device:
                 self._moved.append((buffer, buffer.device))
-                buffer.data = buffer.data.to(self._device)
+                buffer.data = buffer.data.to(device)
 
     def end(self, ending: RunEnding) -> None:
         """Bring those back that `move` has moved.

@@ -65,7 +65,7 @@ def _together(
     seen = set(calls)
     while calls:
         module, around = calls.pop()
-        own = [each for each in needs[module] if each not in around] if _has_forward(module) else []
+        own = [each for each in needs[module] if each not in around] if has_forward(module) else []
         if own:
             yield module, own, sorted(around)
             around = around.union(own)
@@ -74,7 +74,7 @@ def _together(
         calls += reversed(inner)
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called, or is only a list of others."""
     kinds = (kind for kind in type(module).__mro__ if kind is not nn.Module)
     return "forward" in vars(module) or any("forward" in vars(kind) for kind in kinds)

@@ -147,7 +147,7 @@ class OptimizerState:
         origins = [devices_in_the_end[parameter] for parameter, _ in found]
         key = state_key(self.index, bundle.key)
         home = self._home_of(bundle)
-        self._own(bundle, self._adopter.adopt(key, named, home, origins=origins, device=bundle.device))
+        self._own(bundle, self._adopter.adopt(key, named, home, origins=origins, owner=bundle))
         links.tie()
 
     def _let_go(self, state: Binding) -> None:
@@ -201,7 +201,7 @@ class OptimizerState:
         """
         key = state_key(self.index, bundle.key)
         home = self._home_of(bundle)
-        self._own(bundle, self._adopter.bind(key, places, tensors, home, origins, bundle.device))
+        self._own(bundle, self._adopter.bind(key, places, tensors, home, origins, bundle))
 
     def _own(self, bundle: Binding, state: Binding) -> None:
         state.is_saved_by_reference = False

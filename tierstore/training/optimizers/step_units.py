@@ -66,8 +66,8 @@ class StepTrainer(Protocol):
         """An optimizer goes on after the model has run in the midst of its step."""
         ...
 
-    def advise(self, keys: Sequence[str]) -> None:
-        """Say what is needed soon."""
+    def advise(self, keys: Sequence[str], tier: str) -> None:
+        """Say what is needed soon, and where."""
         ...
 
     def allows_step_ahead(self, bundle: Binding) -> bool:

@@ -195,7 +195,8 @@ class StepsByBundle:
             turns = [turn for turn in all_turns if not self._take_ahead(turn)]
             for number, turn in enumerate(turns):
                 if number + 1 < len(turns):
-                    self._trainer.advise(self._keys(turns[number + 1]))
+                    then = turns[number + 1]
+                    self._trainer.advise(self._keys(then), self._trainer.step_tier(then.bundle))
                 self._step(turn, kwargs)
             self._progress = Progress.WHOLE
         finally:

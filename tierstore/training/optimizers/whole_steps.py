@@ -196,7 +196,8 @@ class WholeSteps:
     def _go_on(self) -> None:
         """From now on this is the optimizer's own work."""
         self._versions = self._sum_of_versions()
-        self._trainer.bindings.compute_in(self._trainer.step_tier(*self.state.bundles()))
+        bundles = [each for each in self.state.bundles() if each.confined_to is None]
+        self._trainer.bindings.compute_in(self._trainer.step_tier(*bundles))
         self._since = time.perf_counter()
 
     def _stop(self) -> None:
