@@ -28,6 +28,7 @@ from tierstore.errors import (
     UsageError,
 )
 from tierstore.leases import Lease
+from tierstore.part_reader import PartReader
 from tierstore.store import Store
 from tierstore.tensors import TensorSpec
 
@@ -45,6 +46,7 @@ __all__ = [
     "LeaseError",
     "NotResident",
     "OffloadConfig",
+    "PartReader",
     "Store",
     "StoreClosed",
     "StoreConfig",

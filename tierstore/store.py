@@ -32,6 +32,7 @@ from tierstore.engine.holds import Hold
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
+from tierstore.part_reader import PartReader
 from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import Backend, Medium, device_storage_listeners
 from tierstore.stats import StoreStats
@@ -248,6 +249,14 @@ class Store:
         number = self._engine.number()
         event = m.SplitRequested(number, lease, names)
         return not names or bool(self._engine.request(event, number, tuple(names.values())).result())
+
+    def reader(self) -> PartReader:
+        """Return what reads parts of values in the last tier, such as pages of 4 KiB.  It has no key yet.
+
+        A reader that is open when the store is closed is of no use any more, as a lease is not.
+        """
+        self._engine.require_here()
+        return PartReader(self._engine, len(self.tier_names) - 1, self._tensor_io.count)
 
     @uninterrupted
     def _count_stall(self, seconds: float) -> None:

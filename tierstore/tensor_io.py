@@ -83,7 +83,7 @@ class TensorIo:
         if spec.nbytes:
             self._read_into(out, granted, spec)
         check_known(granted.key, spec)  # only now: a medium that cannot read them says why
-        self._count(granted.place.tier, spec.nbytes)
+        self.count(granted.place.tier, 1, spec.nbytes)
         return out
 
     def _read_into(self, out: torch.Tensor, granted: Granted, spec: TensorSpec) -> None:
@@ -103,10 +103,11 @@ class TensorIo:
         if not is_host:
             out.copy_(view_bytes(host, spec))
 
-    def _count(self, tier: int, nbytes: int) -> None:
+    def count(self, tier: int, copies: int, nbytes: int) -> None:
+        """Count what was handed out of a tier."""
         with self._lock:
             former = self._got.get(tier, Traffic(0, 0))
-            self._got[tier] = Traffic(former.copies + 1, former.nbytes + nbytes)
+            self._got[tier] = Traffic(former.copies + copies, former.nbytes + nbytes)
 
     @uninterrupted
     def lend(self, granted: Sequence[Granted]) -> tuple[dict[str, torch.Tensor], Loan]:

@@ -70,12 +70,20 @@ class Scene:
         gate: what stands before every write to that; open until it is shut.
         lease: of the first key, held.
         transfer: of the second, on its way or done.
+        reader: of parts of the last key.
     """
 
     store: ts.Store
     gate: Shutter
     lease: Lease = field(init=False)
     transfer: ts.Transfer[None] = field(init=False)
+    reader: ts.PartReader = field(init=False)
+
+    def read_part(self) -> torch.Tensor:
+        """Return the second half of the last key."""
+        into = torch.zeros(1, NBYTES // 2, dtype=torch.uint8)
+        self.reader.read([(KEYS[-1], NBYTES // 2)], into).result()
+        return into[0]
 
 
 def opened(kind: str, path: Path, gate: Shutter) -> tuple[Backend, str | None]:
@@ -109,8 +117,12 @@ def scene(kind: str, path: Path) -> Iterator[Scene]:
         made.lease = store.lease("a", tier="host")
         made.transfer = store.fetch("b", tier="host")
         made.transfer.result()
+        made.reader = store.reader()
+        made.reader.add(KEYS[-1])
         yield made
         gate.open()
+        assert torch.equal(made.read_part(), numbered(len(KEYS) - 1, NBYTES // 2))
+        made.reader.close()
         made.transfer.result()
         made.lease.release()
         for number, key in enumerate(KEYS):
@@ -155,6 +167,10 @@ USES: dict[str, Callable[[Scene], object]] = {
     "lease.tensor": lambda s: s.lease.tensor,
     "lease.use": lambda s: s.lease.use(),
     "lease.split": lambda s: s.lease.split({"a": "z"}),
+    "reader": lambda s: s.store.reader(),
+    "reader.add": lambda s: s.reader.add("c"),
+    "reader.remove": lambda s: s.reader.remove(KEYS[-1]),
+    "reader.read": lambda s: s.read_part(),
     "result": lambda s: s.transfer.result(),
     "result in time": lambda s: s.transfer.result(timeout_s=0.1),
     "done": lambda s: s.transfer.done(),
@@ -175,6 +191,9 @@ def use_all(made: Scene) -> None:
     with made.lease:
         pass
     made.lease.release()
+    with made.reader:
+        pass
+    made.reader.close()
     with made.store:
         pass
     made.store.close(flush=False)

@@ -34,7 +34,8 @@ from tierstore_backends.memory import MemoryBackend
 
 ROOT = Path(ts.__file__).parent
 OURS = tuple(
-    str(ROOT / part) for part in ("store.py", "leases.py", "spi.py", "engine", "core", "codec", "wrappers")
+    str(ROOT / part)
+    for part in ("store.py", "leases.py", "part_reader.py", "spi.py", "engine", "core", "codec", "wrappers")
 )
 
 
@@ -119,6 +120,11 @@ class Elsewhere:
     def read(self, slot: Slot, into: Buffer) -> Completion:
         return self._later(lambda: self.backend.read(slot, into))
 
+    def read_parts(
+        self, slots: Sequence[Slot], begins: Sequence[int], nbytes: int, into: Buffer
+    ) -> Completion:
+        return self._later(lambda: self.backend.read_parts(slots, begins, nbytes, into))
+
     def write(self, slot: Slot, source: Buffer) -> Completion:
         return self._later(lambda: self.backend.write(slot, source))
 
@@ -158,6 +164,11 @@ class Snappish(Elsewhere):
 
     def read(self, slot: Slot, into: Buffer) -> Completion:
         return self._snap("read", lambda: super(Snappish, self).read(slot, into))
+
+    def read_parts(
+        self, slots: Sequence[Slot], begins: Sequence[int], nbytes: int, into: Buffer
+    ) -> Completion:
+        return self._snap("parts", lambda: super(Snappish, self).read_parts(slots, begins, nbytes, into))
 
     def write(self, slot: Slot, source: Buffer) -> Completion:
         return self._snap("write", lambda: super(Snappish, self).write(slot, source))
@@ -263,7 +274,30 @@ def resize(store: ts.Store) -> None:
     store.resize("host", 600)
 
 
-STEPS: list[Callable[[ts.Store], None]] = [put, replace, get, lease, move, flush, drop, resize]
+def read_parts(store: ts.Store) -> None:
+    reader = store.reader()
+    into = torch.zeros(4, 10, dtype=torch.uint8)
+    try:
+        reader.add("a", "gone")  # of which one has to be brought
+        reader.read([("a", 3), ("gone", 0), ("a", 7), ("gone", 90)], into).result()
+        reader.remove("a")
+        reader.read([("gone", number) for number in range(4)], into).result()
+    finally:
+        reader.close()
+        store._engine.part_reads.wait()  # what is under way holds its keys until then
+
+
+STEPS: list[Callable[[ts.Store], None]] = [
+    put,
+    replace,
+    get,
+    lease,
+    move,
+    flush,
+    drop,
+    resize,
+    read_parts,
+]
 KEPT = {"a": numbered(1), "b": numbered(2), "c": numbered(3)}
 
 
@@ -324,8 +358,26 @@ def test_an_interrupt_loses_no_bytes_and_hangs_nobody(
 
 
 @pytest.mark.parametrize(
+    "disk", [memory, lambda: Elsewhere(memory()), packing], ids=["now", "later", "codec"]
+)
+def test_an_interrupt_leaves_nothing_held_by_a_reader_that_was_closed(disk: Callable[[], Backend]) -> None:
+    count = 0
+    for store, moment in moments(read_parts, disk):
+        count += 1
+        assert [tier.leased_bytes for tier in store.stats().tiers.values()] == [0, 0, 0], moment
+    assert count > 10
+
+
+@pytest.mark.parametrize(
     ("operation", "step"),
-    [("reserve", move), ("write", move), ("read", fetch), ("free", drop), ("resize", shrink)],
+    [
+        ("reserve", move),
+        ("write", move),
+        ("read", fetch),
+        ("free", drop),
+        ("resize", shrink),
+        ("parts", read_parts),
+    ],
 )
 def test_what_a_backend_raises_that_is_no_error_costs_that_operation_only(
     operation: str, step: Callable[[ts.Store], None]

@@ -20,6 +20,7 @@ _PUBLIC = {
     # the store
     "Store",
     "Lease",
+    "PartReader",
     "Transfer",
     "TensorSpec",
     # what configures it

@@ -22,6 +22,7 @@ from tierstore.engine.dispatcher import Dispatcher
 from tierstore.engine.executor import CommandExecutor, Opening, orphaned
 from tierstore.engine.holds import when_granted
 from tierstore.engine.mover import DataMover
+from tierstore.engine.part_reads import PartReads
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import StoreClosed, TierStoreError
 from tierstore.signals import in_one_piece, uninterrupted
@@ -45,6 +46,7 @@ class Engine:
 
     Attributes:
         told: outcomes that callers have to tell.  Append one, which nothing can interrupt, then `take_in`.
+        part_reads: of replicas that are held; the books know nothing of them.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Engine:
         self.media = tuple(backend.capabilities.medium for backend in backends)
         self._numbers = count(1)
         self.told: list[m.Event] = []
+        self.part_reads = PartReads(self.backends)
         self._mover = DataMover(self.backends, self.names, self.told.extend, self._report)
         self._executor = CommandExecutor(self._mover, note_of)
         self._dispatcher = Dispatcher(ledger, self._executor, self.told)
@@ -249,6 +252,7 @@ class Engine:
             try:
                 self._closer = me
                 self._is_closed = True
+                self.part_reads.refuse()
                 self._wait_for_end()
                 self._mover.clear()
                 close_all(self._open)
@@ -269,6 +273,7 @@ class Engine:
                 if backend.capabilities.has_waits:
                     cast("WaitingBackend", backend).stop_waiting()
             end.result()
+            self.part_reads.wait()
         except Exception:
             if not self._dispatcher.is_broken():
                 raise
@@ -283,11 +288,20 @@ class Engine:
             UsageError: a request is wrong as things are; nothing was changed.
             StoreClosed: a request came after `close`; `StoreForked` in the child of a fork.
         """
-        self.require_here()
-        if self._is_closed:
-            self._dispatcher.refuse_if_broken()
-            raise StoreClosed("the store is closed.")
+        self.require_open()
         self._dispatcher.turn(event)
+
+    def require_open(self) -> None:
+        """Raise unless requests may come.
+
+        Raises:
+            StoreClosed: after `close`, or where something has stopped the store; `StoreForked` in the child
+                of a fork.
+        """
+        self.require_here()
+        self._dispatcher.refuse_if_broken()
+        if self._is_closed:
+            raise StoreClosed("the store is closed.")
 
     def tell(self, outcome: m.Event) -> None:
         """Tell what something came to that a caller did; carry out what follows.  Also after `close`."""

@@ -75,10 +75,31 @@ class Hold:
             TierStoreError: the request failed.
             BaseException: what a signal's handler raises, at any time.
         """
-        transfer: Transfer[Sequence[m.Granted]] = Transfer(keys)
-        self._transfer = transfer
+        self.ask(event, number, keys)
+        return self.granted(waited)
+
+    def ask(self, event: m.Event, number: int, keys: tuple[str, ...]) -> None:
+        """Put a request to the ledger, once: `granted` has what it comes to.
+
+        Raises:
+            UsageError: the call is wrong; nothing was changed.
+            StoreClosed: too late.
+        """
+        self._transfer = Transfer(keys)
+        self._asked.ask(event, number, self._transfer)
+
+    def granted(self, waited: Callable[[float], None] | None = None) -> Sequence[m.Granted]:
+        """Return the replicas that were asked for.  Blocks.
+
+        Args:
+            waited: told for how many seconds the call had to wait, if it had to.
+
+        Raises:
+            TierStoreError: the request failed.
+        """
+        transfer = self._transfer
+        assert transfer is not None  # it was asked, and has not ended
         try:
-            self._asked.ask(event, number, transfer)
             if waited is None or transfer.done():
                 return transfer.result()
             begin = time.perf_counter()

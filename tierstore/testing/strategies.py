@@ -7,6 +7,7 @@ never runs out of memory, over any backends that a subclass gives it.  Needs the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from tierstore.errors import (
 from tierstore.leases import Lease
 from tierstore.spi import Backend
 from tierstore.store import Store
+from tierstore.tensors import bytes_of
 from tierstore.testing.faults import Faulty, Gate
 
 DTYPES = (
@@ -103,6 +105,29 @@ class HeldLease(NamedTuple):
     is_writing: bool
 
 
+@dataclass
+class HeldParts:
+    """A key of the machine's reader.
+
+    Attributes:
+        asked: the name under which the reader has it.
+        key: the one that its bytes are under now; None: they were replaced.
+        value: its bytes, in the order in which they are stored.
+    """
+
+    asked: str
+    key: str | None
+    value: torch.Tensor
+
+
+class PartRead(NamedTuple):
+    """A read of parts, and what it has to come to."""
+
+    transfer: Transfer[None]
+    into: torch.Tensor
+    expected: torch.Tensor
+
+
 class StoreMachine(RuleBasedStateMachine):
     """The store against a dict that never runs out of memory.
 
@@ -140,6 +165,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.model: dict[str, torch.Tensor] = {}
         self.leases: list[HeldLease] = []
         self.transfers: list[Transfer[None]] = []
+        self.reader = self.store.reader()
+        self.parts: dict[str, HeldParts] = {}
+        self.reads: list[PartRead] = []
+
+    def is_held(self, key: str) -> bool:
+        """Whether a lease or the reader holds what is under a key now."""
+        leased = [held.key for held in self.leases]
+        return key in leased or any(held.key == key for held in self.parts.values())
 
     # --- rules that block: the hardware runs freely -----------------------------------------
 
@@ -157,6 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
         except (CapacityError, BackendError, LeaseError):
             return
         self.model[key] = tensor.clone()
+        self.lose(key)
 
     @rule(key=st.sampled_from(KEYS), tier=st.sampled_from(TIERS[:2]), write=st.booleans())
     def lease(self, key: str, tier: str, write: bool) -> None:
@@ -168,7 +202,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert key not in self.model
             return
         except LeaseError:
-            assert any(held.key == key for held in self.leases)
+            assert self.is_held(key)
             return
         except (CapacityError, BackendError):
             return
@@ -210,11 +244,13 @@ class StoreMachine(RuleBasedStateMachine):
         except KeyNotFound:
             assert key not in self.model
         except LeaseError:
-            assert any(held.key == name for held in self.leases)
+            assert self.is_held(name)
         except UsageError:
             assert name == key or name in self.model
         else:
             self.model[name] = self.model.pop(key)
+            for held in self.parts.values():
+                held.key = name if held.key == key else held.key
             self.leases = [held._replace(key=name) if held.key == key else held for held in self.leases]
 
     @rule(tier=st.sampled_from(TIERS), capacity=st.integers(100, 9000))
@@ -237,11 +273,63 @@ class StoreMachine(RuleBasedStateMachine):
         except KeyNotFound:
             assert key not in self.model
         except LeaseError:
-            assert any(held.key == key for held in self.leases)
+            assert self.is_held(key)
         else:
             del self.model[key]
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
+    def add_parts(self, keys: list[str]) -> None:
+        """Let the reader hold keys: all or none."""
+        self.open_gates()
+        try:
+            self.reader.add(*keys)
+        except KeyNotFound:
+            assert not self.model.keys() >= set(keys)
+        except LeaseError:
+            assert any(held.is_writing and held.key in keys for held in self.leases)
+        except UsageError:
+            assert self.parts.keys() & set(keys)
+        except (CapacityError, BackendError):
+            pass
+        else:
+            self.parts.update({key: HeldParts(key, key, self.stored(key)) for key in keys})
+        assert set(self.reader.keys) == set(self.parts)
+
+    def stored(self, key: str) -> torch.Tensor:
+        """Return the bytes of a key in the order in which they are stored."""
+        spec = self.store.spec(key)
+        return bytes_of(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(self.model[key]))
+
+    @rule(index=st.integers(0, 9))
+    def remove_parts(self, index: int) -> None:
+        """Let the reader hold a key no longer, whatever reads of it stand still."""
+        if self.parts:
+            asked = sorted(self.parts)[index % len(self.parts)]
+            self.reader.remove(asked)
+            del self.parts[asked]
+
+    def lose(self, key: str) -> None:
+        """Note that other bytes are under a key now."""
+        for held in self.parts.values():
+            held.key = None if held.key == key else held.key
+
     # --- rules that do not block: the hardware may stand still ------------------------------
+
+    @rule(data=st.data(), units=st.integers(1, 3))
+    def read_parts(self, data: st.DataObject, units: int) -> None:
+        """Begin to read parts of what the reader has: the bytes of when it was added."""
+        nbytes = units * self.reader.alignment_bytes
+        whole = {asked: held.value for asked, held in self.parts.items()}
+        possible = sorted(asked for asked, flat in whole.items() if flat.numel() >= nbytes)
+        if not possible:
+            return
+        parts: list[tuple[str, int]] = []
+        for asked in data.draw(st.lists(st.sampled_from(possible), min_size=1, max_size=6)):
+            last = (whole[asked].numel() - nbytes) // self.reader.alignment_bytes
+            parts.append((asked, data.draw(st.integers(0, last)) * self.reader.alignment_bytes))
+        into = torch.zeros(len(parts), nbytes, dtype=torch.uint8)
+        expected = torch.stack([whole[asked][begin : begin + nbytes] for asked, begin in parts])
+        self.reads.append(PartRead(self.reader.read(parts, into), into, expected))
 
     @rule(tier=st.integers(0, 2))
     def shut(self, tier: int) -> None:
@@ -303,13 +391,25 @@ class StoreMachine(RuleBasedStateMachine):
         self.open_gates()
         for held in self.leases:
             held.lease.release(written=False)
+        self.end_reads()
         for transfer in self.transfers:
             try:
                 transfer.result(PATIENCE_S)
             except TierStoreError:
                 continue  # a refusal or a failure is an end too; a hang is a TimeoutError
         assert set(self.store) == set(self.model)
+        assert all(tier.leased_bytes == 0 for tier in self.store.stats().tiers.values())
         for key, tensor in self.model.items():
             assert same_bytes(self.store.get(key), tensor), key
             assert self.store.spec(key).shape == tensor.shape
         self.store.close()
+
+    def end_reads(self) -> None:
+        """Close the reader, and see what its reads came to."""
+        self.reader.close()
+        for read in self.reads:
+            try:
+                read.transfer.result(PATIENCE_S)
+            except BackendError:
+                continue  # it was told to fail
+            assert torch.equal(read.into, read.expected)
