@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.training.twins import WIDTH, Block, config_of, same, with_device
 from tierstore.training import offload
 from tierstore.training.pytorch.own_work import ordinary_mode
+from tierstore.units import parse_bytes
 
 KINDS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -135,7 +136,8 @@ def main(layout: str, rank: int, processes: int, folder: Path) -> None:
     store = distributed.FileStore(str(folder / "store"), processes)  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     more = {**with_device(layout, "512KB"), "buffer_min_size": 0}
-    config = config_of(layout, folder / f"files{rank}", more)
+    one = config_of(layout, folder / "files", more)
+    config = {**one, "offload_cpu_size": processes * parse_bytes(str(one["offload_cpu_size"]))}
     found: dict[str, list[str]] = {}
     for kind in KINDS:
         plain = train(kind, "after", lambda _model, _optimizer: contextlib.nullcontext())

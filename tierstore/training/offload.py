@@ -11,11 +11,11 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from tierstore.planning.placement import with_patterns
 from tierstore.planning.rules import HOST
 from tierstore.signals import interruptible
 from tierstore.store import Store
-from tierstore.training import again
+from tierstore.training import again, processes
 from tierstore.training.activations import Sections, apply, read_sections, sections_of
 from tierstore.training.activations.apply import Activations
 from tierstore.training.activations.config.layers import Names
@@ -51,6 +51,9 @@ from tierstore.training.selection import SelectedTensors, patterns, select
 from tierstore.training.session import Session
 from tierstore.training.suspension import Suspension
 from tierstore.training.telling import say_ended, say_opened
+
+if TYPE_CHECKING:
+    from tierstore.training.ranks import Ranks
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 log = logging.getLogger("tierstore")
@@ -78,8 +81,10 @@ class Offload:
         resumed: Resumed | None = None,
         activations: Activations | None = None,
         on_close: OnClose = OnClose.AUTO,
+        ranks: Ranks | None = None,
     ) -> None:
         self.resumed = resumed
+        self._ranks = ranks
         self._on_close = on_close
         self._stays: BaseException | None = None  # why it could not be closed
         self._activations = Activations() if activations is None else activations
@@ -322,6 +327,8 @@ class Offload:
                 raise stays
             ending.attempt(lambda: say_ended(session, self.stats()))
             ending.attempt(functools.partial(session.store.close, flush=False))
+            if self._ranks is not None:
+                ending.attempt(self._ranks.close)
         self._is_closed = True
         ending.conclude()
 
@@ -383,6 +390,7 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
     pinned: Sequence[str] = (),
     on_close: str = "auto",
     placement: Mapping[str, str] | None = None,
+    alone: bool = False,
 ) -> Offload:
     r"""Train ``model`` with its parameters, gradients and optimizer state in a tiered store.
 
@@ -420,6 +428,9 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
             device.  These come before the ``placement`` of the configuration.  Values cross as ``.to`` would
             bring them, through the store; what modules on the host have is never on the device, and their
             optimizer steps there.
+        alone: where there are several processes, this one's run is none of the others': nobody is waited for,
+            and quotas and ``offload_path`` are this process's.  If not, all of them call `offload`, each has
+            its share of the quotas of host memory and disk and a directory of its own in ``offload_path``.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit this machine.
@@ -446,16 +457,27 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
         again.make_way(model)
         source = None if weights is None else files.enter_context(Weights(model, Path(weights)))
         if settings.is_on:
-            return _open(
-                model,
-                optimizers,
-                settings,
-                source,
-                selection,
-                resume=resume,
-                activations=(sections, layers),
-                on_close=in_the_end,
-            )
+            given = {
+                "resume": resume,
+                "weights": weights is not None,
+                "on_close": in_the_end.value,
+                "ignored tensors": sorted(selection.ignored.values()),
+                "pinned tensors": sorted(selection.pinned.values()),
+                "swap_config and recompute_config": sections,
+                "layers": layers,
+            }
+            with _joined(settings, given, alone=alone) as ranks:
+                return _open(
+                    model,
+                    optimizers,
+                    settings if ranks is None else ranks.settings,
+                    source,
+                    selection,
+                    resume=resume,
+                    activations=(sections, layers),
+                    on_close=in_the_end,
+                    ranks=ranks,
+                )
         if source is not None:
             source.load_buffers()
             source.load_ordinary()
@@ -465,7 +487,26 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
         return Offload(model, optimizers, None, activations=applied, on_close=in_the_end)
 
 
-def _open(
+@contextlib.contextmanager
+def _joined(settings: OffloadConfig, given: Mapping[str, object], *, alone: bool) -> Iterator[Ranks | None]:
+    """Join the processes that train together, if there are several; leave them again if opening fails."""
+    if alone or not processes.are_several():
+        if settings.durable and given["resume"] and not alone:
+            processes.refuse_directories_of_several(settings.offload_path)
+        yield None
+        return
+    from tierstore.training.ranks import join  # not with one process
+
+    ranks = join(settings, given)
+    try:
+        with ranks.explained():
+            yield ranks
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
     model: nn.Module,
     optimizers: tuple[torch.optim.Optimizer, ...],
     settings: OffloadConfig,
@@ -475,6 +516,7 @@ def _open(
     resume: bool,
     activations: tuple[Sections, Names],
     on_close: OnClose,
+    ranks: Ranks | None,
 ) -> Offload:
     """Open a store for the model and move it there."""
     check_model(
@@ -483,7 +525,8 @@ def _open(
         has_weights=source is not None or settings.durable,
         ignored=selection.ignored,
     )
-    store = RunStore(named_by_settings(settings.store_config()))
+    tiers = named_by_settings(settings.store_config())
+    store = RunStore(tiers if ranks is None else ranks.named(tiers))
     try:
         former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
         has_weights = source is not None or former is not None
@@ -496,7 +539,7 @@ def _open(
                 session.apply_to_activations(*activations)
                 say_opened(session)
                 resumed = None if former is None else former.resumed
-                run = Offload(model, optimizers, session, resumed, on_close=on_close)
+                run = Offload(model, optimizers, session, resumed, on_close=on_close, ranks=ranks)
         except BaseException:
             if session is not None:
                 session.undo()

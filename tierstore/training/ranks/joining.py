@@ -1,0 +1,175 @@
+"""Joining the others, at the beginning of ``offload(...)``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import psutil
+
+from tierstore.config import OffloadConfig, StoreConfig, machine
+from tierstore.errors import CapacityError, ConfigError, UsageError
+from tierstore.training import processes
+from tierstore.training.ranks.introductions import Introduction, judge, locals_of
+from tierstore.training.ranks.meeting import Meeting
+from tierstore.training.ranks.shares import directory_of, roots_of, share_of
+from tierstore.training.ranks.where import RankPlace, here
+from tierstore.units import format_bytes, parse_bytes
+
+log = logging.getLogger("tierstore")
+
+_SHARED = ("offload_cpu_size", "offload_disk_size")
+_OF_EACH = ("offload_path",)  # what may be another one in each process
+
+
+class Ranks:
+    """This process among those that train with it.
+
+    Args:
+        where: which one it is.
+        local: how many share its machine's quotas.
+        given: the configuration, of the machine.
+        meeting: of all of them; ``None``: there is no process group.
+
+    Attributes:
+        where: which one it is.
+        settings: its own configuration: its shares, and its own directories.
+        meeting: of all of them; ``None``: there is no process group.
+
+    Raises:
+        ConfigError: a share would be nothing, or the directory is another process's.
+    """
+
+    def __init__(self, where: RankPlace, local: int, given: OffloadConfig, meeting: Meeting | None) -> None:
+        self.where = where
+        self.settings = share_of(given, where, local)
+        self.meeting = meeting
+        self._local = local
+        self._given = given
+
+    def named(self, config: StoreConfig) -> StoreConfig:
+        """Return tiers whose messages say that the quota which bounds them is shared."""
+        if self._local == 1:
+            return config
+        shared = f", which the {self._local} processes of this machine share"
+        tiers = [
+            replace(tier, setting=tier.setting + shared)
+            if tier.setting is not None and tier.name != "device"
+            else tier
+            for tier in config.tiers
+        ]
+        return replace(config, tiers=tiers)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Let an error for want of room say, inside the context, which part of the whole there was."""
+        try:
+            yield
+        except CapacityError as error:
+            error.add_note(self.in_words())
+            raise
+
+    def in_words(self) -> str:
+        """Return which process this is and what it has."""
+        disk_bytes = parse_bytes(self.settings.offload_disk_size or 0)
+        return (
+            f"{self.where.name}, one of {self._local} on this machine, has "
+            f"{format_bytes(parse_bytes(self.settings.offload_cpu_size or 0))} of host memory"
+            f"{_of(self._given.offload_cpu_size)} and {format_bytes(disk_bytes)} of disk"
+            f"{_of(self._given.offload_disk_size)}, in {', '.join(roots_of(self.settings))}"
+        )
+
+    def close(self) -> None:
+        """Meet no more.  Idempotent."""
+        if self.meeting is not None:
+            self.meeting.close()
+
+
+def _of(given: int | str | None) -> str:
+    return " of what is free" if given is None else f" of {format_bytes(parse_bytes(given))}"
+
+
+def join(config: OffloadConfig, more: Mapping[str, object]) -> Ranks:
+    """Meet the other processes, and find out what this one may have.  Blocks until all have come.
+
+    Where there is no process group yet, torchrun's variables say which process this is, and nobody is met.
+
+    Args:
+        config: of the machine.
+        more: what else has to be the same in all processes, by its name; compared by its ``repr``.
+
+    Raises:
+        ConfigError: they differ, or what they are given does not suffice; all of them raise the same.
+        UsageError: there is no process group, and checkpoints are to be made.
+        TierStoreError: another process has ended.
+    """
+    where = here()
+    if not processes.has_group():
+        return _alone(where, config)
+    meeting = Meeting(where)
+    try:
+        all_of_them = meeting.exchange(_introduce(where, config, more), "offload(...)")
+        judge(all_of_them)
+        local = locals_of(all_of_them)[where.rank]
+        ranks = Ranks(where, local, config, meeting)
+        first = min(each.where.rank for each in all_of_them if each.where.machine == where.machine)
+        _say(ranks, config, is_first=first == where.rank)
+    except BaseException:
+        meeting.close()
+        raise
+    return ranks
+
+
+def _alone(where: RankPlace, config: OffloadConfig) -> Ranks:
+    if config.durable:
+        raise UsageError(
+            f"this is {where.name}, and durable is set: which checkpoint all of them have is asked over the "
+            "process group, which is not initialised. Call torch.distributed.init_process_group before "
+            "offload(...)."
+        )
+    log.warning(
+        "the process group is not initialised: whether the %d processes have the same configuration was not "
+        "compared. Call torch.distributed.init_process_group before offload(...).",
+        where.world_size,
+    )
+    assert where.told_local is not None  # who has no group was told by torchrun
+    ranks = Ranks(where, where.told_local, config, None)
+    _say(ranks, config, is_first=False)
+    return ranks
+
+
+def _introduce(where: RankPlace, config: OffloadConfig, more: Mapping[str, object]) -> Introduction:
+    given = {key: repr(value) for key, value in config.to_mapping().items() if key not in _OF_EACH}
+    given["device"] = repr(None if config.device is None else config.device.partition(":")[0])
+    given |= {name: repr(value) for name, value in more.items()}
+    sizes = {key: getattr(config, key) for key in _SHARED}
+    quotas = {key: parse_bytes(size) for key, size in sizes.items() if size is not None}
+    return Introduction(where, given, quotas, int(psutil.virtual_memory().total), _fault(where, config))
+
+
+def _fault(where: RankPlace, config: OffloadConfig) -> str:
+    """Return what is wrong with what this process was given; "": nothing."""
+    try:
+        for root in roots_of(config):
+            directory_of(root, where)
+    except ConfigError as fault:
+        return str(fault)
+    return ""
+
+
+def _say(ranks: Ranks, config: OffloadConfig, *, is_first: bool) -> None:
+    log.info("%s", ranks.in_words())
+    if not is_first:
+        return
+    if config.offload_disk_size is not None:
+        machine.say_if_disks_are_smaller(parse_bytes(config.offload_disk_size), *roots_of(config))
+    if config.offload_cpu_size is not None:
+        available_bytes = machine.available_host_bytes()
+        if parse_bytes(config.offload_cpu_size) > available_bytes:
+            log.warning(
+                "offload_cpu_size is %s for the processes of this machine, which has %s available now",
+                format_bytes(parse_bytes(config.offload_cpu_size)),
+                format_bytes(available_bytes),
+            )
