@@ -309,7 +309,7 @@ class Store:
         event = m.EvictRequested(number, tuple(map(check_key, keys)), index)
         return self._engine.request(event, number, keys, to)  # type: ignore[return-value]
 
-    def flush(self, *keys: str) -> None:
+    def flush(self, *keys: str, keep: str = "", release: str = "") -> None:
         """Return when every key would survive a power loss.  Blocks.
 
         A flush is one moment between its call and its return: opening the durable tier again finds exactly
@@ -322,9 +322,14 @@ class Store:
             keys: only these are found as they are now; others as the last flush of them left them, names
                 and bytes, unless neither they nor their bytes are there any more.  What a key was renamed
                 from, or gave its name to, is flushed with it.  None: every key.
+            keep: what the flush before has left under these keys is found, too, each under this and its key,
+                until a flush releases it: two moments survive then.  What has not changed is found once,
+                under its key, and what an earlier flush has kept so stays.  Such names are no keys before the
+                durable tier is opened again.  "": the moment before is forgotten.
+            release: what was kept under names that begin so is not found any more; "": nothing is released.
 
         Raises:
-            UsageError: no tier is durable.
+            UsageError: no tier is durable, or something would be found under two names.
             KeyNotFound: nothing was put under a key, or it was dropped.
             LeaseError: a key that has changed since the last flush is leased for writing.
             CapacityError, BackendError: a key could not be brought there, or the medium failed.  What
@@ -332,7 +337,7 @@ class Store:
         """
         number = self._engine.number()
         named = tuple(map(check_key, keys)) or None
-        self._engine.request(m.FlushRequested(number, named), number, keys).result()
+        self._engine.request(m.FlushRequested(number, named, keep, release), number, keys).result()
 
     def drop(self, *keys: str) -> None:
         """Forget ``keys`` in every tier.  Their bytes are freed when no copy touches them any more.

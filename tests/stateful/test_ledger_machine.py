@@ -20,9 +20,13 @@ from tierstore.core.residency import ReplicaState
 from tierstore.errors import BackendError, CapacityError, TierStoreError
 
 KEYS = ["a", "b", "c", "d", "e", "f"]
+KEPT = "kept "
 keys = st.sampled_from(KEYS)
 key_lists = st.lists(keys, min_size=1, max_size=3)
 tiers = st.integers(0, 2)
+keeps = st.sampled_from(["", "", KEPT])
+releases = st.sampled_from(["", "", "", KEPT, f"{KEPT}a"])
+flushes_of_machines = st.lists(st.tuples(st.none() | key_lists, keeps, releases), min_size=1, max_size=2)
 
 
 class Oracle:
@@ -274,11 +278,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def evict(self, keys: list[str], to: int | None) -> None:
         self.ask(m.EvictRequested(next(self.numbers), keys, to))
 
-    @rule(keys=st.none() | key_lists)
-    def flush(self, keys: list[str] | None) -> None:
+    @rule(keys=st.none() | key_lists, keep=keeps, release=releases)
+    def flush(self, keys: list[str] | None, keep: str, release: str) -> None:
         number = next(self.numbers)
         self.flushes[number] = len(self.history) - 1
-        self.ask(m.FlushRequested(number, keys))
+        self.ask(m.FlushRequested(number, keys, keep, release))
 
     @rule(keys=key_lists)
     def drop(self, keys: list[str]) -> None:
@@ -447,6 +451,7 @@ class LedgerMachine(RuleBasedStateMachine):
             {key: found for key, found in (image | named).items() if key not in command.gone}
             for image in self.survivors
         ]
+        before, flushes = self.survivors[0], dict(self.waiting)  # what the last good one has left
         if error is not None:
             self.survivors += [image for image in images if image not in self.survivors]
         else:
@@ -454,6 +459,34 @@ class LedgerMachine(RuleBasedStateMachine):
             assert all(image == images[0] for image in images), "what failed ones have left shows through"
             self.look_at_survivors()
         self.tell(m.CommitDone(number, error))
+        if error is None:
+            flushes = {
+                number: each for number, each in flushes.items() if self.settled.get(number, 0) is None
+            }
+            self.look_at_kept(
+                before, [each for each in flushes.values() if isinstance(each, m.FlushRequested)]
+            )
+
+    def look_at_kept(
+        self, before: dict[str, tuple[m.ReplicaId, int]], flushes: list[m.FlushRequested]
+    ) -> None:
+        """What was kept stays until it is released; what is found no more is kept where asked for."""
+        (after,) = self.survivors
+        released = tuple(each.release for each in flushes if each.release)
+        for name, found in before.items():
+            if name.startswith(KEPT) and not name.startswith(released):
+                assert after.get(name) == found, f"{name} was kept, and nobody has released it"
+        for name in [name for name in after if name.startswith(KEPT)]:
+            is_old = name in before and not name.startswith(released)
+            assert is_old or after[name] == before[name.removeprefix(KEPT)]
+            assert is_old or any(each.keep for each in flushes)
+        assert len({place for place, _ in after.values()}) == len(after), "bytes are found under two names"
+        for flush in flushes:
+            for key in (KEYS if flush.keys is None else flush.keys) if flush.keep else ():
+                if (KEPT + key).startswith(released):
+                    continue  # perhaps by a later one that this commit was for, too
+                if key in before and before[key] not in [after.get(each) for each in KEYS]:
+                    assert KEPT + key in after, f"what {key} was found as is lost"
 
     @precondition(lambda self: self.frees)
     @rule(data=st.data(), fails=st.sampled_from([False] * 15 + [True]))
@@ -533,4 +566,29 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.tell(self.end_free(-1, None))
 
 
+class KeptMachine(LedgerMachine):
+    """The same where hardware is fast and has room, so that flushes end, and two moments survive."""
+
+    @initialize()
+    def begin(self) -> None:
+        tiers = [Tier("device", 100, 100, 50, 1), Tier("host", 100, 100, 50, 1, is_host=True)]
+        self.ledger = Ledger([*tiers, Tier("disk", 300, 300, 300, 1, is_durable=True)], POLICIES["lru"], 100)
+
+    @rule(key=keys)
+    def write_and_rest(self, key: str) -> None:
+        self.put(key, 1, 1, replace=True)
+        self.quiesce()
+
+    @rule(flushes=flushes_of_machines, fails=st.sampled_from([False, False, True]))
+    def flush_and_end(self, flushes: list[tuple[list[str] | None, str, str]], fails: bool) -> None:
+        for keys, keep, release in flushes:
+            self.flush(keys, keep, release)
+        while self.copies:
+            self.tell(self.end_copy(min(self.copies), None))
+        if self.commits and fails:
+            self.end_commit(BackendError("the disk is gone"))
+        self.quiesce()
+
+
+TestKept = KeptMachine.TestCase
 TestLedger = pytest.mark.timeout(600)(LedgerMachine.TestCase)

@@ -146,7 +146,8 @@ def _audit_changes(commits: DurableCommits) -> None:
             _fail(f"{key!r} is not as it was committed, and no flush would know", entry)
     for key in commits.changes.unknown():
         _fail(f"nobody knows whose bytes were committed as {key!r}")
-    if len({replica.place for replica in commits.committed.values()}) < len(commits.committed):
+    survivors = [*commits.committed.values(), *commits.kept.values()]
+    if len({replica.place for replica in survivors}) < len(survivors):
         _fail("bytes were committed under two keys")
 
 
@@ -182,7 +183,7 @@ def _audit_windows(scheduler: CopyScheduler) -> None:
 
 def _audit_promises(scheduler: CopyScheduler, commits: DurableCommits) -> None:
     """Rule 9: what commits name and flushes have found is there, and nothing else is kept for them."""
-    promised = [*commits.committed.values(), *commits.doubtful.values()]
+    promised = [*commits.committed.values(), *commits.kept.values(), *commits.doubtful.values()]
     if commits.underway is not None:
         promised += commits.underway.replicas()
     promised += [replica for flush in commits.flushes for replica in flush.found.values()]

@@ -14,11 +14,14 @@
 5. *What changes.*  A commit speaks of the keys that it changes, and of those that failed ones since the last
    good one spoke of: the medium may have either of what these left.
 6. *One at a time.*  Flushes that become ready while a commit is under way share the next one.
+7. *Kept.*  A flush may keep what is found under its keys until then, beside what is found from then on,
+   under names that begin otherwise.  The first that does so counts: what is kept stays, whatever is flushed,
+   until a flush releases it.  Names that are kept are no keys: who opens the tier again finds them as keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -39,6 +42,9 @@ from tierstore.core.tier_state import advice
 from tierstore.errors import CapacityError, StoreClosed, TierStoreError, UsageError
 from tierstore.units import format_bytes
 
+Kept = dict[str, Replica | None]
+"""What is kept under names beside the keys; ``None``: nothing."""
+
 
 @dataclass(slots=True)
 class Difference:
@@ -47,10 +53,12 @@ class Difference:
     Attributes:
         names: the keys, with what is to be found under each; ``None``: nothing.
         uids: by key, of the entries whose bytes these are.
+        kept: names beside the keys, with what is kept under each; ``None``: nothing.
     """
 
     names: dict[str, Replica | None] = field(default_factory=dict)
     uids: dict[str, int] = field(default_factory=dict)
+    kept: Kept = field(default_factory=dict)
 
     def add(self, flush: FlushRequest) -> None:
         """Let what a flush has found be found."""
@@ -62,9 +70,28 @@ class Difference:
                 self.names[key] = flush.found[entry.uid]
                 self.uids[key] = entry.uid
 
+    def keep(self, flush: FlushRequest, committed: Image, kept: Image) -> None:
+        """Let what is found until now, and would not be any more, be kept as a flush says."""
+        for name in (*kept, *self.kept) if flush.release else ():
+            if name.startswith(flush.release):
+                self.kept[name] = None
+        named = set(map(id, self.replicas())) if flush.keep else set()
+        for key in flush.names if flush.keep else ():
+            former, name = committed.get(key), flush.keep + key
+            if former is None or id(former) in named or key.startswith(flush.keep):
+                continue
+            if self.kept.get(name, kept.get(name)) is None:
+                self.kept[name] = former
+
+    def on_medium(self) -> dict[str, Replica | None]:
+        """Return everything that it is about: no name is both a key and kept."""
+        return self.names | {
+            name: self.names.get(name) if replica is None else replica for name, replica in self.kept.items()
+        }
+
     def replicas(self) -> list[Replica]:
         """Return what it names."""
-        return [replica for replica in self.names.values() if replica is not None]
+        return [replica for replica in self.on_medium().values() if replica is not None]
 
 
 class DurableCommits:
@@ -73,6 +100,7 @@ class DurableCommits:
     Attributes:
         tier: its index; ``None``: no tier is durable.
         changes: what the last good commit named, and which keys differ from it.
+        kept: what it kept, by its names.
         underway: what the commit under way changes.
         doubtful: the replicas, by number, that commits named which failed since the last good one: any of
             those may be what is found.  Each is there once, however many named it, so they are at most as
@@ -86,9 +114,11 @@ class DurableCommits:
             (tier_state.index for tier_state in self.books.tier_states if tier_state.tier.is_durable), None
         )
         self.changes = Changes(self.books, self.tier)
+        self.kept: Image = {}
         self.underway: Difference | None = None
         self.doubtful: dict[int, Replica] = {}
         self._unsure: dict[str, None] = {}  # keys that failed commits were about
+        self._unsure_kept: dict[str, None] = {}  # and names
         self._flushes: list[FlushRequest] = []  # in the order of their moments, after those that await theirs
         self._served: list[FlushRequest] = []  # by the commit under way
         self._numbers = count(1)
@@ -156,7 +186,7 @@ class DurableCommits:
         for entry in entries:
             refuse_if_written(entry, "flush")
         coming = [entry for entry in entries if entry.life is EntryLife.COMING]
-        flush = FlushRequest(desk, event.request, coming, tier, event.keys)
+        flush = FlushRequest(desk, coming, tier, event)
         self._flushes.append(flush)
         self.scheduler.begin(flush)
 
@@ -196,6 +226,7 @@ class DurableCommits:
         self._flushes.remove(flush)
         self._flushes.append(flush)
         try:
+            self._check_names(flush, names)
             flush.take(names)
             self.scheduler.begin(flush)
         except TierStoreError as error:
@@ -204,6 +235,37 @@ class DurableCommits:
             else:
                 flush.undo()
                 flush.fail(error)
+
+    def _check_names(self, flush: FlushRequest, names: Mapping[str, Entry | None]) -> None:
+        """Refuse what would be found under a key and be kept at the same time.
+
+        Raises:
+            UsageError: it says which key.
+        """
+        twice = [key for key, entry in names.items() if entry is not None and key in self.kept]
+        if flush.keep:
+            twice += [key for key in names if self._is_key(flush.keep + key, names)]
+            twice += self._renamed(names)
+        if twice:
+            raise UsageError(
+                f"{twice[0]!r} cannot be flushed: what the last flush has left would be found under two "
+                "names, as it was kept or got another name since. Release what is kept first.",
+                key=twice[0],
+            )
+
+    def _is_key(self, name: str, names: Mapping[str, Entry | None]) -> bool:
+        return name in self.books.index or (name in self.committed and name not in names)
+
+    def _renamed(self, names: Mapping[str, Entry | None]) -> list[str]:
+        """Return the keys whose committed bytes are another key's now."""
+        name_of = {entry.uid: key for key, entry in names.items() if entry is not None}
+        found = {key: self.committed[key] for key in names if key in self.committed}
+        return [
+            key
+            for key, replica in found.items()
+            if name_of.get(replica.entry.uid, key) != key
+            and replica.entry.replicas.get(self.durable_tier) is replica
+        ]
 
     def _keys_of(self, flush: FlushRequest) -> list[str]:
         if flush.keys is None:
@@ -256,7 +318,9 @@ class DurableCommits:
     def _commit(self, flushes: list[FlushRequest]) -> None:
         """Begin a commit of what some flushes are about; of those that still copy, a later one of them is."""
         difference = Difference(
-            {key: self.committed.get(key) for key in self._unsure}, self.changes.uids(self._unsure)
+            {key: self.committed.get(key) for key in self._unsure},
+            self.changes.uids(self._unsure),
+            {name: self.kept.get(name) for name in self._unsure_kept},
         )
         for flush in flushes:
             if flush.stage is FlushStage.READY:
@@ -264,18 +328,21 @@ class DurableCommits:
             else:
                 self.scheduler.forget(flush)
             flush.stage = FlushStage.ENDED
+        for flush in flushes:
+            difference.keep(flush, self.committed, self.kept)
         self._flushes = [each for each in self._flushes if each.stage is not FlushStage.ENDED]
         self._served, self.underway = flushes, difference
         for replica in difference.replicas():
             self.books.promise(replica)
         tier_state = self.books.tier_states[self.durable_tier]
         tier_state.is_committing = True
+        told = difference.on_medium()
         replicas = [
             Granted(key, replica.place, replica.entry.spec)
-            for key, replica in difference.names.items()
+            for key, replica in told.items()
             if replica is not None
         ]
-        gone = [key for key, replica in difference.names.items() if replica is None]
+        gone = [key for key, replica in told.items() if replica is None]
         self.books.out.append(Commit(next(self._numbers), tier_state.index, replicas, gone))
 
     def done(self, event: CommitDone) -> None:
@@ -288,8 +355,10 @@ class DurableCommits:
         served, self._served = self._served, []
         if event.error is None:
             former = [self.committed[key] for key in difference.names if key in self.committed]
+            former += [self.kept[name] for name in difference.kept if name in self.kept]
             former += self.doubtful.values()
-            self.doubtful, self._unsure = {}, {}
+            self.doubtful, self._unsure, self._unsure_kept = {}, {}, {}
+            self._enter_kept(difference.kept)
             self.changes.commit(difference.names, difference.uids, [each.names for each in self._flushes])
             for replica in former:
                 self.books.unpromise(replica)
@@ -299,9 +368,17 @@ class DurableCommits:
             flush.undo()
             self.books.out.append(Settle(flush.number, event.error))
 
+    def _enter_kept(self, kept: Kept) -> None:
+        for name, replica in kept.items():
+            if replica is None:
+                self.kept.pop(name, None)
+            else:
+                self.kept[name] = replica
+
     def _doubt(self, difference: Difference) -> None:
         """What a commit named that failed may have reached the medium: one promise of each is enough."""
         self._unsure.update(dict.fromkeys(difference.names))
+        self._unsure_kept.update(dict.fromkeys(difference.kept))
         for key in difference.names:
             self.changes.note(key)  # as it may be found otherwise
         for replica in difference.replicas():

@@ -111,10 +111,19 @@ class EvictRequested:
 
 @dataclass(slots=True)
 class FlushRequested:
-    """A caller wants keys (None: every key) to survive a power loss."""
+    """A caller wants keys (None: every key) to survive a power loss.
+
+    Attributes:
+        request: its number.
+        keys: which.
+        keep: what was found under them before is found after it, too, under this and the key; "": not.
+        release: what was kept under this before is kept no more; "": it is.
+    """
 
     request: int
     keys: Sequence[str] | None = None
+    keep: str = ""
+    release: str = ""
 
 
 class Found(NamedTuple):

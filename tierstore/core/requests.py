@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tierstore.core.entry import Entry, EntryLife, Replica, Want, Watcher, entered, without
-from tierstore.core.messages import Access, Grant, Granted, Settle, Urgency
+from tierstore.core.messages import Access, FlushRequested, Grant, Granted, Settle, Urgency
 from tierstore.errors import CapacityError, LeaseError
 
 FLUSH_ROUNDS = 64
@@ -317,14 +317,16 @@ class FlushRequest(Request):
         names: the keys at its moment, with the entry that each was; None: the key was not there.
         found: by the entries' uids, the replicas that a commit is to name.
         rounds: how many flushes of some of its keys may still be committed before it.
+        keep: see `FlushRequested`.
+        release: see `FlushRequested`.
     """
 
-    def __init__(
-        self, desk: Desk, number: int, entries: Sequence[Entry], tier: int, keys: Sequence[str] | None
-    ) -> None:
-        super().__init__(desk, number, entries)
+    def __init__(self, desk: Desk, entries: Sequence[Entry], tier: int, event: FlushRequested) -> None:
+        super().__init__(desk, event.request, entries)
         self.tier = tier
-        self.keys = keys
+        self.keys = event.keys
+        self.keep = event.keep
+        self.release = event.release
         self.stage = FlushStage.AWAITING
         self.names: dict[str, Entry | None] = {}
         self.found: dict[int, Replica] = {}
