@@ -11,8 +11,8 @@ import contextlib
 import functools
 import logging
 import threading
-from dataclasses import replace
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
