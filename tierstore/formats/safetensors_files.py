@@ -8,6 +8,7 @@ not the process's end.
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -214,11 +215,31 @@ class TensorFile:
             BackendError: the disk failed, or the file was cut short since it was opened.
         """
         look = self._looks[name]
+        return self._read(name, look, look.shape, look.begin)
+
+    def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return some of a tensor's rows, in memory of their own.
+
+        Args:
+            name: of the tensor, which has a dimension at least.
+            begin: the first row.
+            end: the row after the last; at most as many as there are.
+
+        Raises:
+            UsageError: PyTorch has not its dtype.
+            CapacityError: there is no memory for them.
+            BackendError: the disk failed, or the file was cut short since it was opened.
+        """
+        look = self._looks[name]
+        row_bytes = (look.end - look.begin) // max(look.shape[0], 1)
+        return self._read(name, look, (end - begin, *look.shape[1:]), look.begin + begin * row_bytes)
+
+    def _read(self, name: str, look: TensorLook, shape: tuple[int, ...], begin: int) -> torch.Tensor:
         if look.dtype is None:
             raise UsageError(f"{named(name)} is {quoted(look.kind)}, a dtype that PyTorch has not.", key=name)
-        nbytes = look.end - look.begin
+        nbytes = math.prod(shape) * look.dtype.itemsize
         if not nbytes:
-            return torch.empty(look.shape, dtype=look.dtype)
+            return torch.empty(shape, dtype=look.dtype)
         try:
             array: Any = np.empty(
                 nbytes, dtype=np.uint8
@@ -227,8 +248,8 @@ class TensorFile:
             raise CapacityError(
                 f"no memory for the {nbytes} bytes of {named(name)}", key=name, needed_bytes=nbytes
             ) from error
-        self._fill(memoryview(array), self._begin + look.begin, name)
-        return torch.from_numpy(array).view(look.dtype).reshape(look.shape)
+        self._fill(memoryview(array), self._begin + begin, name)
+        return torch.from_numpy(array).view(look.dtype).reshape(shape)
 
     def _fill(self, memory: memoryview, offset: int, name: str) -> None:
         done = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -15,8 +16,10 @@ from tierstore.nn import ids as ids_of
 from tierstore.nn.arguments import TableArguments, lowered
 from tierstore.nn.initializers import Initializer, rows_of
 from tierstore.nn.lookup import clipped, gather, read_rows
+from tierstore.nn.table_files import export_table, load_table
 from tierstore.nn.table_weight import TableWeight
 from tierstore.tables import ROWS, RowStats, RowStore
+from tierstore.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,44 @@ class EmbeddingTable(nn.Module):
         self.weight.row_store.grow(num_embeddings)
         self.weight.grow(num_embeddings)
         self.num_embeddings = num_embeddings
+
+    def export(
+        self,
+        path: str | Path,
+        *,
+        format: str = "npy",  # noqa: A002 - as others call it
+        shard_bytes: int | str = "1GB",
+        state: bool = False,
+    ) -> None:
+        """Write the rows to files, in the order of their ids, a few megabytes at a time.
+
+        Args:
+            path: of a new directory, which is there as a whole or not at all.
+            format: ``"npy"``, which has no bfloat16, or ``"safetensors"``.
+            shard_bytes: what a file comes to at most, as a number or as text; at least a row.
+            state: whether to write what an optimizer keeps beside the rows, too; its step count is in its
+                ``state_dict``.
+
+        Raises:
+            ConfigError: the format is unknown, or the size is none.
+            UsageError: the directory is there and not empty, or the format has not the table's type.
+            BackendError: the file system failed; nothing is left there.
+        """
+        export_table(self.weight.row_store, Path(path), format, parse_bytes(shard_bytes), state)
+
+    def load(self, path: str | Path, *, state: bool = False) -> None:
+        """Read the rows from files, a few megabytes at a time.
+
+        Args:
+            path: of a directory that `export` has written, or of one ``.npy`` or safetensors file with
+                a matrix of the table's shape and type.
+            state: whether to read what an optimizer keeps beside the rows, too.
+
+        Raises:
+            UsageError: they cannot be read, or shape or type are not the table's; nothing was changed.
+            BackendError: a file could not be read any more; rows before that are changed.
+        """
+        load_table(self.weight.row_store, Path(path), state)
 
     def stats(self) -> TableStats:
         """Return what it did so far."""

@@ -26,11 +26,12 @@ def described(store: RowStore) -> str:
     return f"table {store.name!r} of [{store.num_rows}, {store.width}] ({format_bytes(table_bytes(store))})"
 
 
-def parts_of(store: RowStore) -> Iterator[slice]:
-    """Yield spans of ids whose rows come to a few megabytes."""
+def parts_of(store: RowStore, span: slice | None = None) -> Iterator[slice]:
+    """Yield spans of ids, of all or of those in ``span``, whose rows come to a few megabytes."""
+    begin, end = (0, store.num_rows) if span is None else (span.start, span.stop)
     step = max(1, _AT_A_TIME // (store.width * store.dtype.itemsize))
-    for begin in range(0, store.num_rows, step):
-        yield slice(begin, min(begin + step, store.num_rows))
+    for first in range(begin, end, step):
+        yield slice(first, min(first + step, end))
 
 
 def blocks_of(store: RowStore, column: str = ROWS) -> Iterator[tuple[slice, torch.Tensor]]:
