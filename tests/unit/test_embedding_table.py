@@ -403,6 +403,47 @@ def test_prefetching_is_advice() -> None:
         table.prefetch(torch.ones(2))
 
 
+def test_a_cache_is_no_larger_than_the_table(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tierstore")
+    assert _table(cache_rows=ROWS, target="device").cache_rows == ROWS
+    assert caplog.messages == []
+    assert _table(cache_rows=ROWS + 1, target="device").cache_rows == ROWS
+    assert caplog.messages == ["cache_rows=51: all 50 rows of the table"]
+
+
+def test_dense_gradients_that_do_not_fit_are_refused_where_the_table_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(CapacityError, match=r"'grad' of the table .* needs 256"):
+        EmbeddingTable(HUGE, 64, sparse=False, target="device")
+    monkeypatch.setattr(row_blocks, "host_rooms", lambda: [HostRoom(ROWS * WIDTH * 4, "a bound")])
+    table = _table(sparse=False, target="device")
+    with pytest.raises(CapacityError, match=r"needs 816 B as one tensor, of 800 B \(a bound\)"):
+        table.grow(ROWS + 1)
+    assert table.num_embeddings == ROWS
+
+
+def test_data_parallel_around_a_table_is_refused_but_where_it_ignores_it() -> None:
+    """In one process, as what it would do to a table is the same."""
+    distributed: Any = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("PyTorch was built without it")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.ModuleDict({"deep": _table(), "net": nn.Linear(WIDTH, 1)})
+        before = _all(model["deep"])  # type: ignore[arg-type]
+        parallel: Any = nn.parallel.DistributedDataParallel
+        with pytest.raises(
+            UsageError, match="DistributedDataParallel would send and keep all rows of the table"
+        ):
+            parallel(model)
+        parallel._set_params_and_buffers_to_ignore_for_model(model, ["deep.weight"])
+        assert "deep.weight" in parallel(model).module.state_dict()
+        assert torch.equal(_all(model["deep"]), before)  # type: ignore[arg-type]
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_statistics_count_lookups() -> None:
     table = _table()
     table(torch.tensor([[1, 2], [2, 2]]))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tierstore.optim import FTRL, LazyAdam
+from tierstore.optim import FTRL, LazyAdam, SparseAdam
 from tierstore.optim.row_optimizer import RowOptimizer
 
 KINDS: list[Callable[..., RowOptimizer]] = [LazyAdam, FTRL]
@@ -25,7 +25,7 @@ def _embedding(rows: int = 12, columns: int = 4) -> nn.Embedding:
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: list[int]) -> None:
     optimizer.zero_grad()
-    model(torch.tensor(ids)).square().sum().backward()
+    model(torch.tensor(ids, dtype=torch.int64)).square().sum().backward()
     optimizer.step()
 
 
@@ -55,6 +55,21 @@ def test_lazy_adam_in_which_every_row_is_touched_is_sparse_adam() -> None:
         _step(model, ours, [*range(12), 3, 3])
         _step(other, theirs, [*range(12), 3, 3])
     torch.testing.assert_close(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sparse_adam_is_pytorch_s_to_the_bit(dtype: torch.dtype, maximize: bool) -> None:
+    model, other = _embedding().to(dtype), _embedding().to(dtype)
+    ours = SparseAdam(model.parameters(), lr=0.1, eps=1e-3, maximize=maximize)
+    theirs = torch.optim.SparseAdam(other.parameters(), lr=0.1, eps=1e-3, maximize=maximize)
+    for ids in ([3, 7, 3], [], [7] * 40, [*range(12), 3, 3]):
+        _step(model, ours, ids)
+        _step(other, theirs, ids)
+        assert torch.equal(model.weight, other.weight)
+    found, expected = ours.state_dict()["state"][0], theirs.state_dict()["state"][0]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(expected[name])) for name in found)
 
 
 @every_kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,13 @@ from tierstore.nn import ids as ids_of
 from tierstore.nn.arguments import TableArguments, lowered
 from tierstore.nn.initializers import Initializer, rows_of
 from tierstore.nn.lookup import clipped, gather, read_rows
+from tierstore.nn.row_blocks import check_room
 from tierstore.nn.table_files import export_table, load_table
 from tierstore.nn.table_weight import TableWeight
 from tierstore.tables import ROWS, RowStats, RowStore
 from tierstore.units import parse_bytes
+
+_log = logging.getLogger("tierstore")
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class EmbeddingTable(nn.Module):
     Raises:
         TypeError: an argument is of a wrong type.
         ConfigError: one is out of its range, or two do not go together.
+        CapacityError: with ``sparse=False``: a gradient of all rows does not fit into memory.
     """
 
     weight: TableWeight
@@ -94,10 +99,11 @@ class EmbeddingTable(nn.Module):
             num_embeddings, embedding_dim, lowered(target), cache_rows, max_norm, mode, sparse, dtype, seed,
             out_of_range, policy,
         )  # fmt: skip
-        self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.target = arguments.target
-        self.cache_rows = cache_rows
+        self.cache_rows = min(cache_rows, num_embeddings)
+        if cache_rows > num_embeddings:
+            _log.info("cache_rows=%d: all %d rows of the table", cache_rows, num_embeddings)
         self.max_norm = max_norm
         self.mode = mode
         self.sparse = sparse
@@ -108,7 +114,14 @@ class EmbeddingTable(nn.Module):
         self.weight = TableWeight(
             RowStore(num_embeddings, embedding_dim, dtype, initial_rows, name="EmbeddingTable")
         )
+        if not sparse:
+            check_room(self.weight.row_store, "grad")
         self._lookups = self._ids = self._rows = 0
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many rows there are."""
+        return self.weight.row_store.num_rows
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,6 +237,7 @@ class EmbeddingTable(nn.Module):
             TypeError: it is no int.
             ConfigError: it is less than there are.
             UsageError: ``weight.grad`` is set: it is of the shape that the table had.
+            CapacityError: as where the table is made.
         """
         if isinstance(num_embeddings, bool) or not isinstance(num_embeddings, int):
             raise TypeError(f"grow({num_embeddings!r}): it takes an int")
@@ -234,9 +248,10 @@ class EmbeddingTable(nn.Module):
                 f"grow({num_embeddings}): table {self._name!r} has a gradient of {self.num_embeddings} rows; "
                 "step it, or set it to None"
             )
+        if not self.sparse:
+            check_room(self.weight.row_store, "grad", num_embeddings)
         self.weight.row_store.grow(num_embeddings)
         self.weight.grow(num_embeddings)
-        self.num_embeddings = num_embeddings
 
     def export(
         self,

@@ -75,17 +75,22 @@ def write_all(store: RowStore, column: str, values: torch.Tensor) -> None:
         write_part(store, column, part, values[part])
 
 
-def check_room(store: RowStore, column: str) -> None:
+def check_room(store: RowStore, what: str, num_rows: int | None = None) -> None:
     """Raise unless all rows fit into host memory once more.
+
+    Args:
+        store: of the table.
+        what: of the rows is to be there, for the message.
+        num_rows: how many there would be; ``None``: as many as there are.
 
     Raises:
         CapacityError: they do not.
     """
-    needed = table_bytes(store)
+    needed = (num_rows or store.num_rows) * store.width * store.dtype.itemsize
     room = min(host_rooms(), key=lambda each: each.nbytes)
     if needed > room.nbytes:
         raise CapacityError(
-            f"{column!r} of the {described(store)} needs {format_bytes(needed)} as one tensor, of "
+            f"{what!r} of the {described(store)} needs {format_bytes(needed)} as one tensor, of "
             f"{format_bytes(room.nbytes)} ({room.name}). Use table.export(path), or run.save(path), which "
             "read a block at a time.",
             needed_bytes=needed,

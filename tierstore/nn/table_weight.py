@@ -15,7 +15,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from tierstore.nn.row_blocks import blocks_of, described, read_all, write_all, w
 from tierstore.tables import ROWS, RowStore
 from tierstore.torch_private import tree_map_only
 
+_Caller = TypeVar("_Caller")
 _SAME_BITS: Final = frozenset({"Adagrad", "SGD", "SparseAdam"})
 
 
@@ -62,6 +63,7 @@ class TableWeight(nn.Parameter):
         del types
         kwargs = kwargs or {}
         if func is torch.Tensor.detach:
+            _refuse_replicas(args[0])
             return TableEntry.of(args[0])
         if func is torch.Tensor.copy_ and isinstance(args[0], TableWeight):
             return _copied(*args, **kwargs)
@@ -191,7 +193,7 @@ def _is_the_same(name: str, entry: TableEntry, args: tuple[Any, ...], kwargs: di
 def _refusal(func: Callable[..., Any], arguments: list[Any]) -> str:
     found = next(_weights_in(arguments), None)
     what = "a table" if found is None else described(found.row_store)
-    optimizer = _optimizer_that_calls()
+    optimizer = _caller_of(torch.optim.Optimizer)
     if optimizer is not None:
         return _refused_optimizer(type(optimizer), what)
     return (
@@ -215,15 +217,24 @@ def _weights_in(arguments: Iterable[Any]) -> Iterator[TableWeight]:
             yield from _weights_in(each)
 
 
-def _optimizer_that_calls() -> torch.optim.Optimizer | None:
-    """Return the optimizer in whose methods this is called, if it is in one's."""
+def _caller_of(kind: type[_Caller]) -> _Caller | None:
+    """Return the object of a class in whose methods this is called, if it is in one's."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.optim.Optimizer):
+        if isinstance(owner, kind):
             return owner
         frame = frame.f_back
     return None
+
+
+def _refuse_replicas(weight: TableWeight) -> None:
+    """Raise where PyTorch is about to send all elements to other processes, by their address."""
+    if _caller_of(nn.parallel.DistributedDataParallel) is not None:
+        raise UsageError(
+            f"DistributedDataParallel would send and keep all rows of the {described(weight.row_store)}: let "
+            "it ignore the parameter, or offload the model first."
+        )
 
 
 def _refuse_optimizers_of_others(
