@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -59,6 +59,21 @@ def side_of_result(given: Iterable[torch.UntypedStorage]) -> Side | None:
     if Side.DEVICE in sides:
         return Side.DEVICE
     return Side.HOST if Side.HOST in sides else None
+
+
+allocation_listeners: list[Callable[[torch.UntypedStorage], None]] = []
+"""Whoever wants to know of memory that the library allocates for the program, out of sight of every mode."""
+
+
+def note_allocation(storage: torch.UntypedStorage, side: Side) -> None:
+    """Take in a storage that the library has allocated for the program; tell who wants to know.
+
+    Raises:
+        RuntimeError: one of them refuses it.
+    """
+    note(storage, side)
+    for listener in tuple(allocation_listeners) if side is Side.DEVICE else ():
+        listener(storage)
 
 
 def _forget(known: weakref.ref[torch.UntypedStorage]) -> None:

@@ -3,8 +3,9 @@
 Where there is no accelerator, every tensor of the program is taken for device memory.  The meter
 watches the program from outside and asks the store nothing:
 
-1. A storage counts from the operation that first returns it, or from the moment an emulated device
-   announces it (`tierstore.spi.device_storage_listeners`), until it dies.
+1. A storage counts from the operation that first returns it, or from the moment it is announced, by an
+   emulated device (`tierstore.spi.device_storage_listeners`) or by what brings values there
+   (`tierstore.sides.allocation_listeners`), until it dies.
 2. A storage is told from others by the object, never by its address.  Views and results in place
    are not new, and what an operation was given is not new.
 3. Host blocks do not count: no operation ever returned them.  Nor do meta, fake and other tensors
@@ -133,6 +134,8 @@ class DeviceBudget:
         self._metering.callback(self._books.close)
         device_storage_listeners.append(self._books.announce)
         self._metering.callback(device_storage_listeners.remove, self._books.announce)
+        sides.allocation_listeners.append(self._books.announce)
+        self._metering.callback(sides.allocation_listeners.remove, self._books.announce)
         self._metering.enter_context(_AllocationWatch(self._books, refuses_mixing=self._refuses_mixing))
         return self
 

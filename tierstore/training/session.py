@@ -250,7 +250,8 @@ class Session:
     def apply_to_activations(self, sections: Sections, layers: Names) -> None:
         """Swap and recompute what a document says, in this store and its quotas."""
         inputs = self.placing.placement.inputs
-        self.activations = apply.apply(self.model, sections, layers, self.store, inputs)
+        is_on_host = self.placed.is_on_host
+        self.activations = apply.apply(self.model, sections, layers, self.store, inputs, is_on_host)
         self._keep(self.crossings.register(lambda module: module is not self.model))  # around what came now
 
     def _discard_activations(self) -> None:

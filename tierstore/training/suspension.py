@@ -71,6 +71,7 @@ class Suspension:
             if self._bindings.leasing.state is LeasingState.SUSPENDED and not fresh:
                 return
             self._require_between_steps()
+            self._require_no_values_of_modules(tiers)
             with contextlib.ExitStack() as undo:
                 self._let_go(undo)
                 self._require_idle()
@@ -196,6 +197,17 @@ class Suspension:
             raise UsageError(
                 f"{waiting} swapped activations wait for backward: run it, or let go of what the model "
                 "returned, and suspend then."
+            )
+
+    def _require_no_values_of_modules(self, tiers: Sequence[str]) -> None:
+        """Raise if a tier that is to be emptied lends values to modules on the host."""
+        link = self._session.crossings.link
+        if HOST in tiers and link.waiting:
+            gc.collect()  # what only a cycle refers to
+        if HOST in tiers and (waiting := link.waiting):
+            raise UsageError(
+                f"{waiting} values that modules on the host were given wait in host memory for backward: run "
+                "it, or let go of what the model returned, and suspend then."
             )
 
     def _count_activations(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +79,7 @@ def apply(
     layers: Names,
     store: Store | None,
     inputs_tier: str | None = None,
+    is_on_host: Callable[[nn.Module], bool] = lambda _: False,
 ) -> Activations:
     """Do what a document says about activations; log it once, in the order of the layers.
 
@@ -88,6 +89,7 @@ def apply(
         layers: names of the containers of its layers; ``None``: to be found.
         store: where activations go; ``None``: nothing is offloaded, and they stay.
         inputs_tier: of the store, where what recomputed modules are given goes; ``None``: it stays.
+        is_on_host: says which modules compute on the host, beside a device: nothing of theirs is swapped.
 
     Raises:
         ConfigError: the configuration does not fit the number of layers.
@@ -103,6 +105,7 @@ def apply(
     plan = plan_layers(sections.recompute, sections.swap, num_layers=len(modules), **layout)
     marks = mark(modules, plan)
     _say(modules, plan, marks)
+    _say_what_is_on_host(found, plan, marks, is_on_host)
     done = Activations()
     try:
         if store is not None and (plan.swap.swap or inputs_tier is not None):
@@ -120,6 +123,29 @@ def apply(
         done.close()
         raise
     return done
+
+
+def _say_what_is_on_host(
+    layers: Mapping[str, nn.Module],
+    plan: ActivationPlan,
+    marks: Marks,
+    is_on_host: Callable[[nn.Module], bool],
+) -> None:
+    """Log which marks have no effect, as their modules compute on the host."""
+    names: dict[str, None] = {}
+    for (name, layer), each, found in zip(layers.items(), plan.layers, marks.matches, strict=True):
+        known = dict(layer.named_modules())
+        paths = [".".join(match.path) for match in found.swap]
+        for path in [""] * (each.swap.prefetch is not None) + paths:
+            if path in known and is_on_host(known[path]):
+                names[f"{name}.{path}".rstrip(".")] = None
+    if names:
+        log.warning(
+            "swap_config: %d marked modules compute on the host, where what they save is in host memory: the "
+            "marks have no effect: %s",
+            len(names),
+            ", ".join(list(names)[:4]),
+        )
 
 
 def _policies(activation_store: ActivationStore | None, inputs_tier: str | None) -> InputPolicies | None:

@@ -108,13 +108,14 @@ class PlacedModules:
         users: dict[torch.Tensor, tuple[str, str]] = {}
         for name, module, user in _with_users(model, "", model):
             device = self.devices[user]
-            if self.devices[module] != device:
+            tensors = list(_direct_tensors(module))
+            if tensors and self.devices[module] != device:
                 raise UsageError(
                     f"placement: {name!r} is a {type(module).__name__}, and what it has is used by the "
                     f"module around it, which computes on {quoted(device)}: place that one.",
                     key=name,
                 )
-            for own, tensor in _direct_tensors(module):
+            for own, tensor in tensors:
                 full = f"{name}.{own}" if name else own
                 former, where = users.setdefault(tensor, (full, device))
                 if where != device:

@@ -3,11 +3,12 @@
 What crosses is counted in `tierstore.stats.StoreStats.traffic`, takes the time that the store's link takes,
 obeys the tiers' quotas, and is ordered with what the device was told.
 
-1. Up: the value is put into host memory and leased on the device.  Down: the device's memory is adopted as it
-   lies (a value that is not all of its storage is copied first), sent to host memory, and leased there; the
-   host waits for it.
-2. What is returned is a storage of its own over leased memory, as dense as ``torch.empty_like`` would make
-   it.  The lease is held until nothing refers to that storage, and the key goes with it (`Link.sweep`).
+1. Up: the value is put into host memory, brought to the device and copied there: what is returned is the
+   program's own, as anything that the device computes, however long somebody keeps it.
+2. Down: the device's memory is adopted as it lies (a value that is not all of its storage is copied first),
+   sent to host memory, and leased there; the host waits for it.  What is returned is a storage of its own
+   over leased memory.  The lease is held until nothing refers to that storage, and the key goes with it
+   (`Link.sweep`).  Either is as dense as ``torch.empty_like`` would make it.
 3. Where something fails, nothing is left under the key, and what was to cross is unharmed.
 4. What has no plain bytes (sparse, nested, quantised, subclasses) is copied as ``Tensor.to`` does, and no
    store counts it.
@@ -142,11 +143,29 @@ class Link:
                 if side == CPU:
                     self._send_down(key, tensor)
                     return self._lend(key, HOST)
-                self._store.put(key, tensor, tier=HOST)
-                return self._lend(key, self._store.tier_names[0])
+                return self._bring_up(key, tensor)
             except BaseException:
                 self._forget(key)
                 raise
+
+    def _bring_up(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a value of the host in memory of the device; nothing is left under the key."""
+        self._store.put(key, tensor, tier=HOST)
+        try:
+            lease = self._lease(key, self._store.tier_names[0])
+        except CapacityError as error:  # what is leased there leaves no room for it twice
+            let_frames_go(error)
+            lease = self._lease(key, HOST)
+        with lease:
+            leased = lease.tensor
+            made = torch.empty_strided(
+                leased.shape, leased.stride(), dtype=leased.dtype, device=self._store.device
+            )
+            if self._is_emulated:
+                sides.note_allocation(made.untyped_storage(), Side.DEVICE)
+            made.copy_(leased)
+        self._forget(key)
+        return made
 
     def _send_down(self, key: str, tensor: torch.Tensor) -> None:
         """Bring a value of the device to host memory."""
@@ -172,11 +191,14 @@ class Link:
             return self._store.tier_names[0] in self._store.where(key)
         return False
 
-    def _lend(self, key: str, tier: str) -> torch.Tensor:
-        lease = lease_with_room(
+    def _lease(self, key: str, tier: str) -> Lease:
+        return lease_with_room(
             lambda: self._store.lease(key, tier=tier),
             lambda needed_bytes: self._host.reclaimer.make_room(needed_bytes, self),
         )
+
+    def _lend(self, key: str, tier: str) -> torch.Tensor:
+        lease = self._lease(key, tier)
         try:
             leased = lease.tensor
             begin_bytes = int(leased.storage_offset()) * leased.element_size()

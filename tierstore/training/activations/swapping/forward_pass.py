@@ -39,6 +39,7 @@ from tierstore.training.activations.swapping.operator_watch import (
 )
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.autograd.saved_tensors import sees_all
+from tierstore.training.modules.crossings import is_inside_host_module
 from tierstore.training.pytorch.saved_tensor_hooks import (
     Hook,
 )
@@ -52,6 +53,8 @@ SMALLEST_BYTES = 4096
 
 def storage_worth_a_key(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage | None:
     """Return the storage of a saved tensor; ``None``: it stays, whoever wants it to leave ``device``."""
+    if is_inside_host_module():  # what it saves is in host memory already
+        return None
     storage = storage_of(tensor) if type(tensor) is torch.Tensor else None
     if storage is None or storage.nbytes() < SMALLEST_BYTES or storage.device != device:
         return None

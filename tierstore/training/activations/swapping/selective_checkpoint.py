@@ -33,6 +33,7 @@ from tierstore.training.activations.runtime.operators import (
     written,
 )
 from tierstore.training.activations.swapping.activation_store import ActivationStore, OffloadedTensor
+from tierstore.training.modules.crossings import is_inside_host_module
 
 SMALL_BYTES = 4096
 """Outputs below this are cached where they are."""
@@ -214,7 +215,7 @@ class _Caching(CachingDispatchMode):
             return cached
         storage = tensor.untyped_storage()
         is_own = id(storage) not in given and tensor.device == self._activation_store.store.device
-        if not is_own or storage.nbytes() < SMALL_BYTES:
+        if not is_own or storage.nbytes() < SMALL_BYTES or is_inside_host_module():
             return cached
         with versions_are_shared():
             offloaded = self._activation_store.keep(tensor, f"activation/{name}/{self._operators}")
