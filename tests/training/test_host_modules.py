@@ -194,3 +194,11 @@ KINDS = [(case, loop) for case in CASES for loop in LOOPS if not (is_on_accelera
 def test_the_bits_of_loops_of_all_kinds(layout: str, case: str, loop: str, tmp_path: Path) -> None:
     more = twins.with_device(layout, "256KB")
     assert_same_placed(CASES[case], LOOPS[loop], layout, tmp_path, more)
+
+
+@pytest.mark.parametrize("layout", ["device"])
+def test_a_gradient_that_has_room_on_the_device_is_there_for_a_step_on_the_host(
+    layout: str, tmp_path: Path
+) -> None:
+    more = {"optimizer_target": "cpu", **twins.with_device(layout, "64MB")}
+    twins.assert_same(twins.build_blocks, twins.steps(6), layout, tmp_path, more)

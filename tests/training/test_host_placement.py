@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.host_models import CASES, WIDTH, Dense, assert_same_placed, trial_of
-from tests.training.twins import Trial, config_of
+from tests.training.host_models import CASES, WIDTH, Dense, assert_same_placed, has_device, trial_of
+from tests.training.twins import LAYOUTS, Trial, config_of
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, ConfigError, UsageError
 from tierstore.planning import Placement
@@ -282,3 +284,57 @@ def test_nothing_else_travels_than_what_crosses(case: str, tmp_path: Path) -> No
     moved, _ = assert_same_placed(placed, loop, "device", tmp_path, more)
     assert counted[0].get(("device", "host"), 0) == moved.bytes_to["cpu"]
     assert counted[0].get(("host", "device"), 0) == moved.bytes_to["device"]
+
+
+# ---------------------------------------------------------------------- where optimizers step
+
+
+def _groups(targets: Mapping[str, object], model: nn.Module) -> list[torch.optim.Optimizer]:
+    names = {name: [p for n, p in model.named_parameters() if n.startswith(name)] for name in targets}
+    known = {p for group in names.values() for p in group}
+    rest = [p for p in model.parameters() if p not in known]
+    groups: list[dict[str, Any]] = [{"params": names[n], "target": target} for n, target in targets.items()]
+    return [torch.optim.Adam([*groups, {"params": rest}], lr=1e-2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_group_s_target_says_where_it_is_stepped(layout: str, tmp_path: Path) -> None:
+    case = CASES["leaf"]
+
+    def loop(trial: Trial) -> None:
+        _steps(trial)
+        if trial.run is not None and has_device(layout):
+            states = {key: homes.state.device for key, homes in trial.run.placement.bundles.items()}
+            assert states == {
+                "param/0.weight": "cpu",  # as its group says
+                "param/1.weight": "cpu",  # as its module computes there
+                "param/3.weight": "device",
+            }
+
+    more = {} if has_device(layout) else {"device": "cpu"}
+    optimize = functools.partial(_groups, {"0": "CPU", "3": "Ascend"})
+    assert_same_placed(case, loop, layout, tmp_path, more, optimize)
+
+
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [
+        ({"0": "gpu0"}, "a group of Adam has target='gpu0': accepted: 'cpu', 'device'"),
+        ({"0": 3}, "has target=3"),
+        ({"1": "GPU"}, "the group of '1.weight' has target='GPU', and its module computes on the host"),
+    ],
+)
+def test_wrong_targets_are_refused_by_name(targets: dict[str, object], text: str, tmp_path: Path) -> None:
+    case = CASES["leaf"]
+    trial = trial_of(case, functools.partial(_groups, targets))
+    config = config_of("device", tmp_path)
+    with pytest.raises(UsageError) as raised:
+        offload(trial.model, list(trial.optimizers), config, placement=case.patterns)
+    assert text in str(raised.value)
+
+
+def test_steps_in_backward_and_on_the_host_are_refused_for_a_module_of_the_device(tmp_path: Path) -> None:
+    trial = trial_of(CASES["leaf"], functools.partial(_groups, {"0": "cpu"}))
+    config = config_of("device", tmp_path, {"optimizer_in_backward": True})
+    with pytest.raises(ConfigError, match=r"param/0.weight: state.device='cpu': optimizer_in_backward"):
+        offload(trial.model, list(trial.optimizers), config)

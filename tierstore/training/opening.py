@@ -28,7 +28,7 @@ from tierstore.training.budgets.memory_meters import (
     tensors_in,
 )
 from tierstore.training.budgets.prefetcher import Prefetcher, PrefetchWindow
-from tierstore.training.bundles.grouping import SMALL_BYTES, Group, group_parameters
+from tierstore.training.bundles.grouping import SMALL_BYTES, Group, first_names, group_parameters
 from tierstore.training.bundles.placeholders import placeholder_of
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint, forget, is_held
@@ -45,6 +45,7 @@ from tierstore.training.optimizer_needs import (
     check_steps_in_backward,
     require_room,
     stepped_in_host,
+    targets_of,
     without_elsewhere,
     without_host_modules,
     working_sets,
@@ -287,12 +288,19 @@ def _groups(
 ) -> list[Group]:
     """Return what travels together: of parameters first, then of buffers."""
     on_host = placed.tensors_on_host(model)
+    targets = targets_of(optimizers, first_names(model), on_host)
     fastest_bytes = store.stats().tiers[store.tier_names[0]].capacity_bytes
     ignored, pinned = selection.ignored, selection.pinned
     left_bytes = max(0, fastest_bytes - beside_bytes(store.device, _taken_in(model, optimizers, ignored)))
     small_bytes = min(SMALL_BYTES, rules.small_bytes(left_bytes))
     parameters = group_parameters(
-        model, optimizers, small_bytes, ignored=ignored, pinned=pinned, on_host=on_host
+        model,
+        optimizers,
+        small_bytes,
+        ignored=ignored,
+        pinned=pinned,
+        on_host=on_host,
+        targets=targets if store.tier_names[0] != HOST else {},
     )
     smallest_bytes = None if config.buffer_min_size is None else parse_bytes(config.buffer_min_size)
     left = {*selection.ignored_buffers, *replicas.buffers_sent(model)}

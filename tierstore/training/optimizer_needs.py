@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
 from tierstore.planning import Placement
-from tierstore.planning.placement import CPU
+from tierstore.planning.placement import CPU, DEVICE
 from tierstore.planning.rules import HOST
+from tierstore.quoting import quoted
 from tierstore.training.bundles.grouping import Content, Group
 from tierstore.training.bundles.working_sets import (
     ALIGNMENT_BYTES,
@@ -89,6 +91,46 @@ def _made_bytes(
             optimizer = optimizers[index]
             return adapter_of(optimizer).state_bytes(optimizer, parameter, options[index][parameter])
     return 0
+
+
+_TARGETS = {"cpu": CPU, "device": DEVICE, "gpu": DEVICE, "cuda": DEVICE, "ascend": DEVICE, "npu": DEVICE}
+"""What a group of parameters may say of where it is stepped, in any case: the original's words, too."""
+
+
+def targets_of(
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[nn.Parameter, str],
+    on_host: Container[torch.Tensor],
+) -> dict[torch.Tensor, str]:
+    """Return where parameters are stepped, of those whose group has a ``target``.
+
+    Args:
+        optimizers: that train.
+        names: of the model's parameters.
+        on_host: parameters that are used on the host, beside a device.
+
+    Raises:
+        UsageError: a target is none, or contradicts where the parameter's module computes.
+    """
+    found: dict[torch.Tensor, str] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            given = group.get("target")
+            if given is None:
+                continue
+            target = _TARGETS.get(given.lower()) if isinstance(given, str) else None
+            if target is None:
+                kind = type(optimizer).__name__
+                raise UsageError(f"a group of {kind} has target={quoted(given)}: accepted: 'cpu', 'device'.")
+            for parameter in group["params"]:
+                if parameter in on_host and target != CPU:
+                    raise UsageError(
+                        f"the group of {names.get(parameter)!r} has target={quoted(given)}, and its module "
+                        "computes on the host: its optimizer steps there. Leave the target out.",
+                        key=names.get(parameter),
+                    )
+                found[parameter] = target
+    return found
 
 
 def check_steps_in_backward(

@@ -24,6 +24,8 @@ import torch
 
 from tierstore.errors import UsageError
 from tierstore.planning import Home
+from tierstore.planning.placement import CPU
+from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.training.autograd.gradient import (
     Gradient,
@@ -280,8 +282,9 @@ class Gradients:
         )
 
     def _is_to_go(self, gradient: Gradient) -> bool:
-        """Whether a gradient that autograd makes goes to the store: a host module's does, by its quota."""
-        return _confined_to(gradient) is not None or self._must_stash()
+        """Whether a gradient that autograd makes goes to the store: if the host steps, it is needed there."""
+        is_stepped_elsewhere = gradient.home.device == CPU and self._store.tier_names[0] != HOST
+        return is_stepped_elsewhere or self._must_stash()
 
     def _take_back(self, gradient: Gradient) -> None:
         assert gradient.binding is not None
