@@ -43,17 +43,24 @@ def as_torchrun(rank: int, processes: int) -> Mapping[str, str]:
     }
 
 
-def lead(work: Callable[[int], object], processes: int, out: Path) -> list[object]:
+def lead(
+    work: Callable[[int], object], processes: int, out: Path, *, ends_others: bool = True
+) -> list[object]:
     """Do something in forked processes; return what each returned, or how it ended, by rank.
 
-    The first that fails ends the others, as torchrun does.
+    Args:
+        work: what each does, given its rank.
+        processes: how many.
+        out: what the files that they write to are called.
+        ends_others: whether the first that fails ends the others, as torchrun does; if not, they are to
+            notice it themselves.
     """
     children = [_fork(work, rank, out) for rank in range(processes)]
     ends: dict[int, int] = {}
     while len(ends) < processes:
         child, status = os.wait()
         ends[children.index(child)] = code = os.waitstatus_to_exitcode(status)
-        if code:
+        if code and ends_others:
             for other in (each for rank, each in enumerate(children) if rank not in ends):
                 os.kill(other, signal.SIGTERM)
     return [

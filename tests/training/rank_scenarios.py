@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 from torch import distributed, nn
 
 from tests.training.rank_lives import as_torchrun
-from tierstore.errors import TierStoreError
-from tierstore.training import offload
+from tierstore.errors import BackendError, TierStoreError
+from tierstore.training import Offload, offload
 from tierstore.units import parse_bytes
 
 WHOLE = {"device": "cpu", "offload_cpu_size": "8MB", "offload_disk_size": "32MB"}
@@ -131,3 +132,120 @@ def nothing_with_one(rank: int, processes: int, folder: Path) -> object:
         "files": files,
         "host": host,
     }
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+DURABLE = {**WHOLE, "durable": True}
+
+
+def begun(config: Mapping[str, object], **more: object) -> tuple[nn.Module, Offload]:
+    """Offload something small with an optimizer that has state."""
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+    return made, offload(made, optimizer, config, **more)  # type: ignore[arg-type]
+
+
+def add_one(made: nn.Module) -> None:
+    """Change every parameter."""
+    with torch.no_grad():
+        for each in made.parameters():
+            each.add_(1)
+
+
+def total(made: nn.Module) -> float:
+    """Return what tells one state from another."""
+    return float(sum(each.detach().double().sum() for each in made.parameters()))
+
+
+def one_cannot(rank: int, processes: int, folder: Path) -> object:
+    """A process that cannot make a checkpoint keeps the others from it; the former one stays."""
+    config = {**DURABLE, "offload_path": str(folder / "files")}
+    made, run = begun(config)
+    run.checkpoint({"at": 0})
+    found: dict[str, object] = {"before": total(made)}
+    held = None
+    for name, extra in (("wrong extra", {"at": object()}), ("in use", {"at": 1})):
+        add_one(made)
+        if rank == 1 and name == "in use":
+            held = made[0].weight.detach()  # type: ignore[index]
+        try:
+            run.checkpoint(extra if rank == 1 else {"at": 1})
+            found[name] = "made"
+        except TierStoreError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    held = None
+    flush, run.store.flush = run.store.flush, _broken if rank == 1 else run.store.flush  # type: ignore[method-assign]
+    try:
+        run.checkpoint({"at": 2})
+    except TierStoreError as error:
+        found["broken"] = f"{type(error).__name__}: {error}"
+    run.store.flush = flush  # type: ignore[method-assign]
+    assert held is None
+    run.close(restore=False)
+    made, run = begun(config)
+    found["after"] = total(made)
+    found["resumed"] = None if run.resumed is None else (run.resumed.checkpoints, run.resumed.extra["at"])
+    run.checkpoint({"at": 3})
+    add_one(made)
+    run.checkpoint({"at": 4})
+    keys = sorted(key for key in run.store if key.startswith("training/"))
+    run.close(restore=False)
+    _, run = begun(config)
+    found["last"] = None if run.resumed is None else (run.resumed.checkpoints, run.resumed.extra["at"])
+    found["keys"] = [keys, sorted(key for key in run.store if key.startswith("training/"))]
+    run.close()
+    return found
+
+
+def _broken(*_: object, **__: object) -> None:
+    raise BackendError("the disk is gone")
+
+
+def checkpoints_for_two(rank: int, processes: int, folder: Path) -> object:
+    """Two checkpoints, for another number of processes to find."""
+    made, run = begun({**DURABLE, "offload_path": str(folder.parent / "left")})
+    run.checkpoint({"at": 1})
+    add_one(made)
+    run.checkpoint({"at": 2})
+    found = total(made)
+    run.close(restore=False)
+    return found
+
+
+def others_than_before(rank: int, processes: int, folder: Path) -> object:
+    """Other processes than those that made the checkpoints: said by all."""
+    left = folder.parent / "left"
+    found: dict[str, object] = {"size": refused({**DURABLE, "offload_path": str(left)})}
+    if processes == 2:
+        distributed.barrier()
+        if rank == 0:
+            (left / "rank-1").rename(left / "away")
+        distributed.barrier()
+        found["lost"] = refused({**DURABLE, "offload_path": str(left)})
+        distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(left / "rank-1", ignore_errors=True)
+            (left / "rank-0").rename(left / "rank-1")
+            (left / "away").rename(left / "rank-0")
+        distributed.barrier()
+        found["swapped"] = refused({**DURABLE, "offload_path": str(left)})
+        _, run = begun({**DURABLE, "offload_path": str(left)}, resume=False)
+        found["anew"] = run.resumed is None
+        run.checkpoint({"at": 3})
+        run.close(restore=False)
+        _, run = begun({**DURABLE, "offload_path": str(left)})
+        found["after"] = None if run.resumed is None else run.resumed.extra["at"]
+        run.close()
+    return found
+
+
+def one_of_two(rank: int, processes: int, folder: Path) -> object:
+    """One process does not begin anew beside what two have left, and goes on in the directory of one."""
+    left = folder.parent / "left"
+    found: dict[str, object] = {"beside": refused({**DURABLE, "offload_path": str(left)})}
+    made, run = begun({**DURABLE, "offload_path": str(left / "rank-0")})
+    found["within"] = None if run.resumed is None else run.resumed.extra["at"]
+    found["total"] = total(made)
+    run.close()
+    return found

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch 
 
 Found = Mapping[str, list[Any]]
 
-_SCENARIOS = ("shares", "faults", "before_the_group", "nothing_with_one:1")
+_SCENARIOS = ("shares:2", "faults:2", "before_the_group:2", "nothing_with_one:1")
 
 
 def led(folder: Path, *scenarios: str) -> dict[str, list[Any]]:
@@ -34,10 +34,7 @@ def led(folder: Path, *scenarios: str) -> dict[str, list[Any]]:
     command = [sys.executable, "-m", "tests.training.rank_lives", str(folder), *scenarios]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return {
-        each.partition(":")[0]: json.loads((folder / f"{each.replace(':', '-')}.json").read_text())
-        for each in (name if ":" in name else f"{name}:2" for name in scenarios)
-    }
+    return {each: json.loads((folder / f"{each.replace(':', '-')}.json").read_text()) for each in scenarios}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.parametrize("how", ["told", "counted"])
 def test_quotas_of_host_and_disk_are_shared_and_each_has_a_directory(found: Found, how: str) -> None:
-    for each in found["shares"]:
+    for each in found["shares:2"]:
         assert each[how] == {"host": 4 * MIB, "disk": 16 * MIB}
         assert each[f"{how} directories"] == ["rank-0", "rank-1"]
 
@@ -58,21 +55,21 @@ def test_quotas_of_host_and_disk_are_shared_and_each_has_a_directory(found: Foun
 def test_what_is_left_open_is_shared_too(found: Found) -> None:
     import psutil
 
-    for each in found["shares"]:
+    for each in found["shares:2"]:
         assert 0 < each["free"]["host"] <= psutil.virtual_memory().total // 2
         assert each["free"]["disk"] > 0
 
 
 def test_the_quota_of_a_device_is_each_process_s_own(found: Found) -> None:
-    assert [each["device"]["device"] for each in found["shares"]] == [MIB] * 2
+    assert [each["device"]["device"] for each in found["shares:2"]] == [MIB] * 2
 
 
 def test_a_directory_that_is_the_process_s_own_already_is_taken_as_it_is(found: Found) -> None:
-    assert [each["own directories"] for each in found["shares"]] == [["rank-0", "rank-1"]] * 2
+    assert [each["own directories"] for each in found["shares:2"]] == [["rank-0", "rank-1"]] * 2
 
 
 def test_a_run_alone_shares_nothing(found: Found) -> None:
-    assert [each["alone"] for each in found["shares"]] == [8 * MIB] * 2
+    assert [each["alone"] for each in found["shares:2"]] == [8 * MIB] * 2
 
 
 @pytest.mark.parametrize(
@@ -93,14 +90,14 @@ def test_a_run_alone_shares_nothing(found: Found) -> None:
     ],
 )
 def test_what_is_wrong_is_said_by_all_of_them_in_the_same_words(found: Found, fault: str, said: str) -> None:
-    first, second = (each[fault] for each in found["faults"])
+    first, second = (each[fault] for each in found["faults:2"])
     assert first == second
     assert first.startswith("ConfigError: the 2 processes cannot train together:")
     assert said in first
 
 
 def test_a_share_that_is_too_small_is_told_from_the_whole(found: Found) -> None:
-    for rank, each in enumerate(found["faults"]):
+    for rank, each in enumerate(found["faults:2"]):
         assert each["too small"].startswith("CapacityError")
         assert (
             f"rank {rank} of 2, one of 2 on this machine, has 2.0 KiB of host memory of 4.0 KiB"
@@ -109,7 +106,7 @@ def test_a_share_that_is_too_small_is_told_from_the_whole(found: Found) -> None:
 
 
 def test_torchrun_says_which_process_it_is_where_there_is_no_group_yet(found: Found) -> None:
-    for rank, each in enumerate(found["before_the_group"]):
+    for rank, each in enumerate(found["before_the_group:2"]):
         assert each["host"] == 4 * MIB
         assert any("was not compared" in message for message in each["messages"])
         assert f"UsageError: this is rank {rank} of 2, and durable is set" in each["durable"]
@@ -118,13 +115,13 @@ def test_torchrun_says_which_process_it_is_where_there_is_no_group_yet(found: Fo
 
 
 def test_with_one_process_nothing_is_imported(found: Found) -> None:
-    (only,) = found["nothing_with_one"]
+    (only,) = found["nothing_with_one:1"]
     assert only["imported"] == []
     assert not [name for name in only["files"] if name.startswith("rank")]
 
 
 def test_a_process_that_ends_instead_of_coming_is_noticed(tmp_path: Path) -> None:
-    led(tmp_path, "one_that_does_not_come")
+    led(tmp_path, "one_that_does_not_come:2")
     said = (tmp_path / "one_that_does_not_come-2" / "said").read_text()
     assert "rank 0 of 2 waited for the others in offload(...), and one of them has ended" in said
 

@@ -37,6 +37,7 @@ from tierstore.training.activations.config.sections import SECTIONS
 from tierstore.training.activations.swapping.run_store import RunStore
 from tierstore.training.bundles.bundle_tiers import named_by_settings
 from tierstore.training.bundles.ending import RunEnding
+from tierstore.training.checkpoints.agreement import Agreement, OneProcess
 from tierstore.training.checkpoints.files import Checkpoint, ordinary_access
 from tierstore.training.checkpoints.resumed import Resumed
 from tierstore.training.checkpoints.weights import Weights
@@ -528,6 +529,9 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
     tiers = named_by_settings(settings.store_config())
     store = RunStore(tiers if ranks is None else ranks.named(tiers))
     try:
+        agreement: Agreement = OneProcess()
+        if ranks is not None and store.is_durable:
+            agreement = ranks.agreement(store, is_resumed=resume)
         former = find_former(model, optimizers, store, is_wanted=resume) if store.is_durable else None
         has_weights = source is not None or former is not None
         check_model(model, optimizers, has_weights=has_weights, ignored=selection.ignored)
@@ -535,7 +539,9 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
         try:
             with let_go(model, optimizers, is_resumed=former is not None):
                 marks = marks_of(model, *activations)
-                session = open_session(model, optimizers, settings, store, former or source, selection, marks)
+                session = open_session(
+                    model, optimizers, settings, store, former or source, selection, marks, agreement
+                )
                 session.apply_to_activations(*activations)
                 say_opened(session)
                 resumed = None if former is None else former.resumed

@@ -31,6 +31,7 @@ from tierstore.training.budgets.prefetcher import Prefetcher, PrefetchWindow
 from tierstore.training.bundles.grouping import SMALL_BYTES, Group, first_names, group_parameters
 from tierstore.training.bundles.placeholders import placeholder_of
 from tierstore.training.bundles.working_sets import WorkingSet
+from tierstore.training.checkpoints.agreement import Agreement
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint, forget, is_held
 from tierstore.training.checkpoints.weights import Weights
 from tierstore.training.faults import guard
@@ -189,6 +190,7 @@ def open_session(
     source: Weights | ResumedCheckpoint | None,
     selection: SelectedTensors,
     marks: tuple[PlacedMark, ...],
+    agreement: Agreement,
 ) -> Session:
     """Adopt the model and the optimizers' state, and register the hooks; undo all if that fails.
 
@@ -200,6 +202,7 @@ def open_session(
         source: where values come from; ``None``: they are there.
         selection: which tensors are treated otherwise.
         marks: what will happen to activations.
+        agreement: with other processes, about checkpoints.
     """
     fastest = store.tier_names[0]
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes
@@ -234,7 +237,7 @@ def open_session(
         _take_in(session, groups, source)
         session.bindings.say_if_parts([*session.bundles, *session.buffers])
         if store.is_durable:
-            session.make_durable(former)
+            session.make_durable(former, agreement)
             _say_if_small(store, sets)
         if former is not None:
             former.end()

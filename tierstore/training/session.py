@@ -40,6 +40,7 @@ from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.grouping import Content, Group
 from tierstore.training.bundles.pinning import pin
 from tierstore.training.checkpoints.bundle_access import access_to
+from tierstore.training.checkpoints.agreement import Agreement
 from tierstore.training.checkpoints.files import BundleAccess
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint
 from tierstore.training.checkpoints.weights import Weights
@@ -232,7 +233,7 @@ class Session:
         values = [source.read(name).to(tensor.dtype) for name, tensor in named]
         return self.adopter.adopt(group.key, named, home, values)
 
-    def make_durable(self, former: ResumedCheckpoint | None) -> None:
+    def make_durable(self, former: ResumedCheckpoint | None, agreement: Agreement) -> None:
         """Let checkpoints be made, after the one that the run goes on from."""
         self.durable = CheckpointWriter(
             self.model,
@@ -244,6 +245,7 @@ class Session:
             self.ignored,
             self.buffers,
         )
+        self.durable.agreement = agreement
         if former is not None:
             self.durable.checkpoints, self.durable.kept = former.checkpoints, former.kept
 

@@ -17,6 +17,9 @@ from tierstore.training.bundles.layout import TensorLayout, span_bytes
 DOCUMENT = "training/checkpoint"
 """The key of the document."""
 
+KEPT = "training/kept/"
+"""What keys of the former checkpoint begin with, while it is not known that all processes have the last."""
+
 METADATA = "tierstore"
 FORMAT = 1
 

@@ -27,6 +27,7 @@ from tierstore.training.bundles.poisons import poison_for
 from tierstore.training.checkpoints.document import (
     DOCUMENT,
     FORMAT,
+    KEPT,
     METADATA,
     Bundles,
     HeldTensor,
@@ -374,5 +375,6 @@ class ResumedCheckpoint:
         self._last = None
         kept = {*self._bound, DOCUMENT}
         former = {key for key, _ in self._key_of.values()}
+        former |= {key for key in self._store if key.startswith(KEPT)}  # of a process among several
         self._store.drop(*(former - kept))
         rng_state.restore(self._document["rng"], self._tensors, self._store.device)

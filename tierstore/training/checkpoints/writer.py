@@ -25,6 +25,7 @@ from tierstore.formats.safetensors_files import HeaderEntry, pack
 from tierstore.store import Store
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.pinning import all_unpinned
+from tierstore.training.checkpoints.agreement import Agreement, Attempt, OneProcess
 from tierstore.training.checkpoints.document import (
     DOCUMENT,
     FORMAT,
@@ -60,6 +61,7 @@ class CheckpointWriter:
         buffers: of the model.
 
     Attributes:
+        agreement: with other processes.
         checkpoints: how many were made so far, in all runs.
         kept: what the last one has: the key of each tensor in bundles, by what messages call the tensor.
         seconds: how long those of this run took.
@@ -76,6 +78,7 @@ class CheckpointWriter:
         ignored: Mapping[torch.Tensor, str],
         buffers: TravelingBuffers,
     ) -> None:
+        self.agreement: Agreement = OneProcess()
         self._buffers = buffers
         self._model = model
         self._store = store
@@ -110,10 +113,20 @@ class CheckpointWriter:
         Raises:
             UsageError: a step or the model is under way, something refers to the bytes of a parameter, or
                 ``extra`` is no mapping, or a value cannot be kept.
+            TierStoreError: another process could not make it.
             CapacityError, BackendError: as from `Store.flush`; the former checkpoint is unharmed.
         """
-        _require_mapping(extra)
         begin = time.perf_counter()
+        with self.agreement.attempt(self.checkpoints) as attempt:
+            bundles = self._commit(extra, attempt)
+        self.kept = names_of(bundles)
+        self.checkpoints += 1
+        with self._bindings.apart():
+            self.agreement.forget_former()
+        self.seconds += time.perf_counter() - begin
+
+    def _commit(self, extra: Mapping[str, object], attempt: Attempt) -> Bundles:
+        _require_mapping(extra)
         self._windows.discard_interrupted()
         if not self._windows.is_outermost:
             raise UsageError("the model runs: make a checkpoint between steps.")
@@ -124,15 +137,13 @@ class CheckpointWriter:
             for steps in self._steps:
                 steps.state.take_in_all()
             bundles = self._held()
-            document = self._document(bundles, extra)
+            document = self._document(bundles, extra, attempt)
             try:
                 self._store.put(DOCUMENT, document, tier=self._store.tier_names[-1], replace=True)
-                self._store.flush(DOCUMENT, *bundles)
+                self._store.flush(DOCUMENT, *bundles, keep=attempt.keep, release=attempt.release)
             finally:
                 self.mark()
-        self.kept = names_of(bundles)
-        self.checkpoints += 1
-        self.seconds += time.perf_counter() - begin
+        return bundles
 
     def _all(self) -> Iterator[Binding]:
         yield from self._bundles
@@ -168,7 +179,7 @@ class CheckpointWriter:
                 ]
         return held
 
-    def _document(self, bundles: Bundles, extra: Mapping[str, object]) -> torch.Tensor:
+    def _document(self, bundles: Bundles, extra: Mapping[str, object], attempt: Attempt) -> torch.Tensor:
         for name, parameter in self._model.named_parameters():
             if guard.guarded_tensor_of(parameter) is None and parameter not in self._ignored:
                 raise UsageError(f"the parameter {name!r} is new since offload(...): it is not in the store.")
@@ -192,6 +203,7 @@ class CheckpointWriter:
             "rng": rng_state.save(self._store.device, sources),
             "extra": encode(dict(extra), "extra", sources),
         }
+        document |= attempt.ready()
         entries = [HeaderEntry.of(name, tensor) for name, tensor in sources.items()]
         return pack(entries, sources.values(), {METADATA: json.dumps(document)})
 

@@ -11,7 +11,10 @@ import psutil
 
 from tierstore.config import OffloadConfig, StoreConfig, machine
 from tierstore.errors import CapacityError, ConfigError, UsageError
+from tierstore.store import Store
 from tierstore.training import processes
+from tierstore.training.checkpoints.agreement import Agreement
+from tierstore.training.ranks.checkpoints import AgreedCheckpoints
 from tierstore.training.ranks.introductions import Introduction, judge, locals_of
 from tierstore.training.ranks.meeting import Meeting
 from tierstore.training.ranks.shares import directory_of, roots_of, share_of
@@ -80,6 +83,23 @@ class Ranks:
             f"{_of(self._given.offload_cpu_size)} and {format_bytes(disk_bytes)} of disk"
             f"{_of(self._given.offload_disk_size)}, in {', '.join(roots_of(self.settings))}"
         )
+
+    def agreement(self, store: Store, *, is_resumed: bool) -> Agreement:
+        """Agree with the others about the checkpoint that all go on from, and about those to come.
+
+        Args:
+            store: the process's own; durable.
+            is_resumed: whether training goes on from one, if there is one.
+
+        Raises:
+            UsageError: see `AgreedCheckpoints.settle_former`.
+            TierStoreError: another process has ended.
+        """
+        assert self.meeting is not None  # who has none is not durable
+        agreed = AgreedCheckpoints(self.where, self.meeting, store)
+        if is_resumed:
+            agreed.settle_former()
+        return agreed
 
     def close(self) -> None:
         """Meet no more.  Idempotent."""
