@@ -1,4 +1,4 @@
-"""The command line of the comparisons: ``python -m bench.peers io|training|inference``."""
+"""The command line of the comparisons: ``python -m bench.peers io|training|inference|tables``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.peers import disk, disk_peers, inference, training
+from bench.peers import disk, disk_peers, inference, tables, training
 from bench.peers.diskjob import KIB, MIB
 from bench.peers.result import Result, write, write_page
 from bench.peers.turns import ModelSettings
@@ -60,7 +60,28 @@ def _asked(words: argparse.Namespace, usual: ModelSettings) -> ModelSettings:
     )
 
 
-COMPARISONS: dict[str, Comparison] = {"io": _disk, "training": _training, "inference": _inference}
+def _tables(words: argparse.Namespace, room: Path) -> Result:
+    usual = tables.TableSettings(room)
+    return tables.compare(
+        replace(
+            usual,
+            peers=_chosen(words.peers.split(","), usual.peers, "peer"),
+            against=words.against or usual.against,
+            repeats=words.repeats or usual.repeats,
+            warmups=words.warmups,
+            steps=words.steps or usual.steps,
+            rows=words.rows,
+            ids=words.ids,
+        )
+    )
+
+
+COMPARISONS: dict[str, Comparison] = {
+    "io": _disk,
+    "training": _training,
+    "inference": _inference,
+    "tables": _tables,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,8 +126,13 @@ def _parser() -> argparse.ArgumentParser:
     of_io.add_argument("--total", type=float, default=512, help="MiB of all tensors of a turn")
     of_io.add_argument("--bs", type=int, default=1024, help="KiB of one request")
     of_io.add_argument("--iodepth", type=int, default=4, help="requests at a time")
-    of_models = parser.add_argument_group("training, inference")
-    of_models.add_argument("--steps", type=int, help="of a turn; 10 training steps or 5 passes if not given")
+    of_tables = parser.add_argument_group("tables")
+    of_tables.add_argument("--rows", type=int, default=1_000_000, help="of the table")
+    of_tables.add_argument("--ids", type=int, default=16_384, help="of a batch")
+    of_models = parser.add_argument_group("training, inference, tables")
+    of_models.add_argument(
+        "--steps", type=int, help="of a turn; 10 training steps, 5 passes or 20 steps of tables if not given"
+    )
     of_models.add_argument("--dim", type=int, default=1024, help="the width of the model")
     of_models.add_argument("--host-quota", type=int, help="MiB that tierstore keeps in host memory")
     return parser

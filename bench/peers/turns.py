@@ -124,14 +124,21 @@ def take_turns(
         ends = company.ask_all("finish")
         left_out = company.left_out
     heard = {
-        name: Heard(_turns(unit, ready[name], of), ready[name], ends[name])
+        name: Heard(turns_of(unit, ready[name], of), ready[name], ends[name])
         for name, of in answers.items()
         if name in ends
     }
     return heard, left_out
 
 
-def _turns(unit: str, ready: Mapping[str, object], answers: Sequence[Mapping[str, object]]) -> Turns:
+def turns_of(unit: str, ready: Mapping[str, object], answers: Sequence[Mapping[str, object]]) -> Turns:
+    """Read what one peer said.
+
+    Args:
+        unit: what it calls a unit.
+        ready: its answer to being prepared.
+        answers: of its turns.
+    """
     return Turns(
         units=int(str(answers[0][unit])),
         taken=[Usage.from_mapping(answer["usage"]) for answer in answers],  # type: ignore[arg-type]  # as was sent

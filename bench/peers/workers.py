@@ -32,6 +32,7 @@ _KINDS = {
     "disk": "bench.peers.disk_peers",
     "training": "bench.peers.trainees",
     "inference": "bench.peers.inferrers",
+    "tables": "bench.peers.table_peers",
 }
 """Modules with a function ``open_subject(name)`` each."""
 
