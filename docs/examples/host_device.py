@@ -1,4 +1,4 @@
-"""A net whose layers are made of their operators: three layers, each of two modules.
+"""The net whose matrix products and additions compute on the host: three layers, each of two modules.
 
 A layer holds its weight and bias; what computes with them are modules without parameters, so that each can be
 placed by itself, as the operators of the original are.  (MindSpore's tutorial on host and device.)
@@ -11,6 +11,16 @@ from torch import Tensor, nn
 
 PIXELS = 28  # a side
 INITIAL_DEVIATION = 0.01
+
+PLACEMENT = {
+    r"layer1\.matmul": "cpu",
+    r"layer1\.add": "cpu",
+    r"layer2\.matmul": "cpu",
+    r"layer2\.add": "cpu",
+    r"layer3\.matmul": "cpu",
+    r"layer3\.add": "cpu",
+}
+"""What computes on the host; the rest computes on the device."""
 
 
 class MatMul(nn.Module):

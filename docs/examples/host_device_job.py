@@ -71,6 +71,7 @@ class Job:
     learning_rate: float
     seed: int
     device: torch.device
+    is_placed: bool
     offload: Mapping[str, object]
 
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -135,10 +136,11 @@ def mnist(folder: Path) -> Images:
 def command_line() -> OneLineParser:
     """Return the parser; its defaults take some seconds."""
     parser = OneLineParser(
-        prog="train_host_device.py", description="Train a net whose layers are made of their operators."
+        prog="train_host_device.py", description="Train a net of which some modules compute on the host."
     )
     add = parser.add_argument
     add("--data", type=Path, metavar="DIR", help="MNIST's files (digits that come with scikit-learn)")
+    add("--no-placement", action="store_true", help="let all modules compute on the device")
     add("--batch-size", type=int, default=32, metavar="N", help="images in a process's batch (%(default)s)")
     add("--epochs", type=int, default=5, metavar="N", help="how often every image is seen (%(default)s)")
     add("--told-every", type=int, default=100, metavar="N", help="steps between printed losses (%(default)s)")
@@ -176,6 +178,7 @@ def read_job(arguments: argparse.Namespace, path: Path) -> Job:
         learning_rate=arguments.learning_rate,
         seed=arguments.seed,
         device=device,
+        is_placed=not arguments.no_placement,
         offload={
             "context": {"memory_offload": "ON", "max_device_memory": arguments.max_device_memory},
             "offload_config": {

@@ -1,6 +1,8 @@
-"""Train a net whose layers are made of their operators, on one process or on several.
+"""Train a net of which some modules compute on the host, on one process or on several.
 
-``--compare`` trains once more with plain PyTorch: every loss must be the same, to the last bit.
+The reference example of host and device, on PyTorch: matrix products and additions on the host, the rest on
+the device, data parallel.  What is placed is logged.  ``--compare`` trains once more with plain PyTorch:
+every loss must be the same, to the last bit.
 
     python docs/examples/train_host_device.py --compare
     torchrun --nproc-per-node 8 --redirects 3 --log-dir log_output docs/examples/train_host_device.py \
@@ -24,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tierstore as ts
 from arguments import shown_log
 from device_budget import make_deterministic
-from host_device import Network
+from host_device import PLACEMENT, Network
 from host_device_job import Job, command_line, read_job
 from tierstore.training import offload
 
@@ -71,11 +73,11 @@ def new_model(job: Job) -> Network:
     return Network()
 
 
-def train_offloaded(job: Job) -> list[float]:
-    """Train with everything in tiers."""
+def train_placed(job: Job) -> list[float]:
+    """Train with modules where they are placed."""
     model = new_model(job)
     optimizer = torch.optim.SGD(model.parameters(), job.learning_rate)
-    with offload(model, optimizer, job.offload):
+    with offload(model, optimizer, job.offload, placement=PLACEMENT if job.is_placed else {}):
         return train(data_parallel(model, job), optimizer, job)
 
 
@@ -90,7 +92,7 @@ def tell(job: Job, *, is_compared: bool) -> bool:
     """Train and print what came of it; return whether all is as promised."""
     share = job.share
     print(f"process {share.rank} of {share.processes} learns {job.images.name}", flush=True)
-    losses = train_offloaded(job)
+    losses = train_placed(job)
     if not is_compared:
         return True
     print("the same with plain PyTorch:")

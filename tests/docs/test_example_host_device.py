@@ -13,12 +13,19 @@ import pytest
 import torch
 from torch import distributed
 
-from host_device import Network
+from host_device import PLACEMENT, Network
 from host_device_job import MEAN, Job, Share, command_line, enlarged_digits, mnist, read_job
 from idx_files import read_idx
+from tierstore.testing.memory import DeviceBudget
+from tierstore.training import offload
 from train_host_device import main
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+NODES = [
+    *("Default/layer1/MatMul-op3", "Default/layer1/Add-op4"),
+    *("Default/layer2/MatMul-op7", "Default/layer2/Add-op8"),
+    *("Default/layer3/MatMul-op11", "Default/layer3/Add-op12"),
+]
 TINY = [
     *("--device", "emulated", "--epochs", "1", "--told-every", "20"),
     *("--max-device-memory", "8MB", "--offload-cpu-size", "32MB", "--offload-disk-size", "64MB"),
@@ -158,8 +165,11 @@ def test_the_net_has_the_names_and_shapes_of_the_original() -> None:
 # ---------------------------------------------------------------------- all of it
 
 
-def test_it_trains_as_plain_pytorch_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--compare", "--offload-path", str(tmp_path / "tiers")]) == 0
+@pytest.mark.parametrize("words", [[], ["--no-placement"]])
+def test_it_trains_as_plain_pytorch_does(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, *words, "--compare", "--offload-path", str(tmp_path / "tiers")]) == 0
     text = capsys.readouterr().out
     told = re.findall(r"^epoch: 0, step: (\d+), loss is (2\.\d+)$", text, re.MULTILINE)
     assert [step for step, _ in told] == ["0", "20", "40"] * 2
@@ -167,6 +177,25 @@ def test_it_trains_as_plain_pytorch_does(tmp_path: Path, capsys: pytest.CaptureF
     assert float(told[0][1]) == pytest.approx(2.303, abs=0.01)
     assert float(told[2][1]) < float(told[0][1]) - 0.005
     assert "57 of 57 losses are equal, bit for bit" in text
+    nodes = re.findall(r"^\[INFO\] primitive target .*, node name: (.*)$", text, re.MULTILINE)
+    assert nodes == ([] if words else NODES)
+    assert text.count("primitive target does not match backend: GPU, primitive_target: CPU, ") == len(nodes)
+
+
+def test_what_computes_on_the_host_is_never_on_the_device(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, job = Network(), job_of(tmp_path)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    weight_bytes = net.layer2.weight.nbytes
+    with (
+        DeviceBudget(weight_bytes, mixing="raise"),
+        offload(net, optimizer, job.offload, placement=PLACEMENT) as run,
+    ):
+        images, labels = next(job.batches(0))
+        torch.nn.functional.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+        peak = run.store.stats().tiers["device"].peak_charged_bytes
+    assert 0 < peak < weight_bytes / 2
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
@@ -186,6 +215,7 @@ def test_under_torchrun_every_process_equals_plain_data_parallelism(tmp_path: Pa
     for rank, text in enumerate(outputs):
         assert f"process {rank} of 2 learns MNIST" in text
         assert "8 of 8 losses are equal, bit for bit" in text
+        assert all(f"node name: {node}\n" in text for node in NODES)
     assert re.findall("loss is .*", outputs[0]) != re.findall("loss is .*", outputs[1])
 
 
@@ -215,6 +245,6 @@ def test_a_wrong_word_is_answered_in_one_line_with_exit_code_2(
 
 
 def test_a_device_too_small_is_a_failure_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--max-device-memory", "64KB"]) == 1
+    assert main([*TINY, "--no-placement", "--max-device-memory", "64KB"]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train_host_device")]
     assert "CapacityError" in line

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from host_device import Network
+from host_device import PLACEMENT, Network
 from tierstore.training import offload
 
 DOCUMENT: Mapping[str, Any] = json.loads(
@@ -74,7 +74,10 @@ def test_losses_are_the_original_s(run: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_offloaded_every_bit_is_that_of_plain_pytorch(run: Mapping[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", [{}, PLACEMENT], ids=["on the device", "placed"])
+def test_offloaded_every_bit_is_that_of_plain_pytorch(
+    placement: Mapping[str, str], run: Mapping[str, Any], tmp_path: Path
+) -> None:
     config = {
         "device": "emulated",
         "max_device_memory": "8MB",
@@ -82,7 +85,9 @@ def test_offloaded_every_bit_is_that_of_plain_pytorch(run: Mapping[str, Any], tm
         "offload_path": str(tmp_path),
     }
     plain = _train(run["learning_rate"], _plain)
-    ours = _train(run["learning_rate"], lambda net, optimizer: offload(net, optimizer, config))
+    ours = _train(
+        run["learning_rate"], lambda net, optimizer: offload(net, optimizer, config, placement=placement)
+    )
     assert ours[0] == plain[0]
     assert torch.equal(ours[1], plain[1])
     assert all(map(torch.equal, ours[2].parameters(), plain[2].parameters()))
