@@ -202,6 +202,7 @@ def test_what_computes_on_the_host_is_never_on_the_device(tmp_path: Path) -> Non
 def test_under_torchrun_every_process_equals_plain_data_parallelism(tmp_path: Path) -> None:
     write_mnist(tmp_path / "mnist", 128)
     words = ["--compare", "--data", str(tmp_path / "mnist"), "--batch-size", "8", "--told-every", "4"]
+    words += ["--offload-path", str(tmp_path / "tiers")]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher += ["--redirects", "3", "--log-dir", str(tmp_path / "log")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -214,6 +215,7 @@ def test_under_torchrun_every_process_equals_plain_data_parallelism(tmp_path: Pa
     assert len(outputs) == 2
     for rank, text in enumerate(outputs):
         assert f"process {rank} of 2 learns MNIST" in text
+        assert "of offload_cpu_size 16.0 MiB" in text  # its share of 32 MB
         assert "8 of 8 losses are equal, bit for bit" in text
         assert all(f"node name: {node}\n" in text for node in NODES)
     assert re.findall("loss is .*", outputs[0]) != re.findall("loss is .*", outputs[1])
