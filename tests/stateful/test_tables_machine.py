@@ -239,6 +239,7 @@ class TableMachine(RuleBasedStateMachine):
             self.attach(data)
             return
         snapshot, rows = self.kept
+        snapshot = Snapshot.from_tensor(snapshot.as_tensor(), _PREFIX, snapshot.columns)
         self.rows, self.num_rows = dict(rows), snapshot.num_rows
         self.table = RowStore.restored(
             snapshot, self.width, torch.float32, self.initial, self.home(data), name="deep"
@@ -253,6 +254,7 @@ class TableMachine(RuleBasedStateMachine):
         used = np.flatnonzero(pages.frames.states != FrameState.FREE)
         assert np.array_equal(pages.map.frames_of(pages.frames.pages[used]), used)
         assert pages.frames.free == len(pages.frames) - len(used)
+        assert np.count_nonzero(pages.map._frames) == len(used)
         kept = set(self.asked)
         kept |= set() if self.kept is None else set(self.kept[0].blocks)
         if pages.log is None:

@@ -35,6 +35,8 @@ _BLOCKS_AT_A_TIME: Final = 16  # that a compaction empties: it looks at the whol
 _INDEX_BITS: Final = 20  # a place is a block's number, and in so many bits which of its pages
 _LAST_INDEX: Final = (1 << _INDEX_BITS) - 1
 _SPARE: Final = "spare"
+_VERSION: Final = 1  # of what a snapshot is as a tensor
+_HEAD: Final = 5  # numbers before its arrays
 _BLOCKS_WITHOUT_SPARE: Final = 4
 
 
@@ -76,7 +78,7 @@ class BlockMedium(Protocol):
 
 
 @dataclass(frozen=True)
-class Block:
+class PageBlock:
     """Pages on their way to the log.
 
     Attributes:
@@ -119,6 +121,34 @@ class Snapshot:
     places: torch.Tensor
     checks: torch.Tensor
     next_block: int
+
+    def as_tensor(self) -> torch.Tensor:
+        """Return all of it but columns and names in one tensor, int64; see `from_tensor`."""
+        head = torch.tensor(
+            [_VERSION, self.num_rows, self.next_block, len(self.numbers), len(self.pages)], device="cpu"
+        )
+        return torch.cat([head, self.numbers, self.sizes, self.pages, self.places, self.checks])
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor, prefix: str, columns: Sequence[Column]) -> Snapshot:
+        """Return what `as_tensor` has put into a tensor.
+
+        Args:
+            tensor: that was kept.
+            prefix: of the names of the log's blocks.
+            columns: of the table.
+
+        Raises:
+            IntegrityError: it is not such a tensor.
+        """
+        head = tensor[:_HEAD].tolist()
+        if len(head) < _HEAD or head[0] != _VERSION or len(tensor) != _HEAD + 2 * head[3] + 3 * head[4]:
+            raise IntegrityError(f"the map of {prefix!r} is not one: it begins with {head}, of {len(tensor)}")
+        _, num_rows, next_block, blocks, pages = head
+        parts = tensor[_HEAD:].split([blocks, blocks, pages, pages, pages])
+        names = tuple(f"{prefix}{number}" for number in parts[0].tolist())
+        numbers, sizes, written, places, checks = parts
+        return cls(num_rows, tuple(columns), names, numbers, sizes, written, places, checks, next_block)
 
 
 @dataclass(frozen=True)
@@ -224,7 +254,7 @@ class PageLog:
 
     # --- writing -------------------------------------------------------------------------------
 
-    def pack(self, pages: Pages, contents: torch.Tensor) -> Block:
+    def pack(self, pages: Pages, contents: torch.Tensor) -> PageBlock:
         """Return a block of pages, at most `pages_per_block`.
 
         Args:
@@ -235,9 +265,9 @@ class PageLog:
         stored[:, : self._layout.page_bytes] = contents
         number = self.next
         self.next += 1
-        return Block(number, self._name(number), stored, pages, _checks_of(contents))
+        return PageBlock(number, self._name(number), stored, pages, _checks_of(contents))
 
-    def put(self, block: Block) -> None:
+    def put(self, block: PageBlock) -> None:
         """Write a block.  Blocks; in any thread.
 
         Raises:
@@ -246,7 +276,7 @@ class PageLog:
         """
         self.place.medium.put(block.name, block.content.reshape(-1))
 
-    def record(self, block: Block) -> None:
+    def record(self, block: PageBlock) -> None:
         """Let the pages of a block that has been put be the current ones."""
         self._make_room(block.number + 1)
         before = self._map.places_of(block.pages)

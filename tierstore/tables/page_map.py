@@ -81,10 +81,11 @@ class PageMap:
 
     def logged(self) -> Logged:
         """Return all pages that are in the log, ascending."""
-        pages, numbers = self._numbers.known()
-        there = self._places[numbers] > 0
-        numbers = numbers[there]
-        return Logged(pages[there], self._places[numbers] - 1, self._checks[numbers])
+        numbers = np.flatnonzero(self._places)
+        pages = self._numbers.pages_of(numbers)
+        order = np.argsort(pages, kind="stable")  # of pages with their own numbers: they are in order
+        numbers = numbers[order]
+        return Logged(pages[order], self._places[numbers] - 1, self._checks[numbers])
 
     def grow(self, pages: int) -> None:
         """Let the table have more pages."""

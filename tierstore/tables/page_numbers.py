@@ -35,8 +35,8 @@ class PageNumbers(Protocol):
         """Return the number of each of these distinct pages; those without one get one."""
         ...
 
-    def known(self) -> tuple[Pages, Numbers]:
-        """Return pages, ascending, with their numbers: at least those that were ever given one."""
+    def pages_of(self, numbers: Numbers) -> Pages:
+        """Return the pages that were given these numbers."""
         ...
 
     @property
@@ -63,10 +63,9 @@ class OwnNumbers:
         """See `PageNumbers.give`."""
         return pages
 
-    def known(self) -> tuple[Pages, Numbers]:
-        """See `PageNumbers.known`."""
-        every = np.arange(self.size)
-        return every, every
+    def pages_of(self, numbers: Numbers) -> Pages:
+        """See `PageNumbers.pages_of`."""
+        return numbers
 
 
 class HashedNumbers:
@@ -105,11 +104,15 @@ class HashedNumbers:
             self._insert(pages[unknown], given)
         return numbers
 
-    def known(self) -> tuple[Pages, Numbers]:
-        """See `PageNumbers.known`."""
+    def pages_of(self, numbers: Numbers) -> Pages:
+        """See `PageNumbers.pages_of`."""
+        return self._by_number()[numbers]
+
+    def _by_number(self) -> Pages:
         filled = np.flatnonzero(self._pages != _NOBODY)
-        filled = filled[np.argsort(self._pages[filled])]
-        return self._pages[filled], self._numbers[filled]
+        pages = np.empty(len(filled), dtype=np.int64)
+        pages[self._numbers[filled]] = self._pages[filled]
+        return pages
 
     def _insert(self, pages: Pages, numbers: Numbers) -> None:
         """Put in distinct pages that are not there."""
@@ -122,11 +125,11 @@ class HashedNumbers:
             pending, slots = pending[~won], self._next_slots(slots[~won])
 
     def _enlarge(self) -> None:
-        pages, numbers = self.known()
+        pages = self._by_number()
         slots = 1 << (self.size * 4 - 1).bit_length()
         self._pages = np.full(slots, _NOBODY)
         self._numbers = np.zeros(slots, dtype=np.int64)
-        self._insert(pages, numbers)
+        self._insert(pages, np.arange(len(pages)))
 
     def _first_slots(self, pages: Pages) -> Numbers:
         bits = len(self._pages).bit_length() - 1

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from tierstore.errors import CapacityError, TierStoreError
+from tierstore.signals import uninterrupted
 from tierstore.tables.frames import FrameEvent, FrameState, FrameTable
-from tierstore.tables.page_log import Block, PageLog
-from tierstore.tables.page_map import NOWHERE, Frames, PageMap
+from tierstore.tables.page_log import PageBlock, PageLog
+from tierstore.tables.page_map import Frames
 from tierstore.units import format_bytes
 
 MOST_UNDER_WAY: Final = 2
@@ -41,7 +42,7 @@ class _Write:
         future: of the put.
     """
 
-    block: Block
+    block: PageBlock
     frames: Frames
     leave_as_of: int | None
     future: Future[None]
@@ -53,26 +54,26 @@ class PageWriter:
     Args:
         name: of the table, for messages.
         frames: that are written.
-        page_map: of the same table.
         page_log: where to.
-        contents: returns the bytes of frames, uint8 ``[n, page_bytes]``, which are the caller's own.
         executor: in which blocks are put.
+        contents: returns the bytes of frames, uint8 ``[n, page_bytes]``, which are the caller's own.
+        forget: lets the pages of CLEAN frames leave memory.
     """
 
     def __init__(
         self,
         name: str,
         frames: FrameTable,
-        page_map: PageMap,
         page_log: PageLog,
-        contents: Callable[[Frames], torch.Tensor],
         executor: Executor,
+        contents: Callable[[Frames], torch.Tensor],
+        forget: Callable[[Frames], None],
     ) -> None:
         self._name = name
         self._frames = frames
-        self._map = page_map
         self._log = page_log
         self._contents = contents
+        self._forget = forget
         self._executor = executor
         self._under_way: deque[_Write] = deque()
 
@@ -102,9 +103,13 @@ class PageWriter:
             part = frames[begin : begin + self._log.pages_per_block]
             block = self._log.pack(self._frames.pages[part], self._contents(part))
             self._log.put_by()
-            self._frames.step(FrameEvent.WRITE_BEGUN, part)
-            future = self._executor.submit(self._log.put, block)
-            self._under_way.append(_Write(block, part, self._frames.moment if leave else None, future))
+            self._send(block, part, self._frames.moment if leave else None)
+
+    @uninterrupted
+    def _send(self, block: PageBlock, frames: Frames, leave_as_of: int | None) -> None:
+        self._frames.step(FrameEvent.WRITE_BEGUN, frames)
+        future = self._executor.submit(self._log.put, block)
+        self._under_way.append(_Write(block, frames, leave_as_of, future))
 
     def finish(self) -> None:
         """Wait for the block that is longest on its way.
@@ -113,6 +118,7 @@ class PageWriter:
             CapacityError: the medium is full, and compacting did not help.
             BackendError: it failed.  In either case the frames are DIRTY.
         """
+        wait([self._under_way[0].future])
         error = self._end_oldest()
         if isinstance(error, CapacityError):
             raise self._full(error) from error
@@ -137,8 +143,9 @@ class PageWriter:
             if error is not None:
                 log.warning("table %r: dirty pages could not be written yet: %s", self._name, error)
 
+    @uninterrupted
     def _end_oldest(self) -> Exception | None:
-        wait([self._under_way[0].future])
+        """Take note of the block that is longest on its way; its put has come to its end."""
         write = self._under_way.popleft()
         error = write.future.exception()
         if isinstance(error, CapacityError):
@@ -152,17 +159,12 @@ class PageWriter:
         self._frames.step(FrameEvent.WRITTEN, write.frames)
         if write.leave_as_of is not None:
             clean = write.frames[self._frames.states[write.frames] == FrameState.CLEAN]
-            self.forget(self._frames.unused_since(clean, write.leave_as_of))
+            self._forget(self._frames.unused_since(clean, write.leave_as_of))
         self._log.drop_dead()
         self._compact()
         return None
 
-    def forget(self, frames: Frames) -> None:
-        """Let the pages of these CLEAN frames leave memory."""
-        self._map.set_frames(self._frames.pages[frames], NOWHERE)
-        self._frames.step(FrameEvent.FORGOTTEN, frames)
-
-    def _put_again(self, block: Block, error: CapacityError) -> Exception | None:
+    def _put_again(self, block: PageBlock, error: CapacityError) -> Exception | None:
         """Put a block that found no room, if some can be made; return why it is not there."""
         try:
             if not self._log.make_room():

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from tierstore.errors import CapacityError, InvariantError, TierStoreError
+from tierstore.signals import uninterrupted
 from tierstore.tables.frames import FrameEvent, FrameState, FrameTable, Policy
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import Indices, PageLayout
@@ -38,6 +39,9 @@ _SPARE_SHARE: Final = 16
 """Dirty frames are written before they are needed where fewer than one in so many is free."""
 _PREFETCHED_SHARE: Final = 2
 """A prefetch takes no more than one frame in so many."""
+
+_WIDEST: Final = torch.complex128
+"""The type of the most bytes that PyTorch copies as they are."""
 
 log = logging.getLogger("tierstore")
 
@@ -71,6 +75,20 @@ class TableTraits:
     executor: Executor
     policy: Policy = "lfu"
     setting: str = "its memory"
+
+
+def put_rows(matrix: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write rows of a contiguous matrix, 16 bytes at a time where they come to that: twice as fast.
+
+    Args:
+        matrix: ``[rows, width]``.
+        rows: which, distinct.
+        values: ``[n, width]``, of the matrix' dtype.
+    """
+    each = _WIDEST.itemsize // matrix.itemsize
+    if matrix.shape[1] % each == 0 and values.is_contiguous() and values.storage_offset() % each == 0:
+        matrix, values = matrix.view(_WIDEST), values.view(_WIDEST)
+    matrix.index_put_((rows,), values)
 
 
 @dataclass(frozen=True)
@@ -128,7 +146,7 @@ class TablePages:
         self.visit = 0
         self._reads: deque[_Read] = deque()
         self._writer = (
-            PageWriter(traits.name, self.frames, page_map, page_log, self._contents_of, traits.executor)
+            PageWriter(traits.name, self.frames, page_log, traits.executor, self._contents_of, self._forget)
             if page_log is not None
             else None
         )
@@ -161,16 +179,18 @@ class TablePages:
             self._take_note_of_reads(wanted=frames[frames >= 0])
             frames = self.map.frames_of(pages)
         missing = frames < 0
-        self.frames.hold(frames[~missing])
+        if self.memory.is_fixed:
+            self.frames.hold(frames[~missing])
         wanted = pages[missing]
         self.counts.hits += len(pages) - len(wanted)
         if len(wanted):
             self.counts.misses += len(wanted)
             self.counts.rows_missed += int(rows[missing].sum())
             frames[missing] = self._bring_in(wanted)
+        if self.memory.is_fixed:
             self.frames.hold(frames)
-        self.frames.use(frames)
-        self._clean_ahead()
+            self.frames.use(frames)
+            self._clean_ahead()
         return frames
 
     def change(self, frames: Frames) -> None:
@@ -251,9 +271,7 @@ class TablePages:
         """Let every page leave memory; none is dirty."""
         self.settle()
         self.visit += 1
-        frames = self.frames.are_in(FrameState.CLEAN)
-        self.map.set_frames(self.frames.pages[frames], NOWHERE)
-        self.frames.step(FrameEvent.FORGOTTEN, frames)
+        self._forget(self.frames.are_in(FrameState.CLEAN))
 
     @property
     def has_dirty(self) -> bool:
@@ -271,9 +289,22 @@ class TablePages:
         except BaseException:
             self.frames.step(FrameEvent.UNFILLED, frames)
             raise
-        self.frames.step(FrameEvent.FILLED, frames)
-        self.map.set_frames(pages, frames)
+        self._note_filled(pages, frames)
         return frames
+
+    @uninterrupted
+    def _note_filled(self, pages: Pages, frames: Frames) -> None:
+        self.map.set_frames(pages, frames)
+        self.frames.step(FrameEvent.FILLED, frames)
+
+    def _free_abandoned(self) -> bool:
+        """Free frames that an interrupted call has left FILLING; say whether there are any."""
+        filling = self.frames.are_in(FrameState.FILLING)
+        abandoned = np.setdiff1d(
+            filling, np.concatenate([filling[:0], *(each.frames for each in self._reads)])
+        )
+        self.frames.step(FrameEvent.UNFILLED, abandoned)
+        return bool(len(abandoned))
 
     def _make_free(self, wanted: int) -> None:
         """Let there be so many free frames."""
@@ -299,7 +330,7 @@ class TablePages:
             writer.finish()
         elif self._reads:
             self._take_note_of_reads(all_of_them=True)
-        else:
+        elif not self._free_abandoned():
             victims = self.frames.victims(lacking, kept_too=True)
             if not len(victims):
                 raise InvariantError(f"table {self.traits.name!r}: {wanted} frames wanted, none can go")
@@ -315,7 +346,7 @@ class TablePages:
         assert self._writer is not None
         assert self.log is not None
         dirty = self.frames.states[victims] == FrameState.DIRTY
-        self._writer.forget(victims[~dirty])
+        self._forget(victims[~dirty])
         going = victims[dirty]
         if at_once:
             going = going[: (MOST_UNDER_WAY - self._writer.under_way) * self.log.pages_per_block]
@@ -324,8 +355,9 @@ class TablePages:
     def _clean_ahead(self) -> None:
         """Begin to write a block of those that go next, before their frames are needed."""
         writer = self._writer
-        if writer is None or self.log is None or not self.memory.is_fixed:
+        if writer is None or self.log is None:
             return
+        writer.take_note()
         lacking = len(self.frames) // _SPARE_SHARE - self.frames.free
         if lacking > 0 and not writer.under_way:
             self._send_off(self.frames.victims(min(lacking, self.log.pages_per_block)), at_once=True)
@@ -338,10 +370,16 @@ class TablePages:
         """
         while self.frames.free < wanted:
             victims = self.frames.victims(wanted - self.frames.free, kept_too=True)
-            if not len(victims):
+            if len(victims):
+                self._forget(victims)
+            elif not self._free_abandoned():
                 raise self._too_few(wanted)
-            self.map.set_frames(self.frames.pages[victims], NOWHERE)
-            self.frames.step(FrameEvent.FORGOTTEN, victims)
+
+    @uninterrupted
+    def _forget(self, frames: Frames) -> None:
+        """Let the pages of these CLEAN frames leave memory."""
+        self.map.set_frames(self.frames.pages[frames], NOWHERE)
+        self.frames.step(FrameEvent.FORGOTTEN, frames)
 
     def _too_few(self, wanted: int) -> CapacityError:
         page, there = self.layout.page_bytes, len(self.frames)
@@ -394,7 +432,7 @@ class TablePages:
         """Set rows in frames to what they are at first."""
         cells = self.layout.cells_in(frames, ids % self.layout.rows_per_page)
         rows = self.traits.initial_rows(torch.from_numpy(ids))
-        self.cells.index_put_((torch.from_numpy(cells),), rows.detach())
+        put_rows(self.cells, torch.from_numpy(cells), rows.detach())
 
     def _contents_of(self, frames: Frames) -> torch.Tensor:
         by_frame = self.cells.view(len(self.frames), -1)
@@ -404,10 +442,11 @@ class TablePages:
     def _read_into(page_log: PageLog, logged: Logged, frames: Frames, cells: torch.Tensor) -> None:
         """Read pages into frames that nobody else touches.  In any thread."""
         contents = page_log.read(logged).view(cells.dtype)
-        cells.view(-1, contents.shape[1]).index_put_((torch.from_numpy(frames),), contents)
+        put_rows(cells.view(-1, contents.shape[1]), torch.from_numpy(frames), contents)
 
     # --- prefetched pages ----------------------------------------------------------------------
 
+    @uninterrupted
     def _begin_read(self, pages: Pages) -> None:
         assert self.log is not None
         frames = self.frames.take(pages)
@@ -428,9 +467,12 @@ class TablePages:
             all_of_them = True
         while self._reads and (all_of_them or self._reads[0].future.done()):
             wait([self._reads[0].future])
-            self._end_read(self._reads.popleft())
+            self._end_read()
 
-    def _end_read(self, read: _Read) -> None:
+    @uninterrupted
+    def _end_read(self) -> None:
+        """Take note of the prefetch that is longest under way; it has come to its end."""
+        read = self._reads.popleft()
         error = read.future.exception()
         if error is None:
             assert self.log is not None

@@ -10,7 +10,7 @@ import torch
 from tierstore.errors import UsageError
 from tierstore.tables.layout import ROWS, Indices
 from tierstore.tables.page_map import Frames
-from tierstore.tables.pages import TablePages
+from tierstore.tables.pages import TablePages, put_rows
 
 
 class Visit:
@@ -62,7 +62,7 @@ class Visit:
         cells = self._cells_of(column)
         self._check(values, "values")
         self._pages.change(self._frames)
-        self._pages.cells.index_put_((cells,), values.detach())
+        put_rows(self._pages.cells, cells, values.detach())
 
     def _cells_of(self, column: str) -> torch.Tensor:
         if self._visit != self._pages.visit:

@@ -39,8 +39,8 @@ from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.grouping import Content, Group
 from tierstore.training.bundles.pinning import pin
-from tierstore.training.checkpoints.bundle_access import access_to
 from tierstore.training.checkpoints.agreement import Agreement
+from tierstore.training.checkpoints.bundle_access import access_to
 from tierstore.training.checkpoints.files import BundleAccess
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint
 from tierstore.training.checkpoints.weights import Weights

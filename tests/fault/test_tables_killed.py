@@ -1,0 +1,20 @@
+"""A table on a durable disk is that of its last checkpoint, whatever it is killed at."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fault.table_victim import KINDS
+
+
+@pytest.mark.slow
+def test_a_killed_table_is_the_one_of_its_last_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fault.table_victim", str(tmp_path), "21", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout) == [(kind, 3) for kind in sorted(KINDS)]
