@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import tierstore as ts
 from tests.part_stores import PATIENCE_S, filled, part, store_of
 from tests.stores import memory_backends, numbered
 from tierstore.core.ledger import Ledger
+from tierstore.part_reader import PartReader
 from tierstore.testing.faults import Gate
 from tierstore.wrappers.forwarding import ForwardingBackend
 
@@ -189,3 +191,47 @@ def test_threads_read_beside_each_other() -> None:
         store.check()
         store.drop("b", "c")
     assert failures == []
+
+
+def test_a_read_that_comes_between_a_close_and_its_wait_is_refused_and_holds_nothing() -> None:
+    store = filled()
+    reader = store.reader()
+    reader.add("a")
+    store._engine.part_reads.refuse()
+    with pytest.raises(ts.StoreClosed, match="the store is closed"):
+        reader.read([("a", 0)], torch.zeros(1, 4))
+    reader.remove("a")
+    store.drop("a")  # it is not under way
+    store.close()
+
+
+def test_a_call_that_is_interrupted_when_keys_were_entered_holds_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As may be where a signal has waited for too long; what is read meanwhile is read to its end."""
+    gate = Gate(memory_backends((1, 10_000))[1])
+    gate.open()
+    reads: list[ts.Transfer[None]] = []
+    into = torch.zeros(1, 10, dtype=torch.uint8)
+    enter = PartReader._enter
+
+    def enter_and_raise(self: PartReader, values: Mapping[str, object]) -> None:
+        enter(self, values)  # type: ignore[arg-type]
+        if values:
+            reads.append(self.read([("a", 5)], into))
+            raise KeyboardInterrupt
+
+    with filled(lambda _: gate) as store, store.reader() as reader:
+        gate.shut()
+        with monkeypatch.context() as patch:
+            patch.setattr(PartReader, "_enter", enter_and_raise)
+            with pytest.raises(KeyboardInterrupt):
+                reader.add("a", "b")
+        assert reader.keys == ()
+        store.drop("b")
+        with pytest.raises(ts.LeaseError):
+            store.drop("a")
+        gate.open()
+        reads[0].result(PATIENCE_S)
+        assert into[0].equal(part("a", 5, 10))
+        store.drop("a")
