@@ -23,11 +23,11 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_call_impl``: a call of a module that an interrupt has ended is not told from one that runs: windows
   stay open. In: hooks.
 - ``_cdata``: a storage has no identity: who shares memory is not known. In: binding, bindings, gradient,
-  guarded_tensors, layout, lease_storages, memory_meters, memory_parts, offloaded_storage, poisons,
-  reclaimed_tensors, shared_memory, state, state_dict_entries, state_dicts.
+  guarded_tensors, host_modules, layout, lease_storages, link, memory_meters, memory_parts, offloaded_storage,
+  poisons, reclaimed_tensors, shared_memory, state, state_dict_entries, state_dicts.
 - ``_current_level``: forward-mode derivatives are recomputed in another order. In: forward_conditions.
 - ``_destroy``: subclasses made from ``empty`` fail while operators are observed. In: operator_observers.
-- ``_forward_hooks``: a user's hook may write weights that count as clean. In: unseen_writes.
+- ``_forward_hooks``: a user's hook may write weights that count as clean. In: crossings, unseen_writes.
 - ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In:
   shared_memory, unseen_writes.
 - ``_from_public_api``: a hook of ``state_dict`` is called with other arguments. In: state_dicts.
@@ -47,7 +47,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_post_accumulate_grad_hooks``: a user's hook comes after a step in backward. In: in_backward.
 - ``_raw_saved_``: what graphs hold of a tensor is not named in errors; the attributes begin so. In:
   shared_memory.
-- ``_schema``: nobody knows what an operator writes. In: modes, operator_names, operator_observers,
+- ``_schema``: nobody knows what an operator writes. In: memory, modes, operator_names, operator_observers,
   operators, recorded_ops, unseen_writes.
 - ``_sequence_nr``: nothing is fetched ahead of backward: it waits. In: node_triggers.
 - ``_tensor_name``: weights under ``prune`` are taken for aliases. In: shared_memory.

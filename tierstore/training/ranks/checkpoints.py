@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from tierstore.errors import BackendError, CapacityError, TierStoreError
+from tierstore.formats.safetensors_files import unpack
 from tierstore.store import Store
 from tierstore.training.checkpoints.document import DOCUMENT, KEPT, METADATA, unfinished
 from tierstore.training.checkpoints.resumed import forget, is_held
-from tierstore.training.formats.safetensors_files import unpack
 from tierstore.training.ranks.decision import HeldCheckpoints, Stamp, decide
 from tierstore.training.ranks.meeting import Meeting
 from tierstore.training.ranks.where import RankPlace
