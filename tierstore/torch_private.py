@@ -39,9 +39,9 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_is_zerotensor``: zeros of forward mode are asked for bytes, and raise. In: operators.
 - ``_non_persistent_buffers_set``: checkpoints hold buffers that a state dict leaves out; the keys of
   ``state_dict`` would tell, and run everybody's hooks. In: tensor_names.
-- ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: session.
+- ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: step_hooks.
 - ``_optimizer_step_pre_hooks``: users' hooks before a step see groups that are emptied, and what only shows
-  an optimizer is taken for one. In: given, session.
+  an optimizer is taken for one. In: given, step_hooks.
 - ``_parameters``: weights that ``functional_call`` lends are recomputed from the model's;
   ``named_parameters`` leaves out what is no parameter. In: forward_snapshot.
 - ``_post_accumulate_grad_hooks``: a user's hook comes after a step in backward. In: in_backward.

@@ -10,14 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from tierstore import signals
 from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.planning.placement import CPU
 from tierstore.planning.rules import HOST
@@ -60,14 +57,14 @@ from tierstore.training.optimizers.in_backward import Stepping, StepsInBackward
 from tierstore.training.optimizers.speculative_steps import Expectations
 from tierstore.training.optimizers.state import OptimizerState
 from tierstore.training.optimizers.state_dicts import StateDicts
-from tierstore.training.optimizers.step_units import Steps, runs_of_step
+from tierstore.training.optimizers.step_hooks import StepHooks
+from tierstore.training.optimizers.step_units import Steps
 from tierstore.training.optimizers.steps_by_bundle import StepsByBundle
 from tierstore.training.optimizers.steps_under_way import UnderWay
 from tierstore.training.optimizers.whole_steps import WholeSteps
 from tierstore.training.placing import Placing
 from tierstore.training.pytorch import torchscript
-from tierstore.training.pytorch.function_modes import out_of_sight
-from tierstore.training.pytorch.global_hooks import HookEverywhere, Removable
+from tierstore.training.pytorch.global_hooks import Removable
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,6 @@ class Session:
         )
         self._reclaimers.add(self.crossings.link)
         self._handles: list[Removable] = []
-        self._step_hooks: dict[int, int] = {}  # the number of ours, by the optimizer's id
         self._watched: set[torch.Tensor] = set()
 
     # --- the beginning ------------------------------------------------------------------------
@@ -301,17 +297,13 @@ class Session:
         self._keep(self.state_dicts.watch_model(self.model))
         for gradient in self.gradients.table:
             self.watch_gradient(gradient.parameter)
+        step_hooks = StepHooks(
+            lambda: self._require("an optimizer steps"), self._prepare_step, self._end_step, self.hold
+        )
         for steps in self.steps:
-            self._watch_optimizer(steps)
-        # PyTorch calls hooks of all optimizers before those that one of them has.
-        self.hold(HookEverywhere(register_optimizer_step_pre_hook, self._come_last))
-
-    def _come_last(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Let our hook be the last before a step: users' own hooks may change gradients, or refuse."""
-        own = self._step_hooks.get(id(optimizer))
-        step_hooks: Any = optimizer._optimizer_step_pre_hooks  # noqa: SLF001
-        if own is not None and next(reversed(step_hooks)) != own:
-            step_hooks.move_to_end(own)
+            step_hooks.watch(steps)
+            self._keep(self.state_dicts.watch_optimizer(steps.state))
+        step_hooks.watch_all()
 
     def watch_gradient(self, parameter: torch.Tensor) -> None:
         """Lend gradients of a trained parameter to autograd, and take them again."""
@@ -320,42 +312,13 @@ class Session:
             hook = hooks.GradientHook(parameter, self.accumulation.lend)
             self._handles.append(parameter.register_hook(hook))
 
-    def _watch_optimizer(self, steps: Steps) -> None:
-        optimizer = steps.optimizer
-
-        def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-            with out_of_sight():
-                return begin(args, kwargs)
-
-        def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-            self._require("an optimizer steps")
-            if runs_of_step(optimizer) > 1:  # a subclass calls the step of its base class
-                return None
-            if not is_in_backward():  # whose thread may be another than that of a step around it
-                self._under_way.end_interrupted()
-                self.windows.discard_interrupted()
-            self.accumulation.settle()
-            self.bindings.forget_addresses()
-            self.bindings.sweep()
-            return steps.before(args, kwargs)
-
-        def after(*_: object) -> None:
-            with out_of_sight():
-                if runs_of_step(optimizer) <= 1 and steps.after():
-                    self._end_step(steps)
-
-        # Between these hooks the groups name only what is not offloaded.
-        if hasattr(type(optimizer).step, "__code__"):
-            signals.in_one_piece(type(optimizer).step)
-        first = optimizer.register_step_pre_hook(before)  # type: ignore[arg-type]
-        self.hold(first)
-        self._step_hooks[id(optimizer)] = first.id
-        last = optimizer.register_step_post_hook(after)
-        self.hold(last)
-        # Gradients are shown again before users' own hooks look at them.
-        post_hooks: Any = optimizer._optimizer_step_post_hooks  # noqa: SLF001
-        post_hooks.move_to_end(last.id, last=False)
-        self._keep(self.state_dicts.watch_optimizer(steps.state))
+    def _prepare_step(self) -> None:
+        if not is_in_backward():  # whose thread may be another than that of a step around it
+            self._under_way.end_interrupted()
+            self.windows.discard_interrupted()
+        self.accumulation.settle()
+        self.bindings.forget_addresses()
+        self.bindings.sweep()
 
     def _keep(self, handles: Iterator[RemovableHandle]) -> None:
         """Keep each handle as soon as its hook is there: the next one may fail."""
