@@ -226,7 +226,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def kill(self, data: st.DataObject) -> None:
         """Nothing is left but what the last snapshot counts on."""
-        self.table.close()
+        self.table.end("its process has been killed")
         blocks = set() if self.kept is None else set(self.kept[0].blocks)
         assert all(block in self.store for block in blocks)
         lost = [key for key in self.store if key not in blocks]
@@ -283,7 +283,7 @@ class TableMachine(RuleBasedStateMachine):
             (whole,) = self.table.visit(torch.arange(self.base, self.num_rows))
             wanted = torch.stack([self.expected(id_, column) for id_ in range(self.base, self.num_rows)])
             assert torch.equal(whole.gather(column.name), wanted)
-        self.table.close()
+        self.table.end("its process has been killed")
         self.workers.shutdown()
         self.store.close()
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from tierstore.errors import UsageError
+from tierstore.errors import StoreClosed, UsageError
 from tierstore.tables.frames import FrameState, Policy
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import ROWS, Column, PageLayout
@@ -77,6 +77,7 @@ class TableHome:
         policy: which pages leave memory first: those used least often of late, or least recently.
         setting: what messages tell to raise where the memory is too small.
         executor: in which blocks are put and read beside the caller; None: threads of the table's own.
+        name: what messages call the table; None: as before.
     """
 
     memory: torch.Tensor
@@ -84,6 +85,7 @@ class TableHome:
     policy: Policy = "lfu"
     setting: str = "its memory"
     executor: Executor | None = None
+    name: str | None = None
 
 
 class RowStore:
@@ -111,6 +113,7 @@ class RowStore:
     ) -> None:
         self._executor = TableWorkers(name)
         self._traits = TableTraits(name, initial_rows, self._executor)
+        self._ended: str | None = None
         self._last_log: PageLog | None = None  # before it was detached
         self._pages = self._new_pages(PageLayout(width, dtype), num_rows, GrowingMemory())
 
@@ -135,9 +138,19 @@ class RowStore:
         return self._pages.layout.dtype
 
     @property
+    def initial_rows(self) -> InitialRows:
+        """What rows are before they are written."""
+        return self._traits.initial_rows
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """The columns, ``"rows"`` first."""
         return self._pages.layout.columns
+
+    def whole_bytes(self, states: int) -> int:
+        """Return what all pages come to, if there are so many columns beside the rows."""
+        layout = PageLayout(self.width, self.dtype, tuple(Column(str(n), 0.0) for n in range(1 + states)))
+        return layout.pages_of(self.num_rows) * layout.page_bytes
 
     # --- rows ----------------------------------------------------------------------------------
 
@@ -155,7 +168,7 @@ class RowStore:
             BackendError: the medium failed.  In either case nothing that was written is lost, and the visit
                 can be made again.
         """
-        yield from visits(self._pages, ids.numpy())
+        yield from visits(self._here(), ids.numpy())
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Begin to bring rows from the log that will be visited.  Does not block for a medium.
@@ -166,7 +179,7 @@ class RowStore:
         Args:
             ids: int64 in host memory, at least 0 and below `num_rows`; any order, repeats allowed.
         """
-        self._pages.prefetch(np.unique(ids.numpy() // self._pages.layout.rows_per_page))
+        self._here().prefetch(np.unique(ids.numpy() // self._pages.layout.rows_per_page))
 
     def grow(self, num_rows: int) -> None:
         """Let the table have more rows: those that a table made with so many has.
@@ -178,7 +191,7 @@ class RowStore:
         """
         if num_rows < self.num_rows:
             raise UsageError(f"table {self.name!r}: {self.num_rows} rows cannot grow to {num_rows}")
-        self._pages.grow(num_rows)
+        self._here().grow(num_rows)
 
     # --- columns -------------------------------------------------------------------------------
 
@@ -225,7 +238,7 @@ class RowStore:
             CapacityError, BackendError: there is too little room, or the medium failed.  In any case nothing
                 has changed.
         """
-        if self._pages.memory.is_fixed:
+        if self._here().memory.is_fixed:
             raise UsageError(f"table {self.name!r} is attached already")
         old, self._traits = self._pages, self._traits_in(home)
         try:
@@ -245,7 +258,7 @@ class RowStore:
         Raises:
             BackendError: the medium failed; nothing has changed.
         """
-        if self._pages.memory.is_fixed:
+        if self._here().memory.is_fixed:
             old = self._pages
             self._pages = self._copied(old, self._new_pages(old.layout, old.num_rows, GrowingMemory()))
             self._last_log = old.log or self._last_log
@@ -258,7 +271,7 @@ class RowStore:
             CapacityError: the medium is full.
             BackendError: it failed.  In either case nothing is lost.
         """
-        self._pages.write_back()
+        self._here().write_back()
 
     def snapshot(self) -> Snapshot:
         """Return what has to be kept beside the blocks of the log so that the table can be `restored`.
@@ -268,11 +281,12 @@ class RowStore:
         Raises:
             UsageError: there is no log, or something is dirty: `write_back` comes first.
         """
-        if self._pages.log is None:
+        pages = self._here()
+        if pages.log is None:
             raise UsageError(f"table {self.name!r} has no log")
-        if self._pages.has_dirty:
+        if pages.has_dirty:
             raise UsageError(f"table {self.name!r}: pages are dirty; call write_back first")
-        return self._pages.log.snapshot(self.num_rows)
+        return pages.log.snapshot(self.num_rows)
 
     def keep(self, snapshot: Snapshot) -> None:
         """Note that ``snapshot`` is safe, with its blocks; drop those that only earlier ones count on."""
@@ -318,9 +332,28 @@ class RowStore:
         return table
 
     def close(self) -> None:
-        """Wait for what is on its way, and end the table's threads.  The table is of no use then."""
+        """End it: it was closed."""
+        self.end(f"table {self.name!r} was closed")
+
+    def end(self, why: str) -> None:
+        """Wait for what is on its way, and end the table's threads: its rows cannot be asked for any more.
+
+        Args:
+            why: what whoever asks for them is told.
+        """
+        self._ended = why
         self._pages.settle()
         self._executor.shutdown()
+
+    def _here(self) -> TablePages:
+        """Return the pages.
+
+        Raises:
+            StoreClosed: the table has ended.
+        """
+        if self._ended is not None:
+            raise StoreClosed(self._ended)
+        return self._pages
 
     def stats(self) -> RowStats:
         """Return what there is and what happened."""
@@ -353,7 +386,13 @@ class RowStore:
 
     def _traits_in(self, home: TableHome) -> TableTraits:
         executor = home.executor or self._executor
-        return replace(self._traits, policy=home.policy, setting=home.setting, executor=executor)
+        return replace(
+            self._traits,
+            name=home.name or self.name,
+            policy=home.policy,
+            setting=home.setting,
+            executor=executor,
+        )
 
     def _new_pages(
         self,
@@ -395,7 +434,7 @@ class RowStore:
 
     def _relay(self, columns: tuple[Column, ...]) -> None:
         """Copy all that was written to pages with other columns."""
-        old = self._pages
+        old = self._here()
         if columns == old.layout.columns:
             return
         layout = replace(old.layout, columns=columns)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tierstore.errors import KeyNotFound, StoreClosed, TierStoreError
+from tierstore.nn.table_weight import TableWeight
 from tierstore.training.autograd.gradient import Gradient
 from tierstore.training.budgets.host_room import Need, Shortage, host_tiers, needs_of_bundle, shortage
 from tierstore.training.bundles.bindings import Binding
@@ -128,6 +129,13 @@ class Leaving:
                 functools.partial(self._bring_gradient, gradient),
                 functools.partial(gradients.lose, gradient),
                 functools.partial(gradients.release, gradient, _where_no_gradient_is),
+            )
+        tables = self._session.tables
+        for weight, name in tables.attached().items():
+            yield _LeavingKey(
+                functools.partial(tables.restore, weight),
+                functools.partial(self._lose_table, weight, name),
+                functools.partial(tables.release, weight, self._where_table_is(name)),
             )
 
     # --- back ---------------------------------------------------------------------------------
@@ -254,6 +262,7 @@ class Leaving:
         finally:
             failure = None
         session.gradients.take_back()
+        session.tables.take_back()
         self._pin_again()
         self._is_given = False
 
@@ -316,6 +325,22 @@ class Leaving:
             f"{begin}its bytes are gone: {why}. Load it again, or give it other values with p.data = values."
         )
 
+    def _lose_table(self, weight: TableWeight, name: str, ending: RunEnding, cause: BaseException) -> None:
+        del ending
+        self._session.tables.release(weight, f"the rows of {name!r} are gone: {cause}")
+
+    def _where_table_is(self, name: str) -> str:
+        durable = self._session.durable
+        begin = f"the table {name!r} was released when its run was closed, and"
+        if durable is not None and name in durable.kept:
+            return (
+                f"{begin} its rows are in {durable.directory}, as run.checkpoint() number "
+                f"{durable.checkpoints} left them. offload(model, optimizer, config) with this offload_path "
+                "goes on from there."
+            )
+        why = "the run's tiers were scratch space" if durable is None else "no run.checkpoint() has them"
+        return f"{begin} its rows are gone: {why}."
+
     # --- whether it fits ------------------------------------------------------------------------
 
     def shortage(self) -> Shortage | None:
@@ -331,6 +356,8 @@ class Leaving:
             assert gradient.binding is not None
             device = origins.get(gradient.parameter, torch.device("cpu"))
             yield Need(_in_the_end(device), gradient.binding.nbytes)
+        for weight in self._session.tables.attached():
+            yield Need(torch.device("cpu"), self._session.tables.needed_bytes(weight))
 
 
 def _in_the_end(origin: torch.device) -> torch.device:

@@ -144,6 +144,7 @@ class Offload:
             0.0 if durable is None else durable.seconds,
             session.activations.swap_stats,
             session.activations.recompute_stats,
+            session.tables.stats(),
         )
 
     def swap_paused(self) -> contextlib.AbstractContextManager[None]:

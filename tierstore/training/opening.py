@@ -55,6 +55,7 @@ from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.placing import Placing, placement_of
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Policies, Session
+from tierstore.training.tables.run_tables import RunTables
 from tierstore.training.totals import require_together
 from tierstore.units import MIB, format_bytes, parse_bytes
 
@@ -217,9 +218,13 @@ def open_session(
             group.is_pinned = placement.bundles[group.key].is_pinned
         sets = working_sets(groups, optimizers, former)
     require_together(groups, optimizers, store, has_state=former is not None)
+    tables = RunTables(store, selection.tables)
+    tables.divide(optimizers, sets)
     if facts.has_device:
-        _require_host_room(model, groups, sets, optimizers, store, placement, selection)
+        host_bytes = store.stats().tiers[HOST].capacity_bytes - tables.frame_bytes_in(HOST)
+        _require_host_room(model, groups, sets, optimizers, host_bytes, placement, selection)
     sets = without_host_modules(groups, sets)
+    fastest_bytes -= tables.frame_bytes_in(fastest)
     check_lbfgs(optimizers, sets, fastest, fastest_bytes)
     on_device = [group for group in groups if not group.is_on_host]
     require_room(groups, sets, optimizers, fastest, fastest_bytes, forward_sets(model, on_device))
@@ -227,13 +232,14 @@ def open_session(
     stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
     windows = _windows(store, placement) if rules.follows_plan(placement, facts) else None
     policies = _policies(optimizers, store, sets, inventory, placement, stepping, windows, placed)
-    session = Session(model, optimizers, store, policies, inventory, selection.ignored)
+    session = Session(model, optimizers, store, policies, inventory, selection.ignored, tables)
     if placement.stashing is not Stashing.NEVER:
         give_freed_memory_back()
     try:
-        _say_if_elsewhere(store, selection.ignored, placed.tensors_on_host(model))
+        _say_if_elsewhere(store, selection.ignored, {*placed.tensors_on_host(model), *selection.tables})
         _say_if_another_way(model, selection.ignored)
         _make_way_for_wrappers(session, sets, fastest_bytes)
+        tables.take_in({} if former is None else former.tables())
         _take_in(session, groups, source)
         session.bindings.say_if_parts([*session.bundles, *session.buffers])
         if store.is_durable:
@@ -266,18 +272,17 @@ def _require_host_room(
     groups: Sequence[Group],
     sets: Sequence[WorkingSet],
     optimizers: Sequence[torch.optim.Optimizer],
-    store: Store,
+    capacity_bytes: int,
     placement: Placement,
     selection: SelectedTensors,
 ) -> None:
-    """Raise if what is used in host memory, beside a device, does not fit there."""
+    """Raise if what is used in host memory, beside a device, does not fit into ``capacity_bytes`` there."""
     in_host = stepped_in_host(groups, placement)
     on_host = [group for group in groups if group.is_on_host]
     if in_host:
         require_one_place(selection.ignored, groups, [optimizers[index] for index in in_host])
     if in_host or on_host:
         needs = without_elsewhere(groups, sets, placement)
-        capacity_bytes = store.stats().tiers[HOST].capacity_bytes
         require_room(groups, needs, optimizers, HOST, capacity_bytes, forward_sets(model, on_host))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tierstore.stats import StoreStats, TierStats, Traffic
+from tierstore.tables import RowStats
 from tierstore.training.activations.recomputation.recompute import RecomputeStats
 from tierstore.training.activations.swapping.activation_stats import ActivationStats
 
@@ -26,6 +27,7 @@ class RunStats:
         activations: which of them have left the device, by swap or by ``offload_checkpoint``, and how;
             ``None`` if none are to.
         recompute: what was computed again; ``None`` if nothing is to be.
+        tables: where the rows of each table were, by its name.
     """
 
     store: StoreStats | None
@@ -37,6 +39,7 @@ class RunStats:
     checkpoint_s: float = 0.0
     activations: ActivationStats | None = None
     recompute: RecomputeStats | None = None
+    tables: Mapping[str, RowStats] = field(default_factory=dict)
 
     @property
     def tiers(self) -> Mapping[str, TierStats]:

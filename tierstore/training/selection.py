@@ -29,6 +29,7 @@ from tierstore.training.bundles.grouping import Group
 from tierstore.training.modules.buffers import names_of_buffers
 from tierstore.training.modules.tensor_names import all_names
 from tierstore.training.optimizers.registered import is_per_parameter
+from tierstore.training.tables.found_tables import Tables, refuse_pinned, tables_in
 
 log = logging.getLogger("tierstore")
 
@@ -44,11 +45,14 @@ class SelectedTensors:
         ignored: the first name of each parameter that the store does not touch.
         pinned: likewise of parameters and buffers that never leave the fastest tier.
         ignored_buffers: likewise of buffers that the store does not touch.
+        tables: the first name of each table; they are among what is ignored, as only their rows are the
+            store's.
     """
 
     ignored: Mapping[torch.Tensor, str] = field(default_factory=dict)
     pinned: Mapping[torch.Tensor, str] = field(default_factory=dict)
     ignored_buffers: Mapping[torch.Tensor, str] = field(default_factory=dict)
+    tables: Tables = field(default_factory=dict)
 
 
 def select(model: nn.Module, ignored: Sequence[str], pinned: Sequence[str]) -> SelectedTensors:
@@ -56,17 +60,21 @@ def select(model: nn.Module, ignored: Sequence[str], pinned: Sequence[str]) -> S
 
     Raises:
         ConfigError: a text is no pattern.
-        UsageError: something is both ignored and pinned, or a pattern names operators.
+        UsageError: something is both ignored and pinned, a table is pinned, two parameters are one table, or
+            a pattern names operators.
     """
+    tables = tables_in(model)
     parameters = all_names(model) if ignored or pinned else {}
     buffers = names_of_buffers(model) if ignored or pinned else {}
     names: Names = {tensor: each for part in (parameters, buffers) for tensor, each in part.items()}
     left = _meant("ignored", ignored, names)
     selection = SelectedTensors(
-        {each: name for each, name in left.items() if each not in buffers},
+        {each: name for each, name in [*left.items(), *tables.items()] if each not in buffers},
         _meant("pinned", pinned, names),
         {each: name for each, name in left.items() if each in buffers},
+        tables,
     )
+    refuse_pinned(tables, selection.pinned)
     both = [name for each, name in left.items() if each in selection.pinned]
     if both:
         some = ", ".join(map(repr, both[:4]))

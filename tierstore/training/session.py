@@ -6,10 +6,10 @@ all at the end.  It is the guard's `FaultHandler`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -65,6 +65,7 @@ from tierstore.training.optimizers.whole_steps import WholeSteps
 from tierstore.training.placing import Placing
 from tierstore.training.pytorch import torchscript
 from tierstore.training.pytorch.global_hooks import Removable
+from tierstore.training.tables.run_tables import RunTables
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Session:
         store: where they go.
         policies: what decides for it.
         inventory: is filled with what it has.
-        ignored: parameters that stay ordinary tensors, with their names.
+        ignored: parameters that stay ordinary tensors, and tables, with their names.
+        tables: of the model.
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class Session:
         store: RunStore,
         policies: Policies,
         inventory: Inventory,
-        ignored: Mapping[torch.Tensor, str] = MappingProxyType({}),
+        ignored: Mapping[torch.Tensor, str],
+        tables: RunTables,
     ) -> None:
         self.stepping = policies.stepping
         self.model = model
@@ -119,6 +122,7 @@ class Session:
         self.placing = policies.placing
         self.ignored = ignored
         self.placed = policies.placed
+        self.tables = tables
         self.budget = policies.quota
         self._meter = meter = policies.meter
         self._reclaimers = Reclaimers(policies.quota)
@@ -190,10 +194,7 @@ class Session:
             else:
                 self.buffers.add(bundle, group)
         if source is not None:
-            on_host = self.placed.tensors_on_host(self.model)
-            for ignored, name in self.ignored.items():
-                device = torch.device(CPU) if ignored in on_host else self.store.device
-                give_values(ignored, source.read(name), device)
+            self._give_ignored(source)
         holders = torchscript.holders_in(self.model)
         for bundle in self.bundles:
             bundle.holders = [holders[tensor] for tensor in bundle.tensors]
@@ -203,6 +204,16 @@ class Session:
                 source.give_optimizer(steps.state, self.adopter.origins(), self.ignored)
             steps.state.take_in_first()
         self.adopter.end_adoption()
+
+    def _give_ignored(self, source: Weights | ResumedCheckpoint) -> None:
+        """Give what is in no bundle its values; tables have those of a checkpoint already."""
+        on_host = self.placed.tensors_on_host(self.model)
+        for ignored, name in self.ignored.items():
+            if ignored not in self.tables:
+                device = torch.device(CPU) if ignored in on_host else self.store.device
+                give_values(ignored, source.read(name), device)
+            elif isinstance(source, Weights):
+                self.tables.give_rows(ignored, source.read(name))
 
     def _add_parameters(self, bundle: Binding, group: Group) -> None:
         self.order[bundle] = len(self.bundles)
@@ -240,6 +251,7 @@ class Session:
             self.steps,
             self.ignored,
             self.buffers,
+            tables=self.tables,
         )
         self.durable.agreement = agreement
         if former is not None:
@@ -538,6 +550,7 @@ class Session:
             ending.attempt(self.budget.close)
         if self._meter is not None:
             ending.attempt(self._meter.close)
+        self.tables.end(ending)
         for steps in self.steps:
             steps.state.bindings.clear()
         self.bundles.clear()
@@ -552,6 +565,8 @@ class Session:
         ending = RunEnding()
         self.come_to_rest(ending)
         self.adopter.restore_all(self.bundles, ending)
+        for weight in list(self.tables.attached()):
+            ending.attempt(functools.partial(self.tables.restore, weight))
         self.gradients.restore(ending)
         self.buffers.end(ending)
         self.end(ending)

@@ -21,6 +21,8 @@ KEPT = "training/kept/"
 """What keys of the former checkpoint begin with, while it is not known that all processes have the last."""
 
 METADATA = "tierstore"
+TABLE_KEYS = "table keys"
+"""What the document calls the keys that hold the rows of tables, and say where they are."""
 FORMAT = 1
 
 

@@ -18,7 +18,9 @@ from torch import nn
 
 from tierstore.errors import UsageError
 from tierstore.formats.safetensors_files import unpack
+from tierstore.nn.table_weight import TableEntry, TableWeight
 from tierstore.store import Store
+from tierstore.tables import Snapshot
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.bundles.grouping import Content, Group, first_names
 from tierstore.training.bundles.layout import lay_out
@@ -48,9 +50,11 @@ from tierstore.training.formats.json_codec import decode, parameters_by_group
 from tierstore.training.modules.tensor_names import persistent_buffers
 from tierstore.training.optimizers.adapters import Taken
 from tierstore.training.optimizers.state import OptimizerState, order_entries, state_key
+from tierstore.training.tables.found_tables import tables_in
+from tierstore.training.tables.kept_tables import PREFIX, TableLook, map_key, table_differences, unpacked
 
 _ASIDE = "training/former/"
-_OWN_KEYS = (*(f"{each.value}/" for each in Content), "state/", "grad/", "training/")
+_OWN_KEYS = (*(f"{each.value}/" for each in Content), "state/", "grad/", "training/", PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +135,10 @@ class ResumedCheckpoint:
         self._bundles = bundles
         self._ignored = {name: parameter_name(name) for name in self._document.get("ignored", ())}
         self._travelling: Mapping[str, str] = self._document.get("travelling", {})
+        self._tables = {name: TableLook(**look) for name, look in self._document.get("tables", {}).items()}
         self._bound: set[str] = set()
         self._last: tuple[str, torch.Tensor] | None = None
-        missing = [key for key in bundles if key not in store]
+        missing = [key for key in (*bundles, *map(map_key, self._tables)) if key not in store]
         if missing:
             raise UsageError(f"the checkpoint is not whole: the store lacks {', '.join(map(repr, missing))}.")
         self._check(model, optimizers)
@@ -147,7 +152,7 @@ class ResumedCheckpoint:
     @property
     def kept(self) -> Mapping[str, str]:
         """See `CheckpointWriter.kept`."""
-        return names_of(self._bundles)
+        return names_of(self._bundles) | {name: map_key(name) for name in self._tables}
 
     @property
     def resumed(self) -> Resumed:
@@ -164,6 +169,7 @@ class ResumedCheckpoint:
     def _check(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         faults = [
             *differences("parameter", self._parameters(), looks(dict(model.named_parameters()))),
+            *table_differences(self._tables, tables_in(model)),
             *differences("buffer", self._buffers(), looks(persistent_buffers(model))),
             *self._buffers_without_values(model),
             *self._optimizer_faults(model, optimizers),
@@ -176,7 +182,8 @@ class ResumedCheckpoint:
 
     def _parameters(self) -> dict[str, str]:
         ignored = looks({name: self._tensors[entry] for name, entry in self._ignored.items()})
-        return ignored | {
+        tables = {name: look_of(each.shape, each.torch_dtype) for name, each in self._tables.items()}
+        return (ignored | tables) | {
             held.parameter: look_of(held.place.shape, held.place.dtype)
             for key, each in self._bundles.items()
             for held in each
@@ -210,6 +217,10 @@ class ResumedCheckpoint:
             yield from group_differences(index, former, mine)
 
     # --- parameters ---------------------------------------------------------------------------
+
+    def tables(self) -> dict[str, Snapshot]:
+        """Return where the rows of tables are, by the tables' names."""
+        return {name: unpacked(self._store.get(map_key(name), device="cpu")) for name in self._tables}
 
     def state_bytes(self, index: int, parameters: Sequence[str]) -> int:
         """Return the bytes of state that an optimizer has for some parameters."""
@@ -359,6 +370,8 @@ class ResumedCheckpoint:
 
     def _own_value(self, index: int, parameter: torch.Tensor, name: str, entry: str, value: object) -> object:
         """Return an entry of the state of a parameter that is ignored now: a tensor of its own."""
+        if isinstance(parameter, TableWeight) and isinstance(value, dict) and "column" in value:
+            return TableEntry.of(parameter, value["column"])
         found = self._state_value(index, name, entry, value)
         if isinstance(found, torch.Tensor) and found.dim():
             return found.to(parameter.device, copy=True)

@@ -22,6 +22,7 @@ from torch import nn
 
 from tierstore.errors import UsageError
 from tierstore.formats.safetensors_files import HeaderEntry, pack
+from tierstore.nn.table_weight import TableEntry
 from tierstore.store import Store
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.pinning import all_unpinned
@@ -30,6 +31,7 @@ from tierstore.training.checkpoints.document import (
     DOCUMENT,
     FORMAT,
     METADATA,
+    TABLE_KEYS,
     Bundles,
     HeldTensor,
     buffer_name,
@@ -45,6 +47,7 @@ from tierstore.training.modules.buffers import TravelingBuffers
 from tierstore.training.modules.hooks import ModuleWindows
 from tierstore.training.modules.tensor_names import persistent_buffers
 from tierstore.training.optimizers.step_units import Steps
+from tierstore.training.tables.run_tables import RunTables, TablesToKeep
 
 
 class CheckpointWriter:
@@ -57,8 +60,9 @@ class CheckpointWriter:
         windows: of its modules.
         bundles: of its parameters.
         steps: of its optimizers.
-        ignored: parameters that are none of the store's, with their names.
+        ignored: parameters that are none of the store's, and tables, with their names.
         buffers: of the model.
+        tables: of the model.
 
     Attributes:
         agreement: with other processes.
@@ -67,7 +71,7 @@ class CheckpointWriter:
         seconds: how long those of this run took.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a part of a checkpoint
         self,
         model: nn.Module,
         store: Store,
@@ -77,6 +81,8 @@ class CheckpointWriter:
         steps: Sequence[Steps],
         ignored: Mapping[torch.Tensor, str],
         buffers: TravelingBuffers,
+        *,
+        tables: RunTables,
     ) -> None:
         self.agreement: Agreement = OneProcess()
         self._buffers = buffers
@@ -87,6 +93,7 @@ class CheckpointWriter:
         self._bundles = bundles
         self._steps = steps
         self._ignored = ignored
+        self._tables = tables
         self.kept: Mapping[str, str] = {}
         self.checkpoints = 0
         self.seconds = 0.0
@@ -119,7 +126,7 @@ class CheckpointWriter:
         begin = time.perf_counter()
         with self.agreement.attempt(self.checkpoints) as attempt:
             bundles = self._commit(extra, attempt)
-        self.kept = names_of(bundles)
+        self.kept = names_of(bundles) | self._tables.kept()
         self.checkpoints += 1
         with self._bindings.apart():
             self.agreement.forget_former()
@@ -137,10 +144,14 @@ class CheckpointWriter:
             for steps in self._steps:
                 steps.state.take_in_all()
             bundles = self._held()
-            document = self._document(bundles, extra, attempt)
+            tables = self._tables.begin_checkpoint()
+            document = self._document(bundles, extra, attempt, tables)
             try:
                 self._store.put(DOCUMENT, document, tier=self._store.tier_names[-1], replace=True)
-                self._store.flush(DOCUMENT, *bundles, keep=attempt.keep, release=attempt.release)
+                self._store.flush(
+                    DOCUMENT, *bundles, *tables.keys, keep=attempt.keep, release=attempt.release
+                )
+                self._tables.end_checkpoint(tables)
             finally:
                 self.mark()
         return bundles
@@ -179,7 +190,9 @@ class CheckpointWriter:
                 ]
         return held
 
-    def _document(self, bundles: Bundles, extra: Mapping[str, object], attempt: Attempt) -> torch.Tensor:
+    def _document(
+        self, bundles: Bundles, extra: Mapping[str, object], attempt: Attempt, tables: TablesToKeep
+    ) -> torch.Tensor:
         for name, parameter in self._model.named_parameters():
             if guard.guarded_tensor_of(parameter) is None and parameter not in self._ignored:
                 raise UsageError(f"the parameter {name!r} is new since offload(...): it is not in the store.")
@@ -191,14 +204,17 @@ class CheckpointWriter:
         }
         buffers = {name: buffer for name, buffer in all_buffers.items() if name not in travelling}
         sources: Sources = {buffer_name(name): buffer for name, buffer in buffers.items()}
-        sources |= {parameter_name(name): parameter for parameter, name in self._ignored.items()}
+        ignored = {p: name for p, name in self._ignored.items() if p not in self._tables}
+        sources |= {parameter_name(name): parameter for parameter, name in ignored.items()}
         document = {
             "format": FORMAT,
             "checkpoints": self.checkpoints + 1,
             "bundles": {key: [each.to_json() for each in held] for key, held in bundles.items()},
             "buffers": list(buffers),
             "travelling": travelling,
-            "ignored": list(self._ignored.values()),
+            "ignored": list(ignored.values()),
+            "tables": self._tables.described(),
+            TABLE_KEYS: list(tables.keys),
             "optimizers": [self._describe(steps, sources) for steps in self._steps],
             "rng": rng_state.save(self._store.device, sources),
             "extra": encode(dict(extra), "extra", sources),
@@ -218,6 +234,8 @@ class CheckpointWriter:
         def encode_one(value: object, name: str) -> object:
             if name in held:
                 return {"bundle": held[name]}
+            if isinstance(value, TableEntry):
+                return {"column": value.column}
             is_guarded = isinstance(value, torch.Tensor) and guard.guarded_tensor_of(value) is not None
             return encode(value.clone() if is_guarded else value, name, sources)  # type: ignore[attr-defined]
 

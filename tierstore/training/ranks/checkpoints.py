@@ -18,7 +18,7 @@ import torch
 from tierstore.errors import BackendError, CapacityError, TierStoreError
 from tierstore.formats.safetensors_files import unpack
 from tierstore.store import Store
-from tierstore.training.checkpoints.document import DOCUMENT, KEPT, METADATA, unfinished
+from tierstore.training.checkpoints.document import DOCUMENT, KEPT, METADATA, TABLE_KEYS, unfinished
 from tierstore.training.checkpoints.resumed import forget, is_held
 from tierstore.training.ranks.decision import HeldCheckpoints, Stamp, decide
 from tierstore.training.ranks.meeting import Meeting
@@ -79,7 +79,7 @@ class AgreedCheckpoints:
         """Let what is kept be what there is."""
         self._store.rename({key: key.removeprefix(KEPT) for key in kept}, replace=True)
         document = self._document(DOCUMENT)
-        known = {DOCUMENT, _AGREED, *document["bundles"]}
+        known = {DOCUMENT, _AGREED, *document["bundles"], *document.get(TABLE_KEYS, ())}
         self._store.drop(*(key for key in self._store if key not in known))
 
     def _held(self) -> HeldCheckpoints:

@@ -1,0 +1,183 @@
+"""Tables in a run: the same bits as without it, wherever their rows lie and whatever interrupts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.table_models import (
+    STEPPERS,
+    Clicks,
+    assert_alike,
+    begin,
+    build,
+    plain,
+    step,
+    table_config,
+)
+from tests.training.twins import Trial, every_layout
+from tierstore.errors import CapacityError, StoreClosed, UsageError
+from tierstore.nn import EmbeddingTable
+from tierstore.nn.table_weight import TableWeight
+from tierstore.training import Offload, offload
+
+with_disk = pytest.mark.parametrize("layout", ["disk", "three"])
+DURABLE = {"durable": True}
+
+
+def run_of(trial: Trial) -> Offload:
+    assert trial.run is not None
+    return trial.run
+
+
+def some_steps(trial: Trial, count: int) -> None:
+    for _ in range(count):
+        step(trial)
+
+
+@every_layout
+@pytest.mark.parametrize("kind", STEPPERS)
+def test_a_run_trains_tables_as_if_there_were_none(layout: str, kind: str, tmp_path: Path) -> None:
+    expected = plain(6, kind)
+    trial = begin(layout, tmp_path, kind)
+    torch.manual_seed(1)
+    some_steps(trial, 6)
+    run_of(trial).store.check()
+    if layout in ("disk", "three"):
+        read = run_of(trial).stats().tables["deep.weight"]
+        assert read.page_bytes_written, "the table is to be larger than its frames"
+    run_of(trial).close()
+    assert_alike(expected, trial)
+
+
+@with_disk
+def test_frames_are_charged_to_host_memory_and_blocks_to_the_disk(layout: str, tmp_path: Path) -> None:
+    trial = begin(layout, tmp_path)
+    torch.manual_seed(1)
+    some_steps(trial, 4)
+    with run_of(trial) as run:
+        tiers = run.stats().tiers
+        for name in ("host", "disk"):  # the device's quota is what the program leaves of it
+            assert tiers[name].peak_charged_bytes <= tiers[name].capacity_bytes
+        for name in ("wide.weight", "deep.weight"):
+            key = f"table/{name}/frames"
+            stats = run.stats().tables[name]
+            assert run.store.where(key) == ("host",)
+            assert stats.frames * stats.page_bytes <= run.store.spec(key).nbytes
+        blocks = [key for key in run.store if key.startswith("table/deep.weight/log/")]
+        assert {run.store.where(key) for key in blocks} == {("disk",)}
+
+
+@every_layout
+def test_a_table_that_is_brought_back_leaves_nothing_in_the_store(layout: str, tmp_path: Path) -> None:
+    trial = begin(layout, tmp_path)
+    some_steps(trial, 3)
+    with run_of(trial) as run:
+        assert isinstance(trial.model, Clicks)
+        tables = run._session.tables  # type: ignore[union-attr]
+        for weight in list(tables.attached()):
+            tables.restore(weight)
+        assert [key for key in run.store if key.startswith("table/")] == []
+        some_steps(trial, 1)
+        tables.take_back()
+        some_steps(trial, 1)
+        assert len(tables.attached()) == 2
+
+
+@with_disk
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    expected = plain(9)
+    first = begin(layout, tmp_path, more=DURABLE)
+    torch.manual_seed(1)
+    some_steps(first, 3)
+    run_of(first).checkpoint()
+    some_steps(first, 2)
+    run_of(first).checkpoint({"step": 5})
+    some_steps(first, 3)  # lost
+    run_of(first).close(restore=False)
+    second = begin(layout, tmp_path, more=DURABLE)
+    resumed = run_of(second).resumed
+    assert resumed is not None
+    assert resumed.extra == {"step": 5}
+    assert run_of(second).stats().tables["deep.weight"].page_bytes_read == 0, "no page is read to resume"
+    some_steps(second, 4)
+    run_of(second).close(restore=True)
+    assert_alike(expected, second)
+
+
+@with_disk
+def test_a_released_table_says_where_its_rows_are(layout: str, tmp_path: Path) -> None:
+    trial = begin(layout, tmp_path, more=DURABLE)
+    some_steps(trial, 2)
+    run_of(trial).checkpoint()
+    run_of(trial).close(restore=False)
+    with pytest.raises(
+        StoreClosed, match=r"'deep\.weight' was released .*checkpoint\(\) number 1 left them"
+    ):
+        trial.model(torch.zeros(1, 1, dtype=torch.int64))
+    assert isinstance(trial.model, Clicks)
+    assert trial.model.deep.weight.shape == (6000, 48)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda model: setattr(model, "deep", EmbeddingTable(6000, 48, seed=8)),
+            r"rows of the table deep\.weight",
+        ),
+        (
+            lambda model: setattr(model, "deep", EmbeddingTable(7000, 48, seed=7)),
+            r"parameter deep\.weight is float32\[7",
+        ),
+        (
+            lambda model: setattr(model, "deep", nn.Embedding(6000, 48)),
+            r"deep\.weight is no table, saved was one",
+        ),
+    ],
+    ids=["seed", "rows", "no table"],
+)
+def test_a_checkpoint_of_another_table_is_refused(
+    change: Callable[[Clicks], None], message: str, tmp_path: Path
+) -> None:
+    first = begin("disk", tmp_path, more=DURABLE)
+    some_steps(first, 1)
+    run_of(first).checkpoint()
+    run_of(first).close(restore=False)
+    model, _ = build()
+    change(model)
+    optimizers = [torch.optim.SGD(model.dense.parameters())]
+    with pytest.raises(UsageError, match=message):
+        offload(model, optimizers, table_config("disk", tmp_path, {**DURABLE, "offload_cpu_size": "4MB"}))
+
+
+def test_without_room_for_frames_a_table_is_refused_with_numbers(tmp_path: Path) -> None:
+    model, optimizers = build()
+    with pytest.raises(CapacityError, match=r"2 tables need at least .* Raise offload_cpu_size"):
+        offload(model, optimizers, table_config("disk", tmp_path, {"offload_cpu_size": "150KB"}))
+    assert torch.equal(model.deep.rows(torch.arange(3)), build()[0].deep.rows(torch.arange(3)))
+
+
+def test_a_table_cannot_be_pinned(tmp_path: Path) -> None:
+    model, optimizers = build()
+    with pytest.raises(UsageError, match=r"'deep\.weight' is a table.*cache_rows"):
+        offload(model, optimizers, table_config("three", tmp_path), pinned=[r"deep"])
+
+
+def test_two_parameters_with_the_rows_of_one_table_are_refused(tmp_path: Path) -> None:
+    model, optimizers = build()
+    other = EmbeddingTable(6000, 48)
+    other.weight = TableWeight(model.deep.weight.row_store)
+    model.other = other
+    with pytest.raises(UsageError, match=r"'deep\.weight' and 'other\.weight'"):
+        offload(model, optimizers, table_config("three", tmp_path))
+
+
+def test_without_a_disk_a_full_host_is_named(tmp_path: Path) -> None:
+    trial = begin("device", tmp_path, more={"offload_cpu_size": "400KB"})
+    with run_of(trial), pytest.raises(CapacityError, match=r"deep.*offload_cpu_size"):
+        some_steps(trial, 60)

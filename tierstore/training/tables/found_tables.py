@@ -1,0 +1,50 @@
+"""Which parameters of a model are tables, and what cannot be one."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+import torch
+from torch import nn
+
+from tierstore.errors import UsageError
+from tierstore.nn.table_weight import TableWeight
+from tierstore.tables import RowStore
+
+Tables = Mapping[TableWeight, str]
+"""The tables of a model, with the first name of each."""
+
+
+def tables_in(model: nn.Module) -> Tables:
+    """Return the tables of a model.
+
+    Raises:
+        UsageError: two parameters have the same rows.
+    """
+    found: dict[TableWeight, str] = {}
+    owners: dict[RowStore, str] = {}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, TableWeight):
+            continue
+        other = owners.setdefault(parameter.row_store, name)
+        if other != name:
+            raise UsageError(
+                f"{other!r} and {name!r} are two parameters with the rows of one table.", key=name
+            )
+        found[parameter] = name
+    return found
+
+
+def refuse_pinned(tables: Tables, pinned: Container[torch.Tensor]) -> None:
+    """Refuse tables that are to stay on the device.
+
+    Raises:
+        UsageError: it names the first, and says what to do instead.
+    """
+    for weight, name in tables.items():
+        if weight in pinned:
+            raise UsageError(
+                f"{name!r} is a table, of which a batch's rows are brought, and cannot be pinned. Keep hot "
+                "rows on the device with EmbeddingTable(..., target='device', cache_rows=...).",
+                key=name,
+            )

@@ -1,0 +1,237 @@
+"""The tables of one run: where their rows lie, what a checkpoint has of them, and how they are left.
+
+1. A table's pages are in frames: one key of the host tier, which is leased for as long as the run is open.
+   What does not fit there is in a log, blocks of which are keys of the last tier.
+2. A checkpoint has every row and its state as the last step left them.  Blocks that it counts on stay until
+   the next one is durable.
+3. A table that is left is memory of the process again, or says where its rows lie.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+import torch
+
+from tierstore.leases import Lease
+from tierstore.nn.row_blocks import write_all
+from tierstore.nn.table_weight import TableWeight
+from tierstore.optim.table_optimizer import TableOptimizer
+from tierstore.planning.rules import HOST
+from tierstore.store import Store
+from tierstore.tables import (
+    ROWS,
+    LogPlace,
+    RowStats,
+    RowStore,
+    Snapshot,
+    StoreBlocks,
+    TableHome,
+)
+from tierstore.training.bundles.ending import RunEnding
+from tierstore.training.bundles.working_sets import WorkingSet
+from tierstore.training.tables.found_tables import Tables
+from tierstore.training.tables.kept_tables import PREFIX, TableLook, map_key, packed
+from tierstore.training.tables.shares import shares
+
+_SETTING = "offload_cpu_size"
+
+
+@dataclass(frozen=True)
+class TablesToKeep:
+    """Tables as a checkpoint is about to have them.
+
+    Attributes:
+        keys: that have to be durable.
+        snapshots: of each table.
+    """
+
+    keys: Sequence[str]
+    snapshots: Mapping[TableWeight, Snapshot]
+
+
+class RunTables:
+    """The tables of one run.
+
+    Args:
+        store: of the run.
+        tables: of the model.
+    """
+
+    def __init__(self, store: Store, tables: Tables) -> None:
+        self._store = store
+        self._tables = tables
+        self._shares: Mapping[str, int] = {}
+        self._leases: dict[TableWeight, Lease] = {}
+
+    def __contains__(self, tensor: object) -> bool:
+        """Whether a tensor is one of them."""
+        return isinstance(tensor, TableWeight) and tensor in self._tables
+
+    # --- the beginning --------------------------------------------------------------------------
+
+    def divide(self, optimizers: Sequence[torch.optim.Optimizer], sets: Sequence[WorkingSet]) -> None:
+        """Decide how much of the host tier is theirs.
+
+        Args:
+            optimizers: that train them, each of which keeps its state beside the rows.
+            sets: what else is offloaded.
+
+        Raises:
+            CapacityError: there is not enough.
+        """
+        if not self._tables:
+            return
+        capacity_bytes = self._store.stats().tiers[HOST].capacity_bytes
+        wholes = {name: _whole_bytes(weight, optimizers) for weight, name in self._tables.items()}
+        self._shares = shares(wholes, sets, capacity_bytes, _SETTING)
+
+    def frame_bytes_in(self, tier: str) -> int:
+        """Return what frames take of a tier."""
+        return sum(self._shares.values()) if tier == HOST else 0
+
+    def take_in(self, former: Mapping[str, Snapshot] = MappingProxyType({})) -> None:
+        """Let rows lie in the store.  Blocks.
+
+        Args:
+            former: what a checkpoint has of tables, by name: their rows are those.
+
+        Raises:
+            CapacityError: there is no room.
+            BackendError: a medium failed.
+        """
+        for weight, name in self._tables.items():
+            if weight in self._leases:
+                continue
+            home = TableHome(
+                self._lease_frames(weight, name), self._log_place(name), setting=_SETTING, name=name
+            )
+            if name in former:
+                weight.row_store = _restored(former[name], weight.row_store, home)
+            else:
+                weight.row_store.attach(home)
+
+    def _lease_frames(self, weight: TableWeight, name: str) -> torch.Tensor:
+        key = _frames_key(name)
+        # Zeros that nobody has written take no memory of their own.
+        zeros = torch.zeros(self._shares[name], dtype=torch.uint8, device="cpu")
+        self._store.put(key, zeros, tier=HOST, replace=True)
+        lease = self._leases[weight] = self._store.lease(key, tier=HOST, write=True)
+        return lease.tensor
+
+    def _log_place(self, name: str) -> LogPlace | None:
+        last = self._store.tier_names[-1]
+        if last == HOST:
+            return None
+        return LogPlace(StoreBlocks(self._store, last), f"{PREFIX}{name}/log/")
+
+    def give_rows(self, weight: torch.Tensor, values: torch.Tensor) -> None:
+        """Let all rows of a table be others: ``[num_rows, width]``."""
+        assert isinstance(weight, TableWeight)
+        write_all(weight.row_store, ROWS, values)
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def described(self) -> dict[str, dict[str, object]]:
+        """Return what each table is, as JSON."""
+        return {name: asdict(TableLook.of(weight.row_store)) for weight, name in self._tables.items()}
+
+    def kept(self) -> dict[str, str]:
+        """Return the key of each table in a checkpoint, by the table's name."""
+        return {name: map_key(name) for name in self._tables.values()}
+
+    def begin_checkpoint(self) -> TablesToKeep:
+        """Bring everything that was changed to the last tier.  Blocks.
+
+        Raises:
+            CapacityError: there is no room.
+            BackendError: a medium failed.
+        """
+        keys: list[str] = []
+        snapshots: dict[TableWeight, Snapshot] = {}
+        for weight, name in self._tables.items():
+            weight.row_store.write_back()
+            snapshot = snapshots[weight] = weight.row_store.snapshot()
+            self._store.put(map_key(name), packed(snapshot), tier=self._store.tier_names[-1], replace=True)
+            keys += [map_key(name), *snapshot.blocks]
+        return TablesToKeep(keys, snapshots)
+
+    def end_checkpoint(self, kept: TablesToKeep) -> None:
+        """Note that a checkpoint is durable."""
+        for weight, snapshot in kept.snapshots.items():
+            weight.row_store.keep(snapshot)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def attached(self) -> dict[TableWeight, str]:
+        """Return the tables whose rows lie in the store."""
+        return {weight: self._tables[weight] for weight in self._leases}
+
+    def needed_bytes(self, weight: TableWeight) -> int:
+        """Return what it takes at most to have every row of a table that was touched in memory."""
+        stats = weight.row_store.stats()
+        return (stats.log_pages + stats.pages) * stats.page_bytes
+
+    def restore(self, weight: TableWeight) -> None:
+        """Bring a table back to memory of the process.  Blocks.  If that fails it stays as it is.
+
+        Raises:
+            MemoryError: there is too little.
+            BackendError: a medium failed.
+        """
+        weight.row_store.detach()
+        self._let_go(weight)
+
+    def take_back(self) -> None:
+        """Let the rows of those that were restored lie in the store again.  Blocks; see `take_in`."""
+        self.take_in()
+
+    def release(self, weight: TableWeight, why: str) -> None:
+        """Let a table say where its rows are.
+
+        Args:
+            weight: its parameter.
+            why: they cannot be read any more.
+        """
+        weight.row_store.end(why)
+        self._let_go(weight)
+
+    def _let_go(self, weight: TableWeight) -> None:
+        self._leases.pop(weight).release(written=False)
+        self._store.drop(_frames_key(self._tables[weight]))
+
+    def end(self, ending: RunEnding) -> None:
+        """Let go of what is in the store still."""
+        for weight, name in self.attached().items():
+            why = f"the run that had the rows of the table {name!r} was closed"
+            ending.attempt(functools.partial(self.release, weight, why))
+
+    # --- looks ----------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, RowStats]:
+        """Return where the rows of each table were, by its name."""
+        return {name: weight.row_store.stats() for weight, name in self._tables.items()}
+
+
+def _frames_key(name: str) -> str:
+    return f"{PREFIX}{name}/frames"
+
+
+def _whole_bytes(weight: TableWeight, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return what all rows of a table take, with the state that optimizers keep of them."""
+    store = weight.row_store
+    columns = dict.fromkeys(column.name for column in store.columns)
+    for optimizer in optimizers:
+        if isinstance(optimizer, TableOptimizer):
+            for group in optimizer.param_groups:
+                if any(each is weight for each in group["params"]):
+                    columns |= dict.fromkeys(optimizer.initial_state(group))
+    return store.whole_bytes(len(columns.keys() - {ROWS}))
+
+
+def _restored(snapshot: Snapshot, made: RowStore, home: TableHome) -> RowStore:
+    """Return a table as a checkpoint has it, in the place of one that was made anew."""
+    return RowStore.restored(snapshot, made.width, made.dtype, made.initial_rows, home, name=made.name)

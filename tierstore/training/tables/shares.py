@@ -1,0 +1,54 @@
+"""How much of the host tier the frames of tables take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tierstore.errors import CapacityError
+from tierstore.training.bundles.working_sets import WorkingSet
+from tierstore.units import KIB, align_up, format_bytes
+
+LEAST_BYTES = 64 * KIB
+"""What a table has at least, unless all of it is smaller."""
+_PAGE_BYTES = 4096
+
+
+def shares(
+    tables: Mapping[str, int], sets: Sequence[WorkingSet], capacity_bytes: int, setting: str
+) -> dict[str, int]:
+    """Return the bytes of frames that each table gets.
+
+    All tables whole, if there is room for them beside all else that is offloaded.  If not, what that leaves,
+    or half of what the largest bundle leaves, whichever is more; in proportion to the tables' sizes.
+
+    Args:
+        tables: bytes of all rows with their state, by name.
+        sets: what else is offloaded.
+        capacity_bytes: of the host tier.
+        setting: what messages tell to raise.
+
+    Raises:
+        CapacityError: the largest bundle does not leave even the least that tables have.
+    """
+    if not tables:
+        return {}
+    wholes = {name: align_up(nbytes, _PAGE_BYTES) for name, nbytes in tables.items()}
+    least = {name: min(nbytes, LEAST_BYTES) for name, nbytes in wholes.items()}
+    needed_bytes, total_bytes = sum(least.values()), sum(wholes.values())
+    beside_largest = capacity_bytes - max((each.nbytes for each in sets), default=0)
+    if needed_bytes > beside_largest:
+        raise CapacityError(
+            f"{len(tables)} tables need at least {format_bytes(needed_bytes)} of host memory, and beside the "
+            f"largest bundle there are {format_bytes(max(0, beside_largest))}. Raise {setting}.",
+            needed_bytes=needed_bytes,
+            free_bytes=max(0, beside_largest),
+        )
+    room_bytes = max(capacity_bytes - sum(each.nbytes for each in sets), beside_largest // 2, needed_bytes)
+    if total_bytes <= room_bytes:
+        return wholes
+    spread_bytes = room_bytes - needed_bytes
+    return {
+        name: least[name]
+        + spread_bytes * (nbytes - least[name]) // (total_bytes - needed_bytes) // _PAGE_BYTES * _PAGE_BYTES
+        for name, nbytes in wholes.items()
+    }
