@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import pickle
 from collections.abc import Callable
@@ -292,7 +293,14 @@ def test_an_entry_shows_what_the_rows_are_now() -> None:
 
 
 def test_an_entry_can_be_read_by_its_address() -> None:
-    entry = _table().state_dict()["weight"]
+    table = _table()
+    entry = table.state_dict()["weight"]
+    address = entry.data_ptr()
+    memory = (ctypes.c_float * (ROWS * WIDTH)).from_address(address)
+    assert list(memory) == _all(table).flatten().tolist()
+    table.set_rows(torch.tensor([0]), torch.ones(1, WIDTH))
+    assert entry.untyped_storage().data_ptr() == address, "whoever knows the address may still read there"
+    assert memory[0] == 1.0
     assert entry.stride() == (WIDTH, 1)
     assert entry.is_contiguous()
     assert entry.untyped_storage().nbytes() == ROWS * WIDTH * 4

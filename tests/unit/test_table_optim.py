@@ -77,12 +77,12 @@ def test_another_optimizer_begins_anew_when_the_first_is_gone(kind: Make) -> Non
     _step(table, SGD(table.parameters(), lr=0.1), 3)
 
 
-def test_an_optimizer_that_a_scheduler_holds_in_a_circle_is_gone_when_nobody_has_it() -> None:
+def test_an_optimizer_in_a_circle_is_gone_when_nobody_has_it() -> None:
     table = _table()
     gc.disable()
     try:
-        optimizer = SGD(table.parameters(), lr=0.1)
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer: Any = SGD(table.parameters(), lr=0.1)
+        optimizer.itself = optimizer
         del optimizer
         SGD(table.parameters(), lr=0.1)
     finally:

@@ -79,12 +79,9 @@ class TableWeight(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
         """Copy the rows that were written, with the gradient."""
-        if id(self) not in memo:
-            made = TableWeight(copy.deepcopy(self.row_store, memo), self.requires_grad)
-            memo[id(self)] = made
-            made.grad = copy.deepcopy(self.grad, memo)
-        found: TableWeight = memo[id(self)]
-        return found
+        made = TableWeight(copy.deepcopy(self.row_store, memo), self.requires_grad)
+        made.grad = copy.deepcopy(self.grad, memo)
+        return made
 
     def __reduce_ex__(self, protocol: object) -> Any:  # noqa: ANN401 - as PyTorch's
         """Be pickled as the rows that were written, without the gradient, as any parameter is."""
@@ -177,8 +174,12 @@ class TableEntry(torch.Tensor):
         return self.dense().__reduce_ex__(protocol)
 
     def _keep(self) -> torch.Tensor:
-        """Return a copy of all rows that lives as long as the entry."""
-        self.held = self.dense()
+        """Return a copy of all rows that lives as long as the entry, always in the same memory."""
+        if self.held is None:
+            self.held = self.dense()
+        else:
+            for part, rows in blocks_of(self.weight.row_store, self.column):
+                self.held[part] = rows
         return self.held
 
 

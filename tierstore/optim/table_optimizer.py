@@ -128,7 +128,7 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
 
     def _check_owner(self, weight: TableWeight) -> None:
         if self._is_of_another(weight):
-            gc.collect()  # one that a scheduler has wrapped is in a circle, and stays until then
+            gc.collect()  # one that is in a circle of references stays until then
             if self._is_of_another(weight):
                 raise UsageError(
                     f"{type(self).__name__} cannot step the {described(weight.row_store)}: another optimizer "
