@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -208,33 +209,57 @@ def test_a_table_grows_with_its_state(kind: Make) -> None:
 
 
 class Failing(RowStore):
-    """A store that cannot bring rows when it is told to fail."""
+    """A store that brings one row at a time, and not the n-th."""
 
-    fails = False
+    fails_at = -1
 
     def visit(self, ids: Tensor) -> Iterator[Visit]:
-        if self.fails:
-            raise OSError("no disk")
-        yield from super().visit(ids)
+        for number in range(len(ids)):
+            self.fails_at -= 1
+            if self.fails_at == 0:
+                raise OSError("no disk")
+            for visit in super().visit(ids[number : number + 1]):
+                visit.part = slice(number, number + 1)
+                yield visit
 
 
 @every_kind
-def test_a_step_that_fails_can_be_taken_again(kind: Make) -> None:
-    table, other = _table(), _table()
-    rows = _all(table)
-    store = table.weight.row_store = Failing(ROWS, WIDTH, torch.float32, lambda ids: rows[ids])
-    ours, theirs = kind(table.parameters(), lr=0.1), kind(other.parameters(), lr=0.1)
-    _step(table, ours, 1)
-    _step(other, theirs, 1)
-    ours.zero_grad()
-    table(torch.tensor([1, 2])).square().sum().backward()
-    store.fails = True
-    with pytest.raises(OSError, match="no disk"):
-        ours.step()
-    store.fails = False
-    ours.step()
-    _step(other, theirs, 1, 2)
-    assert torch.equal(_all(table), _all(other))
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_step_that_fails_anywhere_has_changed_nothing_and_can_be_taken_again(
+    kind: Make, failures: int
+) -> None:
+    """Of three rows, which are read and then written one by one; also where putting them back fails."""
+    other = _table()
+    theirs = kind(other.parameters(), lr=0.1)
+    rows = _all(other)
+    _step(other, theirs, 1, 5)
+    before = _all(other)
+    _step(other, theirs, 1, 2, 3)
+    failed_at = []
+    for n in itertools.count(1):
+        table = _table()
+        store = table.weight.row_store = Failing(ROWS, WIDTH, torch.float32, lambda ids: rows[ids])
+        ours = kind(table.parameters(), lr=0.1)
+        _step(table, ours, 1, 5)
+        ours.zero_grad()
+        table(torch.tensor([1, 2, 3])).square().sum().backward()
+        store.fails_at = n
+        try:
+            ours.step()
+        except OSError:
+            failed_at.append(n)
+            for _ in range(failures - 1):
+                if n > 4:  # something was written, and has to be put back
+                    store.fails_at = 1
+                    with pytest.raises(OSError, match="no disk"):
+                        table(torch.tensor([1]))
+            store.fails_at = -1
+            assert torch.equal(_all(table), before)
+            ours.step()
+        else:
+            break
+        assert torch.equal(_all(table), _all(other))
+    assert failed_at == [1, 2, 3, 4, 5, 6]
 
 
 # ---------------------------------------------------------------------- as PyTorch's

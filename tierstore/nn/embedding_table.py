@@ -121,12 +121,12 @@ class EmbeddingTable(nn.Module):
     @property
     def num_embeddings(self) -> int:
         """How many rows there are."""
-        return self.weight.row_store.num_rows
+        return self.weight.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of its elements."""
-        return self.weight.row_store.dtype
+        return self.weight.dtype
 
     def forward(
         self,
@@ -306,7 +306,7 @@ class EmbeddingTable(nn.Module):
 
     @property
     def _name(self) -> str:
-        return self.weight.row_store.name
+        return self.weight.table_name
 
     def _checked_bags(
         self, ids: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None

@@ -35,11 +35,9 @@ class TableWeight(nn.Parameter):
     """A parameter ``[num_rows, width]`` whose rows are looked up and stepped by their ids.
 
     Attributes:
-        row_store: where its rows are.
         stepped_by: the optimizer that steps it, as long as there is one.
     """
 
-    row_store: RowStore
     stepped_by: weakref.ref[torch.optim.Optimizer] | None
 
     def __new__(cls, row_store: RowStore, requires_grad: bool = True) -> Self:
@@ -75,7 +73,7 @@ class TableWeight(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ANN401
         """Say what it is: its rows are not printed."""
         del tensor_contents
-        return f"TableWeight({described(self.row_store)}, {self.dtype}, requires_grad={self.requires_grad})"
+        return f"TableWeight({self.description}, {self.dtype}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
         """Copy the rows that were written, with the gradient."""
@@ -87,6 +85,45 @@ class TableWeight(nn.Parameter):
         """Be pickled as the rows that were written, without the gradient, as any parameter is."""
         del protocol
         return TableWeight, (self.row_store, self.requires_grad)
+
+    @property
+    def row_store(self) -> RowStore:
+        """Where its rows are.  May be set to another store of the same rows.
+
+        Raises:
+            CapacityError, BackendError: cells that are owed (see `owe`) cannot be written.
+        """
+        while self._owed:
+            ids, cells = self._owed[-1]
+            for visit in self._store.visit(ids):
+                for name, cell in cells.items():
+                    visit.scatter(name, cell[visit.part])
+            self._owed.pop()
+        return self._store
+
+    @row_store.setter
+    def row_store(self, row_store: RowStore) -> None:
+        self._store = row_store
+        self._owed: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+
+    @property
+    def table_name(self) -> str:
+        """What the table is called; never waits for a medium, as `description`."""
+        return self._store.name
+
+    @property
+    def description(self) -> str:
+        """What messages call it; never waits for a medium."""
+        return described(self._store)
+
+    def owe(self, ids: torch.Tensor, cells: dict[str, torch.Tensor]) -> None:
+        """Let cells be written before anybody sees the rows again: a step of them has failed half way.
+
+        Args:
+            ids: int64 in host memory, ascending, distinct, in range.
+            cells: of each column, ``[len(ids), width]``.
+        """
+        self._owed.append((ids, cells))
 
     def grow(self, num_rows: int) -> None:
         """Have more rows, as the same object.  The caller has let the store grow."""
@@ -163,7 +200,7 @@ class TableEntry(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ANN401
         """Say what it is: its rows are not printed."""
         del tensor_contents
-        return f"TableEntry({self.column!r} of the {described(self.weight.row_store)})"
+        return f"TableEntry({self.column!r} of the {self.weight.description})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableEntry:
         """Return the entry of a copy of the table: of rows that nobody writes any more."""
@@ -193,7 +230,7 @@ def _is_the_same(name: str, entry: TableEntry, args: tuple[Any, ...], kwargs: di
 
 def _refusal(func: Callable[..., Any], arguments: list[Any]) -> str:
     found = next(_weights_in(arguments), None)
-    what = "a table" if found is None else described(found.row_store)
+    what = "a table" if found is None else found.description
     optimizer = _caller_of(torch.optim.Optimizer)
     if optimizer is not None:
         return _refused_optimizer(type(optimizer), what)
@@ -233,7 +270,7 @@ def _refuse_replicas(weight: TableWeight) -> None:
     """Raise where PyTorch is about to send all elements to other processes, by their address."""
     if _caller_of(nn.parallel.DistributedDataParallel) is not None:
         raise UsageError(
-            f"DistributedDataParallel would send and keep all rows of the {described(weight.row_store)}: let "
+            f"DistributedDataParallel would send and keep all rows of the {weight.description}: let "
             "it ignore the parameter, or offload the model first."
         )
 
@@ -248,7 +285,7 @@ def _refuse_optimizers_of_others(
     for group in optimizer.param_groups:
         for each in group["params"]:
             if isinstance(each, TableWeight) and each.grad is not None:
-                raise UsageError(_refused_optimizer(type(optimizer), described(each.row_store)))
+                raise UsageError(_refused_optimizer(type(optimizer), each.description))
 
 
 @functools.cache

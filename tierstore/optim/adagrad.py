@@ -91,7 +91,7 @@ class Adagrad(BesideTables, torch.optim.Adagrad):
 
         if gradient.is_sparse:
             gradient = gradient.coalesce()
-            change_rows(weight.row_store, gradient.indices()[0], [ROWS, "sum"], change_some)
+            change_rows(weight, gradient.indices()[0], [ROWS, "sum"], change_some)
         else:
-            change_rows(weight.row_store, torch.arange(len(weight)), [ROWS, "sum"], change)
+            change_rows(weight, torch.arange(len(weight)), [ROWS, "sum"], change)
         state["step"] = state["step"] + 1  # a loaded one may be shared

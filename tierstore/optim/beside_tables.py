@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from tierstore.errors import ConfigError
-from tierstore.nn.row_blocks import described
 from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.table_optimizer import Options, TableOptimizer, tables_of
 
@@ -88,7 +87,7 @@ class BesideTables(TableOptimizer):
             for name in self.not_for_tables:
                 if group[name]:
                     raise ConfigError(
-                        f"{name}={group[name]!r} is not for the {described(weight.row_store)}: put the "
+                        f"{name}={group[name]!r} is not for the {weight.description}: put the "
                         "table into a group without that."
                     )
 

@@ -85,7 +85,7 @@ class RowOptimizer(TableOptimizer):
             gradient = touched.with_decay(rows, group.get("weight_decay", 0.0))
             self.update(rows, kept, gradient, group, number)
 
-        change_rows(weight.row_store, ids, [ROWS, *self.initial_state(group)], change)
+        change_rows(weight, ids, [ROWS, *self.initial_state(group)], change)
         state["step"] = state["step"] + 1  # a loaded one may be shared
 
     @abc.abstractmethod

@@ -81,7 +81,7 @@ class SGD(BesideTables, torch.optim.SGD):
             def change(cells: Cells) -> None:
                 cells[ROWS].add_(gradient, alpha=size)
 
-            change_rows(weight.row_store, torch.arange(len(weight)), [ROWS], change)
+            change_rows(weight, torch.arange(len(weight)), [ROWS], change)
             return
         ids, inverse = torch.unique(gradient._indices()[0], return_inverse=True)  # noqa: SLF001 - with repeats
         compact = torch.sparse_coo_tensor(
@@ -92,4 +92,4 @@ class SGD(BesideTables, torch.optim.SGD):
         def add(cells: Cells) -> None:
             cells[ROWS].add_(compact, alpha=size)
 
-        change_rows(weight.row_store, ids, [ROWS], add)
+        change_rows(weight, ids, [ROWS], add)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from tierstore.errors import UsageError
-from tierstore.nn.row_blocks import blocks_of, described, write_all, write_part
+from tierstore.nn.row_blocks import blocks_of, write_all, write_part
 from tierstore.nn.table_weight import TableEntry, TableWeight
 from tierstore.optim.targets import target_of
 from tierstore.tables import ROWS, Column, RowStore, Visit
@@ -131,7 +131,7 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
             gc.collect()  # one that is in a circle of references stays until then
             if self._is_of_another(weight):
                 raise UsageError(
-                    f"{type(self).__name__} cannot step the {described(weight.row_store)}: another optimizer "
+                    f"{type(self).__name__} cannot step the {weight.description}: another optimizer "
                     "does, whose state lies beside its rows. Let go of that one first."
                 )
 
@@ -146,19 +146,23 @@ def tables_of(group: Options) -> Iterator[TableWeight]:
 
 
 def change_rows(
-    store: RowStore, ids: torch.Tensor, names: list[str], change: Callable[[Cells], None]
+    weight: TableWeight, ids: torch.Tensor, names: list[str], change: Callable[[Cells], None]
 ) -> None:
-    """Change cells of rows in place: all at once, whether they fit into frames at once or not.
+    """Change cells of rows in place, all of them or, where that fails, none.
 
-    Where they do not, they are gathered part by part, changed together, and written part by part: vectorised
-    kernels may round the last elements of a tensor otherwise than the rest.
+    Rows that do not fit into frames at once are gathered part by part, changed together, and written part by
+    part: vectorised kernels may round the last elements of a tensor otherwise than the rest.
 
     Args:
-        store: of the table.
+        weight: of the table.
         ids: int64 in host memory, ascending, distinct, in range.
         names: of columns.
         change: takes ``[len(ids), width]`` of each column, and changes them.
+
+    Raises:
+        CapacityError, BackendError: pages could not be brought, or others not be put away.
     """
+    store = weight.row_store
     visits = store.visit(ids)
     first = next(visits, None)
     if first is None:
@@ -174,9 +178,21 @@ def change_rows(
         for name, cell in cells.items():
             visit.gather(name, out=cell[visit.part])
         visit = next(visits, None)
+    before = {name: cell.clone() for name, cell in cells.items()}
     change(cells)
-    for visit in store.visit(ids):
-        _scatter(visit, {name: cell[visit.part] for name, cell in cells.items()})
+    reached = 0
+    try:
+        for visit in store.visit(ids):
+            reached = visit.part.stop
+            _scatter(visit, _part(cells, visit.part))
+    except BaseException:
+        if reached:
+            weight.owe(ids[:reached], _part(before, slice(0, reached)))
+        raise
+
+
+def _part(cells: Cells, part: slice) -> Cells:
+    return {name: cell[part] for name, cell in cells.items()}
 
 
 def _scatter(visit: Visit, cells: Cells) -> None:
