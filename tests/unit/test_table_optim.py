@@ -433,6 +433,17 @@ def test_options_that_are_not_for_tables_are_refused(
     assert dense.tolist() == [1.0, 1.0]
 
 
+@every_kind
+def test_gradients_of_single_elements_are_refused(kind: Make) -> None:
+    table = _table()
+    before = _all(table)
+    optimizer = kind(table.parameters(), lr=0.1)
+    table.weight.grad = torch.ones(ROWS, WIDTH).to_sparse(2)
+    with pytest.raises(UsageError, match=r"the gradient of the table .* is of single elements"):
+        optimizer.step()
+    assert torch.equal(_all(table), before)
+
+
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lr": 0.0}, "lr is 0.0; it has to be more than 0"),
     ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0"),

@@ -22,6 +22,7 @@ class _Context(Protocol):
     ids: torch.Tensor
     shape: torch.Size
     is_sparse: bool
+    has_strangers: bool
 
 
 def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor:
@@ -64,6 +65,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: _Context, weight: TableWeight, distinct: DistinctIds, is_sparse: bool) -> torch.Tensor:
         """Read the rows."""
         ctx.ids, ctx.shape, ctx.is_sparse = distinct.ids, weight.shape, is_sparse
+        ctx.has_strangers = distinct.has_strangers
         return read_rows(weight.row_store, distinct.ids, more=distinct.has_strangers or not len(distinct.ids))
 
     @staticmethod
@@ -75,8 +77,8 @@ class _Gather(torch.autograd.Function):
             index, values = ids, gradient[: len(ids)]
         else:
             index, values = gradient._indices()[0], gradient._values()  # noqa: SLF001 - repeats stay
-            is_ours = index < len(ids)
-            if not bool(is_ours.all()):
+            if ctx.has_strangers:
+                is_ours = index < len(ids)
                 index, values = index[is_ours], values[is_ours]
             index = ids[index]
         if not ctx.is_sparse:

@@ -11,7 +11,7 @@ import torch
 
 from tierstore.errors import ConfigError
 from tierstore.nn.table_weight import TableWeight
-from tierstore.optim.table_optimizer import Options, TableOptimizer, tables_of
+from tierstore.optim.table_optimizer import Options, TableOptimizer, check_gradient, tables_of
 
 
 class BesideTables(TableOptimizer):
@@ -71,6 +71,9 @@ class BesideTables(TableOptimizer):
         weights = [(weight, group) for weight, group in weights if weight.grad is not None]
         for group in self.param_groups:
             self.check(group)
+        for weight, _ in weights:
+            assert weight.grad is not None
+            check_gradient(weight, weight.grad)
         for weight, group in weights:
             assert weight.grad is not None
             self.step_table(weight, -weight.grad if group["maximize"] else weight.grad, group)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tierstore.nn.table_weight import TableWeight
-from tierstore.optim.table_optimizer import Options, TableOptimizer, change_rows
+from tierstore.optim.table_optimizer import Options, TableOptimizer, change_rows, check_gradient
 from tierstore.optim.touched_rows import TouchedRows
 from tierstore.tables import ROWS
 
@@ -55,10 +55,11 @@ class RowOptimizer(TableOptimizer):
         return loss
 
     def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Options) -> None:
-        touched = TouchedRows.of(gradient)
         if isinstance(parameter, TableWeight):
-            self._step_table(parameter, touched, group)
+            check_gradient(parameter, gradient)
+            self._step_table(parameter, TouchedRows.of(gradient), group)
             return
+        touched = TouchedRows.of(gradient)
         state = self.state[parameter]
         if not state:
             state["step"] = self.first_step()

@@ -145,6 +145,19 @@ def tables_of(group: Options) -> Iterator[TableWeight]:
     return (each for each in group["params"] if isinstance(each, TableWeight))
 
 
+def check_gradient(weight: TableWeight, gradient: torch.Tensor) -> None:
+    """Raise unless the gradient of a table is of whole rows.
+
+    Raises:
+        UsageError: somebody has set one of single elements.
+    """
+    if gradient.is_sparse and gradient.sparse_dim() != 1:
+        raise UsageError(
+            f"the gradient of the {weight.description} is of single elements; a table takes those of rows, "
+            "with one sparse dimension"
+        )
+
+
 def change_rows(
     weight: TableWeight, ids: torch.Tensor, names: list[str], change: Callable[[Cells], None]
 ) -> None:

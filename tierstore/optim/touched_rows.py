@@ -13,13 +13,13 @@ class TouchedRows(NamedTuple):
     Attributes:
         numbers: theirs, ascending, ``int64``; ``None``: all.
         gradient: of them, the sum of all that was said of each.
-        occurrences: how often each was named, of the gradient's dtype, shaped so that it spreads over rows;
-            ``None``: once, as is a row of which single elements are named.
+        named: the rows, as often as each was named, in any order; ``None``: once, as is a row of which single
+            elements are named.
     """
 
     numbers: torch.Tensor | None
     gradient: torch.Tensor
-    occurrences: torch.Tensor | None
+    named: torch.Tensor | None
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Self:
@@ -34,10 +34,7 @@ class TouchedRows(NamedTuple):
             numbers = numbers.unique()
             return cls(numbers, gradient.to_dense().index_select(0, numbers), None)
         named, values = gradient._indices()[0], summed.values()  # noqa: SLF001 - `indices()` refuses repeats
-        if len(named) == len(numbers):
-            return cls(numbers, values, None)
-        counts = named.unique(return_counts=True)[1]
-        return cls(numbers, values, counts.to(values.dtype).view(-1, *(1 for _ in values.shape[1:])))
+        return cls(numbers, values, None if len(named) == len(numbers) else named)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return these rows of a tensor: a copy, or the tensor itself if they are all."""
@@ -52,6 +49,7 @@ class TouchedRows(NamedTuple):
         """Return the gradient with ``weight_decay`` times the rows themselves, once for each occurrence."""
         if not weight_decay:
             return self.gradient
-        return self.gradient.add(
-            rows if self.occurrences is None else rows * self.occurrences, alpha=weight_decay
-        )
+        if self.named is not None:
+            counts = self.named.unique(return_counts=True)[1].to(rows.dtype)
+            rows = rows * counts.view(-1, *(1 for _ in rows.shape[1:]))
+        return self.gradient.add(rows, alpha=weight_decay)
