@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from tierstore.training.activations.runtime.live_storages import LiveStorages
+from tierstore.training.pytorch.live_storages import LiveStorages
 
 
 class Holder:

@@ -196,21 +196,19 @@ class Case:
         patterns: that place it.
         borders: where values cross, with the side of each: the oracle's.
         on_host: the modules whose tensors are used on the host: the oracle's.
+        handed_on: those whose output goes to the next one as it is: nothing travels there.
     """
 
     build: Callable[[], nn.Module]
     patterns: Mapping[str, str]
     borders: Mapping[str, str]
     on_host: Sequence[str] = field(default_factory=list)
+    handed_on: Mapping[str, str] = field(default_factory=dict)
 
 
-def _case(build: Callable[[], nn.Module], *names: str, **patterns: str) -> Case:
-    return Case(
-        build,
-        patterns or {name.replace(".", r"\."): "cpu" for name in names},
-        dict.fromkeys(names, "cpu"),
-        names,
-    )
+def _case(build: Callable[[], nn.Module], *names: str, handed_on: Mapping[str, str] | None = None) -> Case:
+    patterns = {name.replace(".", r"\."): "cpu" for name in names}
+    return Case(build, patterns, dict.fromkeys(names, "cpu"), names, handed_on or {})
 
 
 CASES: dict[str, Case] = {
@@ -229,6 +227,7 @@ CASES: dict[str, Case] = {
         {"[1-3]": "cpu"},
         {"1": "cpu", "2": "cpu", "3": "cpu"},
         ["1", "2", "3"],
+        {"1": "2", "2": "3"},
     ),
     "inner on the device": Case(
         lambda: _model(Inner()),
@@ -241,7 +240,9 @@ CASES: dict[str, Case] = {
     "embedding": _case(lambda: _model(Embedded()), "1.table"),
     "tied": _case(lambda: _model(Tied()), "1.one", "1.other"),
     "in place": _case(lambda: _model(InPlace()), "1.relu"),
-    "dropout": _case(lambda: _model(nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)), "1", "2"),
+    "dropout": _case(
+        lambda: _model(nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)), "1", "2", handed_on={"1": "2"}
+    ),
     "buffers": _case(lambda: _model(nn.BatchNorm1d(WIDTH), nn.Tanh()), "1"),
 }
 
@@ -286,7 +287,8 @@ def place_plainly(model: nn.Module, case: Case, moved: Moved) -> None:
         module = model.get_submodule(name)
         other = "device" if side == "cpu" else "cpu"
 
-        before, after = _Before(side, moved), _After(other, moved)
+        before = _Before(side, Moved() if name in case.handed_on.values() else moved)
+        after = _After(other, Moved() if name in case.handed_on else moved)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after)
 

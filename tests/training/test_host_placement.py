@@ -264,7 +264,7 @@ def _steps(trial: Trial) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [name for name in CASES if name != "twice"])  # which is learned
 def test_nothing_else_travels_than_what_crosses(case: str, tmp_path: Path) -> None:
     """What the device computes with is ignored, and so the program's: every byte that moves has crossed."""
     placed = CASES[case]

@@ -11,6 +11,7 @@ the host, ``y.to(device, copy=True)`` after it): one node at each border, whose 
    recomputed: it keeps what has crossed.
 4. Nothing is cast, added up or put into another order by a crossing.
 5. Inside a transform of ``torch.func`` values are copied by ``Tensor.to``, which has a rule for each of them.
+6. What bytes need not travel do not (`tierstore.training.modules.neighbours`); the graph is the same.
 
 What a crossing does is the library's own work: no mode sees it, and no meter counts it as the program's.
 """
@@ -30,6 +31,13 @@ from tierstore.torch_private import innermost_transform, tree_map_only
 from tierstore.training.faults import guard
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.modules.link import Link
+from tierstore.training.modules.neighbours import (
+    KnownValues,
+    exchanged,
+    is_exchangeable,
+    next_on_host,
+    spares_its_input,
+)
 from tierstore.training.pytorch.function_modes import out_of_sight
 
 
@@ -37,19 +45,26 @@ class _Cross(torch.autograd.Function):
     """A value's way to the other side; its gradient's way is the way back."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, link: Link, side: str) -> torch.Tensor:  # noqa: ANN401
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        value: torch.Tensor,
+        carry: Callable[[], torch.Tensor],
+        link: Link,
+        side: str,
+    ) -> torch.Tensor:
         """Carry a value."""
+        del value
         ctx.link, ctx.side = link, side
         ctx.set_materialize_grads(False)
-        return link.carry(_with_bytes(value), side)
+        return carry()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:  # noqa: ANN401
         """Carry its gradient."""
         if gradient is None:
-            return None, None, None
+            return None, None, None, None
         with out_of_sight():
-            return cross(gradient, ctx.link, _other(ctx.side)), None, None
+            return cross(gradient, ctx.link, _other(ctx.side)), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor | None, *_: object) -> torch.Tensor | None:  # noqa: ANN401
@@ -61,8 +76,16 @@ def _other(side: str) -> str:
     return DEVICE if side == CPU else CPU
 
 
-def cross(value: torch.Tensor, link: Link, side: str) -> torch.Tensor:
+def cross(
+    value: torch.Tensor, link: Link, side: str, known: Callable[[], torch.Tensor] | None = None
+) -> torch.Tensor:
     """Return a value on a side, with a node in its graph if it has one.
+
+    Args:
+        value: on the other side.
+        link: that carries.
+        side: ``"cpu"`` or ``"device"``.
+        known: returns what is there already of the value; ``None``: nothing is.
 
     Raises:
         CapacityError: a tier has no room for it beside what is in use.
@@ -70,10 +93,11 @@ def cross(value: torch.Tensor, link: Link, side: str) -> torch.Tensor:
     """
     if innermost_transform() is not None:
         return value.to(link.device_of(side), copy=True)
+    carry = known or (lambda: link.carry(_with_bytes(value), side))
     if torch.is_grad_enabled() and value.requires_grad:
-        crossed: torch.Tensor = _Cross.apply(value, link, side)  # type: ignore[no-untyped-call]
+        crossed: torch.Tensor = _Cross.apply(value, carry, link, side)  # type: ignore[no-untyped-call]
         return crossed
-    return link.carry(_with_bytes(value), side)
+    return carry()
 
 
 def _with_bytes(value: torch.Tensor) -> torch.Tensor:
@@ -113,16 +137,18 @@ class Crossings:
     def __init__(self, link: Link, borders: Mapping[nn.Module, str]) -> None:
         self.link = link
         self._borders = borders
+        self._known = KnownValues()
 
     def register(self, chosen: Callable[[nn.Module], bool]) -> Iterator[RemovableHandle]:
         """Hook some of the modules at borders, before all hooks that they have and after them."""
         for module, side in self._borders.items():
             if chosen(module):
-                last = module.register_forward_hook(_CrossOut(self.link, module, side))
+                border = _Border(self.link, module, side, self._known, self._borders)
+                last = module.register_forward_hook(_CrossOut(border))
                 yield last
                 left = module.register_forward_hook(_Leave(module), always_call=True)
                 yield left
-                first = _CrossIn(self.link, module, side, last.id)
+                first = _CrossIn(border, last.id)
                 yield module.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
 
     def begin_forward(self) -> None:
@@ -131,13 +157,72 @@ class Crossings:
         self.link.sweep()
 
 
+class _Border:
+    """One module at a border, and what brings its values.
+
+    Args:
+        link: that carries.
+        module: whose.
+        side: of the module.
+        known: what is on the host of values that the device has.
+        borders: of the model.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        module: nn.Module,
+        side: str,
+        known: KnownValues,
+        borders: Mapping[nn.Module, str],
+    ) -> None:
+        self.link = link
+        self.module = module
+        self.side = side
+        self._known = known
+        self._borders = borders
+
+    def bring_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an argument on the module's side."""
+        if _is_there(tensor, self.link, self.side):
+            return tensor
+        if self.side != CPU:
+            return cross(tensor, self.link, self.side)
+        spares = spares_its_input(self.module)
+        found = self._known.find(tensor, may_share=spares)
+        crossed = cross(tensor, self.link, self.side, found)
+        if found is None and spares:
+            self._known.note(tensor, self.module, crossed, may_share=True)
+        return crossed
+
+    def bring_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an output on the side around the module."""
+        around = _other(self.side)
+        if _is_there(tensor, self.link, around):
+            return tensor
+        crossed = cross(tensor, self.link, around)
+        if self.side == CPU:
+            self._known.note(crossed, self, tensor, may_share=spares_its_input(self.module))
+        return crossed
+
+    def exchange(self, output: object) -> torch.Tensor | None:
+        """Return the output for a neighbour on the host, which is given it next; ``None``: none is."""
+        if self.side != CPU or innermost_transform() is not None or not is_exchangeable(output):
+            return None
+        assert isinstance(output, torch.Tensor)
+        then = next_on_host(self.module, self._borders)
+        if then is None or _is_there(output, self.link, DEVICE):
+            return None
+        value = exchanged(output, may_share=spares_its_input(then) and spares_its_input(self.module))
+        self.link.note_on_host(value)
+        return value
+
+
 class _CrossIn(Hook):
     """Brings what a module is given to its side."""
 
-    def __init__(self, link: Link, module: nn.Module, side: str, last: int) -> None:
-        self._link = link
-        self._module = module
-        self._side = side
+    def __init__(self, border: _Border, last: int) -> None:
+        self._border = border
         self._last = last
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -145,14 +230,14 @@ class _CrossIn(Hook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the arguments on the module's side."""
-        if module is not self._module:
+        if module is not self._border.module:
             return None
-        _here.entered.append((module, self._side))
+        _here.entered.append((module, self._border.side))
         hooks: Any = module._forward_hooks  # noqa: SLF001 - users' own hooks come before ours
         if self._last in hooks:
             hooks.move_to_end(self._last)
         with out_of_sight():
-            found = _brought((args, kwargs), self._link, self._side)
+            found = _brought((args, kwargs), self._border.bring_in)
         return None if found is None else (found[0], found[1])
 
 
@@ -173,33 +258,30 @@ class _Leave(Hook):
 class _CrossOut(Hook):
     """Brings what a module returns to the side around it."""
 
-    def __init__(self, link: Link, module: nn.Module, side: str) -> None:
-        self._link = link
-        self._module = module
-        self._side = _other(side)
+    def __init__(self, border: _Border) -> None:
+        self._border = border
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401 - a module's own
         """Return the output on the side around the module."""
         del args
-        if module is not self._module:
+        if module is not self._border.module:
             return None
         with out_of_sight():
-            return _brought(output, self._link, self._side)
+            given_on = self._border.exchange(output)
+            return _brought(output, self._border.bring_out) if given_on is None else given_on
 
 
-def _brought(values: Any, link: Link, side: str) -> Any:  # noqa: ANN401 - a module's own
-    """Return nested values with each tensor on a side; ``None``: they are as they are."""
+def _brought(values: Any, bring: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401 - a module's own
+    """Return nested values with each tensor brought, once; ``None``: they are as they are."""
     crossed: dict[int, torch.Tensor] = {}  # by the id of what ``values`` keeps
 
-    def bring(tensor: torch.Tensor) -> torch.Tensor:
-        found = crossed.get(id(tensor))
-        if found is None:
-            found = tensor if _is_there(tensor, link, side) else cross(tensor, link, side)
-            crossed[id(tensor)] = found
-        return found
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in crossed:
+            crossed[id(tensor)] = bring(tensor)
+        return crossed[id(tensor)]
 
-    brought = tree_map_only(torch.Tensor, bring, values)
+    brought = tree_map_only(torch.Tensor, once, values)
     return brought if any(id(tensor) != number for number, tensor in crossed.items()) else None
 
 

@@ -118,6 +118,11 @@ class Link:
         if self._is_emulated:
             sides.note(storage, Side.HOST if tier == HOST else Side.DEVICE)
 
+    def note_on_host(self, value: torch.Tensor) -> None:
+        """Take in that a value is on the host, and not to be brought there."""
+        if self._is_emulated and _is_plain(value):
+            sides.note(value.untyped_storage(), Side.HOST)
+
     def carry(self, tensor: torch.Tensor, side: str) -> torch.Tensor:
         """Return a copy of a tensor's values on a side, without a graph.  Blocks on the way down.
 

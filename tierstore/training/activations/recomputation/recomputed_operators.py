@@ -43,7 +43,6 @@ from tierstore.training.activations.recomputation.recorded_ops import (
 from tierstore.training.activations.recomputation.scopes import OperatorSelection
 from tierstore.training.activations.runtime.activation_runtime import ActivationRuntime
 from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
-from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.activations.runtime.module_calls import hook_around
 from tierstore.training.activations.runtime.operators import (
     Arguments,
@@ -57,6 +56,7 @@ from tierstore.training.activations.runtime.operators import (
 )
 from tierstore.training.activations.runtime.saved_activations import Turn
 from tierstore.training.autograd.saved_tensors import refers
+from tierstore.training.pytorch.live_storages import LiveStorages
 from tierstore.training.pytorch.saved_tensor_hooks import Hook
 
 

@@ -25,7 +25,6 @@ from tierstore.torch_private import (
     OpOverload,
 )
 from tierstore.training import locks
-from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.activations.runtime.operators import (
     Arguments,
     Named,
@@ -37,6 +36,7 @@ from tierstore.training.activations.runtime.operators import (
 from tierstore.training.activations.runtime.tensor_views import TensorView
 from tierstore.training.bundles.binding import natively_in_sight
 from tierstore.training.locks import Rank
+from tierstore.training.pytorch.live_storages import LiveStorages
 from tierstore.training.pytorch.saved_tensor_hooks import top_hooks
 
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")

@@ -29,7 +29,6 @@ from tierstore.torch_private import (
     is_traceable_wrapper_subclass,
 )
 from tierstore.training.activations.runtime.forward_conditions import refuse_forward_mode
-from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.activations.runtime.operators import (
     Arguments,
     Named,
@@ -40,6 +39,7 @@ from tierstore.training.activations.runtime.operators import (
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.bundles.bindings import natively
 from tierstore.training.pytorch.function_modes import are_function_modes_on
+from tierstore.training.pytorch.live_storages import LiveStorages
 from tierstore.training.pytorch.own_work import is_own_work
 
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tierstore.errors import UsageError
 from tierstore.torch_private import CachedDispatchMode, CachingDispatchMode, OpOverload, tree_map
-from tierstore.training.activations.runtime.live_storages import LiveStorages
 from tierstore.training.activations.runtime.operators import (
     is_changing,
     is_plain,
@@ -34,6 +33,7 @@ from tierstore.training.activations.runtime.operators import (
 )
 from tierstore.training.activations.swapping.activation_store import ActivationStore, OffloadedTensor
 from tierstore.training.modules.crossings import is_inside_host_module
+from tierstore.training.pytorch.live_storages import LiveStorages
 
 SMALL_BYTES = 4096
 """Outputs below this are cached where they are."""

@@ -1,0 +1,238 @@
+"""Values between modules on the host whose bytes need not travel, or need not travel again.
+
+1. A child of a plain ``nn.Sequential`` whose next child computes on the host, too, hands it its output as it
+   is.  Nobody else is given that, so that nothing is added up in another order.
+2. What a module on the host has returned and the device has now, and what the device has that a module on
+   the host was given before, is there still: when a module on the host is given it (unchanged since, as its
+   version says), it is not brought again.  To know that costs host memory as long as the device has the
+   value, so it is learned: what was brought twice in one pass is kept in the next ones.
+3. Two modules have one memory only if neither writes to it, nor keeps it for somebody who might: PyTorch's
+   own modules without submodules, unless they are told ``inplace``.  Any other gets a copy in host memory.
+4. A gradient is as dense as one that has travelled: kernels look at strides, and last bits may depend on
+   them.
+
+Knows nothing of stores.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch import nn
+
+from tierstore.planning.placement import CPU
+from tierstore.torch_private import global_forward_hooks, global_forward_pre_hooks
+from tierstore.training.bundles.unseen_writes import is_pytorchs_own
+from tierstore.training.pytorch.live_storages import LiveStorages
+from tierstore.training.pytorch.own_work import ordinary_mode
+
+
+def spares_its_input(module: nn.Module) -> bool:
+    """Whether a module certainly writes neither to what it is given nor to what it has returned."""
+    return (
+        is_pytorchs_own(module)
+        and next(module.children(), None) is None
+        and not getattr(module, "inplace", False)
+    )
+
+
+# ---------------------------------------------------------------------- from one to the next
+
+
+def next_on_host(module: nn.Module, borders: Mapping[nn.Module, str]) -> nn.Module | None:
+    """Return the module on the host that is given next, and alone, what this one returns; ``None``: none is.
+
+    To be called in a hook of the module.
+    """
+    parent = _sequential_around(sys._getframe())  # noqa: SLF001 - there is no other way to know who calls
+    if parent is None:
+        return None
+    children = list(parent)
+    places = [place for place, child in enumerate(children) if child is module]
+    if len(places) != 1 or places[0] + 1 == len(children):
+        return None
+    then = children[places[0] + 1]
+    hooks = (then._forward_pre_hooks, module._forward_hooks)  # noqa: SLF001 - who else would see the value
+    is_seen = any(
+        not type(each).__module__.startswith("tierstore.") for some in hooks for each in some.values()
+    )
+    is_seen = is_seen or bool(global_forward_hooks or global_forward_pre_hooks)
+    return then if borders.get(then) == CPU and not is_seen else None
+
+
+def _sequential_around(frame: FrameType | None) -> nn.Sequential | None:
+    """Return the plain ``nn.Sequential`` whose forward has made the call that a hook is in."""
+    calls = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)  # noqa: SLF001
+    while frame is not None and frame.f_code not in calls:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename == calls[0].co_filename:
+        frame = frame.f_back
+    if frame is None or frame.f_code is not nn.Sequential.forward.__code__:
+        return None
+    parent = frame.f_locals.get("self")
+    return parent if type(parent) is nn.Sequential else None
+
+
+def is_exchangeable(output: object) -> bool:
+    """Whether an output is one plain tensor, which a neighbour can be handed."""
+    return isinstance(output, torch.Tensor) and _is_plain(output)
+
+
+def exchanged(value: torch.Tensor, *, may_share: bool) -> torch.Tensor:
+    """Return a value for a neighbour, in its graph.
+
+    Args:
+        value: that a module on the host has returned.
+        may_share: whether both spare it.
+    """
+    if not may_share or not _is_dense(value):
+        copied: torch.Tensor = _CopyOnHost.apply(value)  # type: ignore[no-untyped-call]
+        return copied
+    if value.requires_grad and value.grad_fn is not None:
+        value.register_hook(_dense)
+    return value
+
+
+class _CopyOnHost(torch.autograd.Function):
+    """A copy in host memory, out of sight of modes."""
+
+    @staticmethod
+    def forward(ctx: object, value: torch.Tensor) -> torch.Tensor:
+        """Copy a value."""
+        del ctx
+        return _copied(value)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        """Hand its gradient on."""
+        del ctx
+        return _dense(gradient)
+
+    @staticmethod
+    def jvp(ctx: object, tangent: torch.Tensor) -> torch.Tensor:
+        """Copy a tangent."""
+        del ctx
+        return _copied(tangent)
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), ordinary_mode():
+        return value.detach().clone()
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as dense as a copy of it would be."""
+    if gradient.layout is not torch.strided or _is_dense(gradient):
+        return gradient
+    return gradient.clone()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a copy of a tensor would have the same strides."""
+    with ordinary_mode():
+        return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+# ---------------------------------------------------------------------- not twice
+
+
+@dataclass(slots=True)
+class _KnownValue:
+    """What is known of a storage on the device.
+
+    Attributes:
+        version: of the value when it was noted.
+        look: how the value lies in its storage.
+        source: whose crossing it was.
+        on_host: the value on the host; ``None``: it was not kept.
+        then: its version.
+        may_share: whether nobody writes to that.
+    """
+
+    version: int
+    look: tuple[object, ...]
+    source: weakref.ref[object]
+    on_host: torch.Tensor | None
+    then: int
+    may_share: bool
+
+
+class KnownValues:
+    """What is on the host of values that the device has: of one model."""
+
+    def __init__(self) -> None:
+        self._of: LiveStorages[_KnownValue] = LiveStorages()
+        self._kept_by: weakref.WeakSet[object] = weakref.WeakSet()
+
+    def note(self, value: torch.Tensor, source: object, on_host: torch.Tensor, *, may_share: bool) -> None:
+        """Take in that a value of the device is on the host, too; keep it, if that was of use before.
+
+        Args:
+            value: on the device.
+            source: whose crossing it was.
+            on_host: the same on the host.
+            may_share: whether nobody writes to that.
+        """
+        if not _is_plain(value) or not _is_plain(on_host):
+            return
+        is_kept = source in self._kept_by
+        with torch.no_grad(), ordinary_mode():
+            kept = on_host.detach() if is_kept else None
+            version = 0 if kept is None else kept._version  # noqa: SLF001 - nobody else tells
+        self._of.put(
+            value.untyped_storage(),
+            _KnownValue(
+                value._version,  # noqa: SLF001
+                _look_of(value),
+                weakref.ref(source),
+                kept,
+                version,
+                may_share,
+            ),
+        )
+
+    def find(self, value: torch.Tensor, *, may_share: bool) -> Callable[[], torch.Tensor] | None:
+        """Return what gives a value of the device that is on the host already; ``None``: it has to cross.
+
+        Args:
+            value: on the device.
+            may_share: whether who gets it spares it.
+        """
+        if not _is_plain(value):
+            return None
+        known = self._of.get(value.untyped_storage())
+        if known is None or (known.version, known.look) != (value._version, _look_of(value)):  # noqa: SLF001
+            return None
+        found = known.on_host
+        if found is None:
+            source = known.source()
+            if source is not None:
+                self._kept_by.add(source)
+            return None
+        if found._version != known.then:  # noqa: SLF001 - the module that had it has written to it
+            return None
+        shares = may_share and known.may_share and _is_dense(found)
+        return lambda: _alias(found) if shares else _copied(found)
+
+
+def _alias(value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), ordinary_mode():
+        return value.detach()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _look_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
