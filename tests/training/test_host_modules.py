@@ -190,7 +190,7 @@ KINDS = [(case, loop) for case in CASES for loop in LOOPS if not (is_on_accelera
 
 
 @pytest.mark.parametrize("layout", ["three"])
-@pytest.mark.parametrize(("case", "loop"), KINDS[:: 1 if is_on_accelerator else 2])
+@pytest.mark.parametrize(("case", "loop"), KINDS[::3] if is_on_accelerator else KINDS[::2])
 def test_the_bits_of_loops_of_all_kinds(layout: str, case: str, loop: str, tmp_path: Path) -> None:
     more = twins.with_device(layout, "256KB")
     assert_same_placed(CASES[case], LOOPS[loop], layout, tmp_path, more)

@@ -167,10 +167,9 @@ class Session:
             self._reclaimers, self.prefetcher, meter, self._settle_budget, self._settle_for_backward
         )
         store.begin_hosting(self._activation_host)
-        self.crossings = Crossings(
-            Link(store, self._activation_host, self.bindings.leasing.require), self.placed.borders(model)
-        )
-        self._reclaimers.add(self.crossings.link)
+        link = Link(store, self._activation_host, self.bindings.leasing.require)
+        self.crossings = Crossings(link, self.placed.borders(model))
+        self._reclaimers.add(link)
         self._handles: list[Removable] = []
         self._watched: set[torch.Tensor] = set()
 
@@ -384,6 +383,7 @@ class Session:
 
     def _note(self, binding: Binding) -> None:
         self._settle_budget()
+        self.crossings.link.sweep()
         if binding.confined_to is None:
             self.prefetcher.note(binding.key)
         else:

@@ -59,11 +59,13 @@ class Layout:
         name: of `running.LAYOUTS`.
         room: how much of it the fast tiers hold, a number of `running.ROOMS`.
         activations: what is done with them, a name of `running.ACTIVATIONS`.
+        side: which parts compute on the host beside a device, a bit each (`sides`).
     """
 
     name: str = "host"
     room: int = 0
     activations: str = "kept"
+    side: int = 0
 
 
 @dataclass(frozen=True, order=True)
@@ -101,6 +103,8 @@ class Program:
         """What `features.OFF` knows its pieces by, and the words that it knows."""
         yield from (piece.feature for piece in self.pieces())
         yield from (word for word in WORDS if word in self.text)
+        if self.layout.side:
+            yield "side"
 
     @property
     def text(self) -> str:

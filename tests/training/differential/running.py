@@ -25,7 +25,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from tests.training.differential import buffers, models, optimizers, trial
+from tests.training.differential import buffers, models, optimizers, sides, trial
 from tests.training.differential.models import WIDTH
 from tests.training.differential.observing import Difference, first_difference
 from tests.training.differential.programs import Layout, Program
@@ -185,7 +185,10 @@ def _run(program: Program, open_run: Open | None) -> Trial:
         except Exception as error:
             raise _UnbuiltError(f"{type(error).__name__}: {str(error)[:90]}") from error
         if open_run is None:
+            handles = sides.place_plainly(program.layout.side, t.model)
             _loop(t, names, program)
+            for handle in handles:
+                handle.remove()
         else:
             with tempfile.TemporaryDirectory(dir=_scratch()) as path:
                 _run_offloaded(t, names, program, open_run, path)
@@ -202,8 +205,10 @@ def _run_offloaded(t: Trial, names: dict[str, Any], program: Program, open_run: 
 
 def _run_in_store(t: Trial, names: dict[str, Any], program: Program, open_run: Open, path: str) -> None:
     try:
-        layers = {} if program.layout.activations == "kept" else {"layers": ""}
-        run = open_run(t.model, list(t.opts), config_of(program.layout, t.model, path), **layers)
+        more: dict[str, Any] = {} if program.layout.activations == "kept" else {"layers": ""}
+        if program.layout.side:
+            more["placement"] = sides.placement_of(program.layout.side, t.model)
+        run = open_run(t.model, list(t.opts), config_of(program.layout, t.model, path), **more)
     except TierStoreError as error:
         raise _RefusedError(_kind(error)) from error
     except Exception as error:

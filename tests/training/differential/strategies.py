@@ -67,7 +67,8 @@ def programs(off: Mapping[str, str] = OFF) -> st.SearchStrategy[Program]:
         st.sampled_from([*LAYOUTS, *TIGHT, *TIGHT]),
         st.sampled_from([len(ROOMS) - 1, 2, 1, 1, 0, 0, 0]),
         st.sampled_from(["kept", "kept", "kept", *ACTIVATIONS]),
-    )
+        _SIDES,
+    ).map(_with_a_device)
     drawn = st.builds(
         Program,
         parts=_some("part", 5, off, 1),
@@ -81,6 +82,14 @@ def programs(off: Mapping[str, str] = OFF) -> st.SearchStrategy[Program]:
         turns=st.integers(1, 3),
     )
     return drawn.map(_settled).filter(lambda p: not is_off(set(p.features()), off))
+
+
+_SIDES = st.one_of(st.just(0), st.just(0), st.integers(1, 31))
+
+
+def _with_a_device(layout: Layout) -> Layout:
+    """Return a layout in which parts can be on either side, or all of them on one."""
+    return layout if layout.name in ("device", "three") else replace(layout, side=0)
 
 
 def _settled(program: Program) -> Program:
