@@ -15,13 +15,14 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 import tierstore as ts
 from tierstore.tables import Column, LogPlace, NormalRows, RowStore, Snapshot, StoreBlocks, TableHome
+from tierstore.tables.layout import Indices
 
 ROWS, WIDTH, BATCH, STEPS_A_CHECKPOINT = 400, 300, 12, 4
 COLUMNS = (Column("rows", 0.0), Column("sum", 0.1))
@@ -63,7 +64,7 @@ class DeadlyBlocks(StoreBlocks):
         super().put(name, block)
         self.deadline.pass_by("after put")
 
-    def read(self, parts: Sequence[tuple[str, int]], into: torch.Tensor) -> None:
+    def read(self, parts: Mapping[str, Indices], into: torch.Tensor) -> None:
         self.deadline.pass_by("read")
         super().read(parts, into)
 
@@ -94,8 +95,8 @@ def life(folder: Path, deadline: Deadline, steps: int) -> None:
     """Go on from the last checkpoint for some steps, or to the deadline."""
     tier = ts.TierConfig("disk", "files", "4MiB", options={"path": str(folder / "disk"), "durable": True})
     store = ts.Store(ts.StoreConfig([ts.TierConfig("host", "memory", "1MiB"), tier]))
-    blocks = DeadlyBlocks(store, "disk")
-    object.__setattr__(blocks, "deadline", deadline)  # it is frozen
+    blocks = DeadlyBlocks(store)
+    blocks.deadline = deadline
     home = TableHome(torch.empty(8 * 4096, dtype=torch.uint8), LogPlace(blocks, PREFIX, 4 * 4096))
     initial = NormalRows(WIDTH, torch.float32, 5)
     if MAP in store:

@@ -82,7 +82,7 @@ class TableMachine(RuleBasedStateMachine):
         pages = data.draw(st.integers(1, 6), label="frames")
         blocks = data.draw(st.integers(1, 5), label="pages a block")
         memory = torch.full((pages * 4 * _PAGE,), 255, dtype=torch.uint8)
-        place = LogPlace(StoreBlocks(self.store, "disk"), _PREFIX, blocks * _PAGE)
+        place = LogPlace(StoreBlocks(self.store), _PREFIX, blocks * _PAGE)
         return TableHome(memory, place if self.has_log else None, self.policy, "its share", self.workers)
 
     # --- what may fail -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ Puts and reads may be called from other threads; the books are kept in the calle
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from tierstore.errors import IntegrityError, TierStoreError
-from tierstore.tables.layout import PAGE_BYTES, Column, PageLayout
+from tierstore.tables.layout import PAGE_BYTES, Column, Indices, PageLayout
 from tierstore.tables.page_map import NOWHERE, Checks, Logged, PageMap
 from tierstore.tables.page_numbers import Numbers, Pages
 from tierstore.units import MIB
@@ -52,12 +52,13 @@ class BlockMedium(Protocol):
         """
         ...
 
-    def read(self, parts: Sequence[tuple[str, int]], into: torch.Tensor) -> None:
+    def read(self, parts: Mapping[str, Indices], into: torch.Tensor) -> None:
         """Read parts of blocks, all of one length.  Blocks.
 
         Args:
-            parts: a block's name and where in it the part begins, a multiple of 4096.
-            into: uint8 ``[parts, nbytes]``, contiguous; ``nbytes`` is a multiple of 4096.
+            parts: for each block, where in it parts begin: multiples of 4096.
+            into: uint8 ``[parts, nbytes]``, contiguous, the parts in their order; ``nbytes`` is a multiple of
+                4096.
 
         Raises:
             BackendError: the medium failed; what is in ``into`` is whatever.
@@ -68,12 +69,16 @@ class BlockMedium(Protocol):
         """Forget blocks."""
         ...
 
-    def drop_others(self, prefix: str, names: Sequence[str]) -> None:
+    def drop_others(self, prefix: str, names: Collection[str]) -> None:
         """Forget what is under names that begin with ``prefix``, but for ``names``."""
         ...
 
     def room(self) -> str:
         """Say for a message how much is free of how much."""
+        ...
+
+    def close(self) -> None:
+        """Hold nothing any more; the blocks stay.  Idempotent."""
         ...
 
 
@@ -156,7 +161,7 @@ class LogPlace:
     """Where the log of a table is to lie.
 
     Attributes:
-        medium: that keeps blocks.
+        medium: that keeps blocks; of this table alone, which closes it in its end.
         prefix: of the names of blocks; nothing else on the medium begins with it.
         block_bytes: of a full block; at least one page is in it.
     """
@@ -231,24 +236,26 @@ class PageLog:
     def read(self, logged: Logged) -> torch.Tensor:
         """Return the bytes of pages: uint8 ``[n, page_bytes]``.  Blocks; in any thread.
 
-        The caller counts them, as `bytes_read`.
+        Pages are in the order of their places.  The caller counts them, as `bytes_read`.
 
         Raises:
             BackendError: the medium failed; `IntegrityError` if a page came back different.
         """
-        numbers, indices = logged.places >> _INDEX_BITS, logged.places & _LAST_INDEX
-        names = [self._name(number) for number in numbers.tolist()]
-        begins = (indices * self.stored_bytes).tolist()
-        stored = torch.empty(len(names), self.stored_bytes, dtype=torch.uint8, device="cpu")
-        self.place.medium.read(list(zip(names, begins, strict=True)), stored)
+        numbers, begins = logged.places >> _INDEX_BITS, (logged.places & _LAST_INDEX) * self.stored_bytes
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        names = [self._name(number) for number in numbers[firsts].tolist()]
+        parts = dict(zip(names, np.split(begins, firsts[1:]), strict=True))
+        stored = torch.empty(len(begins), self.stored_bytes, dtype=torch.uint8, device="cpu")
+        self.place.medium.read(parts, stored)
         contents = stored[:, : self._layout.page_bytes].contiguous()
         wrong = np.flatnonzero(_checks_of(contents) != logged.checks)
         if len(wrong):
             first = wrong[0]
+            name = self._name(int(numbers[first]))
             raise IntegrityError(
-                f"page {logged.pages[first]} in {names[first]!r} at byte {begins[first]} is not what was "
-                f"written; likewise {len(wrong)} of {len(names)} pages",
-                key=names[first],
+                f"page {logged.pages[first]} in {name!r} at byte {begins[first]} is not what was written; "
+                f"likewise {len(wrong)} of {len(begins)} pages",
+                key=name,
             )
         return contents
 
@@ -367,7 +374,7 @@ class PageLog:
         moving = moving[np.argsort(rank[numbers[moving]], kind="stable")]
         for begin in range(0, len(moving), self.pages_per_block):
             part = moving[begin : begin + self.pages_per_block]
-            yield logged.only(part)
+            yield logged.only(part[np.argsort(logged.places[part])])
 
     # --- snapshots -----------------------------------------------------------------------------
 

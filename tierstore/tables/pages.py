@@ -441,8 +441,9 @@ class TablePages:
     @staticmethod
     def _read_into(page_log: PageLog, logged: Logged, frames: Frames, cells: torch.Tensor) -> None:
         """Read pages into frames that nobody else touches.  In any thread."""
-        contents = page_log.read(logged).view(cells.dtype)
-        put_rows(cells.view(-1, contents.shape[1]), torch.from_numpy(frames), contents)
+        order = np.argsort(logged.places)
+        contents = page_log.read(logged.only(order)).view(cells.dtype)
+        put_rows(cells.view(-1, contents.shape[1]), torch.from_numpy(frames[order]), contents)
 
     # --- prefetched pages ----------------------------------------------------------------------
 

@@ -263,6 +263,8 @@ class RowStore:
             self._pages = self._copied(old, self._new_pages(old.layout, old.num_rows, GrowingMemory()))
             self._last_log = old.log or self._last_log
             _drop_log(old)
+            if old.log is not None:
+                old.log.place.medium.close()
 
     def write_back(self) -> None:
         """Write what is dirty to the log; all that is in memory stays there.  Blocks.  Nothing without a log.
@@ -344,6 +346,8 @@ class RowStore:
         self._ended = why
         self._pages.settle()
         self._executor.shutdown()
+        if self._pages.log is not None:
+            self._pages.log.place.medium.close()
 
     def _here(self) -> TablePages:
         """Return the pages.

@@ -71,7 +71,7 @@ def _table(
 ) -> RowStore:
     """Return a table whose pages are rows, in so many frames."""
     table = RowStore(num_rows, width, torch.float32, NormalRows(width, torch.float32, 5), name="deep")
-    place = None if store is None else LogPlace(StoreBlocks(store, "disk"), _PREFIX, block_pages * _PAGE)
+    place = None if store is None else LogPlace(StoreBlocks(store), _PREFIX, block_pages * _PAGE)
     table.attach(
         TableHome(torch.empty(frames * _PAGE // 4), place, "lru", "its share", executor or Sometimes())
     )
@@ -412,7 +412,7 @@ def test_prefetched_rows_stay_until_they_are_visited() -> None:
 
 
 def _restored(table: RowStore, snapshot: Snapshot, store: Store, block_pages: int = 3) -> RowStore:
-    place = LogPlace(StoreBlocks(store, "disk"), _PREFIX, block_pages * _PAGE)
+    place = LogPlace(StoreBlocks(store), _PREFIX, block_pages * _PAGE)
     home = TableHome(torch.empty(4 * _PAGE // 4), place, executor=Sometimes())
     return RowStore.restored(snapshot, _WIDTH, torch.float32, _INITIAL, home, name="deep")
 
@@ -534,7 +534,7 @@ def test_rows_of_every_size_come_back_from_the_log(dtype: torch.dtype, width: in
     store, num_rows = _store(), 900 if width == 700 else 9000
     table = RowStore(num_rows, width, dtype, NormalRows(width, dtype, 5), name="deep")
     table.ensure_columns([Column("m", 0.5)])
-    place = LogPlace(StoreBlocks(store, "disk"), _PREFIX, 3 * _PAGE)
+    place = LogPlace(StoreBlocks(store), _PREFIX, 3 * _PAGE)
     table.attach(TableHome(torch.empty(5 * _PAGE, dtype=torch.uint8), place))
     ids = torch.arange(0, num_rows, 7)
     values = torch.randn(len(ids), width, dtype=dtype, generator=torch.Generator().manual_seed(1))
