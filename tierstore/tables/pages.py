@@ -323,7 +323,8 @@ class TablePages:
         if writer.leaving >= lacking:
             writer.finish()
             return
-        victims = self.frames.victims(lacking - writer.leaving)
+        assert self.log is not None
+        victims = self.frames.victims(max(lacking - writer.leaving, self._bulk(self.log)))
         if len(victims):
             self._send_off(victims)
         elif writer.under_way:
@@ -353,14 +354,19 @@ class TablePages:
         self._writer.begin(going, leave=True)
 
     def _clean_ahead(self) -> None:
-        """Begin to write a block of those that go next, before their frames are needed."""
+        """Begin to write those that go next, before their frames are needed."""
         writer = self._writer
         if writer is None or self.log is None:
             return
         writer.take_note()
-        lacking = len(self.frames) // _SPARE_SHARE - self.frames.free
-        if lacking > 0 and not writer.under_way:
-            self._send_off(self.frames.victims(min(lacking, self.log.pages_per_block)), at_once=True)
+        lacking = len(self.frames) // _SPARE_SHARE - self.frames.free - writer.leaving
+        room = (MOST_UNDER_WAY - writer.under_way) * self.log.pages_per_block
+        if room > 0 and lacking >= max(1, self._bulk(self.log) // 2):
+            self._send_off(self.frames.victims(min(lacking, room)), at_once=True)
+
+    def _bulk(self, page_log: PageLog) -> int:
+        """Return how many frames go at once, so that blocks are not of a few pages."""
+        return min(page_log.pages_per_block, len(self.frames) // _SPARE_SHARE)
 
     def _forget_clean(self, wanted: int) -> None:
         """Let there be so many free frames where what is dirty can go nowhere.

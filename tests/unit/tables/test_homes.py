@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, TypeVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from tierstore.tables import Column, LogPlace, NormalRows, RowStore, Snapshot, S
 from tierstore.tables.frames import FrameState
 from tierstore.tables.page_map import Frames
 from tierstore.tables.pages import TablePages
-from tierstore.testing.faults import Faulty
+from tierstore.testing.faults import Faulty, Gate
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -506,6 +507,46 @@ def test_a_relay_that_finds_no_room_changes_nothing() -> None:
     assert torch.equal(visit.gather("sum"), torch.full((1, 512), 0.1))
     assert table.stats().log_pages >= 10
     store.check()
+
+
+def test_a_miss_reads_a_page_and_not_its_block() -> None:
+    store = _store()
+    table = _table(16, store, block_pages=16)
+    _write(table, 1.0, *range(16))
+    table.write_back()
+    table._pages.forget_all()
+    assert table.stats().blocks == 1
+    assert _values(table, 3, 9, 10) == [1.0] * 3
+    assert store.stats().traffic["disk", "caller"].nbytes == 3 * _PAGE
+    assert table.stats().page_bytes_read == 3 * _PAGE
+
+
+def test_a_block_that_is_being_read_is_dropped_when_that_has_ended() -> None:
+    gates: list[Gate] = []
+
+    def wrap(backend: Backend) -> Backend:
+        gates.append(Gate(backend))
+        return gates[-1]
+
+    store = make_store(1 << 20, 1 << 30, wrap=wrap)
+    blocks = StoreBlocks(store)
+    for gate in gates:
+        gate.open()
+    blocks.put("a", torch.arange(2 * _PAGE, dtype=torch.uint8))
+    blocks.put("b", torch.zeros(_PAGE, dtype=torch.uint8))
+    gates[-1].shut()
+    into = torch.empty(1, _PAGE, dtype=torch.uint8)
+    thread = threading.Thread(target=blocks.read, args=({"a": np.array([_PAGE])}, into))
+    thread.start()
+    with gates[-1]._changed:
+        assert gates[-1]._changed.wait_for(lambda: gates[-1].held, 60)
+    blocks.drop(["a", "b"])
+    assert set(store) == {"a"}
+    gates[-1].open()
+    thread.join()
+    blocks.put("c", torch.zeros(_PAGE, dtype=torch.uint8))
+    assert set(store) == {"c"}
+    assert torch.equal(into[0], torch.arange(2 * _PAGE, dtype=torch.uint8)[_PAGE:])
 
 
 def test_a_table_comes_home_and_leaves_its_log() -> None:
