@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from tierstore.errors import CapacityError
+from tierstore.errors import CapacityError, UsageError
 from tierstore.tables.layout import PageLayout
 from tierstore.units import format_bytes
 
@@ -71,11 +71,19 @@ class FixedMemory:
 
     Args:
         tensor: contiguous, in host memory, of any type whose bytes may be used.
+
+    Raises:
+        UsageError: it is not.
     """
 
     is_fixed = True
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            raise UsageError(
+                f"frames need contiguous host memory, not {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())} on {tensor.device}"
+            )
         self._bytes = tensor.detach().reshape(-1).view(torch.uint8)
 
     def begin(self, layout: PageLayout, name: str) -> torch.Tensor:

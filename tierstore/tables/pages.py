@@ -22,7 +22,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from tierstore.errors import CapacityError, InvariantError, TierStoreError
+from tierstore import forks
+from tierstore.errors import CapacityError, InvariantError, TierStoreError, UsageError
 from tierstore.signals import uninterrupted
 from tierstore.tables.frames import FrameEvent, FrameState, FrameTable, Policy
 from tierstore.tables.initial_rows import InitialRows
@@ -144,6 +145,7 @@ class TablePages:
         )
         self.counts = PageCounts()
         self.visit = 0
+        self._process = forks.here()
         self._reads: deque[_Read] = deque()
         self._writer = (
             PageWriter(traits.name, self.frames, page_log, traits.executor, self._contents_of, self._forget)
@@ -173,6 +175,7 @@ class TablePages:
             CapacityError: there is no room for them: in memory, or on the medium for what would have to go.
             BackendError: the medium failed.  In either case nothing is lost.
         """
+        self._require_here()
         self.visit += 1
         frames = self.map.frames_of(pages)
         if self._reads:
@@ -229,6 +232,7 @@ class TablePages:
         """
         if self._writer is None or self.log is None:
             return
+        self._require_here()
         self._take_note_of_reads()
         frames = self.map.frames_of(pages)
         self.frames.keep(frames[frames >= 0])
@@ -253,6 +257,7 @@ class TablePages:
             BackendError: it failed.  In either case what is not in the log is dirty, and nothing is lost.
         """
         if self._writer is not None:
+            self._require_here()
             self._writer.finish_all()
             dirty = self.frames.are_in(FrameState.DIRTY)
             self._writer.begin(dirty[np.argsort(self.frames.pages[dirty])], leave=False)
@@ -260,6 +265,7 @@ class TablePages:
 
     def settle(self) -> None:
         """Wait until nothing is on its way; what could not be written is dirty."""
+        self._require_here()
         self._take_note_of_reads(all_of_them=True)
         if self._writer is not None:
             try:
@@ -277,6 +283,16 @@ class TablePages:
     def has_dirty(self) -> bool:
         """Whether there are pages in frames that differ from those in the log."""
         return bool(np.any(self.frames.states >= FrameState.DIRTY))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that the threads and the store belong to."""
+        return not self.memory.is_fixed or self._process is forks.here()
+
+    def _require_here(self) -> None:
+        """Raise `StoreForked` where the threads and the store are another process's."""
+        if not self.is_here:
+            forks.require_here(self._process, f"the table {self.traits.name!r}")
 
     # --- frames for pages ----------------------------------------------------------------------
 
@@ -438,6 +454,11 @@ class TablePages:
         """Set rows in frames to what they are at first."""
         cells = self.layout.cells_in(frames, ids % self.layout.rows_per_page)
         rows = self.traits.initial_rows(torch.from_numpy(ids))
+        if rows.shape != (len(ids), self.layout.width) or rows.dtype != self.layout.dtype or not rows.is_cpu:
+            raise UsageError(
+                f"table {self.traits.name!r}: its initial rows are {rows.dtype} {list(rows.shape)} on "
+                f"{rows.device.type}, not {self.layout.dtype} {[len(ids), self.layout.width]} on cpu"
+            )
         put_rows(self.cells, torch.from_numpy(cells), rows.detach())
 
     def _contents_of(self, frames: Frames) -> torch.Tensor:

@@ -334,15 +334,19 @@ class RowStore:
         return table
 
     def close(self) -> None:
-        """End it: it was closed."""
+        """End it: it was closed.  See `end`."""
         self.end(f"table {self.name!r} was closed")
 
     def end(self, why: str) -> None:
         """Wait for what is on its way, and end the table's threads: its rows cannot be asked for any more.
 
+        In the child of a fork it does nothing: what it would end is the parent's.
+
         Args:
             why: what whoever asks for them is told.
         """
+        if not self._pages.is_here:
+            return
         self._ended = why
         self._pages.settle()
         self._executor.shutdown()
