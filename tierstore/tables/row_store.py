@@ -6,7 +6,7 @@ scattered, wherever they lie.  It knows neither modules nor optimizers nor autog
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Final
@@ -192,6 +192,14 @@ class RowStore:
         if num_rows < self.num_rows:
             raise UsageError(f"table {self.name!r}: {self.num_rows} rows cannot grow to {num_rows}")
         self._here().grow(num_rows)
+
+    def written_ids(self) -> Iterator[torch.Tensor]:
+        """Yield the ids of all rows that may differ from what they were at first, ascending, some at a time.
+
+        They are whole pages: of each, all rows if one of them, or of its states, was ever written.  Rows may
+        be visited meanwhile, but no others written.
+        """
+        yield from map(torch.from_numpy, self._pages.written_ids())
 
     # --- columns -------------------------------------------------------------------------------
 
@@ -392,6 +400,27 @@ class RowStore:
 
     # --- copies --------------------------------------------------------------------------------
 
+    def __deepcopy__(self, memo: dict[int, object]) -> RowStore:
+        """Return a table by itself with the same rows: not attached, wherever this one lies."""
+        copy = RowStore(self.num_rows, self.width, self.dtype, self._traits.initial_rows, name=self.name)
+        memo[id(self)] = copy
+        copy.ensure_columns(self.columns)
+        copy._pages = copy._copied(self._pages, copy._pages)
+        return copy
+
+    def __reduce__(self) -> tuple[Callable[..., RowStore], tuple[object, ...]]:
+        """What `pickle` keeps: what was written, and how the rest is made."""
+        written = []
+        for ids in self.written_ids():
+            cells = [torch.empty(len(ids), self.width, dtype=self.dtype, device="cpu") for _ in self.columns]
+            for visit in self.visit(ids):
+                for column, into in zip(self.columns, cells, strict=True):
+                    into[visit.part] = visit.gather(column.name)
+            written.append((ids, cells))
+        traits = self._traits
+        made = self.num_rows, self.width, self.dtype, traits.initial_rows, traits.name, self.columns
+        return _unpickled, (*made, written)
+
     def _traits_in(self, home: TableHome) -> TableTraits:
         executor = home.executor or self._executor
         return replace(
@@ -476,6 +505,24 @@ class RowStore:
             aside.forget_all()
             raise
         log.drop_all()
+
+
+def _unpickled(
+    num_rows: int,
+    width: int,
+    dtype: torch.dtype,
+    initial_rows: InitialRows,
+    name: str,
+    columns: tuple[Column, ...],
+    written: list[tuple[torch.Tensor, list[torch.Tensor]]],
+) -> RowStore:
+    table = RowStore(num_rows, width, dtype, initial_rows, name=name)
+    table.ensure_columns(columns)
+    for ids, cells in written:
+        for visit in table.visit(ids):
+            for column, values in zip(columns, cells, strict=True):
+                visit.scatter(column.name, values[visit.part])
+    return table
 
 
 def _drop_log(pages: TablePages) -> None:

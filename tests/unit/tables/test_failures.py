@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +32,7 @@ from tierstore.errors import (
     UsageError,
 )
 from tierstore.tables import LogPlace, RowStore, StoreBlocks, TableHome
+from tierstore.tables.frames import FrameState
 from tierstore.testing.faults import Faulty
 
 _T = TypeVar("_T")
@@ -160,6 +162,17 @@ def test_a_call_that_is_cut_off_while_rows_are_made_leaves_no_trace(has_log: boo
     assert table.stats().frames - table._pages.frames.free == 2
     assert torch.equal(read(table, 3, 4), INITIAL(torch.tensor([3, 4])))
     assert values_of(table, 1, 2) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("has_log", [False, True])
+def test_frames_that_an_interrupt_left_behind_are_found_again(has_log: bool) -> None:
+    table = attached(4, new_store() if has_log else None)
+    write(table, 1.0, 1)
+    abandoned = table._pages.frames.take(np.array([7, 8, 9]))  # and nobody ever fills them
+    assert torch.equal(read(table, 2, 3), INITIAL(torch.tensor([2, 3])))
+    assert values_of(table, 1) == [1.0]
+    assert len(abandoned) == 3
+    assert table._pages.frames.are_in(FrameState.FILLING).tolist() == []
 
 
 @pytest.mark.parametrize(

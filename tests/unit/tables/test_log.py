@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from tests.stores import make_store
-from tests.unit.tables.homes import INITIAL, PAGE, PREFIX, attached, new_store, read, values_of, write
+from tests.unit.tables.homes import (
+    INITIAL,
+    PAGE,
+    PREFIX,
+    WIDTH,
+    Sometimes,
+    attached,
+    new_store,
+    read,
+    values_of,
+    write,
+)
 from tierstore.errors import (
     CapacityError,
 )
@@ -96,6 +109,36 @@ def test_a_table_comes_home_and_leaves_its_log() -> None:
     assert table.stats().frames >= 10
     assert values_of(table, *range(10)) == [1.0] * 10
     assert torch.equal(read(table, 500), INITIAL(torch.tensor([500])))
+
+
+def test_a_table_tells_which_rows_were_written() -> None:
+    table = attached(2, new_store(), width=256)  # four rows a page
+    write(table, 1.0, 1, 9, 10, 40)
+    read(table, *range(60, 70))
+    assert torch.cat(list(table.written_ids())).tolist() == [*range(4), *range(8, 12), *range(40, 44)]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table))])
+@pytest.mark.parametrize("has_home", [False, True])
+def test_a_copy_has_what_was_written_and_makes_the_rest(
+    duplicate: Callable[[RowStore], RowStore], has_home: bool
+) -> None:
+    table = RowStore(2**40, WIDTH, torch.float32, INITIAL, name="deep")
+    table.ensure_columns([Column("sum", 0.1)])
+    if has_home:
+        place = LogPlace(StoreBlocks(new_store()), PREFIX)
+        table.attach(TableHome(torch.empty(6 * WIDTH), place, executor=Sometimes()))
+    ids = [3, 4, 5, 2**39, 2**40 - 1]
+    write(table, 1.0, *ids)
+    for visit in table.visit(torch.tensor([4, 2**39])):
+        visit.scatter("sum", torch.full((visit.part.stop - visit.part.start, WIDTH), 7.0))
+    twin = duplicate(table)
+    write(table, 2.0, *ids)
+    assert values_of(twin, *ids) == [1.0] * 5
+    (visit,) = twin.visit(torch.tensor(ids))
+    assert visit.gather("sum")[:, 0].tolist() == pytest.approx([0.1, 7.0, 0.1, 7.0, 0.1])
+    assert torch.equal(read(twin, 9), INITIAL(torch.tensor([9])))
+    assert (twin.num_rows, twin.columns, twin.name) == (table.num_rows, table.columns, "deep")
 
 
 def test_a_table_by_itself_can_be_copied() -> None:
