@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -17,10 +15,8 @@ from tests.unit.tables.homes import (
     values_of,
     write,
 )
-from tierstore.tables import RowStore
+from tierstore.tables import RowStore, pages
 from tierstore.tables.frames import FrameState
-from tierstore.tables.page_map import Frames
-from tierstore.tables.pages import TablePages
 from tierstore.testing.faults import Faulty
 
 
@@ -57,20 +53,12 @@ def test_a_visit_of_other_rows_does_not_wait_for_a_prefetch() -> None:
     assert values_of(table, 1, 3) == [1.0, 1.0]
 
 
-def test_a_visit_of_prefetched_rows_waits_for_them() -> None:
+def test_a_visit_of_prefetched_rows_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     table, later, _ = _prefetching()
     table.prefetch(torch.tensor([1, 3]))
-    thread = threading.Thread(target=later.work)
-    wait = TablePages._take_note_of_reads
-
-    def start_when_it_waits(pages: TablePages, wanted: Frames) -> None:
-        thread.start()
-        wait(pages, wanted)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TablePages, "_take_note_of_reads", start_when_it_waits)
-        assert values_of(table, 1, 3) == [1.0, 1.0]
-    thread.join()
+    monkeypatch.setattr(pages, "wait", lambda _: later.work())  # only who waits lets it come to its end
+    assert values_of(table, 1, 3) == [1.0, 1.0]
+    assert pages_in(table, FrameState.FILLING) == set()
 
 
 def test_a_prefetch_that_fails_is_only_advice() -> None:
