@@ -122,15 +122,15 @@ def main(folder: Path, stride: int) -> None:
     assert isinstance(counts, dict), (found, counts)
     points = [
         (phase, number)
-        for phase in ("opening", "checkpoint 1", "checkpoint 2")
-        for number in range(1 + len(phase) % stride, counts[phase] + 1, stride)
+        for phase, start in (("opening", 8), ("checkpoint 1", 13), ("checkpoint 2", 3))
+        for number in range(1 + (start - 1) % stride, counts[phase] + 1, stride)
     ]
     kills = []
     for index, (phase, number) in enumerate(points):
         training = folder / f"training-{index}"
         training.mkdir()
         fatal = {index % PROCESSES: (phase, number)}
-        first = machine.live(training, fatal, ends_others=index % 4 < 2)
+        first = machine.live(training, fatal, ends_others=phase != "checkpoint 2")
         kills.append({"at": machine.killed_at, "first": first})
         if index % 3 == 0:  # again, while all go on
             again = machine.live(
