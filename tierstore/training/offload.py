@@ -44,6 +44,7 @@ from tierstore.training.checkpoints.weights import Weights
 from tierstore.training.given import check_is_model, optimizers_of
 from tierstore.training.leaving import OnClose
 from tierstore.training.left_behind import let_go
+from tierstore.training.modules.replicas import refuse_to_average
 from tierstore.training.opening import check_model, find_former, open_session
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.placing import marks_of
@@ -54,7 +55,7 @@ from tierstore.training.suspension import Suspension
 from tierstore.training.telling import say_ended, say_opened
 
 if TYPE_CHECKING:
-    from tierstore.training.ranks import Ranks
+    from tierstore.training.ranks import GradientAverages, Ranks
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 log = logging.getLogger("tierstore")
@@ -86,6 +87,7 @@ class Offload:
     ) -> None:
         self.resumed = resumed
         self._ranks = ranks
+        self._averages: GradientAverages | None = None
         self._on_close = on_close
         self._stays: BaseException | None = None  # why it could not be closed
         self._activations = Activations() if activations is None else activations
@@ -167,6 +169,36 @@ class Offload:
                 "be clipped. Leave it out to clip."
             )
         return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type)
+
+    def average_gradients(self) -> None:
+        """Average gradients over all processes from now on, each as soon as backward has it.
+
+        For models whose gradients do not fit together where they compute, as `DistributedDataParallel` needs
+        it.  All processes call it; parameters and buffers become those of the first.  With one process it
+        does nothing.
+
+        Raises:
+            UsageError: ``optimizer_in_backward`` is set, gradients are averaged already, the run is alone
+                among several processes or has no store, or they train different parameters.
+        """
+        self._require_here()
+        if not processes.are_several():
+            return
+        if self._ranks is None or self._session is None:
+            raise UsageError(
+                "the run knows of no other processes, as alone=True or memory_offload is OFF says: it has "
+                "nobody to average gradients with. Wrap the model in DistributedDataParallel."
+            )
+        if self._session.stepping is Stepping.IN_BACKWARD:
+            refuse_to_average(())
+        session = self._session
+        self._averages = self._ranks.average_gradients(
+            self._model, session.store.device, session.gradients.stash_if_needed
+        )
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which backward passes only accumulate, after `average_gradients`."""
+        return contextlib.nullcontext() if self._averages is None else self._averages.paused()
 
     @interruptible
     def save(self, path: str | Path) -> None:

@@ -217,6 +217,17 @@ class Gradients:
             with gradient.lock:
                 self._stash(gradient)
 
+    def stash_if_needed(self, parameter: torch.Tensor) -> None:
+        """Bring a gradient that was assigned, and that nobody else refers to, to a key if those are to wait.
+
+        Raises:
+            CapacityError: there is no room for it; it stays as it is.
+        """
+        gradient = self.table.find(parameter)
+        if gradient is not None and self._must_stash():
+            with gradient.lock:
+                self._stash(gradient)
+
     def _stash(self, gradient: Gradient) -> None:
         native = native_gradient(gradient.parameter)
         if gradient.state is not GradientState.ORDINARY or gradient.flights or native is None:

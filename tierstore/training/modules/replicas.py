@@ -140,12 +140,13 @@ class ComputeRoom:
         needed_bytes = once_bytes if are_views else 2 * once_bytes
         if self.gradient_capacity_bytes is None or needed_bytes <= self.gradient_capacity_bytes:
             return
-        advice = "" if are_views else "pass gradient_as_bucket_view=True, or "
+        advice = "" if are_views else "pass gradient_as_bucket_view=True, "
         raise CapacityError(
             f"DistributedDataParallel needs {format_bytes(needed_bytes)} for all gradients"
             f"{'' if are_views else ' and its buckets'} in {self.tier!r}, and beside the largest bundle "
             f"there are {format_bytes(self.gradient_capacity_bytes)}. To train in several processes {advice}"
-            "raise max_device_memory.",
+            "leave DistributedDataParallel out and call run.average_gradients(), which averages one at a "
+            "time, or raise max_device_memory.",
             tier=self.tier,
             needed_bytes=needed_bytes,
             free_bytes=self.gradient_capacity_bytes,

@@ -4,6 +4,7 @@
 of this package is imported.
 """
 
+from tierstore.training.ranks.averaging import GradientAverages
 from tierstore.training.ranks.joining import Ranks, join
 
-__all__ = ["Ranks", "join"]
+__all__ = ["GradientAverages", "Ranks", "join"]

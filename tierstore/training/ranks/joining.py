@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import psutil
+import torch
+from torch import nn
 
 from tierstore.config import OffloadConfig, StoreConfig, machine
 from tierstore.errors import CapacityError, ConfigError, UsageError
 from tierstore.store import Store
 from tierstore.training import processes
 from tierstore.training.checkpoints.agreement import Agreement
+from tierstore.training.modules import replicas
+from tierstore.training.ranks.averaging import GradientAverages
 from tierstore.training.ranks.checkpoints import AgreedCheckpoints
 from tierstore.training.ranks.introductions import Introduction, judge, locals_of
 from tierstore.training.ranks.meeting import Meeting
@@ -51,6 +55,7 @@ class Ranks:
         self.meeting = meeting
         self._local = local
         self._given = given
+        self._averages: GradientAverages | None = None
 
     def named(self, config: StoreConfig) -> StoreConfig:
         """Return tiers whose messages say that the quota which bounds them is shared."""
@@ -101,8 +106,38 @@ class Ranks:
             agreed.settle_former()
         return agreed
 
+    def average_gradients(
+        self, model: nn.Module, device: torch.device, stash: Callable[[torch.Tensor], None]
+    ) -> GradientAverages:
+        """Average gradients from now on, after all have the first process's parameters and buffers.
+
+        Args:
+            model: that is trained.
+            device: where it computes.
+            stash: told of a parameter that has got the gradient of others alone.
+
+        Raises:
+            UsageError: see `GradientAverages`; or there is no process group, or they are averaged already.
+        """
+        if self.meeting is None:
+            raise UsageError(
+                "gradients are averaged over the process group, which was not initialised when offload(...) "
+                "was called. Call torch.distributed.init_process_group before."
+            )
+        if self._averages is not None or replicas.wrappers_in(model, device):
+            raise UsageError(
+                "gradients are averaged already: by DistributedDataParallel, or an earlier call."
+            )
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        averages = GradientAverages(self.where, self.meeting, trained, device, stash)
+        averages.send_values({**dict(model.named_parameters()), **dict(model.named_buffers())})
+        self._averages = averages
+        return averages
+
     def close(self) -> None:
         """Meet no more.  Idempotent."""
+        if self._averages is not None:
+            self._averages.remove()
         if self.meeting is not None:
             self.meeting.close()
 
