@@ -7,7 +7,7 @@ with all in memory: every loss and the AUC must be the same, to the last bit.
 
     python docs/examples/train_wide_deep.py --compare
     python docs/examples/train_wide_deep.py --data train.txt --workers 8 --dimension 80 --width 1024 \
-        --compute float16 --batch-size 16000 --epochs 15
+        --compute float16 --batch-size 16000 --epochs 15 --max-device-memory 4GB --offload-cpu-size 8GB
 
 Exit code 0: trained (and equal); 1: out of memory, or not equal; 2: the command line or the data was wrong.
 """
