@@ -20,15 +20,16 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_buffers``: a recomputed forward finds changed buffers; ``named_buffers`` leaves out those that are
   ``None``. In: buffers, forward_snapshot.
 - ``_c``: scripts hold parameters that nobody knows of. In: torchscript.
-- ``_call_impl``: a call of a module that an interrupt has ended is not told from one that runs: windows
-  stay open. In: hooks.
+- ``_call_impl``: a call of a module that an interrupt has ended is not told from one that runs: windows stay
+  open. In: hooks, neighbours.
 - ``_cdata``: a storage has no identity: who shares memory is not known. In: binding, bindings, gradient,
   guarded_tensors, host_modules, layout, lease_storages, link, memory_meters, memory_parts, offloaded_storage,
   poisons, reclaimed_tensors, shared_memory, state, state_dict_entries, state_dicts.
 - ``_current_level``: forward-mode derivatives are recomputed in another order. In: forward_conditions.
 - ``_destroy``: subclasses made from ``empty`` fail while operators are observed. In: operator_observers.
-- ``_forward_hooks``: a user's hook may write weights that count as clean. In: crossings, unseen_writes.
-- ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In:
+- ``_forward_hooks``: a user's hook may write weights that count as clean. In: crossings, neighbours,
+  unseen_writes.
+- ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In: neighbours,
   shared_memory, unseen_writes.
 - ``_from_public_api``: a hook of ``state_dict`` is called with other arguments. In: state_dicts.
 - ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In: gradient,
@@ -57,7 +58,7 @@ For none of the attributes there is a public alternative, unless the list names 
   ``swap_tensors`` takes no guarded tensor apart. In: guarded_classes, shared_memory.
 - ``_values``: as ``_indices``. In: gradient, lookup, memory, sgd.
 - ``_version``: backward goes through changed weights in silence. In: activation_store, forward_snapshot,
-  kept_outputs, modes, recomputed_operators, saved_tensors, speculative_steps, state_dict_entries,
+  kept_outputs, modes, neighbours, recomputed_operators, saved_tensors, speculative_steps, state_dict_entries,
   whole_steps.
 
 Some hooks and frames of PyTorch are known by names inside of its functions: ``save_on_cpu``'s hooks

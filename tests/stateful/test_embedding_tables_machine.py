@@ -75,7 +75,7 @@ class EmbeddingTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_attached)
     @rule(frames=st.integers(2, 6), block_pages=st.integers(1, 3))
     def attach(self, frames: int, block_pages: int) -> None:
-        place = LogPlace(StoreBlocks(self.store, "disk"), "table/deep/", block_pages * _PAGE)
+        place = LogPlace(StoreBlocks(self.store), "table/deep/", block_pages * _PAGE)
         home = TableHome(torch.zeros(frames * _PAGE, dtype=torch.uint8), place)
         self.until_it_works(lambda: self.table.weight.row_store.attach(home))
         self.is_attached = True

@@ -231,7 +231,7 @@ class TableMachine(RuleBasedStateMachine):
         assert all(block in self.store for block in blocks)
         lost = [key for key in self.store if key not in blocks]
         if lost:
-            StoreBlocks(self.store, "disk").drop(lost)  # in the same process, where they are held to be read
+            StoreBlocks(self.store).drop(lost)  # in the same process, where they are held to be read
         self.workers, self.has_log, self.asked = self.executor(), True, ()
         if self.kept is None:
             self.rows = {}

@@ -115,9 +115,7 @@ def test_a_released_table_says_where_its_rows_are(layout: str, tmp_path: Path) -
     some_steps(trial, 2)
     run_of(trial).checkpoint()
     run_of(trial).close(restore=False)
-    with pytest.raises(
-        StoreClosed, match=r"'deep\.weight' was released .*checkpoint\(\) number 1 left them"
-    ):
+    with pytest.raises(StoreClosed, match=r"'deep\.weight' was released .*checkpoint\(\) number 1 left them"):
         trial.model(torch.zeros(1, 1, dtype=torch.int64))
     assert isinstance(trial.model, Clicks)
     assert trial.model.deep.weight.shape == (6000, 48)

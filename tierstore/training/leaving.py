@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tierstore.errors import KeyNotFound, StoreClosed, TierStoreError
+from tierstore.errors import KeyNotFound, StoreClosed, TierStoreError, UsageError
 from tierstore.nn.table_weight import TableWeight
 from tierstore.training.autograd.gradient import Gradient
 from tierstore.training.budgets.host_room import Need, Shortage, host_tiers, needs_of_bundle, shortage
@@ -54,6 +54,39 @@ class OnClose(enum.Enum):
     AUTO = "auto"  # brought back if they fit with room to spare, else released
     RESTORE = "restore"  # brought back
     RELEASE = "release"  # left where they lie
+
+
+def choice_of(restore: object, on_close: OnClose) -> OnClose:
+    """Return what ``run.close(restore=...)`` means.
+
+    Args:
+        restore: as it was given.
+        on_close: what `offload` was told.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if restore is None:
+        return on_close
+    if not isinstance(restore, bool):
+        raise UsageError(
+            f"run.close(restore={restore!r:.80}): accepted is True (bring everything back), False (leave it "
+            "where it lies) or None (what on_close says)."
+        )
+    return OnClose.RESTORE if restore else OnClose.RELEASE
+
+
+def on_close_of(given: object) -> OnClose:
+    """Return what ``offload(..., on_close=...)`` means.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    for each in OnClose:
+        if given == each.value:
+            return each
+    accepted = ", ".join(repr(each.value) for each in OnClose)
+    raise UsageError(f"offload(..., on_close={given!r:.80}): accepted is one of {accepted}.")
 
 
 class _LeavingKey(NamedTuple):

@@ -42,7 +42,7 @@ from tierstore.training.checkpoints.files import Checkpoint, ordinary_access
 from tierstore.training.checkpoints.resumed import Resumed
 from tierstore.training.checkpoints.weights import Weights
 from tierstore.training.given import check_is_model, optimizers_of
-from tierstore.training.leaving import OnClose
+from tierstore.training.leaving import OnClose, choice_of, on_close_of
 from tierstore.training.left_behind import let_go
 from tierstore.training.modules.replicas import refuse_to_average
 from tierstore.training.opening import check_model, find_former, open_session
@@ -339,7 +339,7 @@ class Offload:
                 with the causes attached; every use of it raises `StoreClosed`.  Or nothing is gone, and the
                 store could not be closed.
         """
-        choice = _choice_of(restore, self._on_close)
+        choice = choice_of(restore, self._on_close)
         me = threading.get_ident()
         if self._closer == me or (self._session is not None and self._process is not forks.here()):
             return
@@ -390,25 +390,6 @@ class Offload:
             for note in getattr(failure, "__notes__", ()):
                 error.add_note(note)
             log.exception("closing the run has failed; what has ended its block is raised")
-
-
-def _choice_of(restore: object, on_close: OnClose) -> OnClose:
-    if restore is None:
-        return on_close
-    if not isinstance(restore, bool):
-        raise UsageError(
-            f"run.close(restore={restore!r:.80}): accepted is True (bring everything back), False (leave it "
-            "where it lies) or None (what on_close says)."
-        )
-    return OnClose.RESTORE if restore else OnClose.RELEASE
-
-
-def _on_close(given: object) -> OnClose:
-    for each in OnClose:
-        if given == each.value:
-            return each
-    accepted = ", ".join(repr(each.value) for each in OnClose)
-    raise UsageError(f"offload(..., on_close={given!r:.80}): accepted is one of {accepted}.")
 
 
 @interruptible
@@ -478,7 +459,7 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
     settings, sections = _read(config)
     if placement is not None:
         settings = replace(settings, placement=with_patterns(settings.placement, placement))
-    in_the_end = _on_close(on_close)
+    in_the_end = on_close_of(on_close)
     check_is_model(model)
     optimizers = optimizers_of(optimizer, model)
     selection = select(

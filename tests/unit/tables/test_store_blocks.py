@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from tests.part_stores import Whole
 from tests.stores import memory_backends
 from tierstore.config import StoreConfig, TierConfig
 from tierstore.spi import Backend
-from tierstore.tables import Column, LogPlace, NormalRows, RowStore, StoreBlocks, TableHome, store_blocks
+from tierstore.tables import Column, LogPlace, NormalRows, RowStore, StoreBlocks, TableHome
 from tierstore.testing.backend_operations import pattern
 from tierstore.testing.faults import Faulty
 
@@ -40,16 +41,30 @@ def kernel() -> ScriptedKernel:
 @pytest.fixture
 def store(kernel: ScriptedKernel, tmp_path: Path) -> Iterator[ts.Store]:
     with opened(open_files(tmp_path, syscalls=kernel)) as opened_store:
-        for number in range(4):
-            StoreBlocks(opened_store, "disk").put(f"log/{number}", pattern(BLOCK, number))
         yield opened_store
 
 
-def read(store: ts.Store, *parts: tuple[int, int]) -> torch.Tensor:
+@pytest.fixture
+def blocks(store: ts.Store) -> Iterator[StoreBlocks]:
+    medium = StoreBlocks(store)
+    for number in range(4):
+        medium.put(f"log/{number}", pattern(BLOCK, number))
+    yield medium
+    medium.close()
+
+
+def read(blocks: StoreBlocks, *parts: tuple[int, int]) -> torch.Tensor:
     """Return pages by the numbers of their blocks and their own."""
+    named: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
+    for place, (number, page) in enumerate(parts):
+        named.setdefault(f"log/{number}", []).append(page * PAGE)
+        places.setdefault(f"log/{number}", []).append(place)
     into = torch.zeros(len(parts), PAGE, dtype=torch.uint8)
-    StoreBlocks(store, "disk").read([(f"log/{number}", page * PAGE) for number, page in parts], into)
-    return into
+    blocks.read({name: np.array(begins) for name, begins in named.items()}, into)
+    found = torch.empty_like(into)
+    found[[place for each in places.values() for place in each]] = into
+    return found
 
 
 def pages(*parts: tuple[int, int]) -> torch.Tensor:
@@ -59,21 +74,22 @@ def pages(*parts: tuple[int, int]) -> torch.Tensor:
 PARTS = [(3, 15), (0, 0), (3, 2), (1, 7), (3, 2)]
 
 
-def test_pages_are_read_and_nothing_else(store: ts.Store) -> None:
+def test_pages_are_read_and_nothing_else(store: ts.Store, blocks: StoreBlocks) -> None:
     before = store.stats().tiers["disk"].io["read_bytes"]
-    assert read(store, *PARTS).equal(pages(*PARTS))
+    assert read(blocks, *PARTS).equal(pages(*PARTS))
     after = store.stats().tiers["disk"].io["read_bytes"]
     assert isinstance(before, int)
     assert isinstance(after, int)
     assert after - before == len(PARTS) * PAGE
 
 
-def test_a_block_is_held_from_its_first_read_until_it_is_dropped(store: ts.Store) -> None:
+def test_a_block_is_held_from_its_first_read_until_it_is_dropped(
+    store: ts.Store, blocks: StoreBlocks
+) -> None:
     assert store.leased_bytes("disk") == 0
-    read(store, (0, 1), (1, 1))
-    read(store, (0, 2))
+    read(blocks, (0, 1), (1, 1))
+    read(blocks, (0, 2))
     assert store.leased_bytes("disk") == 2 * BLOCK
-    blocks = StoreBlocks(store, "disk")  # another one: they know of each other
     blocks.drop(["log/0", "log/3"])
     assert store.leased_bytes("disk") == BLOCK
     assert set(store) == {"log/1", "log/2"}
@@ -81,79 +97,65 @@ def test_a_block_is_held_from_its_first_read_until_it_is_dropped(store: ts.Store
     assert set(store) == {"log/2"}
     assert store.leased_bytes("disk") == 0
     with pytest.raises(ts.KeyNotFound):
-        read(store, (0, 1))
+        read(blocks, (0, 1))
     blocks.put("log/0", pattern(BLOCK, 7))
-    assert read(store, (0, 3))[0].equal(pattern(BLOCK, 7)[3 * PAGE : 4 * PAGE])
+    assert read(blocks, (0, 3))[0].equal(pattern(BLOCK, 7)[3 * PAGE : 4 * PAGE])
+    blocks.close()
+    assert store.leased_bytes("disk") == 0
 
 
 def test_each_call_of_the_kernel_may_fail_and_the_next_read_works(
-    store: ts.Store, kernel: ScriptedKernel
+    blocks: StoreBlocks, kernel: ScriptedKernel
 ) -> None:
     for n in range(1, 5):
         kernel.twist = Nth(n, failing(errno.EIO), "read")
         with pytest.raises(ts.BackendError, match="reading 1 of 4 parts of 4096 B in 'disk' failed"):
-            read(store, (3, 15), (0, 3), (3, 2), (1, 7))
+            read(blocks, (3, 15), (0, 3), (3, 2), (1, 7))
         kernel.twist = None
-        assert read(store, *PARTS).equal(pages(*PARTS))
+        assert read(blocks, *PARTS).equal(pages(*PARTS))
 
 
-def test_a_block_that_is_read_is_dropped_afterwards(store: ts.Store, kernel: ScriptedKernel) -> None:
-    """Who drops waits for the hardware; who asks meanwhile finds nothing."""
-    read(store, (0, 0))
+def test_a_block_that_is_read_is_dropped_afterwards(
+    store: ts.Store, blocks: StoreBlocks, kernel: ScriptedKernel
+) -> None:
+    """Who drops does not wait for the hardware."""
+    read(blocks, (0, 0))
     gate = Gate("read")
     kernel.twist = gate
     rows: list[torch.Tensor] = []
-    reading = threading.Thread(target=lambda: rows.append(read(store, (0, 5), (1, 5))))
+    reading = threading.Thread(target=lambda: rows.append(read(blocks, (0, 5), (1, 5))))
     reading.start()
     gate.wait_for_caller()
-    dropping = threading.Thread(target=lambda: StoreBlocks(store, "disk").drop(["log/0"]))
-    dropping.start()
-    while "log/0" not in store_blocks._held_blocks(store)._leaving:
-        dropping.join(0.001)
-    with pytest.raises(ts.KeyNotFound, match="being dropped"):
-        read(store, (1, 0), (0, 0))
-    assert dropping.is_alive()
+    blocks.drop(["log/0"])
+    assert "log/0" in store
     gate.open()
-    for thread in (reading, dropping):
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
+    reading.join(PATIENCE_S)
+    assert not reading.is_alive()
     assert rows[0].equal(pages((0, 5), (1, 5)))
-    assert "log/0" not in store
+    blocks.drop(["log/1"])
+    assert set(store) == {"log/2", "log/3"}
     store.check()
-
-
-def test_a_drop_that_is_refused_leaves_blocks_to_be_read(store: ts.Store) -> None:
-    read(store, (0, 0), (1, 0))
-    with store.lease("log/0", tier="host"), pytest.raises(ts.LeaseError):
-        StoreBlocks(store, "disk").drop(["log/0", "log/1"])
-    assert read(store, (0, 4), (1, 4)).equal(pages((0, 4), (1, 4)))
 
 
 def test_a_tier_without_parts_is_read_whole() -> None:
     whole = Whole(memory_backends((1, 8 * MIB))[1])
     with opened(whole) as store:
+        blocks = StoreBlocks(store)
         for number in range(4):
-            StoreBlocks(store, "disk").put(f"log/{number}", pattern(BLOCK, number))
-        assert read(store, *PARTS).equal(pages(*PARTS))
+            blocks.put(f"log/{number}", pattern(BLOCK, number))
+        assert read(blocks, *PARTS).equal(pages(*PARTS))
     assert sorted(whole.read_bytes) == [BLOCK] * 3
-
-
-def test_a_tier_of_coarser_units_than_pages_is_read_whole(
-    store: ts.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the blocks of a file system are larger."""
-    monkeypatch.setattr(store_blocks._held_blocks(store).reader, "alignment_bytes", 16 * PAGE)
-    assert read(store, *PARTS).equal(pages(*PARTS))
-    assert store.leased_bytes("disk") == 0
 
 
 def test_a_store_is_not_kept_by_its_blocks() -> None:
     store = opened(memory_backends((1, 8 * MIB))[1])
-    StoreBlocks(store, "disk").put("log/0", pattern(BLOCK, 0))
-    read(store, (0, 0))
+    blocks = StoreBlocks(store)
+    blocks.put("log/0", pattern(BLOCK, 0))
+    read(blocks, (0, 0))
+    blocks.close()
     store.close()
     known = weakref.ref(store)
-    del store
+    del store, blocks
     gc.collect()
     assert known() is None
 
@@ -168,7 +170,7 @@ def table_in(store: ts.Store, frames: int = 4) -> RowStore:
     """Return a table of which a few pages are in memory and the others in blocks of eight pages."""
     table = RowStore(ROWS, WIDTH, torch.float32, INITIAL, name="deep")
     table.ensure_columns([Column("sum", 0.5)])
-    place = LogPlace(StoreBlocks(store, "disk"), "table/deep/log/", 8 * PAGE)
+    place = LogPlace(StoreBlocks(store), "table/deep/log/", 8 * PAGE)
     table.attach(TableHome(torch.zeros(frames * PAGE, dtype=torch.uint8), place))
     return table
 

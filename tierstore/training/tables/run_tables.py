@@ -66,6 +66,7 @@ class RunTables:
         self._tables = tables
         self._shares: Mapping[str, int] = {}
         self._leases: dict[TableWeight, Lease] = {}
+        self._media: dict[str, StoreBlocks] = {}
 
     def __contains__(self, tensor: object) -> bool:
         """Whether a tensor is one of them."""
@@ -126,7 +127,8 @@ class RunTables:
         last = self._store.tier_names[-1]
         if last == HOST:
             return None
-        return LogPlace(StoreBlocks(self._store, last), f"{PREFIX}{name}/log/")
+        medium = self._media[name] = StoreBlocks(self._store)
+        return LogPlace(medium, f"{PREFIX}{name}/log/")
 
     def give_rows(self, weight: torch.Tensor, values: torch.Tensor) -> None:
         """Let all rows of a table be others: ``[num_rows, width]``."""
@@ -200,8 +202,11 @@ class RunTables:
         self._let_go(weight)
 
     def _let_go(self, weight: TableWeight) -> None:
+        name = self._tables[weight]
+        if name in self._media:
+            self._media.pop(name).close()
         self._leases.pop(weight).release(written=False)
-        self._store.drop(_frames_key(self._tables[weight]))
+        self._store.drop(_frames_key(name))
 
     def end(self, ending: RunEnding) -> None:
         """Let go of what is in the store still."""
