@@ -8,8 +8,8 @@
    value, so it is learned: what was brought twice in one pass is kept in the next ones.
 3. Two modules have one memory only if neither writes to it, nor keeps it for somebody who might: PyTorch's
    own modules without submodules, unless they are told ``inplace``.  Any other gets a copy in host memory.
-4. A gradient is as dense as one that has travelled: kernels look at strides, and last bits may depend on
-   them.
+4. The graph is that of values that travel, node by node, and a gradient is as dense as one that has: sums
+   come in the order of nodes, kernels look at strides, and last bits may depend on both.
 
 Knows nothing of stores.
 """
@@ -90,31 +90,33 @@ def exchanged(value: torch.Tensor, *, may_share: bool) -> torch.Tensor:
         value: that a module on the host has returned.
         may_share: whether both spare it.
     """
-    if not may_share or not _is_dense(value):
-        copied: torch.Tensor = _CopyOnHost.apply(value)  # type: ignore[no-untyped-call]
-        return copied
-    if value.requires_grad and value.grad_fn is not None:
-        value.register_hook(_dense)
-    return value
+    if not torch.is_grad_enabled() or not value.requires_grad:
+        return value if may_share and _is_dense(value) else _copied(value)
+    # Twice: a value that travels goes there and back, and sums of derivatives come in the order of nodes.
+    handed: torch.Tensor = _HandOn.apply(value, may_share)  # type: ignore[no-untyped-call]
+    again: torch.Tensor = _HandOn.apply(handed, True)  # type: ignore[no-untyped-call]  # noqa: FBT003
+    return again
 
 
-class _CopyOnHost(torch.autograd.Function):
-    """A copy in host memory, out of sight of modes."""
+class _HandOn(torch.autograd.Function):
+    """A value that stays on the host, where the graph of one that travels has a node."""
 
     @staticmethod
-    def forward(ctx: object, value: torch.Tensor) -> torch.Tensor:
-        """Copy a value."""
+    def forward(ctx: object, value: torch.Tensor, may_share: bool) -> torch.Tensor:
+        """Return it in the same memory, or a copy."""
         del ctx
-        return _copied(value)
+        return _alias(value) if may_share and _is_dense(value) else _copied(value)
 
     @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        """Hand its gradient on."""
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Hand its gradient on, as dense as one that has travelled."""
         del ctx
-        return _dense(gradient)
+        if torch.is_grad_enabled() and gradient.requires_grad:
+            return _HandOn.apply(gradient, True), None  # type: ignore[no-untyped-call]  # noqa: FBT003
+        return _dense(gradient), None
 
     @staticmethod
-    def jvp(ctx: object, tangent: torch.Tensor) -> torch.Tensor:
+    def jvp(ctx: object, tangent: torch.Tensor, _: object) -> torch.Tensor:
         """Copy a tangent."""
         del ctx
         return _copied(tangent)
