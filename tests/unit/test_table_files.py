@@ -18,7 +18,7 @@ from torch import Tensor
 from tierstore.errors import BackendError, ConfigError, UsageError
 from tierstore.formats import row_files
 from tierstore.nn import EmbeddingTable, row_blocks
-from tierstore.optim import LazyAdam
+from tierstore.optim import FTRL, LazyAdam
 
 ROWS, WIDTH = 50, 4
 FORMATS = ["npy", "safetensors"]
@@ -53,6 +53,26 @@ def test_what_is_exported_is_loaded(
     assert len(list(path.iterdir())) == -(-rows // shard_rows)
     other.load(path)
     assert torch.equal(_all(other), _all(table))
+
+
+def test_rows_that_nobody_wrote_take_no_room_when_all_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_blocks, "_AT_A_TIME", 3000)
+    table = _table(10_000)
+    optimizer = FTRL(table.parameters(), lr=0.1)
+    table(torch.tensor([1, 500, 9_999])).square().sum().backward()
+    optimizer.step()
+    pages = table.stats().row_store.pages
+    assert pages < 10
+    table.export(tmp_path / "table", state=True, shard_bytes="10KB")
+    dense = table.state_dict()["weight"].clone()
+    accumulator = optimizer.state[table.weight]["accumulator"].clone()
+    assert table.stats().row_store.pages == pages
+    shards = sorted((tmp_path / "table").glob("rows-*"))
+    assert np.array_equal(np.concatenate([np.load(each) for each in shards]), dense.numpy())
+    assert torch.equal(dense, _all(table)), "which brings them"
+    assert accumulator.ne(0.1).any(dim=1).nonzero().flatten().tolist() == [1, 500, 9_999]
 
 
 def test_numpy_reads_what_is_exported(tmp_path: Path) -> None:

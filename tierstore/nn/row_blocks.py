@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import torch
@@ -34,18 +34,51 @@ def parts_of(store: RowStore, span: slice | None = None) -> Iterator[slice]:
         yield slice(first, min(first + step, end))
 
 
-def blocks_of(store: RowStore, column: str = ROWS) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield all rows of a column in the order of their ids, with which ids they are of."""
-    for part in parts_of(store):
-        yield part, read_part(store, column, part)
+def blocks_of(
+    store: RowStore, column: str = ROWS, parts: Iterable[slice] | None = None
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield copies of the rows of a column, in the order of their ids.
+
+    Rows that were never written are computed, and take no room in the table.
+
+    Args:
+        store: of the table; nothing is written to it meanwhile.
+        column: which.
+        parts: spans of ids, ascending; ``None``: `parts_of` all.
+
+    Yields:
+        each span, and the rows of its ids: ``[n, width]``.
+    """
+    initial = {each.name: each.initial for each in store.columns}[column]
+    written = _Written(store)
+    for part in parts_of(store) if parts is None else parts:
+        if column == ROWS:
+            rows = store.initial_rows(torch.arange(part.start, part.stop)).clone()
+        else:
+            rows = torch.full((part.stop - part.start, store.width), initial, dtype=store.dtype, device="cpu")
+        ids = written.within(part)
+        for visit in store.visit(ids):
+            rows[ids[visit.part] - part.start] = visit.gather(column)
+        yield part, rows
 
 
-def read_part(store: RowStore, column: str, part: slice) -> torch.Tensor:
-    """Return copies of the rows of a span of ids: ``[n, width]``."""
-    rows = torch.empty(part.stop - part.start, store.width, dtype=store.dtype, device="cpu")
-    for visit in store.visit(torch.arange(part.start, part.stop)):
-        visit.gather(column, out=rows[visit.part])
-    return rows
+class _Written:
+    """The ids of rows that were written, taken span by span."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._more = store.written_ids()
+        self._ids = torch.empty(0, dtype=torch.int64)
+
+    def within(self, part: slice) -> torch.Tensor:
+        """Return those in a span, which begins where the last one ended or later."""
+        while not len(self._ids) or self._ids[-1] < part.stop:
+            more = next(self._more, None)
+            if more is None:
+                break
+            self._ids = torch.cat([self._ids, more])
+        begin, end = torch.searchsorted(self._ids, torch.tensor([part.start, part.stop])).tolist()
+        found, self._ids = self._ids[begin:end], self._ids[end:]
+        return found
 
 
 def write_part(store: RowStore, column: str, part: slice, rows: torch.Tensor) -> None:
@@ -63,9 +96,8 @@ def read_all(store: RowStore, column: str) -> torch.Tensor:
     """
     check_room(store, column)
     made = torch.empty(store.num_rows, store.width, dtype=store.dtype, device="cpu")
-    for part in parts_of(store):
-        for visit in store.visit(torch.arange(part.start, part.stop)):
-            visit.gather(column, out=made[part][visit.part])
+    for part, rows in blocks_of(store, column):
+        made[part] = rows
     return made
 
 

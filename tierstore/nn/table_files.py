@@ -18,7 +18,7 @@ import torch
 
 from tierstore.errors import BackendError, ConfigError, UsageError
 from tierstore.formats.row_files import SUFFIXES, MatrixLook, check_format, open_rows, write_rows
-from tierstore.nn.row_blocks import described, parts_of, read_part, write_part
+from tierstore.nn.row_blocks import blocks_of, described, parts_of, write_part
 from tierstore.quoting import listed, quoted
 from tierstore.tables import ROWS, RowStore
 
@@ -99,20 +99,21 @@ def load_table(store: RowStore, path: Path, state: bool) -> None:
 
 def _write_shards(store: RowStore, column: str, directory: Path, suffix: str, shard_bytes: int) -> None:
     rows = max(1, shard_bytes // (store.width * store.dtype.itemsize))
-    count = -(-store.num_rows // rows)
-    for number in range(count):
-        span = slice(number * rows, min((number + 1) * rows, store.num_rows))
-        file = directory / f"{column}-{number + 1:05}-of-{count:05}{suffix}"
-        write_rows(
-            file,
-            column,
-            MatrixLook(span.stop - span.start, store.width, store.dtype),
-            _blocks(store, column, span),
-        )
+    spans = [slice(begin, min(begin + rows, store.num_rows)) for begin in range(0, store.num_rows, rows)]
+    parts = (part for span in spans for part in parts_of(store, span))
+    blocks = blocks_of(store, column, parts)
+    for number, span in enumerate(spans, 1):
+        look = MatrixLook(span.stop - span.start, store.width, store.dtype)
+        file = directory / f"{column}-{number:05}-of-{len(spans):05}{suffix}"
+        write_rows(file, column, look, _until(span.stop, blocks))
 
 
-def _blocks(store: RowStore, column: str, span: slice) -> Iterator[torch.Tensor]:
-    return (read_part(store, column, part) for part in parts_of(store, span))
+def _until(end: int, blocks: Iterator[tuple[slice, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """Yield blocks up to the one whose span ends there; the next ones stay."""
+    for span, block in blocks:
+        yield block
+        if span.stop == end:
+            return
 
 
 def _shards_of(store: RowStore, column: str, path: Path) -> list[_Shard]:
