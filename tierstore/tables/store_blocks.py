@@ -45,7 +45,13 @@ class StoreBlocks:
         self._store.put(name, block, tier=self._tier)
 
     def read(self, parts: Mapping[str, Indices], into: torch.Tensor) -> None:
-        """See `tierstore.tables.page_log.BlockMedium.read`."""
+        """See `tierstore.tables.page_log.BlockMedium.read`.
+
+        Where the tier reads in coarser units than pages, blocks are read whole.
+        """
+        if into.shape[1] % self._reader.alignment_bytes:
+            self._read_whole(parts, into)
+            return
         with self._lock:
             new = [name for name in parts if name not in self._held]
             if new:
@@ -53,6 +59,14 @@ class StoreBlocks:
                 self._held.update(new)
             reading = self._reader.read(parts, into)
         reading.result()
+
+    def _read_whole(self, parts: Mapping[str, Indices], into: torch.Tensor) -> None:
+        nbytes, at = into.shape[1], 0
+        for name, begins in parts.items():
+            block = self._store.get(name, device="cpu")
+            for begin in begins.tolist():
+                into[at] = block[begin : begin + nbytes]
+                at += 1
 
     def drop(self, names: Sequence[str]) -> None:
         """See `tierstore.tables.page_log.BlockMedium.drop`."""
