@@ -33,8 +33,9 @@ nitpick_ignore_regex = [
     (r"py:obj", r".*"),
     # A backend's classes are reached through its factory.
     (r"py:class", r"tierstore_backends\..*"),
-    # What a store hands to the leases it makes.
+    # What a store hands to the leases and readers it makes.
     (r"py:class", r"tierstore\.core\.messages\.ReplicaId"),
+    (r"py:class", r"tierstore\.engine\.engine\.Engine"),
     # Type variables have no page.
     (r"py:class", r"(.*\.)?[A-Z][a-z]*T|(.*\.)?T"),
 ]

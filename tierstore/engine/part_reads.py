@@ -20,6 +20,7 @@ import torch
 
 from tierstore import forks
 from tierstore.errors import StoreClosed
+from tierstore.signals import uninterrupted
 from tierstore.spi import Backend, Buffer, Completion, FullBackend, PartialError, Slot
 from tierstore.units import MIB
 
@@ -47,9 +48,9 @@ class PartReads:
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._backends = backends
-        self._lock = threading.Lock()  # guards the next three; never held while anything is called
+        self._is_refusing = False  # set once, and looked at under the lock
+        self._lock = threading.Lock()  # guards the next two; never held while anything is called
         self._under_way = 0
-        self._is_refusing = False
         self._ended: threading.Event | None = None  # set with the last one, where somebody waits for that
 
     def can_read_parts(self, tier: int) -> bool:
@@ -58,6 +59,8 @@ class PartReads:
 
     def begin(self, tier: int, parts: Parts, then: Then) -> None:
         """Read parts; tell ``then`` what it came to, once: in the backend's thread, or before this returns.
+
+        Where nothing interrupts.
 
         Raises:
             StoreClosed: the engine ends; ``then`` is not called.
@@ -71,16 +74,22 @@ class PartReads:
 
     def refuse(self) -> None:
         """Begin none any more."""
-        with self._lock:
-            self._is_refusing = True
+        self._is_refusing = True
 
     def wait(self) -> None:
         """Return when none is under way; none is to begin any more.  Blocks."""
+        ended = self._end_of_all()
+        if ended is not None:
+            forks.wait(ended, None)
+
+    @uninterrupted
+    def _end_of_all(self) -> threading.Event | None:
+        """Return what is set with the end of the last; ``None``: none is under way."""
         with self._lock:
             if not self._under_way:
-                return
+                return None
             self._ended = self._ended or threading.Event()
-        forks.wait(self._ended, None)
+            return self._ended
 
     def _read(self, tier: int, parts: Parts) -> Completion:
         backend = cast("FullBackend", self._backends[tier])
