@@ -67,10 +67,10 @@ def next_on_host(module: nn.Module, borders: Mapping[nn.Module, str]) -> nn.Modu
 
 def _sequential_around(frame: FrameType | None) -> nn.Sequential | None:
     """Return the plain ``nn.Sequential`` whose forward has made the call that a hook is in."""
-    calls = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)  # noqa: SLF001
-    while frame is not None and frame.f_code not in calls:
+    call = nn.Module._call_impl.__code__  # noqa: SLF001
+    while frame is not None and frame.f_code is not call:
         frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename == calls[0].co_filename:
+    while frame is not None and frame.f_code.co_filename == call.co_filename:
         frame = frame.f_back
     if frame is None or frame.f_code is not nn.Sequential.forward.__code__:
         return None
