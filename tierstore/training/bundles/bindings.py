@@ -498,7 +498,8 @@ class Bindings:
             return
         for key in self.store:
             try:
-                if not set(names[:index]).intersection(self.store.where(key)):
+                there = self.store.where(key)
+                if tier in there or not set(names[:index]).intersection(there):
                     self.store.evict(key, to=names[index + 1]).result()
             except (KeyNotFound, LeaseError, CapacityError) as error:
                 let_frames_go(error)
