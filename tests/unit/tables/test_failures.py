@@ -14,6 +14,7 @@ import torch
 from tests.forked import in_child
 from tests.unit.tables.homes import (
     INITIAL,
+    PAGE,
     PREFIX,
     WIDTH,
     Sometimes,
@@ -124,6 +125,24 @@ def test_a_disk_full_of_dead_pages_is_compacted() -> None:
         written[id_] = float(step)
     assert {id_: values_of(table, id_)[0] for id_ in written} == written
     store.check()
+
+
+def test_a_full_disk_is_compacted_with_the_room_that_was_put_by() -> None:
+    """Of 18 pages on the disk 6 are dead, no block of them all; four more are put by, and that is all."""
+    store = new_store()
+    table = attached(12, store, block_pages=4)
+    for ids in (range(12), (0, 4, 8), (1, 5, 9)):
+        write(table, float(len(ids)), *ids)
+        table.write_back()
+    assert (table.stats().log_pages, table.stats().dead_pages) == (12, 6)
+    table._pages.log.put_by()  # type: ignore[union-attr]
+    store.resize("disk", 22 * PAGE)
+    write(table, 7.0, 2, 6, 10)
+    table.write_back()
+    assert values_of(table, *range(12)) == [3.0, 3.0, 7.0, 12.0] * 3
+    table._pages.forget_all()
+    assert values_of(table, *range(12)) == [3.0, 3.0, 7.0, 12.0] * 3
+    assert table.stats().dead_pages < 6
 
 
 def test_a_log_is_never_mostly_dead() -> None:

@@ -99,6 +99,17 @@ def test_hits_misses_and_bytes_are_counted() -> None:
     assert (stats.page_bytes_written, stats.page_bytes_read, stats.blocks) == (3 * PAGE, 0, 2)
 
 
+def test_what_is_written_back_stays_in_memory() -> None:
+    table = attached(8, new_store())
+    write(table, 1.0, 1, 2, 3)
+    read(table, 4)
+    table.write_back()
+    before = table.stats()
+    assert (before.dirty_pages, before.log_pages) == (0, 3)
+    read(table, 1, 2, 3)
+    assert table.stats().misses == before.misses
+
+
 # --- without a log --------------------------------------------------------------------------
 
 
