@@ -118,7 +118,6 @@ class PageWriter:
             CapacityError: the medium is full, and compacting did not help.
             BackendError: it failed.  In either case the frames are DIRTY.
         """
-        wait([self._under_way[0].future])
         error = self._end_oldest()
         if isinstance(error, CapacityError):
             raise self._full(error) from error
@@ -143,28 +142,32 @@ class PageWriter:
             if error is not None:
                 log.warning("table %r: dirty pages could not be written yet: %s", self._name, error)
 
-    @uninterrupted
-    def _end_oldest(self) -> Exception | None:
-        """Take note of the block that is longest on its way; its put has come to its end."""
-        write = self._under_way.popleft()
+    def _end_oldest(self) -> BaseException | None:
+        """Wait for the block that is longest on its way; return why it is not in the log."""
+        write = self._under_way[0]
+        wait([write.future])
         error = write.future.exception()
         if isinstance(error, CapacityError):
             error = self._put_again(write.block, error)
+        self._note_end(write, error)
+        self._compact()
+        return error
+
+    @uninterrupted
+    def _note_end(self, write: _Write, error: BaseException | None) -> None:
+        """Keep the books of a block whose put has come to its end, once and for all."""
+        self._under_way.popleft()
         if error is not None:
             self._frames.step(FrameEvent.UNWRITTEN, write.frames)
-            if not isinstance(error, Exception):
-                raise error
-            return error
+            return
         self._log.record(write.block)
         self._frames.step(FrameEvent.WRITTEN, write.frames)
         if write.leave_as_of is not None:
             clean = write.frames[self._frames.states[write.frames] == FrameState.CLEAN]
             self._forget(self._frames.unused_since(clean, write.leave_as_of))
         self._log.drop_dead()
-        self._compact()
-        return None
 
-    def _put_again(self, block: PageBlock, error: CapacityError) -> Exception | None:
+    def _put_again(self, block: PageBlock, error: CapacityError) -> CapacityError | None:
         """Put a block that found no room, if some can be made; return why it is not there."""
         try:
             if not self._log.make_room():
