@@ -18,21 +18,21 @@ from tierstore.nn import EmbeddingTable
 from tierstore.quoting import quoted
 from tierstore.torch_private import tree_flatten
 
-Batch = TypeVar("Batch")
+BatchT = TypeVar("BatchT")
 Where = Hashable | Callable[[Any], torch.Tensor]
 """Of a batch, where its ids are: a key, an index, or a function that returns them."""
 
 _INTEGERS: Final = (torch.int64, torch.int32)
 
 
-class _Due(NamedTuple, Generic[Batch]):
+class _Due(NamedTuple, Generic[BatchT]):
     """A batch that was asked for ahead, or what was raised in its place."""
 
-    batch: Batch | None
+    batch: BatchT | None
     error: Exception | None
 
 
-class Lookahead(Generic[Batch]):
+class Lookahead(Generic[BatchT]):
     """See `lookahead`.
 
     Attributes:
@@ -40,7 +40,7 @@ class Lookahead(Generic[Batch]):
     """
 
     def __init__(
-        self, loader: Iterable[Batch], tables: Mapping[EmbeddingTable, Where | None], depth: int
+        self, loader: Iterable[BatchT], tables: Mapping[EmbeddingTable, Where | None], depth: int
     ) -> None:
         self.loader = loader
         self._tables = dict(tables)
@@ -50,10 +50,10 @@ class Lookahead(Generic[Batch]):
         """Return how many batches the loader says that it has."""
         return len(self.loader)  # type: ignore[arg-type]  # it raises as the loader's does
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[BatchT]:
         """Yield the loader's batches."""
         batches = iter(self.loader)
-        due: deque[_Due[Batch]] = deque()
+        due: deque[_Due[BatchT]] = deque()
         more = True
         while more or due:
             while more and len(due) <= self._depth:
@@ -65,7 +65,7 @@ class Lookahead(Generic[Batch]):
                 raise error
             yield batch  # type: ignore[misc]  # None only where the loader's is
 
-    def _ask(self, batches: Iterator[Batch], due: deque[_Due[Batch]]) -> bool:
+    def _ask(self, batches: Iterator[BatchT], due: deque[_Due[BatchT]]) -> bool:
         """Take the next batch and tell it to the tables; say whether more may come."""
         try:
             batch = next(batches)
@@ -85,8 +85,8 @@ class Lookahead(Generic[Batch]):
 
 
 def lookahead(
-    loader: Iterable[Batch], tables: EmbeddingTable | Mapping[EmbeddingTable, Where], depth: int = 1
-) -> Lookahead[Batch]:
+    loader: Iterable[BatchT], tables: EmbeddingTable | Mapping[EmbeddingTable, Where], depth: int = 1
+) -> Lookahead[BatchT]:
     """Let tables bring the rows of coming batches while those before are computed with.
 
     Args:
