@@ -415,7 +415,6 @@ class TablePages:
 
     def _enlarge(self, wanted: int) -> None:
         if self.frames.free < wanted:
-            self._take_note_of_reads(all_of_them=True)  # they write to the memory that there is
             needed = len(self.frames) - self.frames.free + wanted
             most = self.layout.pages_of(self.num_rows)
             self.cells = self.memory.enlarge(self.cells, self.layout, needed, most)

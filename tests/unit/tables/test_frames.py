@@ -151,6 +151,14 @@ def test_without_a_log_only_clean_frames_go() -> None:
     assert sorted(table.victims(4).tolist()) == [2, 3]
 
 
+def test_what_was_prefetched_and_then_used_goes_like_others() -> None:
+    table = _filled(2)
+    table.keep(_frames(0))
+    table.use(_frames(0))
+    table.use(_frames(1))
+    assert table.victims(1).tolist() == [0]
+
+
 def test_a_prefetch_that_nobody_came_for_is_forgotten() -> None:
     table = _filled(2)
     table.keep(_frames(0))
