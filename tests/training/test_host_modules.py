@@ -13,8 +13,18 @@ from torch.utils import checkpoint
 
 from tests import target
 from tests.training import twins
-from tests.training.host_models import CASES, WIDTH, assert_same_placed, has_device
-from tests.training.twins import LAYOUTS, Trial, is_on_accelerator
+from tests.training.host_models import (
+    CASES,
+    WIDTH,
+    Moved,
+    assert_confined,
+    assert_same_placed,
+    has_device,
+    place_plainly,
+    trial_of,
+)
+from tests.training.twins import LAYOUTS, Trial, config_of, is_on_accelerator
+from tierstore.training import offload, place
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -210,3 +220,31 @@ def test_a_gradient_that_has_room_on_the_device_is_there_for_a_step_on_the_host(
 ) -> None:
     more = {"optimizer_target": "cpu", **twins.with_device(layout, "64MB")}
     twins.assert_same(twins.build_blocks, twins.steps(6), layout, tmp_path, more)
+
+
+@pytest.mark.parametrize("layout", ["device"])
+@pytest.mark.parametrize("case", ["layer", "dense", "containers", "inner on the device", "embedding"])
+def test_a_model_without_a_run_is_placed_as_well(layout: str, case: str, tmp_path: Path) -> None:
+    """On an accelerator values cross; elsewhere all is in one place.  A run inside takes it over."""
+    placed = CASES[case]
+    plain, ours = trial_of(placed), trial_of(placed)
+    if is_on_accelerator:
+        place_plainly(plain.model, placed, Moved())
+    torch.manual_seed(1)
+    plainly(plain)
+    torch.manual_seed(1)
+    with place(ours.model, placed.patterns):
+        plainly(ours)
+    twins.assert_equal_lists(plain.logged, ours.logged)
+    twins.assert_equal_models(plain.model, ours.model)
+    assert not any(module._forward_pre_hooks for module in ours.model.modules())
+    with (
+        place(ours.model, placed.patterns),
+        offload(
+            ours.model, list(ours.optimizers), twins.with_rest(config_of(layout, tmp_path), ours.model)
+        ) as run,
+    ):
+        ours.run = run
+        plainly(ours)
+        assert dict(run.placement.modules) == placed.patterns
+        assert_confined(ours, placed)

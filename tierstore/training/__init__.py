@@ -14,6 +14,7 @@ from tierstore.training.activations.swapping.swap import Swap, SwapStats, swap
 from tierstore.training.checkpoints.resumed import Resumed
 from tierstore.training.offload import Offload, offload
 from tierstore.training.optimizers.registered import register_optimizer
+from tierstore.training.place import place
 from tierstore.training.run_stats import RunStats
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "SwapStats",
     "create_selective_checkpoint_contexts",
     "offload",
+    "place",
     "recompute",
     "register_optimizer",
     "swap",

@@ -256,7 +256,18 @@ def open_session(
 
 def _place_modules(model: nn.Module, config: OffloadConfig, store: Store) -> PlacedModules:
     """Return where each module computes; without a device all compute in one place, whatever is said."""
-    patterns = {text: (Pattern(text), device) for text, device in patterns_in(config.placement).items()}
+    placed = placed_by(model, patterns_in(config.placement))
+    return placed if store.tier_names[0] != HOST else PlacedModules()
+
+
+def placed_by(model: nn.Module, given: Mapping[str, str]) -> PlacedModules:
+    """Return where patterns of module names say that each module computes; see `PlacedModules`.
+
+    Raises:
+        ConfigError: a text is no pattern.
+        UsageError: something would be used on both sides, or a pattern names operators.
+    """
+    patterns = {text: (Pattern(text), device) for text, device in given.items()}
     for text, (pattern, _) in patterns.items():
         if pattern.is_aten:
             raise UsageError(f"placement: modules[{text!r}] names operators; accepted are names of modules.")
@@ -264,7 +275,7 @@ def _place_modules(model: nn.Module, config: OffloadConfig, store: Store) -> Pla
     if placed.are_any:
         placed.borders(model)  # refuses what nobody could bring its values
         placed.require_one_side(model)
-    return placed if store.tier_names[0] != HOST else PlacedModules()
+    return placed
 
 
 def _require_host_room(

@@ -130,7 +130,7 @@ class Session:
             store,
             self._note,
             explain=self._explain,
-            note_lent=None if meter is None else lambda *lent: self.crossings.link.note_lent(*lent),  # noqa: PLW0108
+            note_lent=None if meter is None else lambda *lent: self.link.note_lent(*lent),  # noqa: PLW0108
             reclaimer=self._reclaimers,
         )
         self._reclaimers.add(self.bindings)
@@ -167,9 +167,9 @@ class Session:
             self._reclaimers, self.prefetcher, meter, self._settle_budget, self._settle_for_backward
         )
         store.begin_hosting(self._activation_host)
-        link = Link(store, self._activation_host, self.bindings.leasing.require)
-        self.crossings = Crossings(link, self.placed.borders(model))
-        self._reclaimers.add(link)
+        self.link = Link(store, self._activation_host, self.bindings.leasing.require)
+        self.crossings = Crossings(self.link, self.placed.borders(model))
+        self._reclaimers.add(self.link)
         self._handles: list[Removable] = []
         self._watched: set[torch.Tensor] = set()
 
@@ -383,7 +383,7 @@ class Session:
 
     def _note(self, binding: Binding) -> None:
         self._settle_budget()
-        self.crossings.link.sweep()
+        self.link.sweep()
         if binding.confined_to is None:
             self.prefetcher.note(binding.key)
         else:
@@ -545,7 +545,7 @@ class Session:
         """
         ending.attempt(self.windows.discard_interrupted)  # the inner hooks first
         ending.attempt(self.activations.close)
-        ending.attempt(self.crossings.link.close)
+        ending.attempt(self.link.close)
         if self.budget is not None:
             ending.attempt(self.budget.close)
         if self._meter is not None:

@@ -201,7 +201,7 @@ class Suspension:
 
     def _require_no_values_of_modules(self, tiers: Sequence[str]) -> None:
         """Raise if a tier that is to be emptied lends values to modules on the host."""
-        link = self._session.crossings.link
+        link = self._session.link
         if HOST in tiers and link.waiting:
             gc.collect()  # what only a cycle refers to
         if HOST in tiers and (waiting := link.waiting):

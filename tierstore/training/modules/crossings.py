@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,7 +30,6 @@ from tierstore.planning.placement import CPU, DEVICE
 from tierstore.torch_private import innermost_transform, tree_map_only
 from tierstore.training.faults import guard
 from tierstore.training.modules.hooks import Hook
-from tierstore.training.modules.link import Link
 from tierstore.training.modules.neighbours import (
     KnownValues,
     exchanged,
@@ -41,6 +40,30 @@ from tierstore.training.modules.neighbours import (
 from tierstore.training.pytorch.function_modes import out_of_sight
 
 
+class Carrier(Protocol):
+    """Carries values between the device and the host: a `tierstore.training.modules.link.Link`, say."""
+
+    def device_of(self, side: str) -> torch.device:
+        """Return what PyTorch calls a side: ``"cpu"`` or ``"device"``."""
+        ...
+
+    def is_there(self, tensor: torch.Tensor, side: str) -> bool:
+        """Whether a tensor is known to be on a side."""
+        ...
+
+    def carry(self, tensor: torch.Tensor, side: str) -> torch.Tensor:
+        """Return a copy of a tensor's values on a side, without a graph."""
+        ...
+
+    def note_on_host(self, value: torch.Tensor) -> None:
+        """Take in that a value is on the host, and not to be brought there."""
+        ...
+
+    def sweep(self) -> None:
+        """Let go of what nobody refers to any more."""
+        ...
+
+
 class _Cross(torch.autograd.Function):
     """A value's way to the other side; its gradient's way is the way back."""
 
@@ -49,7 +72,7 @@ class _Cross(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         value: torch.Tensor,
         carry: Callable[[], torch.Tensor],
-        link: Link,
+        link: Carrier,
         side: str,
     ) -> torch.Tensor:
         """Carry a value."""
@@ -77,7 +100,7 @@ def _other(side: str) -> str:
 
 
 def cross(
-    value: torch.Tensor, link: Link, side: str, known: Callable[[], torch.Tensor] | None = None
+    value: torch.Tensor, link: Carrier, side: str, known: Callable[[], torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Return a value on a side, with a node in its graph if it has one.
 
@@ -134,7 +157,7 @@ class Crossings:
         borders: the modules at which values cross, with the side of each.
     """
 
-    def __init__(self, link: Link, borders: Mapping[nn.Module, str]) -> None:
+    def __init__(self, link: Carrier, borders: Mapping[nn.Module, str]) -> None:
         self.link = link
         self._borders = borders
         self._known = KnownValues()
@@ -170,7 +193,7 @@ class _Border:
 
     def __init__(
         self,
-        link: Link,
+        link: Carrier,
         module: nn.Module,
         side: str,
         known: KnownValues,
@@ -285,7 +308,7 @@ def _brought(values: Any, bring: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return brought if any(id(tensor) != number for number, tensor in crossed.items()) else None
 
 
-def _is_there(tensor: torch.Tensor, link: Link, side: str) -> bool:
+def _is_there(tensor: torch.Tensor, link: Carrier, side: str) -> bool:
     guarded_tensor = guard.guarded_tensor_of(tensor)
     if guarded_tensor is not None:
         return (guarded_tensor.binding.confined_to is not None) is (side == CPU)
