@@ -401,12 +401,11 @@ def assert_confined(trial: Trial, case: Case) -> None:
     own = [key for key, homes in placement.bundles.items() if homes.parameters.device == "cpu"]
     if store.tier_names[0] == "host":
         return
-    on_host = [p for name in case.on_host for p in trial.model.get_submodule(name).parameters()]
+    names = dict(trial.model.named_parameters())
+    used = {id(p) for name in case.on_host for p in trial.model.get_submodule(name).parameters()}
+    on_host = {name for name, p in names.items() if id(p) in used}
     assert bool(own) is bool(on_host)
-    names = [key.partition("/")[2] for key in own]
-    for key in store:
-        if key.startswith(("param/", "state/", "grad/", "buffer/", "passing/")) and key.endswith(
-            tuple(f"/{name}" for name in names)
-        ):
-            assert "device" not in store.where(key), key
-            assert not any("device" in each for each in store.story(key)), store.story(key)
+    states = {f"state/{n}/{key.partition('/')[2]}" for key in own for n in range(len(trial.optimizers))}
+    for key in {*own, *states, *(f"grad/{name}" for name in on_host)}.intersection(store):
+        assert "device" not in store.where(key), key
+        assert not any("device" in each for each in store.story(key)), store.story(key)

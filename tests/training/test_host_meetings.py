@@ -334,6 +334,22 @@ def test_an_optimizer_that_steps_all_at_once_steps_on_one_side(tmp_path: Path) -
     assert_same_placed(LAYER, lambda each: step(each, 3), "device", tmp_path, ROOM, optimize)
 
 
+def test_whoever_looks_at_what_is_on_the_host_finds_it_there(tmp_path: Path) -> None:
+    with begun(DENSE, tmp_path) as (ours, run):
+        step(ours)
+        ours.model(torch.randn(6, WIDTH)).square().mean().backward()
+        weight = ours.model.get_parameter("1.weight")
+        assert weight.grad is not None
+        assert "grad/1.weight" in run.store
+        for tensor in (weight, weight.grad, ours.optimizer.state[weight]["exp_avg"]):
+            assert tensor.device.type == "cpu"
+            with torch.no_grad():
+                tensor.mul_(2)
+            assert_confined(ours, DENSE)
+        weight.data = torch.zeros_like(weight)  # and comes home
+        step(ours)
+
+
 # ---------------------------------------------------------------------- faults
 
 

@@ -166,3 +166,29 @@ def test_what_was_brought_twice_is_brought_once_from_then_on(changes: bool, tmp_
     first, *rest = [each["down"] - back for each in found]
     assert first == 3 * VALUE_BYTES  # x, y and x again
     assert rest == [(2 if changes else 1) * VALUE_BYTES] * 3
+
+
+class Again(nn.Module):
+    """Calls a module twice that changes what it has returned before; then uses that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Keeps()
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.fast = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform."""
+        y = self.one(x)
+        made: Tensor = self.fast(self.other(y) + self.one(x) + self.other(y))
+        return made
+
+
+def test_what_a_module_has_changed_since_is_brought_again(tmp_path: Path) -> None:
+    case = Case(
+        lambda: nn.Sequential(nn.Tanh(), Again()),
+        {r"1\.(one|other)": "cpu"},
+        {"1.one": "cpu", "1.other": "cpu"},
+        ["1.one", "1.other"],
+    )
+    passes_of(case, tmp_path, {"ignored": [r"1\.fast"]})
