@@ -19,8 +19,8 @@ ROWS, WIDTH = 6000, 48
 SMALL_HOST: dict[str, dict[str, object]] = {
     "host": {},
     "disk": {"offload_cpu_size": "320KB"},
-    "device": {"max_device_memory": "512KB"},
-    "three": {"max_device_memory": "512KB", "offload_cpu_size": "320KB"},
+    "device": {"max_device_memory": "256KB"},
+    "three": {"max_device_memory": "256KB", "offload_cpu_size": "320KB"},
 }
 """Where there is a disk, tables of 1.1 MB and more do not fit into host memory."""
 

@@ -23,6 +23,7 @@ from tests.training.twins import Trial, every_layout
 from tierstore.errors import CapacityError, StoreClosed, UsageError
 from tierstore.nn import EmbeddingTable
 from tierstore.nn.table_weight import TableWeight
+from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Offload, offload
 
 with_disk = pytest.mark.parametrize("layout", ["disk", "three"])
@@ -179,3 +180,24 @@ def test_without_a_disk_a_full_host_is_named(tmp_path: Path) -> None:
     trial = begin("device", tmp_path, more={"offload_cpu_size": "400KB"})
     with run_of(trial), pytest.raises(CapacityError, match=r"deep.*offload_cpu_size"):
         some_steps(trial, 60)
+
+
+def test_what_a_lookup_makes_on_the_host_crosses_and_is_nothing_of_the_device(tmp_path: Path) -> None:
+    trial = begin("three", tmp_path)
+    with run_of(trial) as run, DeviceBudget("256KB", mixing="raise"):
+        before = run.stats().traffic
+        some_steps(trial, 2)
+        after = run.stats().traffic
+    ids, rows = 2 * 16 * 8 * 8, 2 * 16 * (8 * 48 + 1) * 4  # of two lookups in each of two steps
+    up, down = ("host", "device"), ("device", "host")
+    crossed = {way: after[way].nbytes - (before[way].nbytes if way in before else 0) for way in (up, down)}
+    assert crossed[up] >= rows
+    assert crossed[down] >= 2 * ids + rows
+
+
+def test_a_placement_says_otherwise_of_a_table(tmp_path: Path) -> None:
+    model, optimizers = build()
+    with offload(model, optimizers, table_config("three", tmp_path), placement={"wide": "device"}) as run:
+        placed = run._session.placed  # type: ignore[union-attr]
+        assert placed.is_on_host(model.deep)
+        assert not placed.is_on_host(model.wide)

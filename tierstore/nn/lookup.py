@@ -11,9 +11,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch.autograd.function import once_differentiable
 
+from tierstore import sides
 from tierstore.nn.ids import DistinctIds
 from tierstore.nn.table_weight import TableWeight
+from tierstore.sides import Side
 from tierstore.tables import RowStore
+from tierstore.torch_private import DisableTorchDispatch
 
 
 class _Context(Protocol):
@@ -36,10 +39,12 @@ def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor
     Returns:
         ``[len(ids) + more, width]``.
     """
-    rows = torch.empty(len(ids) + more, store.width, dtype=store.dtype, device="cpu")
-    for visit in store.visit(ids):
-        visit.gather(out=rows[: len(ids)][visit.part])
-    rows[len(ids) :].zero_()
+    with DisableTorchDispatch():  # frames, and what is read on the way, are nothing that a program makes
+        rows = torch.empty(len(ids) + more, store.width, dtype=store.dtype, device="cpu")
+        for visit in store.visit(ids):
+            visit.gather(out=rows[: len(ids)][visit.part])
+        rows[len(ids) :].zero_()
+    sides.note(rows.untyped_storage(), Side.HOST)
     return rows
 
 

@@ -21,6 +21,7 @@ from tierstore.nn.row_blocks import blocks_of, write_all, write_part
 from tierstore.nn.table_weight import TableEntry, TableWeight
 from tierstore.optim.targets import target_of
 from tierstore.tables import ROWS, Column, RowStore, Visit
+from tierstore.torch_private import DisableTorchDispatch
 
 Options = dict[str, Any]
 Cells = dict[str, torch.Tensor]
@@ -175,6 +176,13 @@ def change_rows(
     Raises:
         CapacityError, BackendError: pages could not be brought, or others not be put away.
     """
+    with DisableTorchDispatch():  # what is made of rows on the way is nothing of the program's
+        _change_rows(weight, ids, names, change)
+
+
+def _change_rows(
+    weight: TableWeight, ids: torch.Tensor, names: list[str], change: Callable[[Cells], None]
+) -> None:
     store = weight.row_store
     visits = store.visit(ids)
     first = next(visits, None)

@@ -24,6 +24,7 @@ from tierstore.tables.page_map import PageMap
 from tierstore.tables.pages import TablePages, TableTraits
 from tierstore.tables.visits import Visit, visits
 from tierstore.tables.workers import TableWorkers
+from tierstore.torch_private import DisableTorchDispatch
 
 _STAGED_PAGES: Final = 1024  # in memory, of the old layout while rows are copied to a new one
 
@@ -179,7 +180,8 @@ class RowStore:
         Args:
             ids: int64 in host memory, at least 0 and below `num_rows`; any order, repeats allowed.
         """
-        self._here().prefetch(np.unique(ids.numpy() // self._pages.layout.rows_per_page))
+        with DisableTorchDispatch():
+            self._here().prefetch(np.unique(ids.numpy() // self._pages.layout.rows_per_page))
 
     def grow(self, num_rows: int) -> None:
         """Let the table have more rows: those that a table made with so many has.
@@ -191,7 +193,8 @@ class RowStore:
         """
         if num_rows < self.num_rows:
             raise UsageError(f"table {self.name!r}: {self.num_rows} rows cannot grow to {num_rows}")
-        self._here().grow(num_rows)
+        with DisableTorchDispatch():
+            self._here().grow(num_rows)
 
     def written_ids(self) -> Iterator[torch.Tensor]:
         """Yield the ids of all rows that may differ from what they were at first, ascending, some at a time.
@@ -221,7 +224,8 @@ class RowStore:
                     f"table {self.name!r}: the column {column.name!r} starts with {known.initial}, not with "
                     f"{column.initial}"
                 )
-        self._relay(tuple(there.values()))
+        with DisableTorchDispatch():  # what is copied by way of the process is nothing of the program's
+            self._relay(tuple(there.values()))
 
     def drop_columns(self, names: Collection[str]) -> None:
         """Forget columns and what is in them; otherwise as `ensure_columns`.
@@ -232,7 +236,8 @@ class RowStore:
         for name in names:
             if not self._pages.layout.place_of(name):
                 raise UsageError(f"table {self.name!r}: the column {name!r} is the table itself")
-        self._relay(tuple(column for column in self.columns if column.name not in names))
+        with DisableTorchDispatch():
+            self._relay(tuple(column for column in self.columns if column.name not in names))
 
     # --- where rows lie ------------------------------------------------------------------------
 
@@ -281,7 +286,8 @@ class RowStore:
             CapacityError: the medium is full.
             BackendError: it failed.  In either case nothing is lost.
         """
-        self._here().write_back()
+        with DisableTorchDispatch():
+            self._here().write_back()
 
     def snapshot(self) -> Snapshot:
         """Return what has to be kept beside the blocks of the log so that the table can be `restored`.

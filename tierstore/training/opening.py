@@ -55,6 +55,7 @@ from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.placing import Placing, placement_of
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Policies, Session
+from tierstore.training.tables.found_tables import lookups_on_host
 from tierstore.training.tables.run_tables import RunTables
 from tierstore.training.totals import require_together
 from tierstore.units import MIB, format_bytes, parse_bytes
@@ -256,12 +257,17 @@ def open_session(
 
 def _place_modules(model: nn.Module, config: OffloadConfig, store: Store) -> PlacedModules:
     """Return where each module computes; without a device all compute in one place, whatever is said."""
-    placed = placed_by(model, patterns_in(config.placement))
+    placed = placed_by(model, patterns_in(config.placement), lookups=True)
     return placed if store.tier_names[0] != HOST else PlacedModules()
 
 
-def placed_by(model: nn.Module, given: Mapping[str, str]) -> PlacedModules:
+def placed_by(model: nn.Module, given: Mapping[str, str], *, lookups: bool = False) -> PlacedModules:
     """Return where patterns of module names say that each module computes; see `PlacedModules`.
+
+    Args:
+        model: whose modules.
+        given: the device of each pattern, in the order in which they count.
+        lookups: whether tables that no pattern names look their rows up where these are, on the host.
 
     Raises:
         ConfigError: a text is no pattern.
@@ -271,7 +277,10 @@ def placed_by(model: nn.Module, given: Mapping[str, str]) -> PlacedModules:
     for text, (pattern, _) in patterns.items():
         if pattern.is_aten:
             raise UsageError(f"placement: modules[{text!r}] names operators; accepted are names of modules.")
-    placed = place_modules(model, {text: (each.matches, device) for text, (each, device) in patterns.items()})
+    matched = {text: (each.matches, device) for text, (each, device) in patterns.items()}
+    if lookups:
+        matched |= lookups_on_host(model, [matches for matches, _ in matched.values()])
+    placed = place_modules(model, matched)
     if placed.are_any:
         placed.borders(model)  # refuses what nobody could bring its values
         placed.require_one_side(model)

@@ -51,7 +51,7 @@ from tierstore.training.modules.tensor_names import persistent_buffers
 from tierstore.training.optimizers.adapters import Taken
 from tierstore.training.optimizers.state import OptimizerState, order_entries, state_key
 from tierstore.training.tables.found_tables import tables_in
-from tierstore.training.tables.kept_tables import PREFIX, TableLook, map_key, table_differences, unpacked
+from tierstore.training.tables.kept_tables import PREFIX, TableLook, map_key, snapshot_of, table_differences
 
 _ASIDE = "training/former/"
 _OWN_KEYS = (*(f"{each.value}/" for each in Content), "state/", "grad/", "training/", PREFIX)
@@ -220,7 +220,10 @@ class ResumedCheckpoint:
 
     def tables(self) -> dict[str, Snapshot]:
         """Return where the rows of tables are, by the tables' names."""
-        return {name: unpacked(self._store.get(map_key(name), device="cpu")) for name in self._tables}
+        return {
+            name: snapshot_of(name, look, self._store.get(map_key(name), device="cpu"))
+            for name, look in self._tables.items()
+        }
 
     def state_bytes(self, index: int, parameters: Sequence[str]) -> int:
         """Return the bytes of state that an optimizer has for some parameters."""

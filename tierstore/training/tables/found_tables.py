@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import functools
+import operator
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from tierstore.errors import UsageError
+from tierstore.nn import EmbeddingTable
 from tierstore.nn.table_weight import TableWeight
+from tierstore.planning.placement import CPU
 from tierstore.tables import RowStore
 
 Tables = Mapping[TableWeight, str]
@@ -48,3 +52,24 @@ def refuse_pinned(tables: Tables, pinned: Container[torch.Tensor]) -> None:
                 "rows on the device with EmbeddingTable(..., target='device', cache_rows=...).",
                 key=name,
             )
+
+
+Matches = Callable[[Sequence[str]], bool]
+
+
+def lookups_on_host(model: nn.Module, given: Sequence[Matches]) -> dict[str, tuple[Matches, str]]:
+    """Return patterns that let tables with ``target="cpu"`` compute on the host, where their rows are.
+
+    Args:
+        model: whose tables.
+        given: the program's own patterns: what one of them names stays as that says.
+    """
+    found: dict[str, tuple[Matches, str]] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, EmbeddingTable) or module.target != CPU:
+            continue
+        path = tuple(name.split("."))
+        around = [path[:end] for end in range(1, len(path) + 1)]
+        if not any(matches(each) for matches in given for each in around):
+            found[f"the table {name}"] = (functools.partial(operator.eq, path), CPU)
+    return found

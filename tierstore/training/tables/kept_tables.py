@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tierstore.formats.safetensors_files import HeaderEntry, pack, unpack
 from tierstore.nn.initializers import CheckedRows
 from tierstore.nn.table_weight import TableWeight
 from tierstore.tables import Column, InitialRows, RowStore, Snapshot
@@ -17,8 +16,10 @@ from tierstore.training.tables.found_tables import Tables
 PREFIX = "table/"
 """What keys of tables begin with."""
 
-_TENSORS = ("numbers", "sizes", "pages", "places", "checks")
-_METADATA = "tierstore"
+
+def log_prefix(name: str) -> str:
+    """Return what the keys of the blocks of a table begin with."""
+    return f"{PREFIX}{name}/log/"
 
 
 def map_key(name: str) -> str:
@@ -35,18 +36,21 @@ class TableLook:
         width: elements of a row.
         dtype: of an element, without ``torch.``.
         begins: what rows are that nobody has written.
+        columns: names of the rows and of what optimizers keep beside them, each with what it begins with.
     """
 
     num_rows: int
     width: int
     dtype: str
     begins: str
+    columns: Sequence[Sequence[Any]]
 
     @classmethod
     def of(cls, store: RowStore) -> TableLook:
         """Return what a table is."""
         dtype = str(store.dtype).removeprefix("torch.")
-        return cls(store.num_rows, store.width, dtype, _begins(store.initial_rows))
+        columns = [list(column) for column in store.columns]
+        return cls(store.num_rows, store.width, dtype, _begins(store.initial_rows), columns)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,31 +86,15 @@ def table_differences(saved: Mapping[str, TableLook], tables: Tables) -> Iterato
             yield f"the rows of the table {name} begin as {begins}, saved was {saved[name].begins}"
 
 
-def packed(snapshot: Snapshot) -> torch.Tensor:
-    """Return a snapshot as bytes, in host memory."""
-    tensors = {name: getattr(snapshot, name) for name in _TENSORS}
-    said = {
-        "num_rows": snapshot.num_rows,
-        "columns": [list(column) for column in snapshot.columns],
-        "blocks": list(snapshot.blocks),
-        "next_block": snapshot.next_block,
-    }
-    entries = [HeaderEntry.of(name, tensor) for name, tensor in tensors.items()]
-    return pack(entries, tensors.values(), {_METADATA: json.dumps(said)})
+def snapshot_of(name: str, look: TableLook, kept: torch.Tensor) -> Snapshot:
+    """Return where the rows of a table are.
 
-
-def unpacked(flat: torch.Tensor) -> Snapshot:
-    """Return what `packed` was given.
+    Args:
+        name: of the table.
+        look: what it is.
+        kept: what is under `map_key`.
 
     Raises:
-        UsageError: these bytes are something else.
+        IntegrityError: that is something else.
     """
-    tensors, metadata = unpack(flat)
-    said = json.loads(metadata[_METADATA])
-    return Snapshot(
-        num_rows=said["num_rows"],
-        columns=tuple(Column(*each) for each in said["columns"]),
-        blocks=tuple(said["blocks"]),
-        next_block=said["next_block"],
-        **{name: tensors[name] for name in _TENSORS},
-    )
+    return Snapshot.from_tensor(kept, log_prefix(name), [Column(*each) for each in look.columns])

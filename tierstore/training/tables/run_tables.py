@@ -31,10 +31,11 @@ from tierstore.tables import (
     StoreBlocks,
     TableHome,
 )
+from tierstore.torch_private import DisableTorchDispatch
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.tables.found_tables import Tables
-from tierstore.training.tables.kept_tables import PREFIX, TableLook, map_key, packed
+from tierstore.training.tables.kept_tables import PREFIX, TableLook, log_prefix, map_key
 from tierstore.training.tables.shares import shares
 
 _SETTING = "offload_cpu_size"
@@ -113,13 +114,15 @@ class RunTables:
             if name in former:
                 weight.row_store = _restored(former[name], weight.row_store, home)
             else:
-                weight.row_store.attach(home)
+                with DisableTorchDispatch():
+                    weight.row_store.attach(home)
 
     def _lease_frames(self, weight: TableWeight, name: str) -> torch.Tensor:
         key = _frames_key(name)
         # Zeros that nobody has written take no memory of their own.
-        zeros = torch.zeros(self._shares[name], dtype=torch.uint8, device="cpu")
-        self._store.put(key, zeros, tier=HOST, replace=True)
+        with DisableTorchDispatch():
+            zeros = torch.zeros(self._shares[name], dtype=torch.uint8, device="cpu")
+            self._store.put(key, zeros, tier=HOST, replace=True)
         lease = self._leases[weight] = self._store.lease(key, tier=HOST, write=True)
         return lease.tensor
 
@@ -128,7 +131,7 @@ class RunTables:
         if last == HOST:
             return None
         medium = self._media[name] = StoreBlocks(self._store)
-        return LogPlace(medium, f"{PREFIX}{name}/log/")
+        return LogPlace(medium, log_prefix(name))
 
     def give_rows(self, weight: torch.Tensor, values: torch.Tensor) -> None:
         """Let all rows of a table be others: ``[num_rows, width]``."""
@@ -157,7 +160,9 @@ class RunTables:
         for weight, name in self._tables.items():
             weight.row_store.write_back()
             snapshot = snapshots[weight] = weight.row_store.snapshot()
-            self._store.put(map_key(name), packed(snapshot), tier=self._store.tier_names[-1], replace=True)
+            self._store.put(
+                map_key(name), snapshot.as_tensor(), tier=self._store.tier_names[-1], replace=True
+            )
             keys += [map_key(name), *snapshot.blocks]
         return TablesToKeep(keys, snapshots)
 
@@ -184,7 +189,8 @@ class RunTables:
             MemoryError: there is too little.
             BackendError: a medium failed.
         """
-        weight.row_store.detach()
+        with DisableTorchDispatch():
+            weight.row_store.detach()
         self._let_go(weight)
 
     def take_back(self) -> None:
