@@ -163,7 +163,7 @@ def test_without_room_for_frames_a_table_is_refused_with_numbers(tmp_path: Path)
 
 def test_a_table_cannot_be_pinned(tmp_path: Path) -> None:
     model, optimizers = build()
-    with pytest.raises(UsageError, match=r"'deep\.weight' is a table.*cache_rows"):
+    with pytest.raises(UsageError, match=r"'deep\.weight' is a table.*cannot be pinned"):
         offload(model, optimizers, table_config("three", tmp_path), pinned=[r"deep"])
 
 
@@ -201,3 +201,24 @@ def test_a_placement_says_otherwise_of_a_table(tmp_path: Path) -> None:
         placed = run._session.placed  # type: ignore[union-attr]
         assert placed.is_on_host(model.deep)
         assert not placed.is_on_host(model.wide)
+
+
+def test_a_table_whose_rows_are_to_be_kept_on_the_device_is_refused(tmp_path: Path) -> None:
+    model, optimizers = build()
+    model.deep = EmbeddingTable(6000, 48, target="device", cache_rows=64)
+    with pytest.raises(UsageError, match=r"'deep' has cache_rows=64: .* yet"):
+        offload(model, optimizers, table_config("three", tmp_path))
+
+
+def test_a_run_with_tables_is_suspended_to_host_memory_and_no_further(tmp_path: Path) -> None:
+    expected = plain(4)
+    trial = begin("three", tmp_path)
+    torch.manual_seed(1)
+    some_steps(trial, 2)
+    with run_of(trial) as run:
+        with pytest.raises(UsageError, match=r"frames of 2 tables .*Suspend it to 'host'"):
+            run.suspend(to="disk")
+        run.suspend()
+        run.resume()
+        some_steps(trial, 2)
+    assert_alike(expected, trial)

@@ -64,6 +64,12 @@ class Suspension:
     def suspend(self, to: str) -> None:
         """Empty every tier above ``to``.  Blocks until that is done.  See `Offload.suspend`."""
         tiers = self._tiers_above(to)
+        if HOST in tiers and (tables := self._session.tables.attached()):
+            raise UsageError(
+                f"run.suspend(to={to!r}): the frames of {len(tables)} tables "
+                f"({', '.join(map(repr, list(tables.values())[:3]))}) stay in host memory as long as the "
+                "run is open. Suspend it to 'host', or close it."
+            )
         if self._bindings.leasing.state is LeasingState.ALLOWED:
             self._session.leaving.go_on()
         with self._session.gradients.alone(), self._bindings.alone():

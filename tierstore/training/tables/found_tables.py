@@ -23,8 +23,15 @@ def tables_in(model: nn.Module) -> Tables:
     """Return the tables of a model.
 
     Raises:
-        UsageError: two parameters have the same rows.
+        UsageError: two parameters have the same rows, or rows are to be kept on the device.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, EmbeddingTable) and module.cache_rows:
+            raise UsageError(
+                f"{name!r} has cache_rows={module.cache_rows}: a run does not keep rows of tables on the "
+                "device yet. Make it with cache_rows=0.",
+                key=name,
+            )
     found: dict[TableWeight, str] = {}
     owners: dict[RowStore, str] = {}
     for name, parameter in model.named_parameters():
@@ -48,8 +55,8 @@ def refuse_pinned(tables: Tables, pinned: Container[torch.Tensor]) -> None:
     for weight, name in tables.items():
         if weight in pinned:
             raise UsageError(
-                f"{name!r} is a table, of which a batch's rows are brought, and cannot be pinned. Keep hot "
-                "rows on the device with EmbeddingTable(..., target='device', cache_rows=...).",
+                f"{name!r} is a table, of which a batch's rows are brought, and cannot be pinned: "
+                "its rows lie in host memory and on disk.",
                 key=name,
             )
 

@@ -35,7 +35,8 @@ def shares(
     wholes = {name: align_up(nbytes, _PAGE_BYTES) for name, nbytes in tables.items()}
     least = {name: min(nbytes, LEAST_BYTES) for name, nbytes in wholes.items()}
     needed_bytes, total_bytes = sum(least.values()), sum(wholes.values())
-    beside_largest = capacity_bytes - max((each.nbytes for each in sets), default=0)
+    needs = [_in_pages(each) for each in sets]
+    beside_largest = capacity_bytes - max(needs, default=0)
     if needed_bytes > beside_largest:
         raise CapacityError(
             f"{len(tables)} tables need at least {format_bytes(needed_bytes)} of host memory, and beside the "
@@ -43,7 +44,7 @@ def shares(
             needed_bytes=needed_bytes,
             free_bytes=max(0, beside_largest),
         )
-    room_bytes = max(capacity_bytes - sum(each.nbytes for each in sets), beside_largest // 2, needed_bytes)
+    room_bytes = max(capacity_bytes - sum(needs), beside_largest // 2, needed_bytes)
     if total_bytes <= room_bytes:
         return wholes
     spread_bytes = room_bytes - needed_bytes
@@ -52,3 +53,9 @@ def shares(
         + spread_bytes * (nbytes - least[name]) // (total_bytes - needed_bytes) // _PAGE_BYTES * _PAGE_BYTES
         for name, nbytes in wholes.items()
     }
+
+
+def _in_pages(needed: WorkingSet) -> int:
+    """Return what a bundle takes of host memory: each of its pieces begins on a page, as do frames around."""
+    pieces = 2 + len(needed.gradients)
+    return needed.nbytes + (pieces + 1) * _PAGE_BYTES
