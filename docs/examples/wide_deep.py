@@ -23,7 +23,7 @@ Tables = Callable[[int, int], nn.Module]
 """Makes a table of ``(rows, width)``: ids of any shape in, rows out.  Its parameter is called ``weight``."""
 
 PLACEMENT = {"wide_table": "cpu", "deep_table": "cpu"}
-"""What computes on the host: both lookups; the perceptron computes on the device."""
+"""What of PyTorch's own tables computes on the host: both lookups."""
 
 INITIAL_DEVIATION = 0.01
 L2 = 8e-5

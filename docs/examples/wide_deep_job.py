@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from arguments import OneLineParser, check_counts, device_of
-from wide_deep import L2, WideDeepShape, halved
+from wide_deep import L2, TieredTables, WideDeepShape, halved
 from wide_deep_clicks import CriteoBatches, CriteoClicks, shuffled
 from wide_deep_criteo import scan
 from wide_deep_planted import PlantedBatches, PlantedClicks, Stream
@@ -54,7 +54,7 @@ class Job:
         workers: processes that make batches; 0: this one does.
         seed: of the parameters.
         device: where the model computes.
-        is_placed: whether lookups compute on the host.
+        tables: how those are made whose rows lie in tiers; with a penalty, PyTorch's are placed on the host.
         max_device_memory: its budget.
         offload: the configuration of the run.
     """
@@ -67,7 +67,7 @@ class Job:
     workers: int
     seed: int
     device: torch.device
-    is_placed: bool
+    tables: TieredTables
     max_device_memory: str
     offload: Mapping[str, object]
 
@@ -127,8 +127,7 @@ def command_line() -> OneLineParser:
         help="generated lines for the AUC (%(default)s)",
     )
     add("--workers", type=int, default=0, metavar="N", help="processes that read or generate (%(default)s)")
-    add("--no-placement", action="store_true", help="look rows up on the device, not on the host")
-    add("--max-device-memory", default="16MB", metavar="SIZE", help="the device's budget (%(default)s)")
+    add("--max-device-memory", default="64MB", metavar="SIZE", help="the device's budget (%(default)s)")
     add("--offload-cpu-size", default="1GB", metavar="SIZE", help="the host tier's quota (%(default)s)")
     add("--offload-disk-size", default="2GB", metavar="SIZE", help="the disk tier's quota (%(default)s)")
     add("--offload-path", type=Path, metavar="DIR", help="the disk tier's directory (a temporary one)")
@@ -167,7 +166,7 @@ def read_job(arguments: argparse.Namespace, path: Path) -> Job:
         workers=arguments.workers,
         seed=arguments.seed,
         device=device,
-        is_placed=not arguments.no_placement,
+        tables=TieredTables(arguments.seed),
         max_device_memory=arguments.max_device_memory,
         offload={
             "context": {"memory_offload": "ON", "max_device_memory": arguments.max_device_memory},
