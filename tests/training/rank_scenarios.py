@@ -249,3 +249,23 @@ def one_of_two(rank: int, processes: int, folder: Path) -> object:
     found["total"] = total(made)
     run.close()
     return found
+
+
+def group_beside(rank: int, processes: int, folder: Path) -> object:
+    """Where the default group does no gloo on the CPU, a group beside it does, as long as the run lasts."""
+    ask = distributed.get_backend_config
+    distributed.get_backend_config = lambda group=None: "cuda:nccl"
+    try:
+        _, run = begun({**DURABLE, "offload_path": str(folder / "files")})
+        own = run._ranks.meeting._own if run._ranks is not None and run._ranks.meeting is not None else None
+        run.checkpoint({"at": 1})
+        run.close()
+        run.close()
+        assert own is not None
+        try:
+            distributed.get_rank(own)
+        except ValueError:
+            return "ended"
+    finally:
+        distributed.get_backend_config = ask
+    return "goes on"

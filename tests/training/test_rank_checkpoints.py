@@ -30,13 +30,14 @@ _SCENARIOS = (
     "one_of_two:1",
     "others_than_before:3",
     "others_than_before:2",
+    "group_beside:2",
 )
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     found = led(tmp_path_factory.mktemp("ranks"), *_SCENARIOS)
-    failed = [each for led in found.values() for each in led if isinstance(each, str)]
+    failed = [each for led in found.values() for each in led if isinstance(each, str) and each != "ended"]
     assert not failed, failed[0]
     return found
 
@@ -85,6 +86,10 @@ def test_directories_that_are_lost_or_another_s_are_named_by_all(found: Found) -
         assert "rank 1: none (rank 1 may have been on another machine)" in each["lost"]
         assert "rank 0: the directory is that of rank 1, and this is rank 0 of 2" in each["swapped"]
         assert (each["anew"], each["after"]) == (True, 3)
+
+
+def test_a_group_beside_one_that_works_on_devices_alone_ends_with_the_run(found: Found) -> None:
+    assert found["group_beside:2"] == ["ended"] * 2
 
 
 # ---------------------------------------------------------------------- kills
