@@ -88,3 +88,15 @@ def test_a_tensor_that_is_no_map_is_refused() -> None:
     for bad in (good[:3], good[:-1], torch.cat([good, good[:1]]), torch.full_like(good, 9)):
         with pytest.raises(IntegrityError, match=f"the map of '{PREFIX}' is not one"):
             Snapshot.from_tensor(bad, PREFIX, table.columns)
+
+
+def test_a_restored_log_knows_which_pages_of_its_blocks_are_dead() -> None:
+    store = new_store()
+    table = attached(4, store, block_pages=4)
+    for ids in ((0, 1, 2, 3), (0, 1, 2)):
+        write(table, 1.0, *ids)
+        table.write_back()
+    snapshot = table.snapshot()
+    table.close()
+    stats = _restored(table, snapshot, store).stats()
+    assert (stats.log_pages, stats.dead_pages, stats.blocks) == (4, 3, 2)
