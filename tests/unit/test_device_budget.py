@@ -11,16 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import tierstore as ts
+from tierstore import sides
 from tierstore.errors import CapacityError, ConfigError, UsageError
+from tierstore.sides import Side
 from tierstore.spi import AddressableSlot, device_storage_listeners
-from tierstore.testing.memory import DeviceBudget, OutOfDeviceMemory
+from tierstore.testing.memory import DeviceBudget, MixedDevices, OutOfDeviceMemory
 from tierstore_backends.device import EmulatedDevice
 from tierstore_backends.memory import MemoryBackend
 from tierstore_backends.pinned import PinnedPool
@@ -406,3 +408,53 @@ def test_what_a_store_copies_past_host_memory_is_not_the_devices(tmp_path: Path)
         assert torch.equal(store.get("k"), tensor)
         peak_bytes = budget.peak_bytes
     assert peak_bytes == 256 * KIB
+
+
+# ---------------------------------------------------------------------- the two sides
+
+
+def _on(side: Side, *shape: int) -> Tensor:
+    made = torch.ones(shape)
+    sides.note(made.untyped_storage(), side)
+    return made
+
+
+def test_what_is_made_of_the_host_s_does_not_count() -> None:
+    with DeviceBudget("1MiB") as budget:
+        host, fresh = _on(Side.HOST, 256), torch.ones(256)
+        before = budget.live_bytes
+        made = (host * fresh) @ host
+        kept = host.relu() + 1
+        assert budget.live_bytes == before
+        assert {sides.side_of(each.untyped_storage()) for each in (made, kept)} == {Side.HOST}
+
+
+def test_operators_of_both_sides_raise_on_request() -> None:
+    host, device = _on(Side.HOST, 4), _on(Side.DEVICE, 4)
+    with DeviceBudget("1MiB"):
+        assert sides.side_of((host + device).untyped_storage()) is Side.DEVICE
+    with DeviceBudget("1MiB", mixing="raise"):
+        with pytest.raises(
+            MixedDevices, match=r"aten.add.Tensor: expected all tensors to be on the same device"
+        ):
+            host + device
+        with pytest.raises(MixedDevices):
+            torch.cat([device, host])
+        host + torch.ones(4)  # of which nothing is known
+        host + _on(Side.DEVICE)  # a number
+        host.copy_(device)
+        torch._foreach_add_([host, device], 1.0)  # by itself each
+
+
+def test_mixing_is_raised_or_allowed() -> None:
+    with pytest.raises(UsageError, match="mixing='maybe'"):
+        DeviceBudget("1MiB", mixing="maybe")
+
+
+def test_what_is_allocated_out_of_sight_counts_where_it_is_told() -> None:
+    with DeviceBudget("1MiB") as budget:
+        before = budget.live_bytes
+        storages = [torch.UntypedStorage(512), torch.UntypedStorage(512)]
+        sides.note_allocation(storages[0], Side.DEVICE)
+        sides.note_allocation(storages[1], Side.HOST)
+        assert budget.live_bytes == before + 512

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from tierstore.training.pytorch.function_modes import out_of_sight
 from tierstore.training.pytorch.own_work import ordinary_mode
 
 _innermost: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
@@ -60,7 +61,8 @@ def _copied(value: Tensor) -> Tensor:
 
 
 def _all_copied(values: Any) -> Any:  # noqa: ANN401 - a module's own
-    return pytree.tree_map_only(Tensor, _copied, values)
+    with out_of_sight():
+        return pytree.tree_map_only(Tensor, _copied, values)
 
 
 class _Before:
