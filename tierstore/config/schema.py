@@ -233,8 +233,9 @@ class OffloadConfig:
             durable there, and the next ``offload`` on the same ``offload_path`` resumes from it.
         ignored, pinned: patterns of parameters and buffers, as in `tierstore.training.offload`.
         buffer_min_size: how large a buffer is at least that the store takes, too; ``None``: it takes none.
-        placement: where everything lives, as `tierstore.planning.Placement.to_mapping` writes it; where
-            it says nothing, the other keys do.
+        placement: where everything lives, as `tierstore.planning.Placement.to_mapping` writes it, or its
+            ``modules`` alone: patterns of module names, and ``"cpu"`` or ``"device"`` for each; where it
+            says nothing, the other keys do.
 
     Raises:
         ConfigError: lists every fault.
