@@ -1,9 +1,9 @@
 """Trains in a child process that is killed again and again, until it comes to its end.
 
-``python -m tests.training.durable_victim FOLDER SEED KILLS LAYOUT...``: one life after another goes on from
-the last checkpoint, each under one of the layouts; a life ends by SIGKILL at some operation of the store or
-of the disk (a write may be torn then), or with the training's end, whose outcome is written to the folder.
-The next training begins in a directory of its own.  ``kills.txt`` tells what each life was at.
+``python -m tests.training.durable_victim SUBJECT FOLDER SEED KILLS LAYOUT...``: one life after another goes
+on from the last checkpoint, each under one of the layouts; a life ends by SIGKILL at some operation of the
+store or of the disk (a write may be torn then), or with the training's end, whose outcome is written to the
+folder.  The next training begins in a directory of its own.  ``kills.txt`` tells what each life was at.
 
 Lives are forked from one process that has imported everything and started no thread.
 """
@@ -19,6 +19,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ import torch
 from torch import nn
 
 import tierstore as ts
+from tests.training.table_models import Clicks, loss_of_clicks, table_config
 from tests.training.twins import WIDTH, Block, batch, config_of, loss_of
+from tierstore.optim import LazyAdam
 from tierstore.training import offload
 from tierstore_backends.files.durability.manifest import Manifest
 from tierstore_backends.files.io.kernel import KERNEL
@@ -36,12 +39,37 @@ STEPS_A_CHECKPOINT = 2
 OUTCOME = "outcome.pt"
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Return what is trained, at its beginning."""
+@dataclass(frozen=True)
+class Subject:
+    """What is trained.
+
+    Attributes:
+        build: returns the model and its optimizer, at their beginning.
+        loss: of one batch.
+        config: of a layout, with files at a path.
+    """
+
+    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
+    loss: Callable[[nn.Module], torch.Tensor]
+    config: Callable[[str, Path, Mapping[str, object]], Mapping[str, object]]
+
+
+def _build_dense() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1), Block(), nn.Linear(WIDTH, 5))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def _build_tables() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Clicks()
+    return model, LazyAdam(model.parameters(), lr=1e-2)
+
+
+SUBJECTS = {
+    "dense": Subject(_build_dense, lambda model: loss_of(model, *batch()), config_of),
+    "tables": Subject(_build_tables, loss_of_clicks, table_config),
+}
 
 
 class Moment:
@@ -112,9 +140,10 @@ def _watched(function: Callable[..., Any], name: str, moment: Moment) -> Callabl
     return watched
 
 
-def train(config: Mapping[str, object] | None, moment: Moment) -> dict[str, Any]:
+def train(subject: Subject, config: Mapping[str, object] | None, moment: Moment) -> dict[str, Any]:
     """Train to the end, from the beginning or from a checkpoint; ``None``: without offloading."""
-    model, optimizer, scheduler = build()
+    model, optimizer = subject.build()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     torch.manual_seed(1)
     losses: list[torch.Tensor] = []
     with offload(model, optimizer, config or {"memory_offload": "OFF"}) as run:
@@ -123,7 +152,7 @@ def train(config: Mapping[str, object] | None, moment: Moment) -> dict[str, Any]
             scheduler.load_state_dict(run.resumed.extra["scheduler"])
         while len(losses) < STEPS:
             moment.phase = "forward"
-            loss = loss_of(model, *batch())
+            loss = subject.loss(model)
             moment.phase = "backward"
             loss.backward()
             moment.phase = "step"
@@ -176,9 +205,11 @@ class Trainings:
 
     Args:
         folder: where everything is.
+        subject: what is trained.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        self._subject = subject
         self._folder = folder
         self._journal = os.open(folder / "kills.txt", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         self._count = folder / "count.txt"
@@ -186,7 +217,7 @@ class Trainings:
 
     def expect(self) -> None:
         """Train without offloading, to have what every training has to come to."""
-        torch.save(train(None, Moment("", 0, void)), self._folder / "expected.pt")
+        torch.save(train(self._subject, None, Moment("", 0, void)), self._folder / "expected.pt")
 
     def lead(self, layout: str, fatal: str = "", number: int = 0) -> bool:
         """Lead the present training on until its end, or until a life dies at an operation of a phase.
@@ -202,7 +233,8 @@ class Trainings:
                 fatal, number, lambda text: void(os.write(self._journal, f"{layout} {text}".encode()))
             )
             watch(moment)
-            torch.save(train(config_of(layout, directory, {"durable": True}), moment), directory / OUTCOME)
+            config = self._subject.config(layout, directory, {"durable": True})
+            torch.save(train(self._subject, config, moment), directory / OUTCOME)
             self._count.write_text(json.dumps(moment.counts))
 
         end = live(life)
@@ -218,14 +250,14 @@ class Trainings:
         return counts
 
 
-def main(folder: Path, seed: int, kills: int, layouts: Sequence[str]) -> None:
+def main(subject: Subject, folder: Path, seed: int, kills: int, layouts: Sequence[str]) -> None:
     """Let trainings be killed so many times, and then the last one come to its end.
 
     Raises:
         RuntimeError: a life ended in another way.
     """
     chance = random.Random(seed)
-    trainings = Trainings(folder)
+    trainings = Trainings(folder, subject)
     live(trainings.expect)
     trainings.lead(layouts[0])
     phases = trainings.operations
@@ -245,4 +277,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # no life looks for referrers, or for tensors, among all that is imported
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(SUBJECTS[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

@@ -58,10 +58,15 @@ def build(kind: str = "LazyAdam") -> tuple[Clicks, list[Optimizer]]:
     return model, [tables, torch.optim.Adam(model.dense.parameters(), lr=1e-2)]
 
 
+def loss_of_clicks(model: nn.Module, spread: float = 400.0) -> Tensor:
+    """Return the loss of one batch of ids of which few are frequent."""
+    ids = torch.empty(16, 8).exponential_(1 / spread).long().clamp_(max=ROWS - 1)
+    return nn.functional.binary_cross_entropy_with_logits(model(ids), (ids[:, 0] % 2).float())
+
+
 def step(trial: Trial, spread: float = 400.0) -> None:
     """Do one step on ids of which few are frequent; log the loss."""
-    ids = torch.empty(16, 8).exponential_(1 / spread).long().clamp_(max=ROWS - 1)
-    loss = nn.functional.binary_cross_entropy_with_logits(trial.model(ids), (ids[:, 0] % 2).float())
+    loss = loss_of_clicks(trial.model, spread)
     loss.backward()
     trial.log(loss)
     for optimizer in trial.optimizers:

@@ -17,10 +17,18 @@ from tests.training.twins import same
 ROOT = Path(__file__).parents[2]
 
 
-def kill(folder: Path, seed: int, kills: int, *layouts: str) -> Counter[str]:
+def kill(folder: Path, seed: int, kills: int, *layouts: str, subject: str = "dense") -> Counter[str]:
     """Let trainings be killed; check how each of them ended; return what the kills hit, by phase."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    victim = [sys.executable, "-m", "tests.training.durable_victim", str(folder), str(seed), str(kills)]
+    victim = [
+        sys.executable,
+        "-m",
+        "tests.training.durable_victim",
+        subject,
+        str(folder),
+        str(seed),
+        str(kills),
+    ]
     done = subprocess.run([*victim, *layouts], check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     expected = torch.load(folder / "expected.pt")
@@ -57,6 +65,20 @@ def assert_same(expected: object, found: object, where: str) -> None:
 @pytest.mark.parametrize("layout", ["disk", "three"])
 def test_twenty_kills_leave_no_trace(layout: str, tmp_path: Path) -> None:
     kill(tmp_path, 1, 20, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["disk", "three"])
+def test_twenty_kills_leave_no_trace_in_tables(layout: str, tmp_path: Path) -> None:
+    kill(tmp_path, 2, 20, layout, subject="tables")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layouts", [("disk",), ("disk", "three")], ids="-".join)
+def test_hundreds_of_kills_leave_no_trace_in_tables(layouts: tuple[str, ...], tmp_path: Path) -> None:
+    hits = kill(tmp_path, 200, 200, *layouts, subject="tables")
+    assert set(hits) >= {"opening", "forward", "backward", "step", "checkpoint", "evict"}
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Never
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.training.table_models import (
 from tests.training.twins import Trial, every_layout
 from tierstore.errors import CapacityError, StoreClosed, UsageError
 from tierstore.nn import EmbeddingTable
-from tierstore.nn.table_weight import TableWeight
+from tierstore.nn.table_weight import TableEntry, TableWeight
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Offload, offload
 
@@ -222,3 +223,37 @@ def test_a_run_with_tables_is_suspended_to_host_memory_and_no_further(tmp_path: 
         run.resume()
         some_steps(trial, 2)
     assert_alike(expected, trial)
+
+
+@every_layout
+def test_a_saved_run_is_loaded_with_its_tables(layout: str, tmp_path: Path) -> None:
+    expected = plain(5)
+    first = begin(layout, tmp_path / "first")
+    torch.manual_seed(1)
+    some_steps(first, 3)
+    with run_of(first) as run:
+        run.save(tmp_path / "saved")
+    state = torch.get_rng_state()
+    second = begin(layout, tmp_path / "second")
+    some_steps(second, 1)  # what there is, is written over
+    torch.set_rng_state(state)
+    second.logged.clear()
+    with run_of(second) as run:
+        run.load(tmp_path / "saved")
+        some_steps(second, 2)
+    assert_alike(expected, second)
+
+
+def test_a_checkpoint_of_a_table_is_saved_and_loaded_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = begin("disk", tmp_path)
+    some_steps(trial, 2)
+
+    def refuse(*_: object) -> Never:
+        raise AssertionError("the whole table is made")
+
+    monkeypatch.setattr(TableEntry, "dense", refuse)
+    with run_of(trial) as run:
+        run.save(tmp_path / "saved")
+        run.load(tmp_path / "saved")

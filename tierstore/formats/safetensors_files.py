@@ -29,12 +29,19 @@ _PIECE_BYTES = 1 << 30  # one call reads at most 2 GiB
 _MOST_FAULTS = 1000
 
 
+InBlocks = Iterator[torch.Tensor]
+"""A tensor that comes in blocks of its rows, one after another."""
+
+
 def write_file(
-    path: Path, entries: Sequence[HeaderEntry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
+    path: Path,
+    entries: Sequence[HeaderEntry],
+    tensors: Iterable[torch.Tensor | InBlocks],
+    metadata: Mapping[str, str],
 ) -> None:
     """Write ``tensors``, which come in the order of ``entries``, and bring them to the disk.
 
-    Only one tensor is looked at at a time.
+    Only one tensor, or one block of one, is looked at at a time.
 
     Raises:
         UsageError: a name or a dtype that the format cannot hold; nothing was written.
@@ -44,8 +51,15 @@ def write_file(
     with path.open("wb") as file:
         file.write(header)
         for entry, tensor in zip(entries, tensors, strict=True):
-            assert (tuple(tensor.shape), tensor.dtype) == (tuple(entry.shape), entry.dtype), entry.name
-            file.write(_bytes_of(tensor))
+            blocks = (tensor,) if isinstance(tensor, torch.Tensor) else tensor
+            rows = 0
+            for block in blocks:
+                assert (tuple(block.shape[1:]), block.dtype) == (tuple(entry.shape[1:]), entry.dtype), (
+                    entry.name
+                )
+                rows += block.shape[0] if block.dim() else 1
+                file.write(_bytes_of(block))
+            assert rows == (entry.shape[0] if entry.shape else 1), entry.name
         file.flush()
         os.fsync(file.fileno())
 

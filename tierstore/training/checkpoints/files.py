@@ -20,7 +20,14 @@ from torch import nn
 
 from tierstore.errors import UsageError
 from tierstore.formats.bounded_json import read_json
-from tierstore.formats.safetensors_files import HeaderEntry, TensorFile, check_names, write_file
+from tierstore.formats.safetensors_files import (
+    HeaderEntry,
+    InBlocks,
+    TensorFile,
+    check_names,
+    write_file,
+)
+from tierstore.nn.table_weight import TableEntry, TableWeight
 from tierstore.quoting import listed, named, quoted
 from tierstore.signals import in_one_piece
 from tierstore.training.bundles.grouping import first_names
@@ -36,6 +43,7 @@ from tierstore.training.formats.json_codec import (
 )
 from tierstore.training.modules.tensor_names import all_names, persistent_buffers
 from tierstore.training.optimizers.state import order_entries
+from tierstore.training.tables.streamed import load_rows, load_states, table_rows
 
 MODEL = "model.safetensors"
 STATE = "optimizer.safetensors"
@@ -115,9 +123,12 @@ class Checkpoint:
         entries = [HeaderEntry.of(self._names[p], p) for part in self._access.parts for p in part]  # type: ignore[index]
         entries += [HeaderEntry.of(name, buffer) for name, buffer in buffers.items()]
 
-        def tensors() -> Iterator[torch.Tensor]:
+        def tensors() -> Iterator[torch.Tensor | InBlocks]:
             for part in self._access.parts:
-                yield from self._access.read(part)
+                if isinstance(part[0], TableWeight):
+                    yield table_rows(part[0])
+                else:
+                    yield from self._access.read(part)
             for buffer in buffers.values():
                 yield from self._access.read([buffer])
 
@@ -159,10 +170,13 @@ class Checkpoint:
         except KeyError:
             raise not_in_the_model(parameter) from None
 
-    def _read_runs(self, sources: Sources) -> Iterator[torch.Tensor]:
+    def _read_runs(self, sources: Sources) -> Iterator[torch.Tensor | InBlocks]:
         """Read tensors; those that lie together are read together."""
         for tensor in sources.values():
-            yield from self._access.read([tensor])
+            if isinstance(tensor, TableEntry):
+                yield table_rows(tensor.weight, tensor.column)
+            else:
+                yield from self._access.read([tensor])
 
     # --- loading ------------------------------------------------------------------------------
 
@@ -198,6 +212,9 @@ class Checkpoint:
 
     def _load_model(self, weights: TensorFile, found: dict[str, str]) -> None:
         for part in self._access.parts:
+            if isinstance(part[0], TableWeight):
+                load_rows(part[0], weights, found[self._names[part[0]]])
+                continue
             values = [weights.read(found[self._names[p]]) for p in part]  # type: ignore[index]
             self._access.write(part, values)
         for name, buffer in persistent_buffers(self._model).items():
@@ -214,8 +231,10 @@ class Checkpoint:
                 name = self._names[parameter]  # type: ignore[index]
                 if name in saved["state"]:
                     entries = saved["state"][name]
+                    in_table = load_states(parameter, optimizer, file, entries)
                     optimizer.state[parameter] = {
-                        key: decode(value, file.read) for key, value in entries.items()
+                        key: in_table[key] if key in in_table else decode(value, file.read)
+                        for key, value in entries.items()
                     }
                 else:
                     optimizer.state.pop(parameter, None)

@@ -1,0 +1,59 @@
+"""Tables to files and back, a few megabytes at a time: for checkpoints of ``run.save`` and ``run.load``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from tierstore.formats.safetensors_files import TensorFile
+from tierstore.nn.row_blocks import blocks_of, parts_of, write_part
+from tierstore.nn.table_weight import TableEntry, TableWeight
+from tierstore.optim.table_optimizer import TableOptimizer
+from tierstore.tables import ROWS, Column
+
+
+def table_rows(weight: TableWeight, column: str = ROWS) -> Iterator[torch.Tensor]:
+    """Yield all rows of a table, or one of its states, in blocks."""
+    return (rows for _, rows in blocks_of(weight.row_store, column))
+
+
+def load_rows(weight: TableWeight, file: TensorFile, name: str, column: str = ROWS) -> None:
+    """Write a tensor of a file to a table, in blocks.
+
+    Args:
+        weight: of the table.
+        file: that has it.
+        name: of the tensor, which has the table's shape.
+        column: which of the table's.
+    """
+    store = weight.row_store
+    for part in parts_of(store):
+        write_part(store, column, part, file.read_rows(name, part.start, part.stop))
+
+
+def load_states(
+    parameter: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    file: TensorFile,
+    entries: Mapping[str, object],
+) -> dict[str, TableEntry]:
+    """Write what an optimizer keeps of a table to it, in blocks; return these entries of its state.
+
+    Args:
+        parameter: if it is no table there are none.
+        optimizer: that steps it.
+        file: that has the tensors.
+        entries: of the state, as a checkpoint describes them.
+    """
+    if not isinstance(parameter, TableWeight) or not isinstance(optimizer, TableOptimizer):
+        return {}
+    group = next(g for g in optimizer.param_groups if any(each is parameter for each in g["params"]))
+    found: dict[str, TableEntry] = {}
+    for name, initial in optimizer.initial_state(group).items():
+        entry = entries.get(name)
+        if isinstance(entry, dict) and "tensor" in entry:
+            parameter.row_store.ensure_columns([Column(name, initial)])
+            load_rows(parameter, file, entry["tensor"], name)
+            found[name] = TableEntry.of(parameter, name)
+    return found
