@@ -10,7 +10,8 @@ the host, ``y.to(device, copy=True)`` after it): one node at each border, whose 
 3. Users' own hooks on the module are inside: they see what the module sees.  So is a region that is
    recomputed: it keeps what has crossed.
 4. Nothing is cast, added up or put into another order by a crossing.
-5. Inside a transform of ``torch.func`` values are copied by ``Tensor.to``, which has a rule for each of them.
+5. Inside a transform of ``torch.func``, and where derivatives go along with a value, it is copied by
+   ``Tensor.to``, which has a rule for each of them.
 6. What bytes need not travel do not (`tierstore.training.modules.neighbours`); the graph is the same.
 
 What a crossing does is the library's own work: no mode sees it, and no meter counts it as the program's.
@@ -19,19 +20,21 @@ What a crossing does is the library's own work: no mode sees it, and no meter co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
+from tierstore.errors import UsageError
 from tierstore.planning.placement import CPU, DEVICE
+from tierstore.quoting import quoted
 from tierstore.torch_private import innermost_transform, tree_map_only
 from tierstore.training.faults import guard
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.modules.neighbours import (
-    KnownValues,
     exchanged,
     is_exchangeable,
     next_on_host,
@@ -71,23 +74,21 @@ class _Cross(torch.autograd.Function):
     def forward(
         ctx: Any,  # noqa: ANN401
         value: torch.Tensor,
-        carry: Callable[[], torch.Tensor],
         link: Carrier,
         side: str,
     ) -> torch.Tensor:
         """Carry a value."""
-        del value
         ctx.link, ctx.side = link, side
         ctx.set_materialize_grads(False)
-        return carry()
+        return link.carry(_with_bytes(value), side)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:  # noqa: ANN401
         """Carry its gradient."""
         if gradient is None:
-            return None, None, None, None
+            return None, None, None
         with out_of_sight():
-            return cross(gradient, ctx.link, _other(ctx.side)), None, None, None
+            return cross(gradient, ctx.link, _other(ctx.side)), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor | None, *_: object) -> torch.Tensor | None:  # noqa: ANN401
@@ -99,28 +100,29 @@ def _other(side: str) -> str:
     return DEVICE if side == CPU else CPU
 
 
-def cross(
-    value: torch.Tensor, link: Carrier, side: str, known: Callable[[], torch.Tensor] | None = None
-) -> torch.Tensor:
+def cross(value: torch.Tensor, link: Carrier, side: str) -> torch.Tensor:
     """Return a value on a side, with a node in its graph if it has one.
 
     Args:
         value: on the other side.
         link: that carries.
         side: ``"cpu"`` or ``"device"``.
-        known: returns what is there already of the value; ``None``: nothing is.
 
     Raises:
         CapacityError: a tier has no room for it beside what is in use.
         BackendError: a medium failed.
     """
-    if innermost_transform() is not None:
+    if innermost_transform() is not None or _has_tangent(value):
         return value.to(link.device_of(side), copy=True)
-    carry = known or (lambda: link.carry(_with_bytes(value), side))
     if torch.is_grad_enabled() and value.requires_grad:
-        crossed: torch.Tensor = _Cross.apply(value, carry, link, side)  # type: ignore[no-untyped-call]
+        crossed: torch.Tensor = _Cross.apply(value, link, side)  # type: ignore[no-untyped-call]
         return crossed
-    return carry()
+    return link.carry(_with_bytes(value), side)
+
+
+def _has_tangent(value: torch.Tensor) -> bool:
+    """Whether derivatives go along with a value (``torch.autograd.forward_ad``)."""
+    return forward_ad.unpack_dual(value).tangent is not None
 
 
 def _with_bytes(value: torch.Tensor) -> torch.Tensor:
@@ -131,11 +133,25 @@ def _with_bytes(value: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- where a thread is
 
 
+class _Entered(NamedTuple):
+    """A module at a border that runs.
+
+    Attributes:
+        module: which.
+        side: where.
+        given: lists and dicts that were made for it, as values in them have crossed, with what was in each.
+    """
+
+    module: nn.Module
+    side: str
+    given: Sequence[tuple[list[Any] | dict[Any, Any], Sequence[object]]]
+
+
 class _Sides(threading.local):
-    """The sides of the modules at borders that run in this thread, outermost first."""
+    """The modules at borders that run in this thread, outermost first."""
 
     def __init__(self) -> None:
-        self.entered: list[tuple[nn.Module, str]] = []
+        self.entered: list[_Entered] = []
 
 
 _here = _Sides()
@@ -143,7 +159,7 @@ _here = _Sides()
 
 def is_inside_host_module() -> bool:
     """Whether this thread runs a module that computes on the host."""
-    return bool(_here.entered) and _here.entered[-1][1] == CPU
+    return bool(_here.entered) and _here.entered[-1].side == CPU
 
 
 # ---------------------------------------------------------------------- hooks
@@ -160,13 +176,12 @@ class Crossings:
     def __init__(self, link: Carrier, borders: Mapping[nn.Module, str]) -> None:
         self.link = link
         self._borders = borders
-        self._known = KnownValues()
 
     def register(self, chosen: Callable[[nn.Module], bool]) -> Iterator[RemovableHandle]:
         """Hook some of the modules at borders, before all hooks that they have and after them."""
         for module, side in self._borders.items():
             if chosen(module):
-                border = _Border(self.link, module, side, self._known, self._borders)
+                border = _Border(self.link, module, side, self._borders)
                 last = module.register_forward_hook(_CrossOut(border))
                 yield last
                 left = module.register_forward_hook(_Leave(module), always_call=True)
@@ -187,7 +202,6 @@ class _Border:
         link: that carries.
         module: whose.
         side: of the module.
-        known: what is on the host of values that the device has.
         borders: of the model.
     """
 
@@ -196,43 +210,33 @@ class _Border:
         link: Carrier,
         module: nn.Module,
         side: str,
-        known: KnownValues,
         borders: Mapping[nn.Module, str],
     ) -> None:
         self.link = link
         self.module = module
         self.side = side
-        self._known = known
         self._borders = borders
 
     def bring_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an argument on the module's side."""
         if _is_there(tensor, self.link, self.side):
             return tensor
-        if self.side != CPU:
-            return cross(tensor, self.link, self.side)
-        spares = spares_its_input(self.module)
-        found = self._known.find(tensor, may_share=spares)
-        crossed = cross(tensor, self.link, self.side, found)
-        if found is None and spares:
-            self._known.note(tensor, self.module, crossed, may_share=True)
-        return crossed
+        return cross(tensor, self.link, self.side)
 
     def bring_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an output on the side around the module."""
         around = _other(self.side)
         if _is_there(tensor, self.link, around):
             return tensor
-        crossed = cross(tensor, self.link, around)
-        if self.side == CPU:
-            self._known.note(crossed, self, tensor, may_share=spares_its_input(self.module))
-        return crossed
+        return cross(tensor, self.link, around)
 
     def exchange(self, output: object) -> torch.Tensor | None:
         """Return the output for a neighbour on the host, which is given it next; ``None``: none is."""
         if self.side != CPU or innermost_transform() is not None or not is_exchangeable(output):
             return None
         assert isinstance(output, torch.Tensor)
+        if _has_tangent(output):
+            return None
         then = next_on_host(self.module, self._borders)
         if then is None or _is_there(output, self.link, DEVICE):
             return None
@@ -255,13 +259,17 @@ class _CrossIn(Hook):
         """Return the arguments on the module's side."""
         if module is not self._border.module:
             return None
-        _here.entered.append((module, self._border.side))
+        given: list[tuple[list[Any] | dict[Any, Any], Sequence[object]]] = []
+        _here.entered.append(_Entered(module, self._border.side, given))
         hooks: Any = module._forward_hooks  # noqa: SLF001 - users' own hooks come before ours
         if self._last in hooks:
             hooks.move_to_end(self._last)
         with out_of_sight():
             found = _brought((args, kwargs), self._border.bring_in)
-        return None if found is None else (found[0], found[1])
+        if found is None:
+            return None
+        given += [(each, _content_of(each)) for each in _made_anew((args, kwargs), found)]
+        return found[0], found[1]
 
 
 class _Leave(Hook):
@@ -274,8 +282,19 @@ class _Leave(Hook):
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         """See above."""
         del args, output
-        if module is self._module and _here.entered and _here.entered[-1][0] is module:
-            _here.entered.pop()
+        if module is self._module and _here.entered and _here.entered[-1].module is module:
+            _require_unwritten(_here.entered.pop())
+
+
+def _require_unwritten(left: _Entered) -> None:
+    """Raise if a module has written to a container that was made for it: its caller would not see that."""
+    for container, content in left.given:
+        if not _are_same(_content_of(container), content):
+            raise UsageError(
+                f"a {type(left.module).__name__} computes on {quoted(left.side)} and writes to a "
+                f"{type(container).__name__} that it was given: it has a copy, as tensors in it are on the "
+                "other side. Let it return what it adds."
+            )
 
 
 class _CrossOut(Hook):
@@ -296,7 +315,10 @@ class _CrossOut(Hook):
 
 
 def _brought(values: Any, bring: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401 - a module's own
-    """Return nested values with each tensor brought, once; ``None``: they are as they are."""
+    """Return nested values with each tensor brought, once; ``None``: they are as they are.
+
+    Containers in which nothing had to be brought are the same objects.
+    """
     crossed: dict[int, torch.Tensor] = {}  # by the id of what ``values`` keeps
 
     def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -305,7 +327,50 @@ def _brought(values: Any, bring: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return crossed[id(tensor)]
 
     brought = tree_map_only(torch.Tensor, once, values)
-    return brought if any(id(tensor) != number for number, tensor in crossed.items()) else None
+    if all(id(tensor) == number for number, tensor in crossed.items()):
+        return None
+    return _with_what_stayed(values, brought)
+
+
+def _with_what_stayed(before: Any, after: Any) -> Any:  # noqa: ANN401
+    """Return nested values of which the parts that are as they were are the former objects.
+
+    A module may write to a container that it was given.
+    """
+    if type(before) is not type(after):
+        return after
+    if type(before) is dict:
+        parts = {key: _with_what_stayed(each, after[key]) for key, each in before.items()}
+        return before if all(parts[key] is each for key, each in before.items()) else parts
+    if type(before) in (list, tuple):
+        found = [_with_what_stayed(a, b) for a, b in zip(before, after, strict=True)]
+        if all(a is b for a, b in zip(before, found, strict=True)):
+            return before
+        return found if type(before) is list else tuple(found)
+    return after
+
+
+def _made_anew(before: Any, after: Any) -> Iterator[list[Any] | dict[Any, Any]]:  # noqa: ANN401
+    """Yield the lists and dicts among nested values that are not the former ones."""
+    if before is after or type(before) is not type(after):
+        return
+    if type(after) is dict:
+        yield after
+        for key, each in after.items():
+            yield from _made_anew(before[key], each)
+    elif type(after) in (list, tuple):
+        if type(after) is list:
+            yield after
+        for one, other in zip(before, after, strict=True):
+            yield from _made_anew(one, other)
+
+
+def _content_of(container: list[Any] | dict[Any, Any]) -> Sequence[object]:
+    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+
+
+def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _is_there(tensor: torch.Tensor, link: Carrier, side: str) -> bool:

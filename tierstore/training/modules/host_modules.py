@@ -28,6 +28,7 @@ from tierstore.errors import UsageError
 from tierstore.planning.placement import CPU, DEVICE
 from tierstore.quoting import quoted
 from tierstore.torch_private import RecursiveScriptModule
+from tierstore.training.bundles.placeholders import has_no_values
 from tierstore.training.modules.forward_needs import has_forward
 
 log = logging.getLogger("tierstore")
@@ -135,7 +136,7 @@ def _require_memory_of_one_side(users: Mapping[torch.Tensor, tuple[str, str]]) -
     """Raise if tensors of both sides are in one memory: it cannot be on two devices."""
     of_storage: dict[int, tuple[str, str]] = {}
     for tensor, (name, device) in users.items():
-        if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        if tensor.layout is not torch.strided or has_no_values(tensor) or not tensor.numel():
             continue
         storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - there is no other way to tell storages
         former, where = of_storage.setdefault(storage, (name, device))

@@ -34,7 +34,7 @@ from tierstore.planning.rules import HOST
 from tierstore.sides import Side
 from tierstore.store import Store
 from tierstore.tensors import describe, is_whole
-from tierstore.torch_private import TensorBase, storage_use_count
+from tierstore.torch_private import TensorBase, innermost_transform, storage_use_count
 from tierstore.training import locks
 from tierstore.training.bundles.bindings import lease_with_room, let_frames_go
 from tierstore.training.bundles.reclaiming import Reclaimer
@@ -107,7 +107,7 @@ class Link:
         """Whether a tensor is known to be on a side."""
         if not self._is_emulated:
             return tensor.device.type == self.device_of(side).type
-        if not _is_plain(tensor):
+        if innermost_transform() is not None or not _is_plain(tensor):
             return False
         wanted = Side.HOST if side == CPU else Side.DEVICE
         return sides.side_of(tensor.untyped_storage()) is wanted

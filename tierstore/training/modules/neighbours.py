@@ -1,11 +1,9 @@
-"""Values between modules on the host whose bytes need not travel, or need not travel again.
+"""Values between modules on the host whose bytes need not travel.
 
 1. A child of a plain ``nn.Sequential`` whose next child computes on the host, too, hands it its output as it
    is.  Nobody else is given that, so that nothing is added up in another order.
-2. What a module on the host has returned and the device has now, and what the device has that a module on
-   the host was given before, is there still: when a module on the host is given it (unchanged since, as its
-   version says), it is not brought again.  To know that costs host memory as long as the device has the
-   value, so it is learned: what was brought twice in one pass is kept in the next ones.
+2. Anything else travels, however often it has: that nobody has written to a value since cannot be known
+   (``.data``, NumPy, DLPack and collectives write without being counted).
 3. Two modules have one memory only if neither writes to it, nor keeps it for somebody who might: PyTorch's
    own modules without submodules, unless they are told ``inplace``.  Any other gets a copy in host memory.
 4. The graph is that of values that travel, node by node, and a gradient is as dense as one that has: sums
@@ -17,9 +15,7 @@ Knows nothing of stores.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import FrameType
 
 import torch
@@ -28,7 +24,6 @@ from torch import nn
 from tierstore.planning.placement import CPU
 from tierstore.torch_private import global_forward_hooks, global_forward_pre_hooks
 from tierstore.training.bundles.unseen_writes import is_pytorchs_own
-from tierstore.training.pytorch.live_storages import LiveStorages
 from tierstore.training.pytorch.own_work import ordinary_mode
 
 
@@ -140,88 +135,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
         return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-# ---------------------------------------------------------------------- not twice
-
-
-@dataclass(slots=True)
-class _KnownValue:
-    """What is known of a storage on the device.
-
-    Attributes:
-        version: of the value when it was noted.
-        look: how the value lies in its storage.
-        source: whose crossing it was.
-        on_host: the value on the host; ``None``: it was not kept.
-        then: its version.
-        may_share: whether nobody writes to that.
-    """
-
-    version: int
-    look: tuple[object, ...]
-    source: weakref.ref[object]
-    on_host: torch.Tensor | None
-    then: int
-    may_share: bool
-
-
-class KnownValues:
-    """What is on the host of values that the device has: of one model."""
-
-    def __init__(self) -> None:
-        self._of: LiveStorages[_KnownValue] = LiveStorages()
-        self._kept_by: weakref.WeakSet[object] = weakref.WeakSet()
-
-    def note(self, value: torch.Tensor, source: object, on_host: torch.Tensor, *, may_share: bool) -> None:
-        """Take in that a value of the device is on the host, too; keep it, if that was of use before.
-
-        Args:
-            value: on the device.
-            source: whose crossing it was.
-            on_host: the same on the host.
-            may_share: whether nobody writes to that.
-        """
-        if not _is_plain(value) or not _is_plain(on_host):
-            return
-        is_kept = source in self._kept_by
-        with torch.no_grad(), ordinary_mode():
-            kept = on_host.detach() if is_kept else None
-            version = 0 if kept is None else kept._version  # noqa: SLF001 - nobody else tells
-        self._of.put(
-            value.untyped_storage(),
-            _KnownValue(
-                value._version,  # noqa: SLF001
-                _look_of(value),
-                weakref.ref(source),
-                kept,
-                version,
-                may_share,
-            ),
-        )
-
-    def find(self, value: torch.Tensor, *, may_share: bool) -> Callable[[], torch.Tensor] | None:
-        """Return what gives a value of the device that is on the host already; ``None``: it has to cross.
-
-        Args:
-            value: on the device.
-            may_share: whether who gets it spares it.
-        """
-        if not _is_plain(value):
-            return None
-        known = self._of.get(value.untyped_storage())
-        if known is None or (known.version, known.look) != (value._version, _look_of(value)):  # noqa: SLF001
-            return None
-        found = known.on_host
-        if found is None:
-            source = known.source()
-            if source is not None:
-                self._kept_by.add(source)
-            return None
-        if found._version != known.then:  # noqa: SLF001 - the module that had it has written to it
-            return None
-        shares = may_share and known.may_share and _is_dense(found)
-        return lambda: _alias(found) if shares else _copied(found)
-
-
 def _alias(value: torch.Tensor) -> torch.Tensor:
     with torch.no_grad(), ordinary_mode():
         return value.detach()
@@ -235,7 +148,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not (tensor.is_conj() or tensor.is_neg())
         and not tensor.is_inference()  # whose version nobody counts
     )
-
-
-def _look_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
