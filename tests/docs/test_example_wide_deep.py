@@ -132,7 +132,7 @@ def test_every_variant_equals_plain_pytorch(words: list[str], capsys: pytest.Cap
 
 def test_tables_of_ten_times_the_host_quota_train_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
     """Rows and their optimizers' state take 13 MB."""
-    words = [*TINY, "--vocabulary", "64000", "--dimension", "16", "--width", "32", "--batch-size", "256"]
+    words = [*TINY, "--vocabulary", "64000", "--dimension", "16", "--width", "32", "--batch-size", "64"]
     words += ["--offload-cpu-size", "1230KB", "--max-device-memory", "64MB", "--steps", "10"]
     assert main([*words, "--compare"]) == 0
     text = capsys.readouterr().out

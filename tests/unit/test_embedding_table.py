@@ -466,3 +466,18 @@ def test_what_a_table_is_called() -> None:
     assert text == "EmbeddingTable(50, 4, target='device', mode='sum', max_norm=1.0, sparse=False)"
     assert "TableWeight(table 'EmbeddingTable' of [50, 4] (800 B), torch.float32" in repr(_table().weight)
     assert "TableEntry('rows' of the table" in repr(_table().state_dict()["weight"])
+
+
+def test_a_compiled_model_breaks_its_graph_at_a_lookup() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(EmbeddingTable(20, 4), nn.Linear(4, 2))
+    ids = torch.tensor([1, 5, 1])
+    expected = model(ids)
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(ids), expected)
+
+
+def test_a_transform_is_refused_by_the_name_of_the_table() -> None:
+    table = EmbeddingTable(20, 4)
+    with pytest.raises(UsageError, match=r"table 'EmbeddingTable': a transform of torch\.func"):
+        torch.func.vmap(table)(torch.tensor([[1, 2], [3, 4]]))

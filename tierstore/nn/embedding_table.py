@@ -21,6 +21,7 @@ from tierstore.nn.row_blocks import check_room
 from tierstore.nn.table_files import export_table, load_table
 from tierstore.nn.table_weight import TableWeight
 from tierstore.tables import ROWS, RowStats, RowStore
+from tierstore.torch_private import innermost_transform
 from tierstore.units import parse_bytes
 
 _log = logging.getLogger("tierstore")
@@ -128,6 +129,7 @@ class EmbeddingTable(nn.Module):
         """The type of its elements."""
         return self.weight.dtype
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # there is nothing in it to compile
     def forward(
         self,
         ids: torch.Tensor,
@@ -148,7 +150,13 @@ class EmbeddingTable(nn.Module):
             IndexError: an id is out of range.
             TypeError: ids or offsets are of another type.
             ConfigError: arguments do not go together, or offsets are none.
+            UsageError: a transform of ``torch.func`` goes through it.
         """
+        if innermost_transform() is not None:
+            raise UsageError(
+                f"table {self._name!r}: a transform of torch.func cannot go through a lookup. Look the rows "
+                "up before, and transform what is done with them."
+            )
         if not isinstance(self.weight, TableWeight):
             raise UsageError("weight was replaced: a table looks up its own rows only")
         known = ids_of.checked(ids)
@@ -215,8 +223,10 @@ class EmbeddingTable(nn.Module):
         last = torch.zeros(len(distinct), dtype=torch.int64)
         last.scatter_reduce_(0, inverse, torch.arange(len(known)), "amax")
         rows = values.detach()[last.to(values.device)].to("cpu", self.dtype)
-        for visit in self.weight.row_store.visit(distinct):
-            visit.scatter(ROWS, rows[visit.part])
+        store = self.weight.row_store
+        with store.lock:
+            for visit in store.visit(distinct):
+                visit.scatter(ROWS, rows[visit.part])
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Begin to bring what a coming batch will look up: advice, which never fails for want of room.

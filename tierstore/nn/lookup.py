@@ -39,7 +39,10 @@ def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor
     Returns:
         ``[len(ids) + more, width]``.
     """
-    with DisableTorchDispatch():  # frames, and what is read on the way, are nothing that a program makes
+    with (
+        store.lock,
+        DisableTorchDispatch(),
+    ):  # frames, and what is read on the way, are nothing that a program makes
         rows = torch.empty(len(ids) + more, store.width, dtype=store.dtype, device="cpu")
         for visit in store.visit(ids):
             visit.gather(out=rows[: len(ids)][visit.part])

@@ -57,8 +57,9 @@ def blocks_of(
         else:
             rows = torch.full((part.stop - part.start, store.width), initial, dtype=store.dtype, device="cpu")
         ids = written.within(part)
-        for visit in store.visit(ids):
-            rows[ids[visit.part] - part.start] = visit.gather(column)
+        with store.lock:
+            for visit in store.visit(ids):
+                rows[ids[visit.part] - part.start] = visit.gather(column)
         yield part, rows
 
 
@@ -84,8 +85,9 @@ class _Written:
 def write_part(store: RowStore, column: str, part: slice, rows: torch.Tensor) -> None:
     """Write the rows of a span of ids: ``[n, width]``, of any type and on any device."""
     rows = rows.detach().to("cpu", store.dtype)
-    for visit in store.visit(torch.arange(part.start, part.stop)):
-        visit.scatter(column, rows[visit.part])
+    with store.lock:
+        for visit in store.visit(torch.arange(part.start, part.stop, device="cpu")):
+            visit.scatter(column, rows[visit.part])
 
 
 def read_all(store: RowStore, column: str) -> torch.Tensor:

@@ -93,18 +93,23 @@ class TableWeight(nn.Parameter):
         Raises:
             CapacityError, BackendError: cells that are owed (see `owe`) cannot be written.
         """
-        while self._owed:
-            ids, cells = self._owed[-1]
-            for visit in self._store.visit(ids):
-                for name, cell in cells.items():
-                    visit.scatter(name, cell[visit.part])
-            self._owed.pop()
+        if self._owed:
+            with self._store.lock:
+                self._settle()
         return self._store
 
     @row_store.setter
     def row_store(self, row_store: RowStore) -> None:
         self._store = row_store
         self._owed: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+
+    def _settle(self) -> None:
+        while self._owed:
+            ids, cells = self._owed[-1]
+            for visit in self._store.visit(ids):
+                for name, cell in cells.items():
+                    visit.scatter(name, cell[visit.part])
+            self._owed.pop()
 
     @property
     def table_name(self) -> str:

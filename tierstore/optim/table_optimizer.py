@@ -176,8 +176,8 @@ def change_rows(
     Raises:
         CapacityError, BackendError: pages could not be brought, or others not be put away.
     """
-    with DisableTorchDispatch():  # what is made of rows on the way is nothing of the program's
-        _change_rows(weight, ids, names, change)
+    with weight.row_store.lock, DisableTorchDispatch():  # what is made on the way is nothing of the program's
+        _change_rows(weight, ids.clone(), names, change)  # NumPy looks at ids: no others could be resized
 
 
 def _change_rows(

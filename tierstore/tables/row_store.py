@@ -6,14 +6,16 @@ scattered, wherever they lie.  It knows neither modules nor optimizers nor autog
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
+from tierstore import signals
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.tables.frames import FrameState, Policy
 from tierstore.tables.initial_rows import InitialRows
@@ -22,11 +24,27 @@ from tierstore.tables.memory import FixedMemory, FrameMemory, GrowingMemory
 from tierstore.tables.page_log import LogPlace, PageLog, Snapshot
 from tierstore.tables.page_map import PageMap
 from tierstore.tables.pages import TablePages, TableTraits
+from tierstore.tables.table_lock import new_table_lock
 from tierstore.tables.visits import Visit, visits
 from tierstore.tables.workers import TableWorkers
 from tierstore.torch_private import DisableTorchDispatch
 
 _STAGED_PAGES: Final = 1024  # in memory, of the old layout while rows are copied to a new one
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _locked(method: Callable[Concatenate[RowStore, _P], _T]) -> Callable[Concatenate[RowStore, _P], _T]:
+    """Let a method have the table for itself."""
+
+    @functools.wraps(method)
+    def alone(self: RowStore, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +111,11 @@ class RowStore:
     """Rows by their ids, each with a cell of every column.
 
     By itself it keeps the pages that are touched in memory, so a table may have 2**40 rows.  In a run it is
-    `attach`ed to memory of fixed size, and to a log on a medium.  Not for several threads at a time.
+    `attach`ed to memory of fixed size, and to a log on a medium.  From several threads: each call is whole;
+    who visits rows, or makes several calls that belong together, has `lock` meanwhile.
+
+    Attributes:
+        lock: see above; it may be had several times by one thread.
 
     Args:
         num_rows: at least 1.
@@ -112,6 +134,9 @@ class RowStore:
         *,
         name: str = "table",
     ) -> None:
+        if signals.not_yet:
+            signals.set_up()
+        self.lock = new_table_lock()
         self._executor = TableWorkers(name)
         self._traits = TableTraits(name, initial_rows, self._executor)
         self._ended: str | None = None
@@ -171,6 +196,7 @@ class RowStore:
         """
         yield from visits(self._here(), ids.numpy())
 
+    @_locked
     def prefetch(self, ids: torch.Tensor) -> None:
         """Begin to bring rows from the log that will be visited.  Does not block for a medium.
 
@@ -183,6 +209,7 @@ class RowStore:
         with DisableTorchDispatch():
             self._here().prefetch(np.unique(ids.numpy() // self._pages.layout.rows_per_page))
 
+    @_locked
     def grow(self, num_rows: int) -> None:
         """Let the table have more rows: those that a table made with so many has.
 
@@ -206,6 +233,7 @@ class RowStore:
 
     # --- columns -------------------------------------------------------------------------------
 
+    @_locked
     def ensure_columns(self, columns: Sequence[Column]) -> None:
         """Let there be these columns; those that are there stay as they are.
 
@@ -227,6 +255,7 @@ class RowStore:
         with DisableTorchDispatch():  # what is copied by way of the process is nothing of the program's
             self._relay(tuple(there.values()))
 
+    @_locked
     def drop_columns(self, names: Collection[str]) -> None:
         """Forget columns and what is in them; otherwise as `ensure_columns`.
 
@@ -241,6 +270,7 @@ class RowStore:
 
     # --- where rows lie ------------------------------------------------------------------------
 
+    @_locked
     def attach(self, home: TableHome) -> None:
         """Let pages lie in the frames and the log of ``home`` from now on.  Blocks.
 
@@ -263,6 +293,7 @@ class RowStore:
             self._traits = old.traits
             raise
 
+    @_locked
     def detach(self) -> None:
         """Let what was written lie in growing memory again, and the log be forgotten.  Blocks.
 
@@ -279,6 +310,7 @@ class RowStore:
             if old.log is not None:
                 old.log.place.medium.close()
 
+    @_locked
     def write_back(self) -> None:
         """Write what is dirty to the log; all that is in memory stays there.  Blocks.  Nothing without a log.
 
@@ -289,6 +321,7 @@ class RowStore:
         with DisableTorchDispatch():
             self._here().write_back()
 
+    @_locked
     def snapshot(self) -> Snapshot:
         """Return what has to be kept beside the blocks of the log so that the table can be `restored`.
 
@@ -304,6 +337,7 @@ class RowStore:
             raise UsageError(f"table {self.name!r}: pages are dirty; call write_back first")
         return pages.log.snapshot(self.num_rows)
 
+    @_locked
     def keep(self, snapshot: Snapshot) -> None:
         """Note that ``snapshot`` is safe, with its blocks; drop those that only earlier ones count on."""
         if self._pages.log is not None:
@@ -351,6 +385,7 @@ class RowStore:
         """End it: it was closed.  See `end`."""
         self.end(f"table {self.name!r} was closed")
 
+    @_locked
     def end(self, why: str) -> None:
         """Wait for what is on its way, and end the table's threads: its rows cannot be asked for any more.
 
@@ -406,6 +441,7 @@ class RowStore:
 
     # --- copies --------------------------------------------------------------------------------
 
+    @_locked
     def __deepcopy__(self, memo: dict[int, object]) -> RowStore:
         """Return a table by itself with the same rows: not attached, wherever this one lies."""
         copy = RowStore(self.num_rows, self.width, self.dtype, self._traits.initial_rows, name=self.name)

@@ -72,7 +72,7 @@ def lookups_on_host(model: nn.Module, given: Sequence[Matches]) -> dict[str, tup
         given: the program's own patterns: what one of them names stays as that says.
     """
     found: dict[str, tuple[Matches, str]] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, EmbeddingTable) or module.target != CPU:
             continue
         path = tuple(name.split("."))

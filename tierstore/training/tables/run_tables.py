@@ -158,8 +158,10 @@ class RunTables:
         keys: list[str] = []
         snapshots: dict[TableWeight, Snapshot] = {}
         for weight, name in self._tables.items():
-            weight.row_store.write_back()
-            snapshot = snapshots[weight] = weight.row_store.snapshot()
+            store = weight.row_store
+            with store.lock:
+                store.write_back()
+                snapshot = snapshots[weight] = store.snapshot()
             self._store.put(
                 map_key(name), snapshot.as_tensor(), tier=self._store.tier_names[-1], replace=True
             )

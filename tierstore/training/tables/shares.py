@@ -11,6 +11,8 @@ from tierstore.units import KIB, align_up, format_bytes
 LEAST_BYTES = 64 * KIB
 """What a table has at least, unless all of it is smaller."""
 _PAGE_BYTES = 4096
+_LEFT_SHARE = 4
+"""One part in so many of what is left is for what comes and goes, such as values that cross."""
 
 
 def shares(
@@ -18,8 +20,9 @@ def shares(
 ) -> dict[str, int]:
     """Return the bytes of frames that each table gets.
 
-    All tables whole, if there is room for them beside all else that is offloaded.  If not, what that leaves,
-    or half of what the largest bundle leaves, whichever is more; in proportion to the tables' sizes.
+    All tables whole, if there is room for them beside all else that is offloaded and a quarter of the rest.
+    If not, what these leave, or half of what the largest bundle leaves, whichever is more; in proportion to
+    the tables' sizes.
 
     Args:
         tables: bytes of all rows with their state, by name.
@@ -44,7 +47,8 @@ def shares(
             needed_bytes=needed_bytes,
             free_bytes=max(0, beside_largest),
         )
-    room_bytes = max(capacity_bytes - sum(needs), beside_largest // 2, needed_bytes)
+    left_bytes = capacity_bytes - sum(needs)
+    room_bytes = max(left_bytes - left_bytes // _LEFT_SHARE, beside_largest // 2, needed_bytes)
     if total_bytes <= room_bytes:
         return wholes
     spread_bytes = room_bytes - needed_bytes
