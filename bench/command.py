@@ -27,6 +27,7 @@ FIGURES = (
     "put-growth",
     "lease-growth",
     "idle-key",
+    "part-reads",
     "device-budget",
     "swap-peak",
     "swap-plan",
