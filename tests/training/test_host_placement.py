@@ -338,3 +338,9 @@ def test_steps_in_backward_and_on_the_host_are_refused_for_a_module_of_the_devic
     config = config_of("device", tmp_path, {"optimizer_in_backward": True})
     with pytest.raises(ConfigError, match=r"param/0.weight: state.device='cpu': optimizer_in_backward"):
         offload(trial.model, list(trial.optimizers), config)
+
+
+@pytest.mark.parametrize("given", [["head"], "head", 5, {1: "cpu"}], ids=repr)
+def test_a_placement_that_is_no_mapping_of_texts_is_refused(given: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    with pytest.raises(UsageError, match=r"placement=.*accepted is a mapping of patterns"):
+        offload(Net(), None, config_of("host", tmp_path), placement=given)

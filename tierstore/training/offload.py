@@ -47,7 +47,7 @@ from tierstore.training.left_behind import let_go
 from tierstore.training.modules.replicas import refuse_to_average
 from tierstore.training.opening import check_model, find_former, open_session
 from tierstore.training.optimizers.in_backward import Stepping
-from tierstore.training.place import placement_around
+from tierstore.training.place import given_patterns, placement_around
 from tierstore.training.placing import marks_of
 from tierstore.training.run_stats import RunStats
 from tierstore.training.selection import SelectedTensors, patterns, select
@@ -458,7 +458,8 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
             what is pinned.
     """
     settings, sections = _read(config)
-    placement = {**(placement or {}), **placement_around(model, but=placement or {})}
+    own = given_patterns(placement)
+    placement = {**own, **placement_around(model, but=own)}
     if placement:
         settings = replace(settings, placement=with_patterns(settings.placement, placement))
     in_the_end = on_close_of(on_close)

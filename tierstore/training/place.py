@@ -16,6 +16,7 @@ from torch import nn
 
 from tierstore.errors import UsageError
 from tierstore.planning.placement import CPU, patterns_in
+from tierstore.quoting import quoted
 from tierstore.training.given import check_is_model
 from tierstore.training.modules.crossings import Crossings
 from tierstore.training.modules.host_modules import PlacedModules, say_placed
@@ -93,6 +94,22 @@ def _require_on_host(model: nn.Module, placed: PlacedModules) -> None:
                 "Move the module there, with .to('cpu'), before optimizers are made.",
                 key=name,
             )
+
+
+def given_patterns(given: object) -> Mapping[str, str]:
+    """Return patterns of modules as they were given, none for ``None``.
+
+    Raises:
+        UsageError: it is no mapping of texts.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in given):
+        raise UsageError(
+            f"placement={quoted(given)}: accepted is a mapping of patterns of module names, which are texts, "
+            "to 'cpu' or 'device', such as {r'layer\\d': 'cpu'}."
+        )
+    return given
 
 
 def placement_around(model: object, but: Mapping[str, str]) -> Mapping[str, str]:
