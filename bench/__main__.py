@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import activations, budget, keys, simulated, store, training
+from bench import activations, budget, keys, parts, simulated, store, training
 from bench.command import FIGURES, main
 from bench.fio.command import main as run_job_files
 
@@ -22,6 +22,7 @@ if __name__ == "__main__":
     questions = (
         store.QUESTIONS
         | keys.QUESTIONS
+        | parts.QUESTIONS
         | training.QUESTIONS
         | budget.QUESTIONS
         | activations.QUESTIONS
