@@ -85,7 +85,7 @@ def test_a_table_that_is_brought_back_leaves_nothing_in_the_store(layout: str, t
             tables.restore(weight)
         assert [key for key in run.store if key.startswith("table/")] == []
         some_steps(trial, 1)
-        tables.take_back()
+        tables.take_in()
         some_steps(trial, 1)
         assert len(tables.attached()) == 2
 

@@ -37,11 +37,11 @@ _T = TypeVar("_T")
 
 
 def _locked(method: Callable[Concatenate[RowStore, _P], _T]) -> Callable[Concatenate[RowStore, _P], _T]:
-    """Let a method have the table for itself."""
+    """Let a method have the table for itself; what it makes on the way is nothing of the program's."""
 
     @functools.wraps(method)
     def alone(self: RowStore, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self.lock:
+        with self.lock, DisableTorchDispatch():
             return method(self, *args, **kwargs)
 
     return alone
@@ -206,8 +206,7 @@ class RowStore:
         Args:
             ids: int64 in host memory, at least 0 and below `num_rows`; any order, repeats allowed.
         """
-        with DisableTorchDispatch():
-            self._here().prefetch(np.unique(ids.numpy() // self._pages.layout.rows_per_page))
+        self._here().prefetch(np.unique(ids.numpy() // self._pages.layout.rows_per_page))
 
     @_locked
     def grow(self, num_rows: int) -> None:
@@ -220,8 +219,7 @@ class RowStore:
         """
         if num_rows < self.num_rows:
             raise UsageError(f"table {self.name!r}: {self.num_rows} rows cannot grow to {num_rows}")
-        with DisableTorchDispatch():
-            self._here().grow(num_rows)
+        self._here().grow(num_rows)
 
     def written_ids(self) -> Iterator[torch.Tensor]:
         """Yield the ids of all rows that may differ from what they were at first, ascending, some at a time.
@@ -252,8 +250,7 @@ class RowStore:
                     f"table {self.name!r}: the column {column.name!r} starts with {known.initial}, not with "
                     f"{column.initial}"
                 )
-        with DisableTorchDispatch():  # what is copied by way of the process is nothing of the program's
-            self._relay(tuple(there.values()))
+        self._relay(tuple(there.values()))
 
     @_locked
     def drop_columns(self, names: Collection[str]) -> None:
@@ -265,8 +262,7 @@ class RowStore:
         for name in names:
             if not self._pages.layout.place_of(name):
                 raise UsageError(f"table {self.name!r}: the column {name!r} is the table itself")
-        with DisableTorchDispatch():
-            self._relay(tuple(column for column in self.columns if column.name not in names))
+        self._relay(tuple(column for column in self.columns if column.name not in names))
 
     # --- where rows lie ------------------------------------------------------------------------
 
@@ -318,8 +314,7 @@ class RowStore:
             CapacityError: the medium is full.
             BackendError: it failed.  In either case nothing is lost.
         """
-        with DisableTorchDispatch():
-            self._here().write_back()
+        self._here().write_back()
 
     @_locked
     def snapshot(self) -> Snapshot:

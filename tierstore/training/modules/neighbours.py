@@ -146,5 +146,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
         and not (tensor.is_conj() or tensor.is_neg())
-        and not tensor.is_inference()  # whose version nobody counts
+        and not tensor.is_inference()
     )

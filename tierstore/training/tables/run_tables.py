@@ -96,7 +96,7 @@ class RunTables:
         return sum(self._shares.values()) if tier == HOST else 0
 
     def take_in(self, former: Mapping[str, Snapshot] = MappingProxyType({})) -> None:
-        """Let rows lie in the store.  Blocks.
+        """Let rows lie in the store, of those tables that have none there yet.  Blocks.
 
         Args:
             former: what a checkpoint has of tables, by name: their rows are those.
@@ -114,8 +114,7 @@ class RunTables:
             if name in former:
                 weight.row_store = _restored(former[name], weight.row_store, home)
             else:
-                with DisableTorchDispatch():
-                    weight.row_store.attach(home)
+                weight.row_store.attach(home)
 
     def _lease_frames(self, weight: TableWeight, name: str) -> torch.Tensor:
         key = _frames_key(name)
@@ -191,13 +190,8 @@ class RunTables:
             MemoryError: there is too little.
             BackendError: a medium failed.
         """
-        with DisableTorchDispatch():
-            weight.row_store.detach()
+        weight.row_store.detach()
         self._let_go(weight)
-
-    def take_back(self) -> None:
-        """Let the rows of those that were restored lie in the store again.  Blocks; see `take_in`."""
-        self.take_in()
 
     def release(self, weight: TableWeight, why: str) -> None:
         """Let a table say where its rows are.
