@@ -7,6 +7,7 @@ import ctypes
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tierstore.config.host_memory import HostRoom
 from tierstore.errors import CapacityError, ConfigError, UsageError
 from tierstore.nn import EmbeddingTable, Normal, Uniform, row_blocks
 from tierstore.nn.table_weight import TableWeight
+from tierstore.optim import SGD, Adagrad, SparseAdam
 from tierstore.tables import RowStore
 
 ROWS, WIDTH = 50, 4
@@ -481,3 +483,23 @@ def test_a_transform_is_refused_by_the_name_of_the_table() -> None:
     table = EmbeddingTable(20, 4)
     with pytest.raises(UsageError, match=r"table 'EmbeddingTable': a transform of torch\.func"):
         torch.func.vmap(table)(torch.tensor([[1, 2], [3, 4]]))
+
+
+@pytest.mark.parametrize("kind", [SparseAdam, Adagrad, SGD], ids=lambda kind: kind.__name__)
+def test_where_tensors_are_made_on_another_device_a_table_is_in_host_memory(
+    kind: type[SparseAdam | Adagrad | SGD], tmp_path: Path
+) -> None:
+    def train(table: EmbeddingTable, path: Path) -> Tensor:
+        optimizer = kind(table.parameters(), lr=0.1)
+        table.set_rows(ids, values)
+        table(ids).sum().backward()
+        optimizer.step()
+        table.export(path)
+        table.load(path)
+        return table.rows(torch.arange(20, device="cpu"))
+
+    ids, values = torch.tensor([3, 1, 3]), torch.randn(3, 4)
+    expected = train(EmbeddingTable(20, 4), tmp_path / "one")
+    with torch.device("meta"):
+        found = train(EmbeddingTable(20, 4), tmp_path / "other")
+    assert torch.equal(found, expected)

@@ -168,7 +168,7 @@ class _NpyRows:
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """See `RowFile.read`."""
-        rows = torch.empty(end - begin, self.look.width, dtype=self.look.dtype)
+        rows = torch.empty(end - begin, self.look.width, dtype=self.look.dtype, device="cpu")
         array: Any = rows.view(torch.uint8).numpy()
         memory = memoryview(array).cast("B")
         offset, done = self._begin + begin * self.look.width * self.look.dtype.itemsize, 0

@@ -253,7 +253,7 @@ class TensorFile:
             raise UsageError(f"{named(name)} is {quoted(look.kind)}, a dtype that PyTorch has not.", key=name)
         nbytes = math.prod(shape) * look.dtype.itemsize
         if not nbytes:
-            return torch.empty(shape, dtype=look.dtype)
+            return torch.empty(shape, dtype=look.dtype, device="cpu")
         try:
             array: Any = np.empty(
                 nbytes, dtype=np.uint8

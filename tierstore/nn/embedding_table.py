@@ -220,8 +220,8 @@ class EmbeddingTable(nn.Module):
                 f"to be [n] and [n, {self.embedding_dim}]"
             )
         distinct, inverse = torch.unique(known, return_inverse=True)
-        last = torch.zeros(len(distinct), dtype=torch.int64)
-        last.scatter_reduce_(0, inverse, torch.arange(len(known)), "amax")
+        last = torch.zeros(len(distinct), dtype=torch.int64, device="cpu")
+        last.scatter_reduce_(0, inverse, torch.arange(len(known), device="cpu"), "amax")
         rows = values.detach()[last.to(values.device)].to("cpu", self.dtype)
         store = self.weight.row_store
         with store.lock:

@@ -92,7 +92,10 @@ class _Gather(torch.autograd.Function):
         if not ctx.is_sparse:
             return values.new_zeros(ctx.shape).index_copy_(0, index, values), None, None
         # Ids were checked to be in range before they were looked up.
-        return torch.sparse_coo_tensor(index[None], values, ctx.shape, check_invariants=False), None, None
+        found = torch.sparse_coo_tensor(
+            index[None], values, ctx.shape, device=values.device, check_invariants=False
+        )
+        return found, None, None
 
 
 def clipped(rows: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -53,7 +53,7 @@ def blocks_of(
     written = _Written(store)
     for part in parts_of(store) if parts is None else parts:
         if column == ROWS:
-            rows = store.initial_rows(torch.arange(part.start, part.stop)).clone()
+            rows = store.initial_rows(torch.arange(part.start, part.stop, device="cpu")).clone()
         else:
             rows = torch.full((part.stop - part.start, store.width), initial, dtype=store.dtype, device="cpu")
         ids = written.within(part)
@@ -68,7 +68,7 @@ class _Written:
 
     def __init__(self, store: RowStore) -> None:
         self._more = store.written_ids()
-        self._ids = torch.empty(0, dtype=torch.int64)
+        self._ids = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def within(self, part: slice) -> torch.Tensor:
         """Return those in a span, which begins where the last one ended or later."""
@@ -77,7 +77,9 @@ class _Written:
             if more is None:
                 break
             self._ids = torch.cat([self._ids, more])
-        begin, end = torch.searchsorted(self._ids, torch.tensor([part.start, part.stop])).tolist()
+        begin, end = torch.searchsorted(
+            self._ids, torch.tensor([part.start, part.stop], device="cpu")
+        ).tolist()
         found, self._ids = self._ids[begin:end], self._ids[end:]
         return found
 

@@ -83,15 +83,16 @@ class Adagrad(BesideTables, torch.optim.Adagrad):
             values = gradient.values()
             cells["sum"].add_(values.pow(2))
             scaled = values / cells["sum"].sqrt().add_(group["eps"])
-            everyone = torch.arange(len(values))[None]
+            everyone = torch.arange(len(values), device="cpu")[None]
             # A factor goes through the same routine as PyTorch's: it may round once or twice.
             cells[ROWS].add_(
-                torch.sparse_coo_tensor(everyone, scaled, scaled.shape, check_invariants=False), alpha=size
+                torch.sparse_coo_tensor(everyone, scaled, scaled.shape, device="cpu", check_invariants=False),
+                alpha=size,
             )
 
         if gradient.is_sparse:
             gradient = gradient.coalesce()
             change_rows(weight, gradient.indices()[0], [ROWS, "sum"], change_some)
         else:
-            change_rows(weight, torch.arange(len(weight)), [ROWS, "sum"], change)
+            change_rows(weight, torch.arange(len(weight), device="cpu"), [ROWS, "sum"], change)
         state["step"] = state["step"] + 1  # a loaded one may be shared

@@ -78,7 +78,7 @@ class RowOptimizer(TableOptimizer):
     def _step_table(self, weight: TableWeight, touched: TouchedRows, group: Options) -> None:
         state = self.state_of_table(weight, group)
         number = float(state["step"]) + 1
-        ids = torch.arange(len(weight)) if touched.numbers is None else touched.numbers
+        ids = torch.arange(len(weight), device="cpu") if touched.numbers is None else touched.numbers
 
         def change(cells: State) -> None:
             rows = cells[ROWS]

@@ -104,7 +104,7 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
 
     def first_step(self) -> object:
         """Return what ``step`` of a parameter begins with."""
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
 
     def state_of_table(self, weight: TableWeight, group: Options) -> Options:
         """Return what is kept of a table.
