@@ -42,7 +42,8 @@ def torchrun(folder: Path, program: str) -> tuple[dict[int, tuple[int, float]], 
     command += ["--rdzv-endpoint=localhost:0", "--nnodes=1", "--nproc-per-node=2", program]
     done = subprocess.run(command, check=False, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"rank (\d) began at step (\d+): (\S+)", done.stdout)
+    # Nothing but the number: of two processes, one may write between the other's line and its end.
+    found = re.findall(r"rank (\d) began at step (\d+): (-?\d+\.\d+(?:e[-+]\d+)?)", done.stdout)
     return {int(rank): (int(step), float(total)) for rank, step, total in found}, done.stderr
 
 

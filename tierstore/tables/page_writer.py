@@ -4,6 +4,8 @@ Rule 1: a block is a copy of its frames' bytes, so rows can be written while it 
 Rule 2: two blocks are on their way at most: what is beside the frames is 8 MiB, by default.
 Rule 3: frames are CLEAN when their block is in the log, and DIRTY again when it could not be put.
 Rule 4: where the medium is full, the log is compacted and the block put again, once.
+Rule 5: a call raises for blocks that it has begun itself.  That one before it could not be put is a warning:
+its frames are DIRTY, and whoever needs them written begins again, as there may be room by now.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ class PageWriter:
         self._forget = forget
         self._executor = executor
         self._under_way: deque[_Write] = deque()
+        self._earlier = 0  # so many of them, the first ones, are of calls before this one
 
     @property
     def under_way(self) -> int:
@@ -116,12 +119,17 @@ class PageWriter:
 
         Raises:
             CapacityError: the medium is full, and compacting did not help.
-            BackendError: it failed.  In either case the frames are DIRTY.
+            BackendError: it failed.  In either case the frames are DIRTY, and the block is of this call.
         """
+        is_earlier = self._earlier > 0
         error = self._end_oldest()
-        if isinstance(error, CapacityError):
+        if error is None:
+            return
+        if is_earlier:
+            self._warn(error)
+        elif isinstance(error, CapacityError):
             raise self._full(error) from error
-        if error is not None:
+        else:
             raise error
 
     def finish_all(self) -> None:
@@ -136,11 +144,15 @@ class PageWriter:
             raise first
 
     def take_note(self) -> None:
-        """Take note of blocks that have come to their end.  Whoever needs room hears of errors."""
+        """Take note of blocks that have come to their end, as a call begins: those before are not its own."""
         while self._under_way and self._under_way[0].future.done():
             error = self._end_oldest()
             if error is not None:
-                log.warning("table %r: dirty pages could not be written yet: %s", self._name, error)
+                self._warn(error)
+        self._earlier = len(self._under_way)
+
+    def _warn(self, error: BaseException) -> None:
+        log.warning("table %r: dirty pages could not be written yet: %s", self._name, error)
 
     def _end_oldest(self) -> BaseException | None:
         """Wait for the block that is longest on its way; return why it is not in the log."""
@@ -157,6 +169,7 @@ class PageWriter:
     def _note_end(self, write: _Write, error: BaseException | None) -> None:
         """Keep the books of a block whose put has come to its end, once and for all."""
         self._under_way.popleft()
+        self._earlier = max(0, self._earlier - 1)
         if error is not None:
             self._frames.step(FrameEvent.UNWRITTEN, write.frames)
             return

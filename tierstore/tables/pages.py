@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from tierstore import forks
-from tierstore.errors import CapacityError, InvariantError, TierStoreError, UsageError
+from tierstore.errors import CapacityError, InvariantError, UsageError
 from tierstore.signals import uninterrupted
 from tierstore.tables.frames import FrameEvent, FrameState, FrameTable, Policy
 from tierstore.tables.initial_rows import InitialRows
@@ -258,6 +258,7 @@ class TablePages:
         """
         if self._writer is not None:
             self._require_here()
+            self._writer.take_note()
             self._writer.finish_all()
             dirty = self.frames.are_in(FrameState.DIRTY)
             self._writer.begin(dirty[np.argsort(self.frames.pages[dirty])], leave=False)
@@ -268,10 +269,8 @@ class TablePages:
         self._require_here()
         self._take_note_of_reads(all_of_them=True)
         if self._writer is not None:
-            try:
-                self._writer.finish_all()
-            except TierStoreError as error:
-                log.warning("table %r: dirty pages could not be written yet: %s", self.traits.name, error)
+            self._writer.take_note()
+            self._writer.finish_all()  # raises nothing: they are of calls before
 
     def forget_all(self) -> None:
         """Let every page leave memory; none is dirty."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
@@ -111,6 +113,39 @@ def test_a_full_disk_is_told_with_numbers_and_nothing_has_changed() -> None:
     assert values_of(table, 8, 9) == [1.0, 1.0]
     store.resize("disk", 1 << 20)
     assert values_of(table, *range(10)) == [1.0] * 10
+
+
+def test_what_found_no_room_ahead_of_its_need_fails_no_later_call(caplog: pytest.LogCaptureFixture) -> None:
+    store, executor = new_store(disk_pages=1), Sometimes()
+    table = attached(32, store, executor=executor)
+    write(table, 1.0, *range(32))
+    executor.is_waiting = True
+    read(table, 0)
+    assert executor.tasks  # no frame is free, so some are written ahead
+    executor.work()  # there is no room for them
+    store.resize("disk", 5000 * PAGE)
+    table.write_back()
+    assert "dirty pages could not be written yet" in caplog.text
+    assert values_of(table, *range(32)) == [1.0] * 32
+    table.close()
+
+
+def test_what_fails_ahead_of_its_need_while_a_call_waits_for_it_is_written_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (store, disk), gate = faulty_store(), threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        table = attached(32, store, executor=executor)
+        write(table, 1.0, *range(32))
+        executor.submit(gate.wait)
+        read(table, 0)
+        disk.fail_next()
+        threading.Timer(0.05, gate.set).start()
+        write(table, 2.0, *range(32, 40))
+        assert disk.failures == 1
+        assert "dirty pages could not be written yet" in caplog.text
+        assert values_of(table, *range(40)) == [1.0] * 32 + [2.0] * 8
+        table.close()
 
 
 def test_a_disk_full_of_dead_pages_is_compacted() -> None:
