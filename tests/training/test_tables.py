@@ -257,3 +257,15 @@ def test_a_checkpoint_of_a_table_is_saved_and_loaded_in_blocks(
     with run_of(trial) as run:
         run.save(tmp_path / "saved")
         run.load(tmp_path / "saved")
+
+
+@every_layout
+def test_a_table_has_the_columns_of_its_first_step_before_it_is_large(layout: str, tmp_path: Path) -> None:
+    trial = begin(layout, tmp_path)
+    table = trial.model.get_submodule("deep")
+    assert isinstance(table, EmbeddingTable)
+    before = table.weight.row_store.columns
+    some_steps(trial, 1)
+    assert table.weight.row_store.columns == before
+    assert len(before) > 1
+    run_of(trial).close()

@@ -7,6 +7,7 @@ import gc
 import io
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -479,3 +480,19 @@ def test_an_optimizer_that_is_refused_has_not_taken_the_table() -> None:
     with pytest.raises(ConfigError, match="momentum"):
         SGD(table.parameters(), momentum=0.9)
     SGD(table.parameters(), lr=0.1)
+
+
+def test_columns_that_were_loaded_are_not_taken_for_new_ones(tmp_path: Path) -> None:
+    """They begin anew, as those of any table whose optimizer has no state."""
+    table, ids = EmbeddingTable(8, 4, init="zeros"), torch.arange(8)
+    optimizer = SparseAdam(table.parameters(), lr=0.1)
+    optimizer.begin_tables()
+    store = table.weight.row_store
+    for visit in store.visit(ids):
+        visit.scatter("exp_avg", torch.ones(8, 4))
+    table.export(tmp_path / "rows", state=True)
+    table.load(tmp_path / "rows", state=True)
+    table(ids).sum().backward()
+    optimizer.step()
+    first = torch.zeros(8, 4).add_(torch.ones(8, 4) * (1 - 0.9))
+    assert torch.equal(optimizer.state[table.weight]["exp_avg"].dense(), first)

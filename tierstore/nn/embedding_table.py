@@ -299,6 +299,8 @@ class EmbeddingTable(nn.Module):
             UsageError: they cannot be read, or shape or type are not the table's; nothing was changed.
             BackendError: a file could not be read any more; rows before that are changed.
         """
+        if state:
+            self.weight.begun_for = None
         load_table(self.weight.row_store, Path(path), state)
 
     def stats(self) -> TableStats:

@@ -36,9 +36,11 @@ class TableWeight(nn.Parameter):
 
     Attributes:
         stepped_by: the optimizer that steps it, as long as there is one.
+        begun_for: the optimizer that has columns of states in the table which nobody has written yet.
     """
 
     stepped_by: weakref.ref[torch.optim.Optimizer] | None
+    begun_for: weakref.ref[torch.optim.Optimizer] | None
 
     def __new__(cls, row_store: RowStore, requires_grad: bool = True) -> Self:
         """Make the parameter of a store's rows."""
@@ -101,6 +103,7 @@ class TableWeight(nn.Parameter):
     @row_store.setter
     def row_store(self, row_store: RowStore) -> None:
         self._store = row_store
+        self.begun_for = None
         self._owed: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
 
     def _settle(self) -> None:

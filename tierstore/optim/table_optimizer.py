@@ -117,8 +117,8 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
         state: Options = self.state[weight]
         store, initial = weight.row_store, self.initial_state(group)
         if not state:
-            store.drop_columns([column.name for column in store.columns if column.name != ROWS])
-            store.ensure_columns([Column(name, start) for name, start in initial.items()])
+            self._begin_columns(weight, initial)
+            weight.begun_for = None  # from the first step on they are not new
             state["step"] = self.first_step()
             state |= {name: TableEntry.of(weight, name) for name in initial}
         loaded = [name for name in initial if not _is_of(state[name], weight, name)]
@@ -126,6 +126,25 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
             _write_columns(store, {Column(name, initial[name]): state[name] for name in loaded})
             state |= {name: TableEntry.of(weight, name) for name in loaded}
         return state
+
+    def begin_tables(self) -> None:
+        """Let tables that this optimizer has not stepped have the columns of its first step already.
+
+        A table that is large by then would be copied, page by page.
+        """
+        for group in self.param_groups:
+            for weight in tables_of(group):
+                if not self.state.get(weight):
+                    self._begin_columns(weight, self.initial_state(group))
+
+    def _begin_columns(self, weight: TableWeight, initial: Mapping[str, float]) -> None:
+        store = weight.row_store
+        columns = tuple(Column(name, start) for name, start in initial.items())
+        is_mine = weight.begun_for is not None and weight.begun_for() is self
+        if not is_mine or store.columns[1:] != columns:
+            store.drop_columns([column.name for column in store.columns if column.name != ROWS])
+            store.ensure_columns(columns)
+            weight.begun_for = weakref.ref(self)
 
     def _check_owner(self, weight: TableWeight) -> None:
         if self._is_of_another(weight):

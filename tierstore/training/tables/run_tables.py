@@ -68,6 +68,7 @@ class RunTables:
         self._shares: Mapping[str, int] = {}
         self._leases: dict[TableWeight, Lease] = {}
         self._media: dict[str, StoreBlocks] = {}
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
 
     def __contains__(self, tensor: object) -> bool:
         """Whether a tensor is one of them."""
@@ -87,6 +88,7 @@ class RunTables:
         """
         if not self._tables:
             return
+        self._optimizers = optimizers
         capacity_bytes = self._store.stats().tiers[HOST].capacity_bytes
         wholes = {name: _whole_bytes(weight, optimizers) for weight, name in self._tables.items()}
         self._shares = shares(wholes, sets, capacity_bytes, _SETTING)
@@ -105,6 +107,10 @@ class RunTables:
             CapacityError: there is no room.
             BackendError: a medium failed.
         """
+        if not former:
+            for optimizer in self._optimizers:
+                if isinstance(optimizer, TableOptimizer):
+                    optimizer.begin_tables()
         for weight, name in self._tables.items():
             if weight in self._leases:
                 continue
