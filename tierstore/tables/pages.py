@@ -155,20 +155,29 @@ class TablePages:
 
     # --- rows in hand --------------------------------------------------------------------------
 
-    @property
-    def most_at_once(self) -> int:
-        """How many pages `bring` can bring now, at least 1, if it can bring any."""
-        if not self.memory.is_fixed:
-            return max(1, self.layout.pages_of(self.num_rows))
+    def most_of(self, pages: Pages) -> int:
+        """Return how many of these pages, from the first on, `bring` can bring at once; at least 1.
+
+        Without a log, what is dirty stays in its frame, and only the others are there for other pages.
+
+        Args:
+            pages: distinct, at least one.
+        """
+        if not self.memory.is_fixed or len(pages) <= self.frames.free:
+            return len(pages)
         if self.log is not None:
             return len(self.frames)
-        return max(1, len(self.frames) - len(self.frames.are_in(FrameState.DIRTY)))
+        dirty = self.frames.states == FrameState.DIRTY
+        frames = self.map.frames_of(pages[: len(self.frames)])
+        takes = (frames < 0) | ~dirty[frames]
+        room = len(self.frames) - int(np.count_nonzero(dirty))
+        return max(1, int(np.searchsorted(np.cumsum(takes), room, side="right")))
 
     def bring(self, pages: Pages, rows: Indices) -> Frames:
         """Return the frames of pages, which stay there until other pages are asked for.  Blocks.
 
         Args:
-            pages: distinct, at most `most_at_once`.
+            pages: distinct, at most `most_of` them.
             rows: how many rows of each are wanted, for the statistics.
 
         Raises:

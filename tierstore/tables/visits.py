@@ -93,7 +93,7 @@ def visits(pages: TablePages, ids: Indices) -> Iterator[Visit]:
     distinct, counts = page_of[begins], np.diff(begins, append=len(ids))
     at = 0
     while at < len(distinct):
-        until = at + pages.most_at_once
+        until = at + pages.most_of(distinct[at:])
         frames = pages.bring(distinct[at:until], counts[at:until])
         part = slice(int(begins[at]), int(begins[until]) if until < len(begins) else len(ids))
         cells = layout.cells_in(np.repeat(frames, counts[at:until]), offsets[part])

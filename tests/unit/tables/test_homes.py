@@ -144,3 +144,20 @@ def test_a_state_for_which_there_is_no_room_is_refused_and_nothing_changes() -> 
         table.ensure_columns([Column("sum", 0.1)])
     assert [column.name for column in table.columns] == ["rows"]
     assert values_of(table, *range(8)) == [1.0] * 8
+
+
+def test_without_a_log_dirty_rows_are_visited_all_at_once() -> None:
+    table = attached(8, None)
+    write(table, 1.0, *range(8))
+    assert [visit.part for visit in table.visit(torch.arange(8))] == [slice(0, 8)]
+
+
+@pytest.mark.parametrize("clean", [1, 3])
+def test_without_a_log_other_rows_take_what_is_not_dirty(clean: int) -> None:
+    table = attached(8, None)
+    write(table, 1.0, *range(8 - clean))
+    parts = [len(visit.gather()) for visit in table.visit(torch.arange(8 - clean, 20))]
+    assert parts == [clean] * ((12 + clean) // clean)
+    parts = [len(visit.gather()) for visit in table.visit(torch.arange(20))]
+    assert parts == [8] + [clean] * (12 // clean)
+    assert values_of(table, *range(8 - clean)) == [1.0] * (8 - clean)
