@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import activations, budget, keys, parts, simulated, store, training
+from bench import activations, budget, keys, parts, simulated, store, tables, training
 from bench.command import FIGURES, main
 from bench.fio.command import main as run_job_files
 
@@ -27,5 +27,6 @@ if __name__ == "__main__":
         | budget.QUESTIONS
         | activations.QUESTIONS
         | simulated.QUESTIONS
+        | tables.QUESTIONS
     )
     sys.exit(main("bench", {name: questions[name] for name in FIGURES}))

@@ -40,6 +40,9 @@ FIGURES = (
     "simulated-swap-and-recompute",
     "simulated-step",
     "resnet50-batch",
+    "table-on-disk",
+    "table-resident",
+    "host-device-step",
 )
 """Every figure of `FIGURES_PAGE`, in its order."""
 

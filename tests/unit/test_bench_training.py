@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import activations, budget, keys, parts, simulated, store, training
+from bench import activations, budget, keys, parts, simulated, store, tables, training
 from bench.command import FIGURES, Question, Settings
 from bench.training import Floor
 from bench.workload import Trainee, Workload
 
-QUESTIONS = training.QUESTIONS | budget.QUESTIONS
+QUESTIONS = training.QUESTIONS | budget.QUESTIONS | tables.QUESTIONS
 
 
 def test_every_figure_of_the_page_has_one_question() -> None:
-    modules = [store, keys, parts, training, budget, activations, simulated]
+    modules = [store, keys, parts, training, budget, activations, simulated, tables]
     names = [name for module in modules for name in module.QUESTIONS]
     assert sorted(names) == sorted(FIGURES)
 
