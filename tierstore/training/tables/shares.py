@@ -21,8 +21,9 @@ def shares(
     """Return the bytes of frames that each table gets.
 
     All tables whole, if there is room for them beside all else that is offloaded and a quarter of the rest.
-    If not, what these leave, or half of what the largest bundle leaves, whichever is more; in proportion to
-    the tables' sizes.
+    If not, what these leave, or half of what the largest bundle leaves, whichever is more.  Of that all get
+    the same, and those that are smaller leave what they do not need to the others: batches name rows of all
+    tables, so narrow rows, and tables of few, are used most often a byte.
 
     Args:
         tables: bytes of all rows with their state, by name.
@@ -51,12 +52,14 @@ def shares(
     room_bytes = max(left_bytes - left_bytes // _LEFT_SHARE, beside_largest // 2, needed_bytes)
     if total_bytes <= room_bytes:
         return wholes
-    spread_bytes = room_bytes - needed_bytes
-    return {
-        name: least[name]
-        + spread_bytes * (nbytes - least[name]) // (total_bytes - needed_bytes) // _PAGE_BYTES * _PAGE_BYTES
-        for name, nbytes in wholes.items()
-    }
+    given: dict[str, int] = {}
+    for left, (name, nbytes) in zip(
+        range(len(wholes), 0, -1), sorted(wholes.items(), key=lambda each: each[1]), strict=True
+    ):
+        same = room_bytes // left // _PAGE_BYTES * _PAGE_BYTES
+        given[name] = max(least[name], min(nbytes, same))
+        room_bytes -= given[name]
+    return {name: given[name] for name in tables}
 
 
 def _in_pages(needed: WorkingSet) -> int:
