@@ -1,7 +1,8 @@
 """Dirty pages on their way from frames to the log.
 
 Rule 1: a block is a copy of its frames' bytes, so rows can be written while it is on its way.
-Rule 2: two blocks are on their way at most: what is beside the frames is 8 MiB, by default.
+Rule 2: up to four blocks are on their way, but no more than a sixteenth of the frames, or two: what is beside
+the frames is 16 MiB at most, by default.
 Rule 3: frames are CLEAN when their block is in the log, and DIRTY again when it could not be put.
 Rule 4: where the medium is full, the log is compacted and the block put again, once.
 Rule 5: a call raises for blocks that it has begun itself.  That one before it could not be put is a warning:
@@ -15,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from tierstore.tables.page_log import PageBlock, PageLog
 from tierstore.tables.page_map import Frames
 from tierstore.units import format_bytes
 
-MOST_UNDER_WAY: Final = 2
+_MOST_BLOCKS, _LEAST_BLOCKS, _SHARE = 4, 2, 16
+"""So many blocks are on their way at most; fewer, where they would be more than a share of the frames."""
 
 log = logging.getLogger("tierstore")
 
@@ -78,7 +79,14 @@ class PageWriter:
         self._forget = forget
         self._executor = executor
         self._under_way: deque[_Write] = deque()
+        few = len(frames) // (_SHARE * page_log.pages_per_block)
+        self._most = min(max(few, _LEAST_BLOCKS), _MOST_BLOCKS)
         self._earlier = 0  # so many of them, the first ones, are of calls before this one
+
+    @property
+    def room(self) -> int:
+        """How many frames can begin to be written at once."""
+        return (self._most - len(self._under_way)) * self._log.pages_per_block
 
     @property
     def under_way(self) -> int:
@@ -91,7 +99,7 @@ class PageWriter:
         return sum(len(write.frames) for write in self._under_way if write.leave_as_of is not None)
 
     def begin(self, frames: Frames, *, leave: bool) -> None:
-        """Begin to write these DIRTY frames.  Blocks where more than two blocks would be on their way.
+        """Begin to write these DIRTY frames.  Blocks where too many blocks would be on their way.
 
         Args:
             frames: distinct.
@@ -101,7 +109,7 @@ class PageWriter:
             CapacityError, BackendError: as of `finish`; frames that have not gone are DIRTY.
         """
         for begin in range(0, len(frames), self._log.pages_per_block):
-            while len(self._under_way) >= MOST_UNDER_WAY:
+            while len(self._under_way) >= self._most:
                 self.finish()
             part = frames[begin : begin + self._log.pages_per_block]
             block = self._log.pack(self._frames.pages[part], self._contents(part))

@@ -32,7 +32,7 @@ from tierstore.tables.memory import FrameMemory
 from tierstore.tables.page_log import PageLog
 from tierstore.tables.page_map import NOWHERE, Frames, Logged, PageMap
 from tierstore.tables.page_numbers import Pages
-from tierstore.tables.page_writer import MOST_UNDER_WAY, PageWriter
+from tierstore.tables.page_writer import PageWriter
 from tierstore.units import format_bytes
 
 _AT_A_TIME: Final = 1024
@@ -369,12 +369,11 @@ class TablePages:
             at_once: write only what needs no waiting.
         """
         assert self._writer is not None
-        assert self.log is not None
         dirty = self.frames.states[victims] == FrameState.DIRTY
         self._forget(victims[~dirty])
         going = victims[dirty]
         if at_once:
-            going = going[: (MOST_UNDER_WAY - self._writer.under_way) * self.log.pages_per_block]
+            going = going[: self._writer.room]
         self._writer.begin(going, leave=True)
 
     def _clean_ahead(self) -> None:
@@ -384,9 +383,8 @@ class TablePages:
             return
         writer.take_note()
         lacking = len(self.frames) // _SPARE_SHARE - self.frames.free - writer.leaving
-        room = (MOST_UNDER_WAY - writer.under_way) * self.log.pages_per_block
-        if room > 0 and lacking >= max(1, self._bulk(self.log) // 2):
-            self._send_off(self.frames.victims(min(lacking, room)), at_once=True)
+        if writer.room > 0 and lacking >= max(1, self._bulk(self.log) // 2):
+            self._send_off(self.frames.victims(min(lacking, writer.room)), at_once=True)
 
     def _bulk(self, page_log: PageLog) -> int:
         """Return how many frames go at once, so that blocks are not of a few pages."""

@@ -9,7 +9,7 @@ from typing import Final, ParamSpec, TypeVar
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_THREADS: Final = 3  # two blocks on their way, and a prefetch
+_THREADS: Final = 5  # four blocks on their way, and a prefetch
 
 
 class TableWorkers(Executor):
