@@ -234,7 +234,7 @@ def open_session(
     windows = _windows(store, placement) if rules.follows_plan(placement, facts) else None
     policies = _policies(optimizers, store, sets, inventory, placement, stepping, windows, placed)
     session = Session(model, optimizers, store, policies, inventory, selection.ignored, tables)
-    if placement.stashing is not Stashing.NEVER:
+    if placement.stashing is not Stashing.NEVER or not tables.fit:
         give_freed_memory_back()
     try:
         _say_if_elsewhere(store, selection.ignored, {*placed.tensors_on_host(model), *selection.tables})
@@ -480,8 +480,8 @@ def give_freed_memory_back() -> None:
     """Let the C library return every freed piece of 1 MiB and more to the system at once.
 
     By itself glibc raises that bound to 32 MiB as pieces are freed (mallopt(3), M_MMAP_THRESHOLD), and
-    gradients and fresh state then leave holes in its heap that no quota knows of: measured, three
-    times the host quota.  Holds for the process; other C libraries are left as they are.
+    gradients, fresh state and pages of tables then leave holes in its heap that no quota knows of: measured,
+    three times the host quota.  Holds for the process; other C libraries are left as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from tierstore.leases import Lease
@@ -66,6 +67,7 @@ class RunTables:
         self._store = store
         self._tables = tables
         self._shares: Mapping[str, int] = {}
+        self._fit = True
         self._leases: dict[TableWeight, Lease] = {}
         self._media: dict[str, StoreBlocks] = {}
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -92,6 +94,12 @@ class RunTables:
         capacity_bytes = self._store.stats().tiers[HOST].capacity_bytes
         wholes = {name: _whole_bytes(weight, optimizers) for weight, name in self._tables.items()}
         self._shares = shares(wholes, sets, capacity_bytes, _SETTING)
+        self._fit = all(self._shares[name] >= nbytes for name, nbytes in wholes.items())
+
+    @property
+    def fit(self) -> bool:
+        """Whether all rows of all tables have room in host memory at once."""
+        return self._fit
 
     def frame_bytes_in(self, tier: str) -> int:
         """Return what frames take of a tier."""
@@ -124,9 +132,9 @@ class RunTables:
 
     def _lease_frames(self, weight: TableWeight, name: str) -> torch.Tensor:
         key = _frames_key(name)
-        # Zeros that nobody has written take no memory of their own.
+        # Unlike PyTorch's, NumPy's zeros that nobody has written take no memory of their own.
         with DisableTorchDispatch():
-            zeros = torch.zeros(self._shares[name], dtype=torch.uint8, device="cpu")
+            zeros = torch.from_numpy(np.zeros(self._shares[name], dtype=np.uint8))
             self._store.put(key, zeros, tier=HOST, replace=True)
         lease = self._leases[weight] = self._store.lease(key, tier=HOST, write=True)
         return lease.tensor
