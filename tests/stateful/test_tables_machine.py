@@ -204,7 +204,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @property
     def is_attached(self) -> bool:
-        return self.table._pages.memory.is_fixed
+        return self.table._pages.is_fixed
 
     @rule()
     def write_back(self) -> None:

@@ -12,8 +12,10 @@ from tierstore import signals
 from tierstore.tables.initial_rows import ConstantRows, InitialRows, NormalRows, UniformRows
 from tierstore.tables.layout import ROWS, Column
 from tierstore.tables.page_log import BlockMedium, LogPlace, Snapshot
-from tierstore.tables.row_store import RowStats, RowStore, TableHome
+from tierstore.tables.row_stats import RowStats
+from tierstore.tables.row_store import RowStore
 from tierstore.tables.store_blocks import StoreBlocks
+from tierstore.tables.table_home import TableHome
 from tierstore.tables.visits import Visit
 
 __all__ = [

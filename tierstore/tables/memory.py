@@ -5,8 +5,6 @@ Either is one matrix of cells, ``[frames * cells_per_page, width]``.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from tierstore.errors import CapacityError, UsageError
@@ -16,27 +14,16 @@ from tierstore.units import format_bytes
 _FIRST_BYTES = 1 << 20
 
 
-class FrameMemory(Protocol):
-    """See the module."""
+class GrowingMemory:
+    """As much as is touched, of the process: it grows by doubling."""
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether there are as many frames as at the beginning, whatever is touched."""
-        ...
+    @staticmethod
+    def begin(layout: PageLayout) -> torch.Tensor:
+        """Return no cells: nothing was touched."""
+        return _new_cells(layout, 0)
 
-    def begin(self, layout: PageLayout, name: str) -> torch.Tensor:
-        """Return the cells of the first frames; what is in them is whatever.
-
-        Args:
-            layout: of a page.
-            name: of the table, for messages.
-
-        Raises:
-            CapacityError: there is no room for a single page.
-        """
-        ...
-
-    def enlarge(self, cells: torch.Tensor, layout: PageLayout, frames: int, most: int) -> torch.Tensor:
+    @staticmethod
+    def enlarge(cells: torch.Tensor, layout: PageLayout, frames: int, most: int) -> torch.Tensor:
         """Return cells of at least ``frames`` frames, which begin as ``cells`` do.
 
         Args:
@@ -45,21 +32,6 @@ class FrameMemory(Protocol):
             frames: how many are needed.
             most: how many may be needed ever.
         """
-        ...
-
-
-class GrowingMemory:
-    """As much as is touched, of the process: it grows by doubling."""
-
-    is_fixed = False
-
-    def begin(self, layout: PageLayout, name: str) -> torch.Tensor:
-        """See `FrameMemory.begin`."""
-        del name
-        return _new_cells(layout, 0)
-
-    def enlarge(self, cells: torch.Tensor, layout: PageLayout, frames: int, most: int) -> torch.Tensor:
-        """See `FrameMemory.enlarge`."""
         doubled = max(2 * len(cells) // layout.cells_per_page, _FIRST_BYTES // layout.page_bytes)
         larger = _new_cells(layout, max(frames, min(most, doubled)))
         larger[: len(cells)] = cells
@@ -76,8 +48,6 @@ class FixedMemory:
         UsageError: it is not.
     """
 
-    is_fixed = True
-
     def __init__(self, tensor: torch.Tensor) -> None:
         if not tensor.is_cpu or not tensor.is_contiguous():
             raise UsageError(
@@ -87,7 +57,15 @@ class FixedMemory:
         self._bytes = tensor.detach().reshape(-1).view(torch.uint8)
 
     def begin(self, layout: PageLayout, name: str) -> torch.Tensor:
-        """See `FrameMemory.begin`."""
+        """Return the cells of all frames; what is in them is whatever.
+
+        Args:
+            layout: of a page.
+            name: of the table, for messages.
+
+        Raises:
+            CapacityError: there is no room for a single page.
+        """
         there, page = self._bytes.numel(), layout.page_bytes
         frames = there // page
         if frames < 1:
@@ -99,9 +77,9 @@ class FixedMemory:
             )
         return self._bytes[: frames * page].view(layout.dtype).view(-1, layout.width)
 
-    def enlarge(self, cells: torch.Tensor, layout: PageLayout, frames: int, most: int) -> torch.Tensor:
-        """See `FrameMemory.enlarge`: it never is."""
-        raise NotImplementedError
+
+FrameMemory = GrowingMemory | FixedMemory
+"""See the module."""
 
 
 def _new_cells(layout: PageLayout, frames: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ from tierstore.signals import uninterrupted
 from tierstore.tables.frames import FrameEvent, FrameState, FrameTable, Policy
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import Indices, PageLayout
-from tierstore.tables.memory import FrameMemory
+from tierstore.tables.memory import FixedMemory, FrameMemory, GrowingMemory
 from tierstore.tables.page_log import PageLog
 from tierstore.tables.page_map import NOWHERE, Frames, Logged, PageMap
 from tierstore.tables.page_numbers import Pages
@@ -49,7 +49,7 @@ log = logging.getLogger("tierstore")
 
 @dataclass
 class PageCounts:
-    """What happened to pages; see `tierstore.tables.row_store.RowStats`."""
+    """What happened to pages; see `tierstore.tables.row_stats.RowStats`."""
 
     hits: int = 0
     misses: int = 0
@@ -137,7 +137,9 @@ class TablePages:
         self.layout = layout
         self.num_rows = num_rows
         self.memory = memory
-        self.cells = memory.begin(layout, traits.name)
+        self.cells = (
+            memory.begin(layout, traits.name) if isinstance(memory, FixedMemory) else memory.begin(layout)
+        )
         self.map = page_map
         self.log = page_log
         self.frames = FrameTable(
@@ -155,6 +157,11 @@ class TablePages:
 
     # --- rows in hand --------------------------------------------------------------------------
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there are as many frames as at the beginning, whatever is touched."""
+        return isinstance(self.memory, FixedMemory)
+
     def most_of(self, pages: Pages) -> int:
         """Return how many of these pages, from the first on, `bring` can bring at once; at least 1.
 
@@ -163,7 +170,7 @@ class TablePages:
         Args:
             pages: distinct, at least one.
         """
-        if not self.memory.is_fixed or len(pages) <= self.frames.free:
+        if not self.is_fixed or len(pages) <= self.frames.free:
             return len(pages)
         if self.log is not None:
             return len(self.frames)
@@ -191,7 +198,7 @@ class TablePages:
             self._take_note_of_reads(wanted=frames[frames >= 0])
             frames = self.map.frames_of(pages)
         missing = frames < 0
-        if self.memory.is_fixed:
+        if self.is_fixed:
             self.frames.hold(frames[~missing])
         wanted = pages[missing]
         self.counts.hits += len(pages) - len(wanted)
@@ -199,7 +206,7 @@ class TablePages:
             self.counts.misses += len(wanted)
             self.counts.rows_missed += int(rows[missing].sum())
             frames[missing] = self._bring_in(wanted)
-        if self.memory.is_fixed:
+        if self.is_fixed:
             self.frames.hold(frames)
             self.frames.use(frames)
             self._clean_ahead()
@@ -295,7 +302,7 @@ class TablePages:
     @property
     def is_here(self) -> bool:
         """Whether this is the process that the threads and the store belong to."""
-        return not self.memory.is_fixed or self._process is forks.here()
+        return not self.is_fixed or self._process is forks.here()
 
     def _require_here(self) -> None:
         """Raise `StoreForked` where the threads and the store are another process's."""
@@ -332,8 +339,8 @@ class TablePages:
 
     def _make_free(self, wanted: int) -> None:
         """Let there be so many free frames."""
-        if not self.memory.is_fixed:
-            self._enlarge(wanted)
+        if not isinstance(self.memory, FixedMemory):
+            self._enlarge(wanted, self.memory)
         elif self._writer is None:
             self._forget_clean(wanted)
         else:
@@ -419,11 +426,11 @@ class TablePages:
             free_bytes=self.frames.free * page,
         )
 
-    def _enlarge(self, wanted: int) -> None:
+    def _enlarge(self, wanted: int, memory: GrowingMemory) -> None:
         if self.frames.free < wanted:
             needed = len(self.frames) - self.frames.free + wanted
             most = self.layout.pages_of(self.num_rows)
-            self.cells = self.memory.enlarge(self.cells, self.layout, needed, most)
+            self.cells = memory.enlarge(self.cells, self.layout, needed, most)
             self.frames.enlarge(len(self.cells) // self.layout.cells_per_page)
 
     # --- bytes ---------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
@@ -17,13 +16,14 @@ import torch
 
 from tierstore import signals
 from tierstore.errors import StoreClosed, UsageError
-from tierstore.tables.frames import FrameState, Policy
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import ROWS, Column, PageLayout
 from tierstore.tables.memory import FixedMemory, FrameMemory, GrowingMemory
 from tierstore.tables.page_log import LogPlace, PageLog, Snapshot
 from tierstore.tables.page_map import PageMap
 from tierstore.tables.pages import TablePages, TableTraits
+from tierstore.tables.row_stats import RowStats
+from tierstore.tables.table_home import TableHome
 from tierstore.tables.table_lock import new_table_lock
 from tierstore.tables.visits import Visit, visits
 from tierstore.tables.workers import TableWorkers
@@ -45,66 +45,6 @@ def _locked(method: Callable[Concatenate[RowStore, _P], _T]) -> Callable[Concate
             return method(self, *args, **kwargs)
 
     return alone
-
-
-@dataclass(frozen=True, slots=True)
-class RowStats:
-    """One table, now and since it was made or attached.
-
-    Attributes:
-        pages: how many are in memory.
-        frames: how many there is room for.
-        dirty_pages: of those in memory, how many differ from what the log has.
-        page_bytes: bytes of one.
-        hits: pages that were asked for and in memory.
-        misses: those that were not.
-        row_bytes_missed: bytes of the rows, with their state, that were asked for in pages that were missing.
-        pages_made: misses of pages that were never written: computed, not read.
-        pages_prefetched: read because of a prefetch.
-        prefetches_declined: pages that a prefetch named and there was no room for.
-        page_bytes_read: from the log, to frames or to compact it.
-        page_bytes_written: to the log, likewise.
-        log_pages: that are in the log, each counted once.
-        dead_pages: older ones that are there still.
-        blocks: of the log.
-    """
-
-    pages: int
-    frames: int
-    dirty_pages: int
-    page_bytes: int
-    hits: int
-    misses: int
-    row_bytes_missed: int
-    pages_made: int
-    pages_prefetched: int
-    prefetches_declined: int
-    page_bytes_read: int = 0
-    page_bytes_written: int = 0
-    log_pages: int = 0
-    dead_pages: int = 0
-    blocks: int = 0
-
-
-@dataclass(frozen=True)
-class TableHome:
-    """Where a table lies that is attached.
-
-    Attributes:
-        memory: for frames: contiguous, in host memory, of any type whose bytes can be used.
-        log: for what does not fit there; None: there is none, and all that is written has to fit.
-        policy: which pages leave memory first: those used least often of late, or least recently.
-        setting: what messages tell to raise where the memory is too small.
-        executor: in which blocks are put and read beside the caller; None: threads of the table's own.
-        name: what messages call the table; None: as before.
-    """
-
-    memory: torch.Tensor
-    log: LogPlace | None = None
-    policy: Policy = "lfu"
-    setting: str = "its memory"
-    executor: Executor | None = None
-    name: str | None = None
 
 
 class RowStore:
@@ -277,7 +217,7 @@ class RowStore:
             CapacityError, BackendError: there is too little room, or the medium failed.  In any case nothing
                 has changed.
         """
-        if self._here().memory.is_fixed:
+        if self._here().is_fixed:
             raise UsageError(f"table {self.name!r} is attached already")
         old, self._traits = self._pages, self._traits_in(home)
         try:
@@ -298,7 +238,7 @@ class RowStore:
         Raises:
             BackendError: the medium failed; nothing has changed.
         """
-        if self._here().memory.is_fixed:
+        if self._here().is_fixed:
             old = self._pages
             self._pages = self._copied(old, self._new_pages(old.layout, old.num_rows, GrowingMemory()))
             self._last_log = old.log or self._last_log
@@ -409,30 +349,7 @@ class RowStore:
 
     def stats(self) -> RowStats:
         """Return what there is and what happened."""
-        pages, counts, log = self._pages, self._pages.counts, self._pages.log
-        states = pages.frames.states
-        stats = RowStats(
-            pages=len(pages.frames) - pages.frames.free,
-            frames=len(pages.frames),
-            dirty_pages=int(np.count_nonzero(states >= FrameState.DIRTY)),
-            page_bytes=pages.layout.page_bytes,
-            hits=counts.hits,
-            misses=counts.misses,
-            row_bytes_missed=counts.rows_missed * pages.layout.record_bytes,
-            pages_made=counts.made,
-            pages_prefetched=counts.prefetched,
-            prefetches_declined=counts.declined,
-        )
-        if log is None:
-            return stats
-        return replace(
-            stats,
-            page_bytes_read=log.bytes_read,
-            page_bytes_written=log.bytes_written,
-            log_pages=log.current_pages,
-            dead_pages=log.dead_pages,
-            blocks=log.blocks,
-        )
+        return RowStats.of(self._pages)
 
     # --- copies --------------------------------------------------------------------------------
 
@@ -512,7 +429,7 @@ class RowStore:
         if columns == old.layout.columns:
             return
         layout = replace(old.layout, columns=columns)
-        if not old.memory.is_fixed:
+        if not old.is_fixed:
             self._pages = self._copied(old, self._new_pages(layout, old.num_rows, GrowingMemory()))
         elif old.log is None:
             self._relay_in_memory(old, layout)

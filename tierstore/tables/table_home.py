@@ -1,0 +1,32 @@
+"""Where a table lies that is attached."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
+
+from tierstore.tables.frames import Policy
+from tierstore.tables.page_log import LogPlace
+
+
+@dataclass(frozen=True)
+class TableHome:
+    """Where a table lies that is attached.
+
+    Attributes:
+        memory: for frames: contiguous, in host memory, of any type whose bytes can be used.
+        log: for what does not fit there; None: there is none, and all that is written has to fit.
+        policy: which pages leave memory first: those used least often of late, or least recently.
+        setting: what messages tell to raise where the memory is too small.
+        executor: in which blocks are put and read beside the caller; None: threads of the table's own.
+        name: what messages call the table; None: as before.
+    """
+
+    memory: torch.Tensor
+    log: LogPlace | None = None
+    policy: Policy = "lfu"
+    setting: str = "its memory"
+    executor: Executor | None = None
+    name: str | None = None
