@@ -211,20 +211,6 @@ def test_a_table_whose_rows_are_to_be_kept_on_the_device_is_refused(tmp_path: Pa
         offload(model, optimizers, table_config("three", tmp_path))
 
 
-def test_a_run_with_tables_is_suspended_to_host_memory_and_no_further(tmp_path: Path) -> None:
-    expected = plain(4)
-    trial = begin("three", tmp_path)
-    torch.manual_seed(1)
-    some_steps(trial, 2)
-    with run_of(trial) as run:
-        with pytest.raises(UsageError, match=r"frames of 2 tables .*Suspend it to 'host'"):
-            run.suspend(to="disk")
-        run.suspend()
-        run.resume()
-        some_steps(trial, 2)
-    assert_alike(expected, trial)
-
-
 @every_layout
 def test_a_saved_run_is_loaded_with_its_tables(layout: str, tmp_path: Path) -> None:
     expected = plain(5)

@@ -197,7 +197,7 @@ class EmbeddingTable(nn.Module):
         distinct = ids_of.distinct(
             known, self.num_embeddings, self._name, takes_strangers=self.out_of_range == "zeros"
         )
-        rows = read_rows(self.weight.row_store, distinct.ids, more=distinct.has_strangers)
+        rows = read_rows(self.weight.rows_for("is read"), distinct.ids, more=distinct.has_strangers)
         return rows[distinct.inverse]
 
     def set_rows(self, ids: torch.Tensor, values: torch.Tensor) -> None:
@@ -223,7 +223,7 @@ class EmbeddingTable(nn.Module):
         last = torch.zeros(len(distinct), dtype=torch.int64, device="cpu")
         last.scatter_reduce_(0, inverse, torch.arange(len(known), device="cpu"), "amax")
         rows = values.detach()[last.to(values.device)].to("cpu", self.dtype)
-        store = self.weight.row_store
+        store = self.weight.rows_for("is written")
         with store.lock:
             for visit in store.visit(distinct):
                 visit.scatter(ROWS, rows[visit.part])
@@ -238,7 +238,7 @@ class EmbeddingTable(nn.Module):
             TypeError: ids are of another type.
         """
         known = ids_of.checked(ids).reshape(-1)
-        self.weight.row_store.prefetch(known[(known >= 0) & (known < self.num_embeddings)])
+        self.weight.rows_for("is prefetched").prefetch(known[(known >= 0) & (known < self.num_embeddings)])
 
     def grow(self, num_embeddings: int) -> None:
         """Have more rows: those that a table made with so many has.  ``weight`` stays the same object.
@@ -258,9 +258,10 @@ class EmbeddingTable(nn.Module):
                 f"grow({num_embeddings}): table {self._name!r} has a gradient of {self.num_embeddings} rows; "
                 "step it, or set it to None"
             )
+        store = self.weight.rows_for("grows")
         if not self.sparse:
-            check_room(self.weight.row_store, "grad", num_embeddings)
-        self.weight.row_store.grow(num_embeddings)
+            check_room(store, "grad", num_embeddings)
+        store.grow(num_embeddings)
         self.weight.grow(num_embeddings)
 
     def export(
@@ -301,7 +302,7 @@ class EmbeddingTable(nn.Module):
         """
         if state:
             self.weight.begun_for = None
-        load_table(self.weight.row_store, Path(path), state)
+        load_table(self.weight.rows_for("is loaded"), Path(path), state)
 
     def stats(self) -> TableStats:
         """Return what it did so far."""

@@ -74,7 +74,8 @@ class _Gather(torch.autograd.Function):
         """Read the rows."""
         ctx.ids, ctx.shape, ctx.is_sparse = distinct.ids, weight.shape, is_sparse
         ctx.has_strangers = distinct.has_strangers
-        return read_rows(weight.row_store, distinct.ids, more=distinct.has_strangers or not len(distinct.ids))
+        store = weight.rows_for("is looked up")
+        return read_rows(store, distinct.ids, more=distinct.has_strangers or not len(distinct.ids))
 
     @staticmethod
     @once_differentiable

@@ -37,10 +37,13 @@ class TableWeight(nn.Parameter):
     Attributes:
         stepped_by: the optimizer that steps it, as long as there is one.
         begun_for: the optimizer that has columns of states in the table which nobody has written yet.
+        require: raises if rows may not be used now; it is told what is about to be done, as a clause.  None:
+            they always may.
     """
 
     stepped_by: weakref.ref[torch.optim.Optimizer] | None
     begun_for: weakref.ref[torch.optim.Optimizer] | None
+    require: Callable[[str], object] | None
 
     def __new__(cls, row_store: RowStore, requires_grad: bool = True) -> Self:
         """Make the parameter of a store's rows."""
@@ -49,6 +52,7 @@ class TableWeight(nn.Parameter):
         weight = super().__new__(cls, element.expand(row_store.num_rows, row_store.width), requires_grad)
         weight.row_store = row_store
         weight.stepped_by = None
+        weight.require = None
         return weight
 
     @classmethod
@@ -105,6 +109,20 @@ class TableWeight(nn.Parameter):
         self._store = row_store
         self.begun_for = None
         self._owed: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+
+    def rows_for(self, what: str) -> RowStore:
+        """Return where its rows are, for whoever is about to use them.
+
+        Args:
+            what: is done with the table, such as ``"is stepped"``.
+
+        Raises:
+            UsageError: the run that has them is suspended.
+            CapacityError, BackendError: as of `row_store`.
+        """
+        if self.require is not None:
+            self.require(f"the table {self.table_name!r} {what}")
+        return self.row_store
 
     def _settle(self) -> None:
         while self._owed:
@@ -304,7 +322,7 @@ def _watch_optimizers() -> None:
 
 def _copied(weight: TableWeight, values: torch.Tensor, non_blocking: bool = False) -> TableWeight:
     del non_blocking
-    store = weight.row_store
+    store = weight.rows_for("is loaded")
     if values.shape != weight.shape:
         raise UsageError(f"copy_: values of shape {list(values.shape)} for the {described(store)}")
     if not isinstance(values, TableEntry):

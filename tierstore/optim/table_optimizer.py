@@ -195,7 +195,8 @@ def change_rows(
     Raises:
         CapacityError, BackendError: pages could not be brought, or others not be put away.
     """
-    with weight.row_store.lock, DisableTorchDispatch():  # what is made on the way is nothing of the program's
+    store = weight.rows_for("is stepped")
+    with store.lock, DisableTorchDispatch():  # what is made on the way is nothing of the program's
         _change_rows(weight, ids.clone(), names, change)  # NumPy looks at ids: no others could be resized
 
 

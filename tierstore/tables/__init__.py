@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierstore import signals
 from tierstore.tables.initial_rows import ConstantRows, InitialRows, NormalRows, UniformRows
-from tierstore.tables.layout import ROWS, Column
+from tierstore.tables.layout import PAGE_BYTES, ROWS, Column
 from tierstore.tables.page_log import BlockMedium, LogPlace, Snapshot
 from tierstore.tables.row_stats import RowStats
 from tierstore.tables.row_store import RowStore
@@ -19,6 +19,7 @@ from tierstore.tables.table_home import TableHome
 from tierstore.tables.visits import Visit
 
 __all__ = [
+    "PAGE_BYTES",
     "ROWS",
     "BlockMedium",
     "Column",

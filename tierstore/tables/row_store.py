@@ -29,7 +29,7 @@ from tierstore.tables.visits import Visit, visits
 from tierstore.tables.workers import TableWorkers
 from tierstore.torch_private import DisableTorchDispatch
 
-_STAGED_PAGES: Final = 1024  # in memory, of the old layout while rows are copied to a new one
+_STAGED_PAGES: Final = 1024  # in memory while rows are copied to another layout, or frames are taken away
 
 
 _P = ParamSpec("_P")
@@ -247,6 +247,37 @@ class RowStore:
                 old.log.place.medium.close()
 
     @_locked
+    def move(self, memory: torch.Tensor | None) -> None:
+        """Let frames be in other memory from now on, and nothing in that where they were.  Blocks.
+
+        What is dirty is written to the log first; no page is in memory then.
+
+        Args:
+            memory: as of a `TableHome`; None: a little of the process, with which all works, slowly.
+
+        Raises:
+            UsageError: there is no log.
+            CapacityError, BackendError: the medium is full or failed, or the memory has no room for a page.
+                In any case the table stays where it is, and nothing is lost.
+        """
+        old = self._here()
+        if old.log is None:
+            raise UsageError(f"table {self.name!r} has no log, in which rows could be without memory")
+        old.settle()
+        old.write_back()
+        new = TablePages(
+            old.traits,
+            old.layout,
+            old.num_rows,
+            _staging_of(old) if memory is None else FixedMemory(memory),
+            old.map,
+            old.log,
+        )
+        old.forget_all()
+        new.counts = old.counts
+        self._pages = new
+
+    @_locked
     def write_back(self) -> None:
         """Write what is dirty to the log; all that is in memory stays there.  Blocks.  Nothing without a log.
 
@@ -450,8 +481,7 @@ class RowStore:
         old.settle()
         old.write_back()
         old.forget_all()
-        staged = torch.empty(_STAGED_PAGES * old.layout.page_bytes, dtype=torch.uint8, device="cpu")
-        aside = TablePages(self._traits, old.layout, old.num_rows, FixedMemory(staged), old.map, log)
+        aside = TablePages(self._traits, old.layout, old.num_rows, _staging_of(old), old.map, log)
         try:
             new = self._new_pages(layout, old.num_rows, old.memory, log.place, log)
             self._pages = self._copied(aside, new)
@@ -477,6 +507,12 @@ def _unpickled(
             for column, values in zip(columns, cells, strict=True):
                 visit.scatter(column.name, values[visit.part])
     return table
+
+
+def _staging_of(pages: TablePages) -> FixedMemory:
+    """Return a little memory, from which untouched parts take nothing, for the pages of a table."""
+    count = min(_STAGED_PAGES, pages.layout.pages_of(pages.num_rows))
+    return FixedMemory(torch.empty(count * pages.layout.page_bytes, dtype=torch.uint8, device="cpu"))
 
 
 def _drop_log(pages: TablePages) -> None:

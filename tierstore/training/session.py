@@ -134,6 +134,7 @@ class Session:
             reclaimer=self._reclaimers,
         )
         self._reclaimers.add(self.bindings)
+        tables.ask(self.bindings.leasing.require)
         self._expectations = Expectations()
         self.gradients = Gradients(
             store,
@@ -308,6 +309,8 @@ class Session:
         self._keep(self.state_dicts.watch_model(self.model))
         for gradient in self.gradients.table:
             self.watch_gradient(gradient.parameter)
+        for weight in self.tables.attached():
+            self._watch_gradient(weight, self._begin_table_gradient)
         step_hooks = StepHooks(
             lambda: self._require("an optimizer steps"), self._prepare_step, self._end_step, self.hold
         )
@@ -318,10 +321,17 @@ class Session:
 
     def watch_gradient(self, parameter: torch.Tensor) -> None:
         """Lend gradients of a trained parameter to autograd, and take them again."""
+        self._watch_gradient(parameter, self.accumulation.lend)
+
+    def _watch_gradient(self, parameter: torch.Tensor, act: Callable[[torch.Tensor], None]) -> None:
         if parameter.requires_grad and parameter not in self._watched:
             self._watched.add(parameter)
-            hook = hooks.GradientHook(parameter, self.accumulation.lend)
+            hook = hooks.GradientHook(parameter, act)
             self._handles.append(parameter.register_hook(hook))
+
+    def _begin_table_gradient(self, weight: torch.Tensor) -> None:
+        del weight
+        self._require("a backward pass accumulates the gradient of a table")
 
     def _prepare_step(self) -> None:
         if not is_in_backward():  # whose thread may be another than that of a step around it

@@ -8,7 +8,8 @@ While another model uses the device, nothing of a suspended run is there, and no
    refers to, and graphs.  The log names them.
 2. A suspended run can be looked at, saved, made durable, and closed; gradients can be zeroed.  Whatever
    needs bytes where computing happens raises: calling the model, a backward pass that needs a weight or
-   accumulates, a step, an operation on a parameter.  A graph that was there goes on after the run is resumed.
+   accumulates, a step, an operation on a parameter, a use of a table's rows.  A graph that was there goes on
+   after the run is resumed.
 3. It is done between steps: not while a module, a backward pass or an optimizer runs, nor while swapped
    activations wait for backward, nor while something refers to the bytes of a bundle.
 4. If it cannot be done, all is as it was: what is known beforehand is refused before anything moves, and
@@ -26,7 +27,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tierstore.errors import CapacityError, KeyNotFound, UsageError
+from tierstore.errors import CapacityError, KeyNotFound, TierStoreError, UsageError
 from tierstore.planning.rules import DISK, HOST
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.autograd.gradient import native_gradient
@@ -64,12 +65,6 @@ class Suspension:
     def suspend(self, to: str) -> None:
         """Empty every tier above ``to``.  Blocks until that is done.  See `Offload.suspend`."""
         tiers = self._tiers_above(to)
-        if HOST in tiers and (tables := self._session.tables.attached()):
-            raise UsageError(
-                f"run.suspend(to={to!r}): the frames of {len(tables)} tables "
-                f"({', '.join(map(repr, list(tables.values())[:3]))}) stay in host memory as long as the "
-                "run is open. Suspend it to 'host', or close it."
-            )
         if self._bindings.leasing.state is LeasingState.ALLOWED:
             self._session.leaving.go_on()
         with self._session.gradients.alone(), self._bindings.alone():
@@ -81,7 +76,7 @@ class Suspension:
             with contextlib.ExitStack() as undo:
                 self._let_go(undo)
                 self._require_idle()
-                self._require_room(to)
+                self._require_room(to, tiers)
                 self._leave(fresh, undo)
                 undo.pop_all()
         self._say_what_stays()
@@ -107,6 +102,9 @@ class Suspension:
             undo.callback(self._bindings.leasing.move, LeasingState.ALLOWED)
 
     def _leave(self, tiers: Sequence[str], undo: contextlib.ExitStack) -> None:
+        if HOST in tiers:
+            undo.callback(self._take_frames_back)  # last of all: host memory has room again then
+            self._session.tables.give_up_frames()
         for key in self._store if tiers else ():
             with contextlib.suppress(KeyNotFound):
                 where = self._store.where(key)
@@ -121,6 +119,15 @@ class Suspension:
             self._move_buffers()
         if self._store.device.type != "cpu":
             torch.accelerator.empty_cache()  # else what was freed is kept for this process
+
+    def _take_frames_back(self) -> None:
+        try:
+            self._session.tables.take_frames()
+        except TierStoreError as error:  # another is on its way
+            log.warning(
+                "tables have too little host memory for now, and are slow; run.resume() tries again: %s",
+                error,
+            )
 
     def _empty(self, tier: str) -> None:
         capacity_bytes = self._store.stats().tiers[tier].capacity_bytes
@@ -145,12 +152,16 @@ class Suspension:
 
     def resume(self) -> None:
         """Let the run go on.  Blocks for what is pinned; the rest is on its way.  See `Offload.resume`."""
+        tables = self._session.tables
         if self._bindings.leasing.state is LeasingState.ALLOWED:
+            tables.take_frames()
             return
         with self._bindings.alone(), contextlib.ExitStack() as undo:
             for tier in reversed(list(self._emptied)):
                 undo.callback(self._empty, tier)
                 self._refill(tier)
+            undo.callback(tables.give_up_frames)
+            tables.take_frames()
             undo.callback(self._bindings.leasing.move, LeasingState.SUSPENDED)
             self._bindings.leasing.move(LeasingState.ALLOWED)
             undo.callback(unpin_all, self._bindings)
@@ -209,6 +220,8 @@ class Suspension:
         """Raise if a tier that is to be emptied lends values to modules on the host."""
         link = self._session.link
         if HOST in tiers and link.waiting:
+            self._session.tables.keep_gradients()
+        if HOST in tiers and link.waiting:
             gc.collect()  # what only a cycle refers to
         if HOST in tiers and (waiting := link.waiting):
             raise UsageError(
@@ -239,13 +252,16 @@ class Suspension:
             yield from steps.state.bindings.values()
         yield from (each.binding for each in session.gradients.table if each.binding is not None)
 
-    def _require_room(self, to: str) -> None:
-        """Raise if the tiers from ``to`` on cannot hold everything."""
+    def _require_room(self, to: str, tiers_above: Sequence[str]) -> None:
+        """Raise if the tiers from ``to`` on cannot hold everything that is in them and above."""
         names = self._store.tier_names
         tiers = self._store.stats().tiers
         below = names[names.index(to) :]
         room_bytes = sum(self._emptied.get(name, tiers[name].capacity_bytes) for name in below)
         kept_bytes = sum(self._store.spec(key).nbytes for key in self._store)
+        if HOST in tiers_above:
+            tables = self._session.tables
+            kept_bytes += tables.unwritten_bytes() - tables.leased_bytes()
         if len(below) < len(names):
             kept_bytes += sum(
                 native.nbytes
@@ -266,12 +282,14 @@ class Suspension:
         gradients = [
             each for each in self._session.gradients.table if native_gradient(each.parameter) is not None
         ]
+        tables = self._session.tables.attached()
         device = self._store.device
         is_elsewhere = device.type != "cpu"
         buffers = [name for name, each in ordinary_buffers(self._session.model) if each.device == device]
         names = [
-            *self._session.ignored.values(),
+            *(name for each, name in self._session.ignored.items() if each not in tables),
             *(f"the gradient of {each.name}" for each in gradients),
+            *(f"the gradient of {name}" for each, name in tables.items() if each.grad is not None),
             *(buffers if is_elsewhere else ()),
         ]
         if names and self._emptied:

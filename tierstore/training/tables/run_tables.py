@@ -5,12 +5,15 @@
 2. A checkpoint has every row and its state as the last step left them.  Blocks that it counts on stay until
    the next one is durable.
 3. A table that is left is memory of the process again, or says where its rows lie.
+4. While the run is suspended nobody looks rows up or writes them.  Where host memory is emptied as well,
+   frames are given up, and whoever saves rows reads them from the log, by way of a little memory of the
+   process.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
@@ -24,6 +27,7 @@ from tierstore.optim.table_optimizer import TableOptimizer
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.tables import (
+    PAGE_BYTES,
     ROWS,
     LogPlace,
     RowStats,
@@ -38,6 +42,7 @@ from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.tables.found_tables import Tables
 from tierstore.training.tables.kept_tables import PREFIX, TableLook, log_prefix, map_key
 from tierstore.training.tables.shares import shares
+from tierstore.units import align_up
 
 _SETTING = "offload_cpu_size"
 
@@ -68,13 +73,18 @@ class RunTables:
         self._tables = tables
         self._shares: Mapping[str, int] = {}
         self._fit = True
-        self._leases: dict[TableWeight, Lease] = {}
+        self._require: Callable[[str], object] | None = None
+        self._leases: dict[TableWeight, Lease | None] = {}  # None: host memory is emptied
         self._media: dict[str, StoreBlocks] = {}
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
 
     def __contains__(self, tensor: object) -> bool:
         """Whether a tensor is one of them."""
         return isinstance(tensor, TableWeight) and tensor in self._tables
+
+    def ask(self, require: Callable[[str], object]) -> None:
+        """Let ``require`` raise where rows may not be used; see `TableWeight.require`."""
+        self._require = require
 
     # --- the beginning --------------------------------------------------------------------------
 
@@ -122,22 +132,22 @@ class RunTables:
         for weight, name in self._tables.items():
             if weight in self._leases:
                 continue
-            home = TableHome(
-                self._lease_frames(weight, name), self._log_place(name), setting=_SETTING, name=name
-            )
+            memory, self._leases[weight] = self._lease_frames(name)
+            home = TableHome(memory, self._log_place(name), setting=_SETTING, name=name)
             if name in former:
                 weight.row_store = _restored(former[name], weight.row_store, home)
             else:
                 weight.row_store.attach(home)
+            weight.require = self._require
 
-    def _lease_frames(self, weight: TableWeight, name: str) -> torch.Tensor:
+    def _lease_frames(self, name: str) -> tuple[torch.Tensor, Lease]:
         key = _frames_key(name)
         # Unlike PyTorch's, NumPy's zeros that nobody has written take no memory of their own.
         with DisableTorchDispatch():
             zeros = torch.from_numpy(np.zeros(self._shares[name], dtype=np.uint8))
             self._store.put(key, zeros, tier=HOST, replace=True)
-        lease = self._leases[weight] = self._store.lease(key, tier=HOST, write=True)
-        return lease.tensor
+        lease = self._store.lease(key, tier=HOST, write=True)
+        return lease.tensor, lease
 
     def _log_place(self, name: str) -> LogPlace | None:
         last = self._store.tier_names[-1]
@@ -186,6 +196,59 @@ class RunTables:
         for weight, snapshot in kept.snapshots.items():
             weight.row_store.keep(snapshot)
 
+    # --- while the run is suspended -------------------------------------------------------------
+
+    def keep_gradients(self) -> None:
+        """Let gradients be memory of their own: values in them may be lent by the store."""
+        for weight in self._leases:
+            if weight.grad is not None:
+                weight.grad = weight.grad.clone()
+
+    def unwritten_bytes(self) -> int:
+        """Return what the last tier gets when frames are given up."""
+        stats = [weight.row_store.stats() for weight, lease in self._leases.items() if lease is not None]
+        return sum(each.dirty_pages * align_up(each.page_bytes, PAGE_BYTES) for each in stats)
+
+    def leased_bytes(self) -> int:
+        """Return what frames take of host memory now."""
+        held = [weight for weight, lease in self._leases.items() if lease is not None]
+        return sum(self._store.spec(_frames_key(self._tables[weight])).nbytes for weight in held)
+
+    def give_up_frames(self) -> None:
+        """Let nothing of a table be in host memory.  Blocks.  See rule 4.  Idempotent.
+
+        Raises:
+            CapacityError: the last tier has no room for what was not there yet.
+            BackendError: a medium failed.  In either case nothing is lost, and `take_frames` takes back what
+                was given up.
+        """
+        for weight, lease in self._leases.items():
+            if lease is not None:
+                weight.row_store.move(None)
+                self._let_frames_go(weight, lease)
+
+    def _let_frames_go(self, weight: TableWeight, lease: Lease) -> None:
+        self._leases[weight] = None
+        lease.release(written=False)
+        self._store.drop(_frames_key(self._tables[weight]))
+
+    def take_frames(self) -> None:
+        """Give tables the frames again that they have given up; no page is in them yet.  Blocks.  Idempotent.
+
+        Raises:
+            CapacityError: there is no room.
+            BackendError: a medium failed.  In either case the table goes on as it is.
+        """
+        for weight, name in self._tables.items():
+            if weight in self._leases and self._leases[weight] is None:
+                memory, lease = self._lease_frames(name)
+                try:
+                    weight.row_store.move(memory)
+                except BaseException:
+                    self._let_frames_go(weight, lease)
+                    raise
+                self._leases[weight] = lease
+
     # --- the end --------------------------------------------------------------------------------
 
     def attached(self) -> dict[TableWeight, str]:
@@ -219,10 +282,13 @@ class RunTables:
 
     def _let_go(self, weight: TableWeight) -> None:
         name = self._tables[weight]
+        weight.require = None
         if name in self._media:
             self._media.pop(name).close()
-        self._leases.pop(weight).release(written=False)
-        self._store.drop(_frames_key(name))
+        lease = self._leases[weight]
+        if lease is not None:
+            self._let_frames_go(weight, lease)
+        del self._leases[weight]
 
     def end(self, ending: RunEnding) -> None:
         """Let go of what is in the store still."""

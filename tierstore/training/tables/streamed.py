@@ -27,7 +27,7 @@ def load_rows(weight: TableWeight, file: TensorFile, name: str, column: str = RO
         name: of the tensor, which has the table's shape.
         column: which of the table's.
     """
-    store = weight.row_store
+    store = weight.rows_for("is loaded")
     for part in parts_of(store):
         write_part(store, column, part, file.read_rows(name, part.start, part.stop))
 
