@@ -1,16 +1,27 @@
-"""What a dispatch mode of the library owes to the operators that it sees: their tensors' version counters.
+"""Whoever watches operators: what a mode of the library owes to them, and work that no watcher is to see.
 
-Below a ``TorchDispatchMode`` PyTorch counts no writes of operators over lists (``torch._foreach_*``) that it
-runs as loops over their tensors: the loops count, and there they are not asked to.  A backward pass would
-then go through changed weights in silence.
+A dispatch mode owes the operators that it sees their tensors' version counters.  Below one PyTorch counts no
+writes of operators over lists (``torch._foreach_*``) that it runs as loops over their tensors: the loops
+count, and there they are not asked to.  A backward pass would then go through changed weights in silence.
+
+What the library does inside, such as bringing rows of a table, is nothing that a program makes.  It counts
+for nobody who measures programs: dispatch modes, and the observers of `tierstore.training.pytorch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Final
 
 import torch
+
+from tierstore.torch_private import (
+    DisableTorchDispatch,
+    dispatch_key,
+    is_dispatch_key_included,
+    set_dispatch_key_included,
+)
 
 
 def run_operator(func: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
@@ -64,3 +75,30 @@ def _given(
         for each in found if isinstance(found, list | tuple) else ():
             if isinstance(each, torch.Tensor) and not each.is_inference():
                 yield each
+
+
+OBSERVERS_KEY_NAME: Final = "TESTING_ONLY_GenericMode"
+"""The dispatch key of observers: PyTorch has it for its own tests, and uses it nowhere."""
+_OBSERVERS_KEY: Final = dispatch_key(OBSERVERS_KEY_NAME)
+
+
+class Unseen:
+    """A context in which nobody sees what this thread does.  May be nested; is entered once."""
+
+    __slots__ = ("_are_observers", "_dispatch")
+
+    def __enter__(self) -> None:
+        """Let nobody see what comes."""
+        self._dispatch = DisableTorchDispatch()
+        self._dispatch.__enter__()
+        self._are_observers = is_dispatch_key_included(_OBSERVERS_KEY)
+        if self._are_observers:
+            set_dispatch_key_included(_OBSERVERS_KEY, False)  # noqa: FBT003 - PyTorch's signature
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let those see again who did before."""
+        if self._are_observers:
+            set_dispatch_key_included(_OBSERVERS_KEY, True)  # noqa: FBT003 - PyTorch's signature
+        self._dispatch.__exit__(kind, error, trace)

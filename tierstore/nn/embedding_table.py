@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from tierstore.errors import ConfigError, UsageError
+from tierstore.modes import Unseen
 from tierstore.nn import ids as ids_of
 from tierstore.nn.arguments import TableArguments, lowered
 from tierstore.nn.initializers import Initializer, rows_of
@@ -224,7 +225,7 @@ class EmbeddingTable(nn.Module):
         last.scatter_reduce_(0, inverse, torch.arange(len(known), device="cpu"), "amax")
         rows = values.detach()[last.to(values.device)].to("cpu", self.dtype)
         store = self.weight.rows_for("is written")
-        with store.lock:
+        with store.lock, Unseen():
             for visit in store.visit(distinct):
                 visit.scatter(ROWS, rows[visit.part])
 

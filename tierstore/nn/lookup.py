@@ -12,11 +12,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tierstore import sides
+from tierstore.modes import Unseen
 from tierstore.nn.ids import DistinctIds
 from tierstore.nn.table_weight import TableWeight
 from tierstore.sides import Side
 from tierstore.tables import RowStore
-from tierstore.torch_private import DisableTorchDispatch
 
 
 class _Context(Protocol):
@@ -41,7 +41,7 @@ def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor
     """
     with (
         store.lock,
-        DisableTorchDispatch(),
+        Unseen(),
     ):  # frames, and what is read on the way, are nothing that a program makes
         rows = torch.empty(len(ids) + more, store.width, dtype=store.dtype, device="cpu")
         for visit in store.visit(ids):

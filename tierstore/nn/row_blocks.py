@@ -9,6 +9,7 @@ import torch
 
 from tierstore.config.host_memory import host_rooms
 from tierstore.errors import CapacityError
+from tierstore.modes import Unseen
 from tierstore.tables import ROWS, RowStore
 from tierstore.units import format_bytes
 
@@ -52,12 +53,13 @@ def blocks_of(
     initial = {each.name: each.initial for each in store.columns}[column]
     written = _Written(store)
     for part in parts_of(store) if parts is None else parts:
-        if column == ROWS:
-            rows = store.initial_rows(torch.arange(part.start, part.stop, device="cpu")).clone()
-        else:
-            rows = torch.full((part.stop - part.start, store.width), initial, dtype=store.dtype, device="cpu")
-        ids = written.within(part)
-        with store.lock:
+        with store.lock, Unseen():
+            if column == ROWS:
+                rows = store.initial_rows(torch.arange(part.start, part.stop, device="cpu")).clone()
+            else:
+                look = (part.stop - part.start, store.width)
+                rows = torch.full(look, initial, dtype=store.dtype, device="cpu")
+            ids = written.within(part)
             for visit in store.visit(ids):
                 rows[ids[visit.part] - part.start] = visit.gather(column)
         yield part, rows
@@ -87,7 +89,7 @@ class _Written:
 def write_part(store: RowStore, column: str, part: slice, rows: torch.Tensor) -> None:
     """Write the rows of a span of ids: ``[n, width]``, of any type and on any device."""
     rows = rows.detach().to("cpu", store.dtype)
-    with store.lock:
+    with store.lock, Unseen():
         for visit in store.visit(torch.arange(part.start, part.stop, device="cpu")):
             visit.scatter(column, rows[visit.part])
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierstore.errors import UsageError
+from tierstore.modes import Unseen
 from tierstore.nn.looks import OF_MEMORY, is_in_place, is_look, name_of
 from tierstore.nn.row_blocks import blocks_of, described, read_all, write_all, write_part
 from tierstore.tables import ROWS, RowStore
@@ -100,7 +101,7 @@ class TableWeight(nn.Parameter):
             CapacityError, BackendError: cells that are owed (see `owe`) cannot be written.
         """
         if self._owed:
-            with self._store.lock:
+            with self._store.lock, Unseen():
                 self._settle()
         return self._store
 

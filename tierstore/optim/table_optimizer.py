@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.modes import Unseen
 from tierstore.nn.row_blocks import blocks_of, write_all, write_part
 from tierstore.nn.table_weight import TableEntry, TableWeight
 from tierstore.optim.targets import target_of
 from tierstore.tables import ROWS, Column, RowStore, Visit
-from tierstore.torch_private import DisableTorchDispatch
 
 Options = dict[str, Any]
 Cells = dict[str, torch.Tensor]
@@ -196,7 +196,7 @@ def change_rows(
         CapacityError, BackendError: pages could not be brought, or others not be put away.
     """
     store = weight.rows_for("is stepped")
-    with store.lock, DisableTorchDispatch():  # what is made on the way is nothing of the program's
+    with store.lock, Unseen():  # what is made on the way is nothing of the program's
         _change_rows(weight, ids.clone(), names, change)  # NumPy looks at ids: no others could be resized
 
 

@@ -16,6 +16,7 @@ import torch
 
 from tierstore import signals
 from tierstore.errors import StoreClosed, UsageError
+from tierstore.modes import Unseen
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import ROWS, Column, PageLayout
 from tierstore.tables.memory import FixedMemory, FrameMemory, GrowingMemory
@@ -27,7 +28,6 @@ from tierstore.tables.table_home import TableHome
 from tierstore.tables.table_lock import new_table_lock
 from tierstore.tables.visits import Visit, visits
 from tierstore.tables.workers import TableWorkers
-from tierstore.torch_private import DisableTorchDispatch
 
 _STAGED_PAGES: Final = 1024  # in memory while rows are copied to another layout, or frames are taken away
 
@@ -41,7 +41,7 @@ def _locked(method: Callable[Concatenate[RowStore, _P], _T]) -> Callable[Concate
 
     @functools.wraps(method)
     def alone(self: RowStore, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self.lock, DisableTorchDispatch():
+        with self.lock, Unseen():
             return method(self, *args, **kwargs)
 
     return alone

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tierstore.modes import OBSERVERS_KEY_NAME
 from tierstore.torch_private import (
     OpOverload,
     TensorBase,
@@ -46,8 +47,7 @@ log = logging.getLogger("tierstore")
 
 Operator = OpOverload
 
-_KEY_NAME = "TESTING_ONLY_GenericMode"
-_KEY = dispatch_key(_KEY_NAME)
+_KEY = dispatch_key(OBSERVERS_KEY_NAME)
 _BELOW = dispatch_keys_below(_KEY)
 _COMPOSITE = torch.DispatchKey.CompositeImplicitAutograd
 _callbacks = compiler_callbacks()
@@ -106,12 +106,12 @@ class _Kernels:
                 function.fallthrough(_KEY)
             everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
             self._of_empty = torch.library.Library("aten", "IMPL")
-            everything.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+            everything.fallback(torch.library.fallthrough_kernel, OBSERVERS_KEY_NAME)
             for each in _operators_of_pytorch():
                 if _makes_storage(each):
                     # A fallback for all of them is not found where a dispatch mode of somebody's is on.
                     library = self._of_empty if each is torch.ops.aten.empty.memory_format else aten
-                    library.impl(each, functools.partial(_run, each), _KEY_NAME, with_keyset=True)
+                    library.impl(each, functools.partial(_run, each), OBSERVERS_KEY_NAME, with_keyset=True)
             self._libraries += [everything, aten]
 
     def let_empty_pass(self) -> None:

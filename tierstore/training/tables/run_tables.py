@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from tierstore.leases import Lease
+from tierstore.modes import Unseen
 from tierstore.nn.row_blocks import write_all
 from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.table_optimizer import TableOptimizer
@@ -36,7 +37,6 @@ from tierstore.tables import (
     StoreBlocks,
     TableHome,
 )
-from tierstore.torch_private import DisableTorchDispatch
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.tables.found_tables import Tables
@@ -143,7 +143,7 @@ class RunTables:
     def _lease_frames(self, name: str) -> tuple[torch.Tensor, Lease]:
         key = _frames_key(name)
         # Unlike PyTorch's, NumPy's zeros that nobody has written take no memory of their own.
-        with DisableTorchDispatch():
+        with Unseen():
             zeros = torch.from_numpy(np.zeros(self._shares[name], dtype=np.uint8))
             self._store.put(key, zeros, tier=HOST, replace=True)
         lease = self._store.lease(key, tier=HOST, write=True)
