@@ -16,6 +16,7 @@ from tests.training.table_models import (
     assert_alike,
     begin,
     build,
+    loss_of_clicks,
     plain,
     step,
     table_config,
@@ -255,3 +256,53 @@ def test_a_table_has_the_columns_of_its_first_step_before_it_is_large(layout: st
     assert table.weight.row_store.columns == before
     assert len(before) > 1
     run_of(trial).close()
+@pytest.mark.parametrize("kind", ["LazyAdam", "FTRL", "SparseAdam", "Adagrad"])
+def test_a_durable_run_is_told_who_keeps_state_of_its_tables(kind: str, tmp_path: Path) -> None:
+    model, (stranger, dense) = build(kind)
+    with pytest.raises(UsageError, match=rf"'wide\.weight' is stepped by {kind}, which .* not given"):
+        offload(model, [dense], table_config("disk", tmp_path, DURABLE))
+    loss_of_clicks(model).backward()
+    stranger.step()  # nothing has changed
+    del stranger
+    offload(model, [dense], table_config("disk", tmp_path, DURABLE)).close()
+
+
+def test_who_comes_to_keep_state_of_a_table_later_is_refused_with_the_checkpoint(tmp_path: Path) -> None:
+    model, optimizers = build()
+    dense = optimizers.pop()
+    optimizers.clear()
+    run = offload(model, [dense], table_config("disk", tmp_path, DURABLE))
+    with run:
+        run.checkpoint()
+        stranger = STEPPERS["SparseAdam"]([model.deep.weight])
+        loss_of_clicks(model).backward()
+        stranger.step()
+        with pytest.raises(UsageError, match=r"'deep\.weight' is stepped by SparseAdam"):
+            run.checkpoint()
+        rows = model.deep.rows(torch.arange(6000))
+        del stranger
+        run.checkpoint()
+        run.close(restore=False)
+    again = build()[0]
+    with offload(
+        again, [torch.optim.Adam(again.dense.parameters())], table_config("disk", tmp_path, DURABLE)
+    ):
+        assert torch.equal(again.deep.rows(torch.arange(6000)), rows)
+
+
+@every_layout
+def test_an_optimizer_that_a_run_was_not_given_steps_tables_all_the_same(layout: str, tmp_path: Path) -> None:
+    expected = plain(4)
+    trial = Trial(*build())
+    with offload(trial.model, trial.optimizers[1:], table_config(layout, tmp_path)):
+        torch.manual_seed(1)
+        some_steps(trial, 4)
+    assert_alike(expected, trial)
+
+
+def test_sgd_keeps_nothing_of_a_table_that_a_checkpoint_could_lack(tmp_path: Path) -> None:
+    model, optimizers = build("SGD")
+    with offload(model, optimizers[1:], table_config("disk", tmp_path, DURABLE)) as run:
+        loss_of_clicks(model).backward()
+        optimizers[0].step()
+        run.checkpoint()

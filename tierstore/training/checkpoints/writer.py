@@ -144,7 +144,7 @@ class CheckpointWriter:
             for steps in self._steps:
                 steps.state.take_in_all()
             bundles = self._held()
-            tables = self._tables.begin_checkpoint()
+            tables = self._tables.begin_checkpoint([steps.optimizer for steps in self._steps])
             document = self._document(bundles, extra, attempt, tables)
             try:
                 self._store.put(DOCUMENT, document, tier=self._store.tier_names[-1], replace=True)

@@ -42,6 +42,7 @@ from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.tables.found_tables import Tables
 from tierstore.training.tables.kept_tables import PREFIX, TableLook, log_prefix, map_key
 from tierstore.training.tables.shares import shares
+from tierstore.training.tables.steppers import refuse_strangers
 from tierstore.units import align_up
 
 _SETTING = "offload_cpu_size"
@@ -92,15 +93,18 @@ class RunTables:
         """Decide how much of the host tier is theirs.
 
         Args:
-            optimizers: that train them, each of which keeps its state beside the rows.
+            optimizers: of the run.  Whoever steps a table keeps state beside its rows, one of them or not.
             sets: what else is offloaded.
 
         Raises:
             CapacityError: there is not enough.
+            UsageError: there will be checkpoints, and another optimizer keeps state of a table.
         """
         if not self._tables:
             return
         self._optimizers = optimizers
+        if self._store.is_durable:
+            refuse_strangers(self._tables, optimizers)
         capacity_bytes = self._store.stats().tiers[HOST].capacity_bytes
         wholes = {name: _whole_bytes(weight, optimizers) for weight, name in self._tables.items()}
         self._shares = shares(wholes, sets, capacity_bytes, _SETTING)
@@ -171,13 +175,18 @@ class RunTables:
         """Return the key of each table in a checkpoint, by the table's name."""
         return {name: map_key(name) for name in self._tables.values()}
 
-    def begin_checkpoint(self) -> TablesToKeep:
+    def begin_checkpoint(self, optimizers: Sequence[torch.optim.Optimizer]) -> TablesToKeep:
         """Bring everything that was changed to the last tier.  Blocks.
 
+        Args:
+            optimizers: whose state the checkpoint has.
+
         Raises:
+            UsageError: another one keeps state of a table.
             CapacityError: there is no room.
             BackendError: a medium failed.
         """
+        refuse_strangers(self._tables, optimizers)
         keys: list[str] = []
         snapshots: dict[TableWeight, Snapshot] = {}
         for weight, name in self._tables.items():
@@ -311,7 +320,8 @@ def _whole_bytes(weight: TableWeight, optimizers: Sequence[torch.optim.Optimizer
     """Return what all rows of a table take, with the state that optimizers keep of them."""
     store = weight.row_store
     columns = dict.fromkeys(column.name for column in store.columns)
-    for optimizer in optimizers:
+    stepped_by = None if weight.stepped_by is None else weight.stepped_by()
+    for optimizer in (*optimizers, stepped_by):
         if isinstance(optimizer, TableOptimizer):
             for group in optimizer.param_groups:
                 if any(each is weight for each in group["params"]):
