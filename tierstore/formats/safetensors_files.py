@@ -27,6 +27,7 @@ __all__ = ["HeaderEntry", "TensorFile", "TensorSource", "check_names", "pack", "
 
 _PIECE_BYTES = 1 << 30  # one call reads at most 2 GiB
 _MOST_FAULTS = 1000
+_COMPARED_BYTES = 1 << 22  # of each of two tensors, at a time
 
 
 InBlocks = Iterator[torch.Tensor]
@@ -142,6 +143,10 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor."""
+        ...
+
+    def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return some of a tensor's rows, in memory of their own."""
         ...
 
     def __enter__(self) -> Self:
@@ -334,12 +339,25 @@ def _mismatches(source: TensorSource, name: str, wanted: torch.Tensor) -> Iterat
 
 def _differences(source: TensorSource, names: Sequence[str]) -> Iterator[str]:
     """Yield other names of one tensor that a source has other values under."""
-    first = source.read(names[0]) if len(names) > 1 else None
     for name in names[1:]:
-        other = source.read(name)
-        assert first is not None
-        if first.dtype != other.dtype or not torch.equal(_as_bytes(first), _as_bytes(other)):
+        are_equal = source.dtype(names[0]) == source.dtype(name) and all(
+            torch.equal(one, other) for one, other in _pieces(source, names[0], name)
+        )
+        if not are_equal:
             yield f"{names[0]} and {name} are one tensor in the model, and their values differ"
+
+
+def _pieces(source: TensorSource, one: str, other: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the bytes of two tensors of one shape and type; of large ones a few megabytes at a time."""
+    shape, dtype = source.shape(one), source.dtype(one)
+    assert dtype is not None
+    if not shape:
+        yield _as_bytes(source.read(one)), _as_bytes(source.read(other))
+        return
+    step = max(1, _COMPARED_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    for begin in range(0, shape[0], step):
+        end = min(begin + step, shape[0])
+        yield _as_bytes(source.read_rows(one, begin, end)), _as_bytes(source.read_rows(other, begin, end))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -168,13 +168,25 @@ class Shards:
         Raises:
             UsageError: its file cannot be read any more.
         """
+        return self._file_of(name).read(name)
+
+    def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return some of a tensor's rows; see `TensorFile.read_rows`.
+
+        Raises:
+            UsageError: its file cannot be read any more.
+        """
+        return self._file_of(name).read_rows(name, begin, end)
+
+    def _file_of(self, name: str) -> TensorFile:
+        """Return the file that has a tensor, open."""
         file = self._looks[name].file
         if file not in self._open:
             while len(self._open) >= _MOST_OPEN:
                 self._open.popitem(last=False)[1].__exit__(None, None, None)
             self._open[file] = TensorFile(self._directory / file).__enter__()
         self._open.move_to_end(file)
-        return self._open[file].read(name)
+        return self._open[file]
 
     def __enter__(self) -> Self:
         """Return the files; each is opened when it is read."""

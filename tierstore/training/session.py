@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, KeyNotFound
+from tierstore.nn.table_weight import TableWeight
 from tierstore.planning.placement import CPU
 from tierstore.planning.rules import HOST
 from tierstore.training.activation_host import RunHost
@@ -212,8 +213,8 @@ class Session:
             if ignored not in self.tables:
                 device = torch.device(CPU) if ignored in on_host else self.store.device
                 give_values(ignored, source.read(name), device)
-            elif isinstance(source, Weights):
-                self.tables.give_rows(ignored, source.read(name))
+            elif isinstance(source, Weights) and isinstance(ignored, TableWeight):
+                source.load_table(ignored, name)
 
     def _add_parameters(self, bundle: Binding, group: Group) -> None:
         self.order[bundle] = len(self.bundles)

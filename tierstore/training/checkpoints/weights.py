@@ -1,8 +1,8 @@
 """Weights for a model that was built without any: ``offload(model, ..., weights="model.safetensors")``.
 
 A model built under ``torch.device("meta")`` has parameters without bytes.  They are read from the files
-one bundle at a time, straight into the store; the parameters stay the objects that they were, so that
-an optimizer made before still trains them.
+one bundle at a time, tables a few megabytes at a time, straight into the store; the parameters stay the
+objects that they were, so that an optimizer made before still trains them.
 
 1. Everything that does not fit is listed in one error, before anything is changed: names that are missing,
    not expected or in two files, other shapes, element types whose kind a cast would change.
@@ -22,9 +22,11 @@ from torch import nn
 from tierstore.errors import UsageError
 from tierstore.formats.safetensors_files import check_names
 from tierstore.formats.sharded_weights import open_source
+from tierstore.nn.table_weight import TableWeight
 from tierstore.training.bundles.placeholders import has_no_values
 from tierstore.training.modules.adopter import give_values
 from tierstore.training.modules.tensor_names import all_names, buffer_names
+from tierstore.training.tables.streamed import load_rows
 
 
 class Weights:
@@ -68,6 +70,15 @@ class Weights:
         """Return the values of one parameter or buffer, by its first name."""
         return self._source.read(self._found[name])
 
+    def load_table(self, weight: TableWeight, name: str) -> None:
+        """Give a table its rows, a few megabytes at a time.
+
+        Args:
+            weight: its parameter.
+            name: the first that this has.
+        """
+        load_rows(weight, self._source, self._found[name])
+
     def load_buffers(self, travelling: Container[torch.Tensor] = ()) -> None:
         """Give the persistent buffers their values, but those that travel; a shared one stays one."""
         fresh: dict[torch.Tensor, torch.Tensor] = {}
@@ -87,6 +98,9 @@ class Weights:
     def load_ordinary(self) -> None:
         """Give the parameters of a model that is not offloaded their values."""
         for parameter, names in all_names(self._model).items():
+            if isinstance(parameter, TableWeight):
+                self.load_table(parameter, names[0])
+                continue
             give_values(parameter, self.read(names[0]), torch.device("cpu"))
 
     def __enter__(self) -> Weights:

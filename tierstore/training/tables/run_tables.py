@@ -22,7 +22,6 @@ import torch
 
 from tierstore.leases import Lease
 from tierstore.modes import Unseen
-from tierstore.nn.row_blocks import write_all
 from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.table_optimizer import TableOptimizer
 from tierstore.planning.rules import HOST
@@ -159,11 +158,6 @@ class RunTables:
             return None
         medium = self._media[name] = StoreBlocks(self._store)
         return LogPlace(medium, log_prefix(name))
-
-    def give_rows(self, weight: torch.Tensor, values: torch.Tensor) -> None:
-        """Let all rows of a table be others: ``[num_rows, width]``."""
-        assert isinstance(weight, TableWeight)
-        write_all(weight.row_store, ROWS, values)
 
     # --- checkpoints ----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from tierstore.formats.safetensors_files import TensorFile
+from tierstore.formats.safetensors_files import TensorFile, TensorSource
 from tierstore.nn.row_blocks import blocks_of, parts_of, write_part
 from tierstore.nn.table_weight import TableEntry, TableWeight
 from tierstore.optim.table_optimizer import TableOptimizer
@@ -18,7 +18,7 @@ def table_rows(weight: TableWeight, column: str = ROWS) -> Iterator[torch.Tensor
     return (rows for _, rows in blocks_of(weight.row_store, column))
 
 
-def load_rows(weight: TableWeight, file: TensorFile, name: str, column: str = ROWS) -> None:
+def load_rows(weight: TableWeight, file: TensorSource, name: str, column: str = ROWS) -> None:
     """Write a tensor of a file to a table, in blocks.
 
     Args:
