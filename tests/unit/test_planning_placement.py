@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tierstore.config import OffloadConfig, yaml_text
 from tierstore.errors import ConfigError
-from tierstore.planning import BundleHomes, Home, PlacedMark, Placement, Stashing, Treatment
+from tierstore.planning import BundleHomes, Home, PlacedMark, Placement, Stashing, TableFrames, Treatment
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 devices = st.sampled_from(["device", "cpu"])
@@ -47,6 +47,8 @@ placements = st.builds(
     st.none() | st.frozensets(names, max_size=4),
     st.lists(marks, max_size=3).map(tuple),
     st.none() | names,
+    st.dictionaries(names, devices, max_size=2),
+    st.dictionaries(names, st.builds(TableFrames, st.integers(1, 2**50)), max_size=2),
 )
 
 
@@ -110,6 +112,8 @@ def test_what_is_printed_names_what_is_placed(placement: Placement) -> None:
     for mark in placement.marks:
         assert str(mark) in text
     assert placement.inputs is None or f"given: in {placement.inputs}" in text
+    for table in placement.tables.values():
+        assert str(table) in text
 
 
 def test_a_placement_reads_as_prose() -> None:
@@ -287,3 +291,26 @@ def test_yaml_that_is_too_much_or_none_is_refused() -> None:
     for text in ("a: [", "- &a [*a]", "stashing: !!python/name:os.system", "x" * (yaml_text.MOST_BYTES + 1)):
         with pytest.raises(ConfigError):
             Placement.from_yaml(text)
+
+
+@pytest.mark.parametrize(("said", "nbytes"), [("4GiB", 4 << 30), (4096, 4096), ("1.5 KB", 1536)])
+def test_frames_of_a_table_are_said_in_bytes_or_as_text(said: object, nbytes: int) -> None:
+    placement = Placement.from_mapping({"tables": {"deep.weight": {"frames": said}}})
+    assert placement == Placement(tables={"deep.weight": TableFrames(nbytes)})
+    assert placement.to_mapping()["tables"] == {"deep.weight": {"frames": nbytes}}
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"deep": {"frames": "much"}}, r"placement\.tables\[deep\]: not a size: 'much'"),
+        ({"deep": {"frames": 0}}, r"placement\.tables\[deep\]: frames=0"),
+        ({"deep": {"frames": -1}}, r"cannot be negative"),
+        ({"deep": {"rooms": 1}}, r"accepted: the keys 'frames'"),
+        ({"deep": 4096}, r"tables\[deep\]=4096: accepted: a mapping"),
+        ([1], r"tables=\[1\]: accepted: a mapping"),
+    ],
+)
+def test_what_is_no_frames_of_a_table_is_refused(said: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Placement.from_mapping({"tables": said})

@@ -9,6 +9,7 @@ from tierstore.core.model import Plan
 from tierstore.planning.placement import BundleHomes, Home, PlacedMark, Placement, Stashing, Treatment
 from tierstore.planning.planner import plan_from
 from tierstore.planning.residents import Trained, choose_residents
+from tierstore.planning.table_frames import TableFrames
 from tierstore.planning.trace import Trace
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Stashing",
+    "TableFrames",
     "Trace",
     "Trained",
     "Treatment",

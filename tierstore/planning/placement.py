@@ -24,6 +24,7 @@ import yaml
 
 from tierstore.config import yaml_text
 from tierstore.errors import ConfigError
+from tierstore.planning.table_frames import TableFrames
 from tierstore.quoting import listed, named, quoted
 
 DEVICE = "device"
@@ -234,6 +235,7 @@ class Placement:
         inputs: the tier in which what recomputed modules are given waits for backward; ``None``: it stays.
         modules: by pattern of their names, the device that modules compute on (``"cpu"`` or ``"device"``),
             with all below them; the first that matches counts.
+        tables: by the name of its parameter, how much host memory each table has.
 
     Raises:
         ConfigError: lists every fault.
@@ -246,6 +248,7 @@ class Placement:
     marks: Sequence[PlacedMark] = ()
     inputs: str | None = None
     modules: Mapping[str, str] = field(default_factory=dict, hash=False)
+    tables: Mapping[str, TableFrames] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         faults = _WrongPlacement()
@@ -266,9 +269,7 @@ class Placement:
         faults.add_unless(are_marks, "marks", self.marks, "a list of PlacedMark")
         is_tier = self.inputs is None or _is_name(self.inputs)
         faults.add_unless(is_tier, "inputs", self.inputs, "a tier's name, or null")
-        for pattern, device in self.modules.items():
-            is_right = _is_name(pattern) and device in DEVICES
-            faults.add_unless(is_right, f"modules[{named(pattern)}]", device, _DEVICES_LISTED)
+        self._check_modules(faults)
         faults.raise_if_any("Placement")
         if self.residents is not None:
             object.__setattr__(self, "residents", frozenset(self.residents))
@@ -276,6 +277,15 @@ class Placement:
         object.__setattr__(self, "bundles", FrozenMapping(self.bundles))
         object.__setattr__(self, "ahead", FrozenMapping({k: float(v) for k, v in self.ahead.items()}))
         object.__setattr__(self, "modules", FrozenMapping(self.modules))
+        object.__setattr__(self, "tables", FrozenMapping(self.tables))
+
+    def _check_modules(self, faults: _WrongPlacement) -> None:
+        for pattern, device in self.modules.items():
+            is_right = _is_name(pattern) and device in DEVICES
+            faults.add_unless(is_right, f"modules[{named(pattern)}]", device, _DEVICES_LISTED)
+        for name, table in self.tables.items():
+            is_right = _is_name(name) and isinstance(table, TableFrames)
+            faults.add_unless(is_right, f"tables[{named(name)}]", table, "TableFrames under a name")
 
     def ahead_bytes(self, tier: str, quota_bytes: int) -> int:
         """Return how much may be ahead in a tier of which the store may have so much."""
@@ -293,6 +303,7 @@ class Placement:
             *map(str, self.marks),
             *([] if self.inputs is None else [f"what recomputed modules are given: in {self.inputs}"]),
             *(f"modules {quoted(pattern)}: on the {device}" for pattern, device in self.modules.items()),
+            *(f"table {quoted(name)}: {table}" for name, table in self.tables.items()),
         ]
         return "\n  ".join(lines)
 
@@ -311,6 +322,7 @@ class Placement:
             "marks": [_plain(mark) for mark in self.marks],
             "inputs": self.inputs,
             "modules": dict(self.modules),
+            "tables": {name: _plain(table) for name, table in self.tables.items()},
         }
 
     def _alike(self) -> dict[BundleHomes, list[str]]:
@@ -526,7 +538,7 @@ def _deeply(base: object, given: object, levels: int) -> object:
     return {**base, **{key: _deeply(base.get(key), value, levels - 1) for key, value in given.items()}}
 
 
-def _plain(value: Home | BundleHomes | PlacedMark) -> dict[str, object]:
+def _plain(value: Home | BundleHomes | PlacedMark | TableFrames) -> dict[str, object]:
     """Return a mapping of what has fields."""
     found = {each.name: getattr(value, each.name) for each in fields(value)}
     return {
@@ -546,6 +558,7 @@ _read_placement = _made(
         ),
         "marks": _list_of(_made(PlacedMark, {"treatment": _enum(Treatment)})),
         "modules": _mapping_of(_as_given),
+        "tables": _mapping_of(_made(TableFrames, {})),
     },
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -220,7 +221,7 @@ def open_session(
         sets = working_sets(groups, optimizers, former)
     require_together(groups, optimizers, store, has_state=former is not None)
     tables = RunTables(store, selection.tables)
-    tables.divide(optimizers, sets)
+    placement = replace(placement, tables=tables.divide(optimizers, sets, placement.tables))
     if facts.has_device:
         host_bytes = store.stats().tiers[HOST].capacity_bytes - tables.frame_bytes_in(HOST)
         _require_host_room(model, groups, sets, optimizers, host_bytes, placement, selection)
@@ -245,7 +246,7 @@ def open_session(
         session.bindings.say_if_parts([*session.bundles, *session.buffers])
         if store.is_durable:
             session.make_durable(former, agreement)
-            _say_if_small(store, sets)
+            _say_if_small(store, sets, tables)
         if former is not None:
             former.end()
         say_placed(model, placed, store.device)
@@ -501,17 +502,25 @@ def _windows(store: Store, placement: Placement) -> list[PrefetchWindow]:
     return [PrefetchWindow(name, placement.ahead_bytes(name, tiers[name].capacity_bytes)) for name in names]
 
 
-def _say_if_small(store: Store, sets: Sequence[WorkingSet]) -> None:
+def _say_if_small(store: Store, sets: Sequence[WorkingSet], tables: RunTables) -> None:
     """Log what checkpoints need if the durable tier is smaller."""
     kept_bytes = sum(each.bundle_bytes + each.state_bytes for each in sets)
+    rows_bytes = sum(tables.whole_bytes.values())
+    kept_bytes += rows_bytes
+    of_tables = (
+        f", {format_bytes(rows_bytes)} of that of tables when all of their rows have been used,"
+        if rows_bytes
+        else ""
+    )
     name = store.tier_names[-1]
     capacity_bytes = store.stats().tiers[name].capacity_bytes
     if capacity_bytes < 2 * kept_bytes:
         log.warning(
-            "a checkpoint keeps %s in %r, and beside it there has to be room for the next one; its "
+            "a checkpoint keeps %s in %r%s, and beside it there has to be room for the next one; its "
             "capacity is %s. A step may find no room: raise it to %s.",
             format_bytes(kept_bytes),
             name,
+            of_tables,
             format_bytes(capacity_bytes),
             format_bytes(2 * kept_bytes),
         )

@@ -26,11 +26,12 @@ def say_opened(session: Session) -> None:
     tiers = session.store.stats().tiers
     kinds = ", ".join(type(steps.optimizer).__name__[:_LONGEST_NAME] for steps in session.steps[:4])
     log.info(
-        "%s is offloaded with %s: %d bundles of parameters, %d of buffers; %s",
+        "%s is offloaded with %s: %d bundles of parameters, %d of buffers%s; %s",
         _name(session),
         kinds or "no optimizer",
         len(session.bundles),
         len(list(session.buffers)),
+        _tables(session),
         "; ".join(_opened(name, tier) for name, tier in tiers.items()),
     )
 
@@ -54,6 +55,14 @@ def say_ended(session: Session, stats: RunStats) -> None:
 
 def _name(session: Session) -> str:
     return type(session.model).__name__[:_LONGEST_NAME]
+
+
+def _tables(session: Session) -> str:
+    frames = [each.frames for each in session.placing.placement.tables.values()]
+    whole_bytes = sum(session.tables.whole_bytes.values())
+    if not frames:
+        return ""
+    return f", {len(frames)} tables of {format_bytes(whole_bytes)} in frames of {format_bytes(sum(frames))}"
 
 
 def _opened(name: str, tier: TierStats) -> str:

@@ -20,11 +20,14 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from tierstore.errors import ConfigError
 from tierstore.leases import Lease
 from tierstore.modes import Unseen
 from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.table_optimizer import TableOptimizer
+from tierstore.planning import TableFrames
 from tierstore.planning.rules import HOST
+from tierstore.quoting import listed, named
 from tierstore.store import Store
 from tierstore.tables import (
     PAGE_BYTES,
@@ -66,13 +69,16 @@ class RunTables:
     Args:
         store: of the run.
         tables: of the model.
+
+    Attributes:
+        whole_bytes: what all rows of each table come to with their state, by its name.
     """
 
     def __init__(self, store: Store, tables: Tables) -> None:
         self._store = store
         self._tables = tables
+        self.whole_bytes: Mapping[str, int] = {}
         self._shares: Mapping[str, int] = {}
-        self._fit = True
         self._require: Callable[[str], object] | None = None
         self._leases: dict[TableWeight, Lease | None] = {}  # None: host memory is emptied
         self._media: dict[str, StoreBlocks] = {}
@@ -88,31 +94,46 @@ class RunTables:
 
     # --- the beginning --------------------------------------------------------------------------
 
-    def divide(self, optimizers: Sequence[torch.optim.Optimizer], sets: Sequence[WorkingSet]) -> None:
-        """Decide how much of the host tier is theirs.
+    def divide(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        sets: Sequence[WorkingSet],
+        given: Mapping[str, TableFrames],
+    ) -> Mapping[str, TableFrames]:
+        """Decide how much of the host tier is theirs, and return it, by the tables' names.
 
         Args:
             optimizers: of the run.  Whoever steps a table keeps state beside its rows, one of them or not.
             sets: what else is offloaded.
+            given: what the program says of some tables.
 
         Raises:
             CapacityError: there is not enough.
+            ConfigError: something is said of a table that is not there.
             UsageError: there will be checkpoints, and another optimizer keeps state of a table.
         """
+        names = list(self._tables.values())
+        for name in given:
+            if name not in names:
+                raise ConfigError(
+                    f"placement: tables[{named(name)}]: the model has no such table; it has "
+                    f"{listed(names, show=named)}"
+                )
         if not self._tables:
-            return
+            return {}
         self._optimizers = optimizers
         if self._store.is_durable:
             refuse_strangers(self._tables, optimizers)
         capacity_bytes = self._store.stats().tiers[HOST].capacity_bytes
-        wholes = {name: _whole_bytes(weight, optimizers) for weight, name in self._tables.items()}
-        self._shares = shares(wholes, sets, capacity_bytes, _SETTING)
-        self._fit = all(self._shares[name] >= nbytes for name, nbytes in wholes.items())
+        self.whole_bytes = {name: _whole_bytes(weight, optimizers) for weight, name in self._tables.items()}
+        frames = {name: each.frames for name, each in given.items()}
+        self._shares = shares(self.whole_bytes, sets, capacity_bytes, _SETTING, frames)
+        return {name: TableFrames(nbytes) for name, nbytes in self._shares.items()}
 
     @property
     def fit(self) -> bool:
         """Whether all rows of all tables have room in host memory at once."""
-        return self._fit
+        return all(self._shares[name] >= nbytes for name, nbytes in self.whole_bytes.items())
 
     def frame_bytes_in(self, tier: str) -> int:
         """Return what frames take of a tier."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from tierstore.errors import CapacityError
 from tierstore.training.bundles.working_sets import WorkingSet
@@ -16,9 +17,13 @@ _LEFT_SHARE = 4
 
 
 def shares(
-    tables: Mapping[str, int], sets: Sequence[WorkingSet], capacity_bytes: int, setting: str
+    tables: Mapping[str, int],
+    sets: Sequence[WorkingSet],
+    capacity_bytes: int,
+    setting: str,
+    given: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Return the bytes of frames that each table gets.
+    """Return the bytes of frames that each table gets: what it is given, or a part of the rest.
 
     All tables whole, if there is room for them beside all else that is offloaded and a quarter of the rest.
     If not, what these leave, or half of what the largest bundle leaves, whichever is more.  Of that all get
@@ -30,24 +35,30 @@ def shares(
         sets: what else is offloaded.
         capacity_bytes: of the host tier.
         setting: what messages tell to raise.
+        given: bytes of frames of some tables.
 
     Raises:
-        CapacityError: the largest bundle does not leave even the least that tables have.
+        CapacityError: the largest bundle does not leave what tables are given, or the least that they have.
     """
     if not tables:
         return {}
+    given = {name: align_up(nbytes, _PAGE_BYTES) for name, nbytes in given.items()}
+    if given:
+        _require(len(given), sum(given.values()), sets, capacity_bytes, setting)
+    rest = {name: nbytes for name, nbytes in tables.items() if name not in given}
+    capacity_bytes -= sum(given.values())
+    divided = _divided(rest, sets, capacity_bytes, setting) if rest else {}
+    return {name: given[name] if name in given else divided[name] for name in tables}
+
+
+def _divided(
+    tables: Mapping[str, int], sets: Sequence[WorkingSet], capacity_bytes: int, setting: str
+) -> dict[str, int]:
     wholes = {name: align_up(nbytes, _PAGE_BYTES) for name, nbytes in tables.items()}
     least = {name: min(nbytes, LEAST_BYTES) for name, nbytes in wholes.items()}
     needed_bytes, total_bytes = sum(least.values()), sum(wholes.values())
     needs = [_in_pages(each) for each in sets]
-    beside_largest = capacity_bytes - max(needs, default=0)
-    if needed_bytes > beside_largest:
-        raise CapacityError(
-            f"{len(tables)} tables need at least {format_bytes(needed_bytes)} of host memory, and beside the "
-            f"largest bundle there are {format_bytes(max(0, beside_largest))}. Raise {setting}.",
-            needed_bytes=needed_bytes,
-            free_bytes=max(0, beside_largest),
-        )
+    beside_largest = _require(len(tables), needed_bytes, sets, capacity_bytes, setting)
     left_bytes = capacity_bytes - sum(needs)
     room_bytes = max(left_bytes - left_bytes // _LEFT_SHARE, beside_largest // 2, needed_bytes)
     if total_bytes <= room_bytes:
@@ -60,6 +71,21 @@ def shares(
         given[name] = max(least[name], min(nbytes, same))
         room_bytes -= given[name]
     return {name: given[name] for name in tables}
+
+
+def _require(
+    count: int, needed_bytes: int, sets: Sequence[WorkingSet], capacity_bytes: int, setting: str
+) -> int:
+    """Return what the largest bundle leaves, which is enough."""
+    beside_largest = capacity_bytes - max(map(_in_pages, sets), default=0)
+    if needed_bytes > beside_largest:
+        raise CapacityError(
+            f"{count} tables need at least {format_bytes(needed_bytes)} of host memory, and beside the "
+            f"largest bundle there are {format_bytes(max(0, beside_largest))}. Raise {setting}.",
+            needed_bytes=needed_bytes,
+            free_bytes=max(0, beside_largest),
+        )
+    return beside_largest
 
 
 def _in_pages(needed: WorkingSet) -> int:
