@@ -256,6 +256,8 @@ def test_a_table_has_the_columns_of_its_first_step_before_it_is_large(layout: st
     assert table.weight.row_store.columns == before
     assert len(before) > 1
     run_of(trial).close()
+
+
 @pytest.mark.parametrize("kind", ["LazyAdam", "FTRL", "SparseAdam", "Adagrad"])
 def test_a_durable_run_is_told_who_keeps_state_of_its_tables(kind: str, tmp_path: Path) -> None:
     model, (stranger, dense) = build(kind)
