@@ -1,9 +1,8 @@
-"""What there is of a table and what happened to it, in numbers."""
+"""What became of the pages of a table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 
@@ -49,30 +48,30 @@ class RowStats:
     dead_pages: int = 0
     blocks: int = 0
 
-    @classmethod
-    def of(cls, pages: TablePages) -> Self:
-        """Return what there is of a table and what happened."""
-        counts, log = pages.counts, pages.log
-        states = pages.frames.states
-        stats = cls(
-            pages=len(pages.frames) - pages.frames.free,
-            frames=len(pages.frames),
-            dirty_pages=int(np.count_nonzero(states >= FrameState.DIRTY)),
-            page_bytes=pages.layout.page_bytes,
-            hits=counts.hits,
-            misses=counts.misses,
-            row_bytes_missed=counts.rows_missed * pages.layout.record_bytes,
-            pages_made=counts.made,
-            pages_prefetched=counts.prefetched,
-            prefetches_declined=counts.declined,
-        )
-        if log is None:
-            return stats
-        return replace(
-            stats,
-            page_bytes_read=log.bytes_read,
-            page_bytes_written=log.bytes_written,
-            log_pages=log.current_pages,
-            dead_pages=log.dead_pages,
-            blocks=log.blocks,
-        )
+
+def stats_of(pages: TablePages) -> RowStats:
+    """Return what there is and what happened."""
+    counts, log = pages.counts, pages.log
+    states = pages.frames.states
+    stats = RowStats(
+        pages=len(pages.frames) - pages.frames.free,
+        frames=len(pages.frames),
+        dirty_pages=int(np.count_nonzero(states >= FrameState.DIRTY)),
+        page_bytes=pages.layout.page_bytes,
+        hits=counts.hits,
+        misses=counts.misses,
+        row_bytes_missed=counts.rows_missed * pages.layout.record_bytes,
+        pages_made=counts.made,
+        pages_prefetched=counts.prefetched,
+        prefetches_declined=counts.declined,
+    )
+    if log is None:
+        return stats
+    return replace(
+        stats,
+        page_bytes_read=log.bytes_read,
+        page_bytes_written=log.bytes_written,
+        log_pages=log.current_pages,
+        dead_pages=log.dead_pages,
+        blocks=log.blocks,
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -17,20 +17,17 @@ import torch
 from tierstore import signals
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.modes import Unseen
+from tierstore.tables.copied_pages import copied, drop_log, new_pages, relay, staging_of
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import ROWS, Column, PageLayout
-from tierstore.tables.memory import FixedMemory, FrameMemory, GrowingMemory
-from tierstore.tables.page_log import LogPlace, PageLog, Snapshot
-from tierstore.tables.page_map import PageMap
+from tierstore.tables.memory import FixedMemory, GrowingMemory
+from tierstore.tables.page_log import PageLog, Snapshot
 from tierstore.tables.pages import TablePages, TableTraits
-from tierstore.tables.row_stats import RowStats
+from tierstore.tables.row_stats import RowStats, stats_of
 from tierstore.tables.table_home import TableHome
 from tierstore.tables.table_lock import new_table_lock
 from tierstore.tables.visits import Visit, visits
 from tierstore.tables.workers import TableWorkers
-
-_STAGED_PAGES: Final = 1024  # in memory while rows are copied to another layout, or frames are taken away
-
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -81,7 +78,7 @@ class RowStore:
         self._traits = TableTraits(name, initial_rows, self._executor)
         self._ended: str | None = None
         self._last_log: PageLog | None = None  # before it was detached
-        self._pages = self._new_pages(PageLayout(width, dtype), num_rows, GrowingMemory())
+        self._pages = new_pages(self._traits, PageLayout(width, dtype), num_rows, GrowingMemory())
 
     @property
     def name(self) -> str:
@@ -221,10 +218,10 @@ class RowStore:
             raise UsageError(f"table {self.name!r} is attached already")
         old, self._traits = self._pages, self._traits_in(home)
         try:
-            new = self._new_pages(
-                old.layout, old.num_rows, FixedMemory(home.memory), home.log, self._last_log
+            new = new_pages(
+                self._traits, old.layout, old.num_rows, FixedMemory(home.memory), home.log, self._last_log
             )
-            self._pages = self._copied(old, new)
+            self._pages = copied(old, new)
         except BaseException:
             self._traits = old.traits
             raise
@@ -240,9 +237,9 @@ class RowStore:
         """
         if self._here().is_fixed:
             old = self._pages
-            self._pages = self._copied(old, self._new_pages(old.layout, old.num_rows, GrowingMemory()))
+            self._pages = copied(old, new_pages(self._traits, old.layout, old.num_rows, GrowingMemory()))
             self._last_log = old.log or self._last_log
-            _drop_log(old)
+            drop_log(old)
             if old.log is not None:
                 old.log.place.medium.close()
 
@@ -269,7 +266,7 @@ class RowStore:
             old.traits,
             old.layout,
             old.num_rows,
-            _staging_of(old) if memory is None else FixedMemory(memory),
+            staging_of(old) if memory is None else FixedMemory(memory),
             old.map,
             old.log,
         )
@@ -341,7 +338,7 @@ class RowStore:
         table = cls(snapshot.num_rows, width, dtype, initial_rows, name=name)
         table._traits = table._traits_in(home)
         layout = PageLayout(width, dtype, snapshot.columns)
-        table._pages = table._new_pages(layout, snapshot.num_rows, FixedMemory(home.memory), home.log)
+        table._pages = new_pages(table._traits, layout, snapshot.num_rows, FixedMemory(home.memory), home.log)
         assert table._pages.log is not None
         table._pages.log.restore(snapshot)
         home.log.medium.drop_others(home.log.prefix, snapshot.blocks)
@@ -380,7 +377,7 @@ class RowStore:
 
     def stats(self) -> RowStats:
         """Return what there is and what happened."""
-        return RowStats.of(self._pages)
+        return stats_of(self._pages)
 
     # --- copies --------------------------------------------------------------------------------
 
@@ -390,7 +387,7 @@ class RowStore:
         copy = RowStore(self.num_rows, self.width, self.dtype, self._traits.initial_rows, name=self.name)
         memo[id(self)] = copy
         copy.ensure_columns(self.columns)
-        copy._pages = copy._copied(self._pages, copy._pages)
+        copy._pages = copied(self._pages, copy._pages)
         return copy
 
     def __reduce__(self) -> tuple[Callable[..., RowStore], tuple[object, ...]]:
@@ -406,6 +403,15 @@ class RowStore:
         made = self.num_rows, self.width, self.dtype, traits.initial_rows, traits.name, self.columns
         return _unpickled, (*made, written)
 
+    def _relay(self, columns: tuple[Column, ...]) -> None:
+        """Copy all that was written to pages with other columns."""
+        old = self._here()
+        if columns != old.layout.columns:
+            relay(old, old.layout.with_columns(columns), self._take)
+
+    def _take(self, pages: TablePages) -> None:
+        self._pages = pages
+
     def _traits_in(self, home: TableHome) -> TableTraits:
         executor = home.executor or self._executor
         return replace(
@@ -415,80 +421,6 @@ class RowStore:
             setting=home.setting,
             executor=executor,
         )
-
-    def _new_pages(
-        self,
-        layout: PageLayout,
-        num_rows: int,
-        memory: FrameMemory,
-        place: LogPlace | None = None,
-        before: PageLog | None = None,
-    ) -> TablePages:
-        """Return pages of which none was touched.
-
-        Args:
-            layout: of them.
-            num_rows: of the table.
-            memory: for frames.
-            place: of the log.
-            before: a log of this table before, of which snapshots may have blocks.
-        """
-        page_map = PageMap(layout.pages_of(num_rows))
-        log = None if place is None else PageLog(place, layout, page_map, before)
-        return TablePages(self._traits, layout, num_rows, memory, page_map, log)
-
-    def _copied(self, old: TablePages, new: TablePages) -> TablePages:
-        """Write to ``new`` what was written to ``old``, of the columns that it has; return it.
-
-        If that fails, the blocks of ``new`` are dropped.
-        """
-        names = [column.name for column in old.layout.columns if column in new.layout.columns]
-        try:
-            for ids in old.written_ids():
-                for source in visits(old, ids):
-                    for target in visits(new, ids[source.part]):
-                        for name in names:
-                            target.scatter(name, source.gather(name)[target.part])
-        except BaseException:
-            _drop_log(new)
-            raise
-        return new
-
-    def _relay(self, columns: tuple[Column, ...]) -> None:
-        """Copy all that was written to pages with other columns."""
-        old = self._here()
-        if columns == old.layout.columns:
-            return
-        layout = replace(old.layout, columns=columns)
-        if not old.is_fixed:
-            self._pages = self._copied(old, self._new_pages(layout, old.num_rows, GrowingMemory()))
-        elif old.log is None:
-            self._relay_in_memory(old, layout)
-        else:
-            self._relay_in_log(old, layout, old.log)
-
-    def _relay_in_memory(self, old: TablePages, layout: PageLayout) -> None:
-        """Copy to the same memory, by way of memory of the process."""
-        aside = self._copied(old, self._new_pages(old.layout, old.num_rows, GrowingMemory()))
-        try:
-            self._pages = self._copied(aside, self._new_pages(layout, old.num_rows, old.memory))
-        except BaseException:
-            self._pages = self._copied(aside, self._new_pages(old.layout, old.num_rows, old.memory))
-            raise
-
-    def _relay_in_log(self, old: TablePages, layout: PageLayout, log: PageLog) -> None:
-        """Copy by way of the log: everything is there first, and read into a little memory of the process."""
-        old.settle()
-        old.write_back()
-        old.forget_all()
-        aside = TablePages(self._traits, old.layout, old.num_rows, _staging_of(old), old.map, log)
-        try:
-            new = self._new_pages(layout, old.num_rows, old.memory, log.place, log)
-            self._pages = self._copied(aside, new)
-        except BaseException:
-            aside.forget_all()
-            raise
-        log.drop_all()
 
 
 def _unpickled(
@@ -507,16 +439,3 @@ def _unpickled(
             for column, values in zip(columns, cells, strict=True):
                 visit.scatter(column.name, values[visit.part])
     return table
-
-
-def _staging_of(pages: TablePages) -> FixedMemory:
-    """Return a little memory, from which untouched parts take nothing, for the pages of a table."""
-    count = min(_STAGED_PAGES, pages.layout.pages_of(pages.num_rows))
-    return FixedMemory(torch.empty(count * pages.layout.page_bytes, dtype=torch.uint8, device="cpu"))
-
-
-def _drop_log(pages: TablePages) -> None:
-    """Drop the blocks of pages that are of no use any more."""
-    pages.settle()
-    if pages.log is not None:
-        pages.log.drop_all()
