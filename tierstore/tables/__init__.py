@@ -9,6 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tierstore import signals
+from tierstore.tables.cache_stats import CacheStats
+from tierstore.tables.device_home import DeviceHome, RowCarrier
+from tierstore.tables.homes import TableHome
 from tierstore.tables.initial_rows import ConstantRows, InitialRows, NormalRows, UniformRows
 from tierstore.tables.layout import PAGE_BYTES, ROWS, Column
 from tierstore.tables.page_log import BlockMedium, LogPlace, Snapshot
@@ -22,11 +25,14 @@ __all__ = [
     "PAGE_BYTES",
     "ROWS",
     "BlockMedium",
+    "CacheStats",
     "Column",
     "ConstantRows",
+    "DeviceHome",
     "InitialRows",
     "LogPlace",
     "NormalRows",
+    "RowCarrier",
     "RowStats",
     "RowStore",
     "Snapshot",

@@ -206,6 +206,10 @@ class FrameTable:
         self._victims = victims[most:]
         return victims[:most]
 
+    def next_victims(self) -> Frames:
+        """Return those that were chosen with the last victims and not returned with them."""
+        return self._still(self._victims)
+
     def unused_since(self, frames: Frames, moment: int) -> Frames:
         """Return those of the frames that nobody has used after a `moment`, holds, or has prefetched."""
         used = (self._used_at[frames] > moment) | self._held[frames] | self._are_kept(frames)

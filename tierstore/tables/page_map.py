@@ -58,11 +58,11 @@ class PageMap:
 
     def frames_of(self, pages: Pages) -> Frames:
         """Return the frame of each page, in any order and with repeats; -1: it is in none."""
-        return _less_one(self._frames, self._numbers.find(pages))
+        return less_one(self._frames, self._numbers.find(pages))
 
     def places_of(self, pages: Pages) -> Places:
         """Return the place of each page in the log; -1: it is not there."""
-        return _less_one(self._places, self._numbers.find(pages))
+        return less_one(self._places, self._numbers.find(pages))
 
     def checks_of(self, pages: Pages) -> Checks:
         """Return the checks of pages that are in the log."""
@@ -110,14 +110,12 @@ class PageMap:
         needed = self._numbers.size
         if needed > len(self._frames):
             room = needed * 2 if isinstance(self._numbers, HashedNumbers) else needed
-            self._frames = _longer(self._frames, room)
-            self._places = _longer(self._places, room)
-            self._checks = _longer(self._checks, room)
+            self._frames = longer(self._frames, room)
+            self._places = longer(self._places, room)
+            self._checks = longer(self._checks, room)
 
 
-def _less_one(
-    array: npt.NDArray[np.int32] | npt.NDArray[np.int64], numbers: Numbers
-) -> npt.NDArray[np.int64]:
+def less_one(array: npt.NDArray[np.int32] | npt.NDArray[np.int64], numbers: Numbers) -> npt.NDArray[np.int64]:
     """Return one less than the items of these numbers; -1 where there is no number."""
     if not len(array):
         return np.full(len(numbers), NOWHERE)
@@ -126,7 +124,8 @@ def _less_one(
     return found
 
 
-def _longer(array: npt.NDArray[_T], length: int) -> npt.NDArray[_T]:
+def longer(array: npt.NDArray[_T], length: int) -> npt.NDArray[_T]:
+    """Return a copy of an array with zeros behind it."""
     longer = np.zeros(length, dtype=array.dtype)
     longer[: len(array)] = array
     return longer

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tierstore.tables.cache_stats import CacheStats
+from tierstore.tables.device_rows import DeviceRows
 from tierstore.tables.frames import FrameState
 from tierstore.tables.pages import TablePages
 
@@ -30,6 +32,7 @@ class RowStats:
         log_pages: that are in the log, each counted once.
         dead_pages: older ones that are there still.
         blocks: of the log.
+        cache: hot rows on the device; None: no device is attached.
     """
 
     pages: int
@@ -47,9 +50,10 @@ class RowStats:
     log_pages: int = 0
     dead_pages: int = 0
     blocks: int = 0
+    cache: CacheStats | None = None
 
 
-def stats_of(pages: TablePages) -> RowStats:
+def stats_of(pages: TablePages, device_rows: DeviceRows | None = None) -> RowStats:
     """Return what there is and what happened."""
     counts, log = pages.counts, pages.log
     states = pages.frames.states
@@ -64,6 +68,7 @@ def stats_of(pages: TablePages) -> RowStats:
         pages_made=counts.made,
         pages_prefetched=counts.prefetched,
         prefetches_declined=counts.declined,
+        cache=None if device_rows is None else device_rows.stats(),
     )
     if log is None:
         return stats

@@ -18,13 +18,19 @@ from tierstore import signals
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.modes import Unseen
 from tierstore.tables.copied_pages import copied, drop_log, new_pages, relay, staging_of
+from tierstore.tables.copied_pages import copied, drop_log, new_pages, relay
+from tierstore.tables.device_home import DeviceHome
+from tierstore.tables.device_rows import DeviceRows
+from tierstore.tables.homes import TableHome
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import ROWS, Column, PageLayout
 from tierstore.tables.memory import FixedMemory, GrowingMemory
+from tierstore.tables.page_changes import Cells, Owe
 from tierstore.tables.page_log import PageLog, Snapshot
 from tierstore.tables.pages import TablePages, TableTraits
 from tierstore.tables.row_stats import RowStats, stats_of
 from tierstore.tables.table_home import TableHome
+from tierstore.tables.slot_map import Ids
 from tierstore.tables.table_lock import new_table_lock
 from tierstore.tables.visits import Visit, visits
 from tierstore.tables.workers import TableWorkers
@@ -78,6 +84,7 @@ class RowStore:
         self._traits = TableTraits(name, initial_rows, self._executor)
         self._ended: str | None = None
         self._last_log: PageLog | None = None  # before it was detached
+        self._device_rows: DeviceRows | None = None
         self._pages = new_pages(self._traits, PageLayout(width, dtype), num_rows, GrowingMemory())
 
     @property
@@ -131,7 +138,15 @@ class RowStore:
             BackendError: the medium failed.  In either case nothing that was written is lost, and the visit
                 can be made again.
         """
-        yield from visits(self._here(), ids.numpy())
+        numbers = ids.numpy()
+        parts, begin = visits(self._here(), numbers), 0
+        while True:
+            self._give_back(numbers[begin:])  # before each part: a device may have got rows meanwhile
+            visit = next(parts, None)
+            if visit is None:
+                return
+            begin = visit.part.stop
+            yield visit
 
     @_locked
     def prefetch(self, ids: torch.Tensor) -> None:
@@ -157,14 +172,114 @@ class RowStore:
         if num_rows < self.num_rows:
             raise UsageError(f"table {self.name!r}: {self.num_rows} rows cannot grow to {num_rows}")
         self._here().grow(num_rows)
+        if self._device_rows is not None:
+            self._device_rows.grow(num_rows)
 
     def written_ids(self) -> Iterator[torch.Tensor]:
         """Yield the ids of all rows that may differ from what they were at first, ascending, some at a time.
 
         They are whole pages: of each, all rows if one of them, or of its states, was ever written.  Rows may
         be visited meanwhile, but no others written.
+
+        Raises:
+            CapacityError, BackendError: what has changed on a device cannot be brought back.
         """
+        self._bring_back()
         yield from map(torch.from_numpy, self._pages.written_ids())
+
+    # --- rows on a device ----------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where `gather` gathers; ``None``: no device is attached."""
+        return None if self._device_rows is None else self._device_rows.device
+
+    @_locked
+    def gather(
+        self, ids: torch.Tensor, names: Sequence[str] = (ROWS,), *, more: int = 0, is_lookup: bool = False
+    ) -> Cells:
+        """Return copies of cells of rows on the device, each column's as one tensor.  Blocks.
+
+        Rows that are not there are carried, and stay there as far as there are slots for them.
+
+        Args:
+            ids: as of `visit`.
+            names: of columns.
+            more: how many rows of zeros to put behind them.
+            is_lookup: whether the statistics count it, and the policy: a step's gathering of what was looked
+                up before is none.
+
+        Returns:
+            ``[len(ids) + more, width]`` of each column, by its name.
+
+        Raises:
+            UsageError: there is no such column, or no device is attached.
+            CapacityError, BackendError: as of `visit`; also if the carrier fails.  In any case nothing is
+                lost, and the call can be made again.
+        """
+        numbers = ids.numpy()
+        return self._there().gather(self._here(), numbers, names, more=more, is_lookup=is_lookup)
+
+    @_locked
+    def scatter(self, ids: torch.Tensor, cells: Cells, owe: Owe) -> None:
+        """Write cells of rows from the device: all, or none.  Blocks where there are no slots for them.
+
+        Rows that were in hand are no more than others then.
+
+        Args:
+            ids: as of `visit`.
+            cells: ``[len(ids), width]`` on the device, of each column by its name.
+            owe: told ids and former cells (in host memory) where it fails after some were written: these are
+                to be written back before anybody sees rows again.
+
+        Raises:
+            UsageError: there is no such column, the cells are not as they have to be, or no device is
+                attached.
+            CapacityError, BackendError: as of `gather`.
+        """
+        self._there().scatter(self._here(), ids.numpy(), cells, owe)
+
+    @_locked
+    def attach_device(self, home: DeviceHome) -> None:
+        """Keep hot rows in memory of a device from now on, which nobody else touches until `detach_device`.
+
+        Whoever visits rows, copies or keeps them finds them as ever: what has changed on the device is
+        brought back first.
+
+        Raises:
+            UsageError: a device is attached already, or the memory is not as it has to be.
+        """
+        if self._device_rows is not None:
+            raise UsageError(f"table {self.name!r} has a device already: {self.device}")
+        self._device_rows = DeviceRows(home, self._here().layout, self.num_rows, self.name)
+
+    @_locked
+    def detach_device(self) -> None:
+        """Let rows be in host memory, or below, alone.  Blocks.  Nothing where no device is attached.
+
+        Raises:
+            CapacityError, BackendError: as of `visit`, of rows that have changed; also if the carrier fails.
+                It is attached still, and nothing is lost.
+        """
+        self._bring_back()
+        self._device_rows = None
+
+    @_locked
+    def _bring_back(self) -> None:
+        """Let pages have what has changed on the device."""
+        if self._device_rows is not None:
+            self._device_rows.write_back(self._here())
+
+    @_locked
+    def _give_back(self, ids: Ids) -> None:
+        """Let rows be in pages alone."""
+        if self._device_rows is not None:
+            self._device_rows.give_back(self._here(), ids)
+
+    def _there(self) -> DeviceRows:
+        if self._device_rows is None:
+            raise UsageError(f"table {self.name!r} has no device attached")
+        return self._device_rows
 
     # --- columns -------------------------------------------------------------------------------
 
@@ -282,6 +397,7 @@ class RowStore:
             CapacityError: the medium is full.
             BackendError: it failed.  In either case nothing is lost.
         """
+        self._bring_back()
         self._here().write_back()
 
     @_locked
@@ -296,7 +412,7 @@ class RowStore:
         pages = self._here()
         if pages.log is None:
             raise UsageError(f"table {self.name!r} has no log")
-        if pages.has_dirty:
+        if pages.has_dirty or (self._device_rows is not None and self._device_rows.has_dirty):
             raise UsageError(f"table {self.name!r}: pages are dirty; call write_back first")
         return pages.log.snapshot(self.num_rows)
 
@@ -360,6 +476,7 @@ class RowStore:
         if not self._pages.is_here:
             return
         self._ended = why
+        self._device_rows = None  # what has changed there is lost as what is dirty in pages
         self._pages.settle()
         self._executor.shutdown()
         if self._pages.log is not None:
@@ -377,7 +494,7 @@ class RowStore:
 
     def stats(self) -> RowStats:
         """Return what there is and what happened."""
-        return stats_of(self._pages)
+        return stats_of(self._pages, self._device_rows)
 
     # --- copies --------------------------------------------------------------------------------
 
@@ -387,6 +504,7 @@ class RowStore:
         copy = RowStore(self.num_rows, self.width, self.dtype, self._traits.initial_rows, name=self.name)
         memo[id(self)] = copy
         copy.ensure_columns(self.columns)
+        self._bring_back()
         copy._pages = copied(self._pages, copy._pages)
         return copy
 
@@ -407,7 +525,10 @@ class RowStore:
         """Copy all that was written to pages with other columns."""
         old = self._here()
         if columns != old.layout.columns:
+            self._bring_back()
             relay(old, old.layout.with_columns(columns), self._take)
+            if self._device_rows is not None:
+                self._device_rows.relay(self._pages.layout)
 
     def _take(self, pages: TablePages) -> None:
         self._pages = pages

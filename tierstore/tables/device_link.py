@@ -1,0 +1,82 @@
+"""What a table carries between its pages and the device, counted; and how rows are put into cells there."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.tables.device_home import RowCarrier
+from tierstore.tables.pages import put_rows
+
+Places = npt.NDArray[np.int64]
+
+_ROWS: Final = 0  # the dimension
+
+
+class DeviceLink:
+    """Carries and counts.
+
+    Args:
+        carrier: that does it.
+
+    Attributes:
+        rows_to_device: see `tierstore.tables.CacheStats`, as for the others.
+        rows_to_host: see there.
+        bytes_to_device: see there.
+        bytes_to_host: see there.
+    """
+
+    def __init__(self, carrier: RowCarrier) -> None:
+        self._carrier = carrier
+        self.rows_to_device = 0
+        self.rows_to_host = 0
+        self.bytes_to_device = 0
+        self.bytes_to_host = 0
+        self._last: tuple[Places, torch.Tensor] | None = None
+
+    def bring(self, cells: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return cells of so many rows on the device; nobody writes to ``cells`` any more."""
+        brought = self._carrier.to_device(cells)
+        self.rows_to_device += rows
+        self.bytes_to_device += cells.nbytes
+        return brought
+
+    def take_back(self, cells: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return cells of so many rows in host memory.  Blocks."""
+        taken = self._carrier.to_host(cells)
+        self.rows_to_host += rows
+        self.bytes_to_host += cells.nbytes
+        return taken
+
+    def bring_places(self, *places: Places) -> tuple[torch.Tensor, ...]:
+        """Return numbers of rows on the device, int64; all are carried at once, with four bytes each."""
+        if len(places) == 1 and self._last is not None and np.array_equal(places[0], self._last[0]):
+            return (self._last[1],)  # a step comes after its lookup
+        every = torch.from_numpy(np.concatenate(places).astype(np.int32))
+        brought = self._carrier.to_device(every).to(torch.int64)
+        self.bytes_to_device += every.nbytes
+        if len(places) == 1:
+            self._last = places[0].copy(), brought
+        return torch.split(brought, [len(each) for each in places])
+
+
+def put_cells(matrix: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write rows of a contiguous matrix on any device.
+
+    Args:
+        matrix: ``[rows, width]``.
+        rows: which, distinct.
+        values: ``[n, width]``.
+    """
+    if matrix.is_cpu:
+        put_rows(matrix, rows, values)
+    else:
+        matrix.index_copy_(_ROWS, rows, values)
+
+
+def take_cells(matrix: torch.Tensor, rows: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy rows of a contiguous matrix to another: ``[n, width]``, contiguous."""
+    torch.index_select(matrix, _ROWS, rows, out=into)

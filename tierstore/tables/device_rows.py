@@ -1,0 +1,344 @@
+"""Hot rows of a table on a device: a second level above its pages, of which a slot holds one row.
+
+Rule 1: a row that is in a slot is right there, with all its columns; what its page has is older while the
+slot is DIRTY.  So whoever asks pages for rows gives these back first (`give_back`, `write_back`): `RowStore`
+does, and nobody else asks.
+Rule 2: slots of the rows in hand, and those that a prefetch has brought, stay.  Of the others those go first
+that are used least; what has changed of these and of those that go next is written to the pages in one go.
+Rule 3: rows for which there is no slot pass by: they are gathered into the same result, and what becomes of
+them is written to the pages.  So a batch may be larger than the cache, and there may be no slot at all.
+Rule 4: whatever fails, no row that was written is lost, and the call can be made again.
+
+The life of a slot is that of a frame (`tierstore.tables.frames`), with a row in the place of a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from tierstore import forks
+from tierstore.errors import UsageError
+from tierstore.signals import uninterrupted
+from tierstore.tables.cache_stats import CacheStats
+from tierstore.tables.device_home import DeviceHome
+from tierstore.tables.device_link import DeviceLink, put_cells, take_cells
+from tierstore.tables.frames import FrameEvent, FrameState, FrameTable
+from tierstore.tables.layout import PageLayout
+from tierstore.tables.page_changes import Cells, Owe, change_pages
+from tierstore.tables.pages import TablePages
+from tierstore.tables.slot_map import Ids, SlotMap, Slots
+from tierstore.tables.visits import visits
+
+_SHARE: Final = 16
+"""Rows are written back in parts of one slot in so many: the device needs room for a part meanwhile."""
+_LEAST_PART: Final = 1024
+_LOOKUPS: Final = 4
+"""After so many lookups without a prefetch, what prefetches have brought was for nothing."""
+_NONE: Final = np.zeros(0, dtype=np.int64)
+
+
+class DeviceRows:
+    """See the module.
+
+    Args:
+        home: memory on the device, and how rows come there.
+        layout: of the table's pages.
+        num_rows: of the table.
+        name: of the table, for messages.
+
+    Raises:
+        UsageError: the memory is not of the table's width and type, or not contiguous.
+    """
+
+    def __init__(self, home: DeviceHome, layout: PageLayout, num_rows: int, name: str) -> None:
+        cells = home.cells
+        if cells.dtype != layout.dtype or cells.shape[1:] != (layout.width,) or not cells.is_contiguous():
+            raise UsageError(
+                f"table {name!r}: memory of the device has to be {layout.dtype} [n, {layout.width}], "
+                f"contiguous, not {cells.dtype} {list(cells.shape)} with strides {list(cells.stride())}"
+            )
+        self._cells = cells.detach()
+        self._policy = home.policy
+        self._name = name
+        self._process = forks.here()
+        self._link = DeviceLink(home.carrier)
+        self._hits = self._misses = self._bypassed = self._evictions = 0
+        self._begin(layout, num_rows)
+
+    def _begin(self, layout: PageLayout, num_rows: int) -> None:
+        """Let there be slots of these columns, with nothing in them."""
+        self._layout = layout
+        columns = len(layout.columns)
+        slots = len(self._cells) // columns
+        self._by_column = self._cells[: slots * columns].view(columns, slots, layout.width)
+        self._slots = FrameTable(slots, self._policy)
+        self._map = SlotMap(num_rows, slots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are gathered."""
+        return self._cells.device
+
+    @property
+    def has_dirty(self) -> bool:
+        """Whether there are rows in slots that differ from those in pages."""
+        return bool(np.any(self._slots.states >= FrameState.DIRTY))
+
+    def stats(self) -> CacheStats:
+        """Return what there is and what happened."""
+        return CacheStats(
+            slots=len(self._slots),
+            used=len(self._slots) - self._slots.free,
+            dirty=int(np.count_nonzero(self._slots.states >= FrameState.DIRTY)),
+            hits=self._hits,
+            misses=self._misses,
+            bypassed=self._bypassed,
+            evictions=self._evictions,
+            rows_to_device=self._link.rows_to_device,
+            rows_to_host=self._link.rows_to_host,
+            bytes_to_device=self._link.bytes_to_device,
+            bytes_to_host=self._link.bytes_to_host,
+        )
+
+    # --- rows for the device ---------------------------------------------------------------------
+
+    def gather(
+        self, pages: TablePages, ids: Ids, names: Sequence[str], *, more: int, is_lookup: bool
+    ) -> Cells:
+        """See `tierstore.tables.RowStore.gather`."""
+        self._require_here()
+        columns = [self._layout.place_of(name) for name in names]
+        slots = self._map.slots_of(ids)
+        missing = np.flatnonzero(slots < 0)
+        self._slots.hold(slots[slots >= 0])
+        room = self._make_room(pages, len(missing))
+        entering, passing = missing[:room], missing[room:]
+        slots[entering], passed = self._bring(pages, ids[entering], ids[passing], names)
+        found = self._compact(slots, passing, columns, passed, more)
+        self._slots.hold(slots[slots >= 0])
+        if is_lookup:
+            self._slots.use(slots[slots >= 0])
+            self._hits += len(ids) - len(missing)
+            self._misses += len(missing)
+            self._bypassed += len(passing)
+        return dict(zip(names, found, strict=True))
+
+    def scatter(self, pages: TablePages, ids: Ids, cells: Cells, owe: Owe) -> None:
+        """See `tierstore.tables.RowStore.scatter`."""
+        self._require_here()
+        self._check(cells, len(ids))
+        slots = self._map.slots_of(ids)
+        passing = np.flatnonzero(slots < 0)
+        if len(passing):
+            self._scatter_past(pages, ids, slots, passing, cells, owe)
+        elif len(slots):
+            (at,) = self._link.bring_places(slots)
+            self._write(slots, at, cells)
+        self._slots.hold(_NONE)
+
+    def _scatter_past(
+        self, pages: TablePages, ids: Ids, slots: Slots, passing: Slots, cells: Cells, owe: Owe
+    ) -> None:
+        """Write cells of rows of which some are in no slot."""
+        going, at = list(cells.values()), None
+        if len(passing) < len(slots):
+            staying = np.flatnonzero(slots >= 0)
+            slots = slots[staying]
+            at, from_, others = self._link.bring_places(slots, staying, passing)
+            going = [each.index_select(0, others) for each in going]
+            cells_there = {name: each.index_select(0, from_) for name, each in cells.items()}
+        changed = dict(zip(cells, self._link.take_back(torch.stack(going), len(passing)), strict=True))
+
+        def then() -> None:
+            if at is not None:
+                self._write(slots, at, cells_there)
+
+        change_pages(pages, ids[passing], changed, owe, then)
+
+    def _check(self, cells: Cells, rows: int) -> None:
+        wanted = (rows, self._layout.width), self._layout.dtype, self.device
+        for name, each in cells.items():
+            self._layout.place_of(name)
+            given = tuple(each.shape), each.dtype, each.device
+            if given != wanted:
+                raise UsageError(
+                    f"{name}: {given[1]} {list(given[0])} on {given[2]}, not {wanted[1]} {list(wanted[0])} "
+                    f"on {wanted[2]}"
+                )
+
+    # --- rows for the pages ----------------------------------------------------------------------
+
+    def give_back(self, pages: TablePages, ids: Ids) -> None:
+        """Let rows be in pages alone: somebody is about to read and write them there.  Blocks.
+
+        Args:
+            pages: of the table.
+            ids: distinct.
+
+        Raises:
+            CapacityError, BackendError: a page could not be brought, or a row not be carried; nothing is
+                lost.
+        """
+        slots = self._map.slots_of(ids)
+        slots = slots[slots >= 0]
+        if len(slots):
+            self._write_back(pages, slots)
+            self._forget(slots)
+
+    def write_back(self, pages: TablePages) -> None:
+        """Let pages have what slots have; all slots stay.  Blocks; raises as `give_back`."""
+        self._write_back(pages, self._slots.are_in(FrameState.DIRTY))
+
+    def relay(self, layout: PageLayout) -> None:
+        """Let there be slots of other columns, with nothing in them.  Nothing is dirty."""
+        self._begin(layout, self._map.num_rows)
+
+    def grow(self, num_rows: int) -> None:
+        """Let the table have more rows."""
+        self._map.grow(num_rows)
+
+    def _write_back(self, pages: TablePages, slots: Slots) -> None:
+        """Write to the pages what is DIRTY of these slots, which is CLEAN then: in parts."""
+        slots = slots[self._slots.states[slots] == FrameState.DIRTY]
+        if len(slots):
+            self._require_here()
+        slots = slots[np.argsort(self._slots.pages[slots])]
+        step = max(_LEAST_PART, len(self._slots) // _SHARE)
+        for begin in range(0, len(slots), step):
+            part = slots[begin : begin + step]
+            self._slots.step(FrameEvent.WRITE_BEGUN, part)
+            try:
+                self._copy_to(pages, part)
+            except BaseException:
+                self._slots.step(FrameEvent.UNWRITTEN, part)
+                raise
+            self._slots.step(FrameEvent.WRITTEN, part)
+
+    def _copy_to(self, pages: TablePages, slots: Slots) -> None:
+        """Write rows of slots, which ascend by their ids, to the pages."""
+        (at,) = self._link.bring_places(slots)
+        cells = self._empty(len(self._by_column), len(slots))
+        for column, into in zip(self._by_column, cells, strict=True):
+            take_cells(column, at, into)
+        changed = self._link.take_back(cells, len(slots))
+        for visit in visits(pages, self._slots.pages[slots]):
+            for column, each in zip(self._layout.columns, changed, strict=True):
+                visit.scatter(column.name, each[visit.part])
+
+    # --- slots for rows --------------------------------------------------------------------------
+
+    def _make_room(self, pages: TablePages, wanted: int) -> int:
+        """Let there be so many free slots, as far as they can be had; return how many of these there are."""
+        while self._slots.free < wanted:
+            victims = self._slots.victims(wanted - self._slots.free)
+            if not len(victims):
+                break
+            if np.any(self._slots.states[victims] == FrameState.DIRTY):
+                self._write_back(pages, np.concatenate([victims, self._slots.next_victims()]))
+            self._forget(victims)
+            self._evictions += len(victims)
+        return min(wanted, self._slots.free)
+
+    def _bring(
+        self, pages: TablePages, entering: Ids, passing: Ids, names: Sequence[str]
+    ) -> tuple[Slots, torch.Tensor]:
+        """Carry rows to the device.
+
+        Args:
+            pages: of the table.
+            entering: rows that get a slot each, of which there are enough.
+            passing: rows that do not.
+            names: of the columns that are wanted of these.
+
+        Returns:
+            the slots, and the cells of those that pass: ``[len(names), len(passing), width]``.
+        """
+        columns, width = [each.name for each in self._layout.columns], self._layout.width
+        entering_cells = len(columns) * len(entering)
+        staged = self._empty(1, entering_cells + len(names) * len(passing), "cpu")[0]
+        if not len(staged):
+            return _NONE, self._empty(len(names), 0)
+        slots = self._slots.take(entering)
+        try:
+            _copy_from(pages, entering, columns, staged[:entering_cells])
+            _copy_from(pages, passing, names, staged[entering_cells:])
+            brought = self._link.bring(staged, len(entering) + len(passing))
+            if len(entering):
+                (at,) = self._link.bring_places(slots)
+                cells = brought[:entering_cells].view(len(columns), -1, width)
+                for column, each in zip(self._by_column, cells, strict=True):
+                    put_cells(column, at, each)
+        except BaseException:
+            self._slots.step(FrameEvent.UNFILLED, slots)
+            raise
+        self._note_filled(entering, slots)
+        return slots, brought[entering_cells:].view(len(names), len(passing), width)
+
+    @uninterrupted
+    def _note_filled(self, ids: Ids, slots: Slots) -> None:
+        self._map.put(ids, slots)
+        self._slots.step(FrameEvent.FILLED, slots)
+
+    @uninterrupted
+    def _forget(self, slots: Slots) -> None:
+        """Let the rows of these CLEAN slots be in pages alone."""
+        self._map.forget(self._slots.pages[slots])
+        self._slots.step(FrameEvent.FORGOTTEN, slots)
+
+    # --- cells -----------------------------------------------------------------------------------
+
+    def _compact(
+        self, slots: Slots, passing: Slots, columns: Sequence[int], passed: torch.Tensor, more: int
+    ) -> list[torch.Tensor]:
+        """Return cells of rows, as one tensor of each column.
+
+        Args:
+            slots: of rows; -1 of those that pass.
+            passing: where these stand.
+            columns: numbers of columns.
+            passed: the cells of those that pass, ``[len(columns), len(passing), width]``.
+            more: how many rows of zeros come behind them.
+        """
+        made = [self._empty(1, len(slots) + more)[0] for _ in columns]
+        for each in made:
+            each[len(slots) :].zero_()
+        if len(passing) == len(slots):
+            for others, into in zip(passed, made, strict=True):
+                into[: len(slots)].copy_(others)
+        elif len(passing):
+            staying = np.flatnonzero(slots >= 0)
+            at, to, to_others = self._link.bring_places(slots[staying], staying, passing)
+            for column, others, into in zip(columns, passed, made, strict=True):
+                put_cells(into, to, self._by_column[column].index_select(0, at))
+                put_cells(into, to_others, others)
+        else:
+            (at,) = self._link.bring_places(slots)
+            for column, into in zip(columns, made, strict=True):
+                take_cells(self._by_column[column], at, into[: len(slots)])
+        return made
+
+    def _write(self, slots: Slots, at: torch.Tensor, cells: Mapping[str, torch.Tensor]) -> None:
+        """Write cells of rows that are in slots."""
+        self._slots.step(FrameEvent.CHANGED, slots)
+        for name, each in cells.items():
+            put_cells(self._by_column[self._layout.place_of(name)], at, each.detach())
+
+    def _empty(self, columns: int, rows: int, device: str | torch.device | None = None) -> torch.Tensor:
+        shape = columns, rows, self._layout.width
+        return torch.empty(shape, dtype=self._layout.dtype, device=device or self.device)
+
+    def _require_here(self) -> None:
+        """Raise `StoreForked` where the device is another process's."""
+        forks.require_here(self._process, f"the table {self._name!r}")
+
+
+def _copy_from(pages: TablePages, ids: Ids, names: Sequence[str], into: torch.Tensor) -> None:
+    """Copy cells of rows from pages: ``[len(names) * len(ids), width]``, column after column."""
+    by_column = into.view(len(names), len(ids), -1) if len(ids) else into
+    for visit in visits(pages, ids):
+        for name, each in zip(names, by_column, strict=True):
+            visit.gather(name, out=each[visit.part])
