@@ -11,7 +11,6 @@ from pathlib import Path
 from tierstore import signals
 from tierstore.tables.cache_stats import CacheStats
 from tierstore.tables.device_home import DeviceHome, RowCarrier
-from tierstore.tables.homes import TableHome
 from tierstore.tables.initial_rows import ConstantRows, InitialRows, NormalRows, UniformRows
 from tierstore.tables.layout import PAGE_BYTES, ROWS, Column
 from tierstore.tables.page_log import BlockMedium, LogPlace, Snapshot

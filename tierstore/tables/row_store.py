@@ -18,10 +18,8 @@ from tierstore import signals
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.modes import Unseen
 from tierstore.tables.copied_pages import copied, drop_log, new_pages, relay, staging_of
-from tierstore.tables.copied_pages import copied, drop_log, new_pages, relay
 from tierstore.tables.device_home import DeviceHome
 from tierstore.tables.device_rows import DeviceRows
-from tierstore.tables.homes import TableHome
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import ROWS, Column, PageLayout
 from tierstore.tables.memory import FixedMemory, GrowingMemory
@@ -29,8 +27,8 @@ from tierstore.tables.page_changes import Cells, Owe
 from tierstore.tables.page_log import PageLog, Snapshot
 from tierstore.tables.pages import TablePages, TableTraits
 from tierstore.tables.row_stats import RowStats, stats_of
-from tierstore.tables.table_home import TableHome
 from tierstore.tables.slot_map import Ids
+from tierstore.tables.table_home import TableHome
 from tierstore.tables.table_lock import new_table_lock
 from tierstore.tables.visits import Visit, visits
 from tierstore.tables.workers import TableWorkers
@@ -375,6 +373,7 @@ class RowStore:
         old = self._here()
         if old.log is None:
             raise UsageError(f"table {self.name!r} has no log, in which rows could be without memory")
+        self._bring_back()
         old.settle()
         old.write_back()
         new = TablePages(
