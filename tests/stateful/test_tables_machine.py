@@ -89,18 +89,22 @@ class TableMachine(RuleBasedStateMachine):
 
     def attempt(self, call: Callable[[], None]) -> bool:
         """Make a call that may fail if something was made to, or there is little room; say if it did not."""
-        failures = self.disk.failures
+        failures = self.failures
         try:
             call()
         except CapacityError as error:
             told, may_fail = str(error), self.is_full or not self.has_log
         except BackendError:
-            told, may_fail = "table 'deep': ", self.disk.failures > failures
+            told, may_fail = "table 'deep': ", self.failures > failures
         else:
             return True
         assert may_fail
         assert "table 'deep': " in told
         return False
+
+    @property
+    def failures(self) -> int:
+        return self.disk.failures
 
     @property
     def is_full(self) -> bool:
