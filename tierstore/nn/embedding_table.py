@@ -17,7 +17,7 @@ from tierstore.modes import Unseen
 from tierstore.nn import ids as ids_of
 from tierstore.nn.arguments import TableArguments, lowered
 from tierstore.nn.initializers import Initializer, rows_of
-from tierstore.nn.lookup import clipped, gather, read_rows
+from tierstore.nn.lookup import clipped, gather, on_device_of, read_rows
 from tierstore.nn.row_blocks import check_room
 from tierstore.nn.table_files import export_table, load_table
 from tierstore.nn.table_weight import TableWeight
@@ -172,12 +172,14 @@ class EmbeddingTable(nn.Module):
         self._lookups += 1
         self._ids += known.numel()
         self._rows += len(distinct.ids)
+        inverse = on_device_of(self.weight.row_store, distinct.inverse)
         if self.mode is None:
-            found = functional.embedding(distinct.inverse, rows, sparse=is_sparse)
+            found = functional.embedding(inverse, rows, sparse=is_sparse)
         else:
-            by = None if per_sample_weights is None else per_sample_weights.cpu()
+            by = None if per_sample_weights is None else per_sample_weights.to(rows.device)
+            begins = None if begins is None else on_device_of(self.weight.row_store, begins)
             found = functional.embedding_bag(
-                distinct.inverse, rows, begins, mode=self.mode, sparse=is_sparse, per_sample_weights=by
+                inverse, rows, begins, mode=self.mode, sparse=is_sparse, per_sample_weights=by
             )
         return found.to(ids.device)
 

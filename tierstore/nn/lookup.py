@@ -1,4 +1,4 @@
-"""The rows of a batch as one compact tensor, and their gradient back as the table's.
+"""The rows of a batch as one compact tensor, and their gradient back as the table's: both on its device.
 
 A lookup runs PyTorch's own kernels on the distinct rows of a batch, by their places.  Distinct ids ascend, so
 places compare as ids do, and what the kernels give is what they give of the whole table, bit for bit.
@@ -16,7 +16,7 @@ from tierstore.modes import Unseen
 from tierstore.nn.ids import DistinctIds
 from tierstore.nn.table_weight import TableWeight
 from tierstore.sides import Side
-from tierstore.tables import RowStore
+from tierstore.tables import ROWS, RowStore
 
 
 class _Context(Protocol):
@@ -51,6 +51,23 @@ def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor
     return rows
 
 
+def _look_up(store: RowStore, ids: torch.Tensor, more: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of rows, and their ids, where the table is computed with; otherwise as `read_rows`."""
+    with store.lock, Unseen():
+        if store.device is not None:
+            numbers = store.bring_numbers(ids)
+            rows = store.gather(ids, more=more, is_lookup=True)[ROWS]
+            sides.note_allocation(rows.untyped_storage(), Side.DEVICE)
+            return rows, numbers
+    return read_rows(store, ids, more), ids
+
+
+def on_device_of(store: RowStore, numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers of a batch, int64 in host memory and at least 0, where the table is computed with."""
+    with store.lock, Unseen():
+        return numbers if store.device is None else store.bring_numbers(numbers)
+
+
 def gather(weight: TableWeight, distinct: DistinctIds, is_sparse: bool) -> torch.Tensor:
     """Return the rows of a batch, in the graph of autograd.
 
@@ -72,10 +89,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, weight: TableWeight, distinct: DistinctIds, is_sparse: bool) -> torch.Tensor:
         """Read the rows."""
-        ctx.ids, ctx.shape, ctx.is_sparse = distinct.ids, weight.shape, is_sparse
-        ctx.has_strangers = distinct.has_strangers
-        store = weight.rows_for("is looked up")
-        return read_rows(store, distinct.ids, more=distinct.has_strangers or not len(distinct.ids))
+        more = distinct.has_strangers or not len(distinct.ids)
+        rows, ctx.ids = _look_up(weight.rows_for("is looked up"), distinct.ids, more)
+        ctx.shape, ctx.is_sparse, ctx.has_strangers = weight.shape, is_sparse, distinct.has_strangers
+        return rows
 
     @staticmethod
     @once_differentiable

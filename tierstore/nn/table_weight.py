@@ -25,7 +25,7 @@ from tierstore.errors import UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.looks import OF_MEMORY, is_in_place, is_look, name_of
 from tierstore.nn.row_blocks import blocks_of, described, read_all, write_all, write_part
-from tierstore.tables import ROWS, RowStore
+from tierstore.tables import ROWS, DeviceHome, RowStore
 from tierstore.torch_private import tree_map_only
 
 _Caller = TypeVar("_Caller")
@@ -152,14 +152,46 @@ class TableWeight(nn.Parameter):
         """
         self._owed.append((ids, cells))
 
+    def attach_device(self, home: DeviceHome) -> None:
+        """Let hot rows, lookups and their gradient be on a device: see `RowStore.attach_device`.
+
+        Raises:
+            UsageError: a gradient is set, which is in host memory; or as there.
+            CapacityError, BackendError: cells that are owed cannot be written.
+        """
+        if self.grad is not None:
+            raise UsageError(
+                f"the {self.description} has a gradient on {self.grad.device} and cannot be computed with on "
+                f"{home.cells.device}: step it, or set it to None"
+            )
+        self.row_store.attach_device(home)
+        self._have_element(self._store.num_rows)
+
+    def detach_device(self) -> None:
+        """Let rows, lookups and the gradient be in host memory: see `RowStore.detach_device`.
+
+        A gradient that is set comes along.
+
+        Raises:
+            CapacityError, BackendError: rows, or cells that are owed, cannot be written.
+        """
+        self.row_store.detach_device()
+        gradient, self.grad = self.grad, None
+        self._have_element(self._store.num_rows)
+        self.grad = None if gradient is None else _in_host_memory(gradient)
+
     def grow(self, num_rows: int) -> None:
         """Have more rows, as the same object.  The caller has let the store grow."""
-        dtype = self.row_store.dtype
+        self._have_element(num_rows)
+
+    def _have_element(self, num_rows: int) -> None:
+        """Be of so many rows, and where the store computes with them."""
+        dtype, device = self._store.dtype, self._store.device or torch.device("cpu")
         other = torch.float64 if dtype is torch.float32 else torch.float32
         with torch.DisableTorchFunctionSubclass():
             # What accumulates its gradient knows its shape; another dtype makes PyTorch forget that.
             for each in (other, dtype):
-                self.data = torch.zeros(1, dtype=each, device="cpu").expand(num_rows, self.row_store.width)
+                self.data = torch.zeros(1, dtype=each, device=device).expand(num_rows, self._store.width)
 
 
 class TableEntry(torch.Tensor):
@@ -247,10 +279,22 @@ class TableEntry(torch.Tensor):
         return self.held
 
 
+def _in_host_memory(gradient: torch.Tensor) -> torch.Tensor:
+    if not gradient.is_sparse:
+        return gradient.cpu()
+    return torch.sparse_coo_tensor(
+        gradient._indices().cpu(), gradient._values().cpu(), gradient.shape,  # noqa: SLF001 - repeats stay
+        device="cpu", is_coalesced=gradient.is_coalesced(), check_invariants=False,
+    )  # fmt: skip
+
+
 def _is_the_same(name: str, entry: TableEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether somebody asks with ``to`` for what an entry is anyway."""
     if name != "to" or kwargs.get("copy"):
         return False
+    if entry.weight.device.type != "cpu" and _caller_of(torch.optim.Optimizer) is not None:
+        # It brings what it loads to the parameter's device: our optimizers read an entry where it is.
+        return bool(kwargs.get("dtype", entry.dtype) == entry.dtype)
     probe = torch.empty(0, dtype=entry.dtype, device="cpu")
     return probe.to(*args[1:], **kwargs) is probe
 

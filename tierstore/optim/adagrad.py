@@ -83,10 +83,12 @@ class Adagrad(BesideTables, torch.optim.Adagrad):
             values = gradient.values()
             cells["sum"].add_(values.pow(2))
             scaled = values / cells["sum"].sqrt().add_(group["eps"])
-            everyone = torch.arange(len(values), device="cpu")[None]
+            everyone = torch.arange(len(values), device=values.device)[None]
             # A factor goes through the same routine as PyTorch's: it may round once or twice.
             cells[ROWS].add_(
-                torch.sparse_coo_tensor(everyone, scaled, scaled.shape, device="cpu", check_invariants=False),
+                torch.sparse_coo_tensor(
+                    everyone, scaled, scaled.shape, device=values.device, check_invariants=False
+                ),
                 alpha=size,
             )
 
@@ -94,5 +96,5 @@ class Adagrad(BesideTables, torch.optim.Adagrad):
             gradient = gradient.coalesce()
             change_rows(weight, gradient.indices()[0], [ROWS, "sum"], change_some)
         else:
-            change_rows(weight, torch.arange(len(weight), device="cpu"), [ROWS, "sum"], change)
+            change_rows(weight, None, [ROWS, "sum"], change)
         state["step"] = state["step"] + 1  # a loaded one may be shared

@@ -78,7 +78,6 @@ class RowOptimizer(TableOptimizer):
     def _step_table(self, weight: TableWeight, touched: TouchedRows, group: Options) -> None:
         state = self.state_of_table(weight, group)
         number = float(state["step"]) + 1
-        ids = torch.arange(len(weight), device="cpu") if touched.numbers is None else touched.numbers
 
         def change(cells: State) -> None:
             rows = cells[ROWS]
@@ -86,7 +85,7 @@ class RowOptimizer(TableOptimizer):
             gradient = touched.with_decay(rows, group.get("weight_decay", 0.0))
             self.update(rows, kept, gradient, group, number)
 
-        change_rows(weight, ids, [ROWS, *self.initial_state(group)], change)
+        change_rows(weight, touched.numbers, [ROWS, *self.initial_state(group)], change)
         state["step"] = state["step"] + 1  # a loaded one may be shared
 
     @abc.abstractmethod

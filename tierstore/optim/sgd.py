@@ -81,12 +81,12 @@ class SGD(BesideTables, torch.optim.SGD):
             def change(cells: Cells) -> None:
                 cells[ROWS].add_(gradient, alpha=size)
 
-            change_rows(weight, torch.arange(len(weight), device="cpu"), [ROWS], change)
+            change_rows(weight, None, [ROWS], change)
             return
         ids, inverse = torch.unique(gradient._indices()[0], return_inverse=True)  # noqa: SLF001 - with repeats
         compact = torch.sparse_coo_tensor(
             inverse[None], gradient._values(), (len(ids), weight.shape[1]),  # noqa: SLF001
-            device="cpu", is_coalesced=gradient.is_coalesced(), check_invariants=False,
+            device=gradient.device, is_coalesced=gradient.is_coalesced(), check_invariants=False,
         )  # fmt: skip
 
         def add(cells: Cells) -> None:

@@ -179,7 +179,7 @@ def check_gradient(weight: TableWeight, gradient: torch.Tensor) -> None:
 
 
 def change_rows(
-    weight: TableWeight, ids: torch.Tensor, names: list[str], change: Callable[[Cells], None]
+    weight: TableWeight, ids: torch.Tensor | None, names: list[str], change: Callable[[Cells], None]
 ) -> None:
     """Change cells of rows in place, all of them or, where that fails, none.
 
@@ -188,16 +188,34 @@ def change_rows(
 
     Args:
         weight: of the table.
-        ids: int64 in host memory, ascending, distinct, in range.
+        ids: int64, ascending, distinct, in range, where the table is computed with; ``None``: all.
         names: of columns.
-        change: takes ``[len(ids), width]`` of each column, and changes them.
+        change: takes ``[len(ids), width]`` of each column, in the same place, and changes them.
 
     Raises:
         CapacityError, BackendError: pages could not be brought, or others not be put away.
     """
     store = weight.rows_for("is stepped")
     with store.lock, Unseen():  # what is made on the way is nothing of the program's
-        _change_rows(weight, ids.clone(), names, change)  # NumPy looks at ids: no others could be resized
+        if ids is None:
+            ids = torch.arange(store.num_rows, device="cpu")
+        elif store.device is not None:
+            ids = store.take_numbers_back(ids)
+        else:
+            ids = ids.clone()  # NumPy looks at ids: no others could be resized
+        if store.device is not None:
+            _change_on_device(weight, ids, names, change)
+        else:
+            _change_rows(weight, ids, names, change)
+
+
+def _change_on_device(
+    weight: TableWeight, ids: torch.Tensor, names: list[str], change: Callable[[Cells], None]
+) -> None:
+    store = weight.row_store
+    cells = store.gather(ids, names)
+    change(cells)
+    store.scatter(ids, cells, weight.owe)
 
 
 def _change_rows(

@@ -14,6 +14,7 @@ from tierstore.tables.pages import put_rows
 Places = npt.NDArray[np.int64]
 
 _ROWS: Final = 0  # the dimension
+_SMALL: Final = 1 << 31
 
 
 class DeviceLink:
@@ -51,13 +52,31 @@ class DeviceLink:
         self.bytes_to_host += cells.nbytes
         return taken
 
+    def bring_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers on the device.
+
+        Args:
+            numbers: int64 in host memory, at least 0; carried with four bytes each where that suffices.
+        """
+        if not numbers.numel() or numbers.max() < _SMALL:
+            numbers = numbers.to(torch.int32)
+        else:
+            numbers = numbers.clone()  # nobody writes to what the carrier has
+        brought = self._carrier.to_device(numbers.contiguous())
+        self.bytes_to_device += numbers.nbytes
+        return brought.to(torch.int64)
+
+    def take_numbers_back(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers of the device in host memory.  Blocks."""
+        taken = self._carrier.to_host(numbers.contiguous())
+        self.bytes_to_host += numbers.nbytes
+        return taken
+
     def bring_places(self, *places: Places) -> tuple[torch.Tensor, ...]:
-        """Return numbers of rows on the device, int64; all are carried at once, with four bytes each."""
+        """Return numbers of rows on the device, int64; all are carried at once."""
         if len(places) == 1 and self._last is not None and np.array_equal(places[0], self._last[0]):
             return (self._last[1],)  # a step comes after its lookup
-        every = torch.from_numpy(np.concatenate(places).astype(np.int32))
-        brought = self._carrier.to_device(every).to(torch.int64)
-        self.bytes_to_device += every.nbytes
+        brought = self.bring_numbers(torch.from_numpy(np.concatenate(places)))
         if len(places) == 1:
             self._last = places[0].copy(), brought
         return torch.split(brought, [len(each) for each in places])

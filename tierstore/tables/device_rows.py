@@ -52,6 +52,9 @@ class DeviceRows:
 
     Raises:
         UsageError: the memory is not of the table's width and type, or not contiguous.
+
+    Attributes:
+        link: what is carried to the device and back.
     """
 
     def __init__(self, home: DeviceHome, layout: PageLayout, num_rows: int, name: str) -> None:
@@ -65,7 +68,7 @@ class DeviceRows:
         self._policy = home.policy
         self._name = name
         self._process = forks.here()
-        self._link = DeviceLink(home.carrier)
+        self.link = DeviceLink(home.carrier)
         self._hits = self._misses = self._bypassed = self._evictions = 0
         self._begin(layout, num_rows)
 
@@ -98,10 +101,10 @@ class DeviceRows:
             misses=self._misses,
             bypassed=self._bypassed,
             evictions=self._evictions,
-            rows_to_device=self._link.rows_to_device,
-            rows_to_host=self._link.rows_to_host,
-            bytes_to_device=self._link.bytes_to_device,
-            bytes_to_host=self._link.bytes_to_host,
+            rows_to_device=self.link.rows_to_device,
+            rows_to_host=self.link.rows_to_host,
+            bytes_to_device=self.link.bytes_to_device,
+            bytes_to_host=self.link.bytes_to_host,
         )
 
     # --- rows for the device ---------------------------------------------------------------------
@@ -136,7 +139,7 @@ class DeviceRows:
         if len(passing):
             self._scatter_past(pages, ids, slots, passing, cells, owe)
         elif len(slots):
-            (at,) = self._link.bring_places(slots)
+            (at,) = self.link.bring_places(slots)
             self._write(slots, at, cells)
         self._slots.hold(_NONE)
 
@@ -148,10 +151,10 @@ class DeviceRows:
         if len(passing) < len(slots):
             staying = np.flatnonzero(slots >= 0)
             slots = slots[staying]
-            at, from_, others = self._link.bring_places(slots, staying, passing)
+            at, from_, others = self.link.bring_places(slots, staying, passing)
             going = [each.index_select(0, others) for each in going]
             cells_there = {name: each.index_select(0, from_) for name, each in cells.items()}
-        changed = dict(zip(cells, self._link.take_back(torch.stack(going), len(passing)), strict=True))
+        changed = dict(zip(cells, self.link.take_back(torch.stack(going), len(passing)), strict=True))
 
         def then() -> None:
             if at is not None:
@@ -220,11 +223,11 @@ class DeviceRows:
 
     def _copy_to(self, pages: TablePages, slots: Slots) -> None:
         """Write rows of slots, which ascend by their ids, to the pages."""
-        (at,) = self._link.bring_places(slots)
+        (at,) = self.link.bring_places(slots)
         cells = self._empty(len(self._by_column), len(slots))
         for column, into in zip(self._by_column, cells, strict=True):
             take_cells(column, at, into)
-        changed = self._link.take_back(cells, len(slots))
+        changed = self.link.take_back(cells, len(slots))
         for visit in visits(pages, self._slots.pages[slots]):
             for column, each in zip(self._layout.columns, changed, strict=True):
                 visit.scatter(column.name, each[visit.part])
@@ -266,9 +269,9 @@ class DeviceRows:
         try:
             _copy_from(pages, entering, columns, staged[:entering_cells])
             _copy_from(pages, passing, names, staged[entering_cells:])
-            brought = self._link.bring(staged, len(entering) + len(passing))
+            brought = self.link.bring(staged, len(entering) + len(passing))
             if len(entering):
-                (at,) = self._link.bring_places(slots)
+                (at,) = self.link.bring_places(slots)
                 cells = brought[:entering_cells].view(len(columns), -1, width)
                 for column, each in zip(self._by_column, cells, strict=True):
                     put_cells(column, at, each)
@@ -311,12 +314,12 @@ class DeviceRows:
                 into[: len(slots)].copy_(others)
         elif len(passing):
             staying = np.flatnonzero(slots >= 0)
-            at, to, to_others = self._link.bring_places(slots[staying], staying, passing)
+            at, to, to_others = self.link.bring_places(slots[staying], staying, passing)
             for column, others, into in zip(columns, passed, made, strict=True):
                 put_cells(into, to, self._by_column[column].index_select(0, at))
                 put_cells(into, to_others, others)
         else:
-            (at,) = self._link.bring_places(slots)
+            (at,) = self.link.bring_places(slots)
             for column, into in zip(columns, made, strict=True):
                 take_cells(self._by_column[column], at, into[: len(slots)])
         return made

@@ -238,6 +238,21 @@ class RowStore:
         self._there().scatter(self._here(), ids.numpy(), cells, owe)
 
     @_locked
+    def bring_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers on the device: int64 in host memory, at least 0; carried and counted as rows are.
+
+        Raises:
+            UsageError: no device is attached.
+            BackendError: the carrier failed.
+        """
+        return self._there().link.bring_numbers(numbers)
+
+    @_locked
+    def take_numbers_back(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers of the device in host memory; otherwise as `bring_numbers`.  Blocks."""
+        return self._there().link.take_numbers_back(numbers)
+
+    @_locked
     def attach_device(self, home: DeviceHome) -> None:
         """Keep hot rows in memory of a device from now on, which nobody else touches until `detach_device`.
 
