@@ -20,12 +20,16 @@ import numpy.typing as npt
 
 from tierstore.errors import InvariantError
 from tierstore.tables.page_numbers import Pages
+from tierstore.tables.past_uses import PastUses
 
 Frames = npt.NDArray[np.int64]
 Policy = Literal["lfu", "lru"]
 
-_HALF_LIFE: Final = 64.0
-"""Visits after which a use counts half, for ``"lfu"``: what was hot long ago makes room."""
+_HALF_LIFE: Final = 256.0
+"""Visits after which a use counts half, for ``"lfu"``: what was hot long ago makes room.  A batch of training
+is two."""
+_REMEMBERED: Final = 2
+"""Pages that have left whose uses are remembered, for each frame: more give no more hits."""
 _SHARE: Final = 16
 """One victim in so many frames is chosen at once: a choice looks at all of them."""
 _PREFETCHES: Final = 4
@@ -118,6 +122,7 @@ class FrameTable:
         self._prefetches = _PREFETCHES
         self._victims = np.zeros(0, dtype=np.int64)  # chosen at _chosen_at, not yet taken
         self._chosen_at = 0
+        self._past: PastUses | None = None  # of pages that have left, once one has
         self.enlarge(frames)
 
     def __len__(self) -> int:
@@ -151,6 +156,8 @@ class FrameTable:
                 f"cannot be {event.name}; likewise {len(wrong)} of {len(frames)} frames"
             )
         self.states[frames] = after
+        if event is _E.FORGOTTEN:
+            self._remember(frames)
         if event in (_E.UNFILLED, _E.FORGOTTEN):
             self._free_frames[self.free : self.free + len(frames)] = frames
             self.free += len(frames)
@@ -163,7 +170,15 @@ class FrameTable:
         self.free -= len(pages)
         self.step(_E.TAKEN, frames)
         self.pages[frames] = pages
+        if self._past is not None:
+            self._counts[frames], self._used_at[frames] = self._past.recall(pages)
         return frames
+
+    def _remember(self, frames: Frames) -> None:
+        """Keep in mind how often the pages were used that leave."""
+        if self._past is None or len(self._past) < len(self):
+            self._past = PastUses(_REMEMBERED * len(self))
+        self._past.remember(self.pages[frames], self._counts[frames], self._used_at[frames])
 
     def are_in(self, *states: FrameState) -> Frames:
         """Return the frames in one of these states, ascending."""

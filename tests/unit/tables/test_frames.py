@@ -111,7 +111,7 @@ def test_what_was_used_least_often_of_late_goes_first() -> None:
     table.use(_frames(2))
     assert table.victims(1).tolist() == [2]
     table.step(_E.FORGOTTEN, _frames(2))
-    for _ in range(300):  # half-lives enough for ten uses to be less than three
+    for _ in range(900):  # half-lives enough for ten uses to be less than three
         table.use(_frames())
     for _ in range(3):
         table.use(_frames(1))
