@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ import torch
 from torch import nn
 
 import tierstore as ts
-from tests.training.table_models import Clicks, loss_of_clicks, table_config
-from tests.training.twins import WIDTH, Block, batch, config_of, loss_of
+from tests.training.table_models import Clicks, HotClicks, loss_of_clicks, table_config
+from tests.training.twins import WIDTH, Block, batch, config_of, loss_of, with_device
 from tierstore.optim import LazyAdam
 from tierstore.training import offload
 from tierstore_backends.files.durability.manifest import Manifest
@@ -60,15 +61,20 @@ def _build_dense() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
-def _build_tables() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _build_tables(model_of: Callable[[], Clicks] = Clicks) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Clicks()
+    model = model_of()
     return model, LazyAdam(model.parameters(), lr=1e-2)
+
+
+def _with_room_for_hot_rows(layout: str, path: Path, more: Mapping[str, object]) -> Mapping[str, object]:
+    return table_config(layout, path, {**with_device(layout, "512KB"), **more})
 
 
 SUBJECTS = {
     "dense": Subject(_build_dense, lambda model: loss_of(model, *batch()), config_of),
     "tables": Subject(_build_tables, loss_of_clicks, table_config),
+    "hot tables": Subject(partial(_build_tables, HotClicks), loss_of_clicks, _with_room_for_hot_rows),
 }
 
 

@@ -41,6 +41,19 @@ class Clicks(nn.Module):
         return (deep + wide).squeeze(1)
 
 
+class HotClicks(Clicks):
+    """The same, with hot rows of both tables on the device: fewer than are frequent."""
+
+    def __init__(self, wide_rows: int = 64, deep_rows: int = 160, policy: str = "lfu") -> None:
+        super().__init__()
+        self.wide = EmbeddingTable(
+            ROWS, 1, mode="sum", init=0.0, target="device", cache_rows=wide_rows, policy=policy
+        )
+        self.deep = EmbeddingTable(
+            ROWS, WIDTH, init=Normal(0.1), seed=7, target="device", cache_rows=deep_rows, policy=policy
+        )
+
+
 STEPPERS: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
     "LazyAdam": lambda parameters: LazyAdam(parameters, lr=0.05, weight_decay=0.01),
     "FTRL": lambda parameters: FTRL(parameters, lr=0.05, l1=1e-3),
@@ -50,10 +63,10 @@ STEPPERS: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
 }
 
 
-def build(kind: str = "LazyAdam") -> tuple[Clicks, list[Optimizer]]:
+def build(kind: str = "LazyAdam", model_of: Callable[[], Clicks] = Clicks) -> tuple[Clicks, list[Optimizer]]:
     """Return a model, an optimizer of its tables, and one of the rest."""
     torch.manual_seed(0)
-    model = Clicks()
+    model = model_of()
     tables = STEPPERS[kind]([model.wide.weight, model.deep.weight])
     return model, [tables, torch.optim.Adam(model.dense.parameters(), lr=1e-2)]
 
@@ -109,9 +122,15 @@ def table_config(layout: str, path: Path, more: Mapping[str, object] | None = No
     return config_of(layout, path, {**SMALL_HOST[layout], **(more or {})})
 
 
-def begin(layout: str, path: Path, kind: str = "LazyAdam", more: Mapping[str, object] | None = None) -> Trial:
+def begin(
+    layout: str,
+    path: Path,
+    kind: str = "LazyAdam",
+    more: Mapping[str, object] | None = None,
+    model_of: Callable[[], Clicks] = Clicks,
+) -> Trial:
     """Return an offloaded trial."""
-    trial = Trial(*build(kind))
+    trial = Trial(*build(kind, model_of))
     trial.run = offload(trial.model, trial.optimizers, table_config(layout, path, more))
     return trial
 

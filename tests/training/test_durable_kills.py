@@ -68,16 +68,21 @@ def test_twenty_kills_leave_no_trace(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["disk", "three"])
-def test_twenty_kills_leave_no_trace_in_tables(layout: str, tmp_path: Path) -> None:
-    kill(tmp_path, 2, 20, layout, subject="tables")
+@pytest.mark.parametrize(
+    ("layout", "subject"), [("disk", "tables"), ("three", "tables"), ("three", "hot tables")]
+)
+def test_twenty_kills_leave_no_trace_in_tables(layout: str, subject: str, tmp_path: Path) -> None:
+    kill(tmp_path, 2, 20, layout, subject=subject)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("subject", ["tables", "hot tables"])
 @pytest.mark.parametrize("layouts", [("disk",), ("disk", "three")], ids="-".join)
-def test_hundreds_of_kills_leave_no_trace_in_tables(layouts: tuple[str, ...], tmp_path: Path) -> None:
-    hits = kill(tmp_path, 200, 200, *layouts, subject="tables")
+def test_hundreds_of_kills_leave_no_trace_in_tables(
+    layouts: tuple[str, ...], subject: str, tmp_path: Path
+) -> None:
+    hits = kill(tmp_path, 200, 200, *layouts, subject=subject)
     assert set(hits) >= {"opening", "forward", "backward", "step", "checkpoint", "evict"}
 
 

@@ -205,13 +205,6 @@ def test_a_placement_says_otherwise_of_a_table(tmp_path: Path) -> None:
         assert not placed.is_on_host(model.wide)
 
 
-def test_a_table_whose_rows_are_to_be_kept_on_the_device_is_refused(tmp_path: Path) -> None:
-    model, optimizers = build()
-    model.deep = EmbeddingTable(6000, 48, target="device", cache_rows=64)
-    with pytest.raises(UsageError, match=r"'deep' has cache_rows=64: .* yet"):
-        offload(model, optimizers, table_config("three", tmp_path))
-
-
 @every_layout
 def test_a_saved_run_is_loaded_with_its_tables(layout: str, tmp_path: Path) -> None:
     expected = plain(5)

@@ -56,6 +56,7 @@ from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.placing import Placing, placement_of
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Policies, Session
+from tierstore.training.tables.cache_wishes import CacheWishes, cache_wishes, require_targets
 from tierstore.training.tables.found_tables import lookups_on_host
 from tierstore.training.tables.run_tables import RunTables
 from tierstore.training.totals import require_together
@@ -220,20 +221,22 @@ def open_session(
             group.is_pinned = placement.bundles[group.key].is_pinned
         sets = working_sets(groups, optimizers, former)
     require_together(groups, optimizers, store, has_state=former is not None)
-    tables = RunTables(store, selection.tables)
-    placement = replace(placement, tables=tables.divide(optimizers, sets, placement.tables))
+    tables = RunTables(store, selection.tables, _cache_wishes(model, optimizers, config, store, placed))
+    frames = tables.divide(optimizers, sets, placement.tables, without_host_modules(groups, sets))
+    placement = replace(placement, tables=frames)
     if facts.has_device:
-        host_bytes = store.stats().tiers[HOST].capacity_bytes - tables.frame_bytes_in(HOST)
+        host_bytes = store.stats().tiers[HOST].capacity_bytes - tables.bytes_in(HOST)
         _require_host_room(model, groups, sets, optimizers, host_bytes, placement, selection)
     sets = without_host_modules(groups, sets)
-    fastest_bytes -= tables.frame_bytes_in(fastest)
+    fastest_bytes -= tables.bytes_in(fastest)
     check_lbfgs(optimizers, sets, fastest, fastest_bytes)
     on_device = [group for group in groups if not group.is_on_host]
     require_room(groups, sets, optimizers, fastest, fastest_bytes, forward_sets(model, on_device))
     inventory = Inventory()
     stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
     windows = _windows(store, placement) if rules.follows_plan(placement, facts) else None
-    policies = _policies(optimizers, store, sets, inventory, placement, stepping, windows, placed)
+    staying = [*sets, *tables.cache_sets()]
+    policies = _policies(optimizers, store, staying, inventory, placement, stepping, windows, placed)
     session = Session(model, optimizers, store, policies, inventory, selection.ignored, tables)
     if placement.stashing is not Stashing.NEVER or not tables.fit:
         give_freed_memory_back()
@@ -260,6 +263,24 @@ def _place_modules(model: nn.Module, config: OffloadConfig, store: Store) -> Pla
     """Return where each module computes; without a device all compute in one place, whatever is said."""
     placed = placed_by(model, patterns_in(config.placement), lookups=True)
     return placed if store.tier_names[0] != HOST else PlacedModules()
+
+
+def _cache_wishes(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: OffloadConfig,
+    store: Store,
+    placed: PlacedModules,
+) -> CacheWishes:
+    """Return what tables keep on the device; without one all of their rows are in host memory anyway."""
+    wishes = cache_wishes(model, placed.is_on_host)
+    if store.tier_names[0] == HOST:
+        for wish in wishes.values():
+            log.info("cache_rows=%d of %r: there is no device in this run", wish.rows, wish.module)
+        return {}
+    targets = targets_of(optimizers, first_names(model), placed.tensors_on_host(model))
+    require_targets(wishes, targets, config.optimizer_target)
+    return wishes
 
 
 def placed_by(model: nn.Module, given: Mapping[str, str], *, lookups: bool = False) -> PlacedModules:

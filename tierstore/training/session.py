@@ -170,6 +170,7 @@ class Session:
         )
         store.begin_hosting(self._activation_host)
         self.link = Link(store, self._activation_host, self.bindings.leasing.require)
+        tables.travel_over(self.link)
         self.crossings = Crossings(self.link, self.placed.borders(model))
         self._reclaimers.add(self.link)
         self._handles: list[Removable] = []

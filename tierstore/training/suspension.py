@@ -3,7 +3,8 @@
 While another model uses the device, nothing of a suspended run is there, and nothing comes there by accident.
 
 1. Suspending empties tiers: their quota is 0 until the run is resumed, so that no byte of the store can be in
-   them.  What is pinned goes, too, and so do gradients and buffers that are ordinary tensors.
+   them.  What is pinned goes, too, and so do gradients and buffers that are ordinary tensors, and rows of
+   tables.
    Ignored parameters stay where they are, with their gradients and state; so do gradients that somebody else
    refers to, and graphs.  The log names them.
 2. A suspended run can be looked at, saved, made durable, and closed; gradients can be zeroed.  Whatever
@@ -14,7 +15,8 @@ While another model uses the device, nothing of a suspended run is there, and no
    activations wait for backward, nor while something refers to the bytes of a bundle.
 4. If it cannot be done, all is as it was: what is known beforehand is refused before anything moves, and
    after a failure the quotas are what they were, and every byte is somewhere.
-5. Resuming gives the quotas back, brings what is pinned, and begins to bring what was there before.
+5. Resuming gives the quotas back, brings what is pinned, and begins to bring what was there before.  Tables
+   keep rows on the device again as batches look them up.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Suspension:
         tiers = self._tiers_above(to)
         if self._bindings.leasing.state is LeasingState.ALLOWED:
             self._session.leaving.go_on()
-        with self._session.gradients.alone(), self._bindings.alone():
+        with self._session.tables.held(), self._session.gradients.alone(), self._bindings.alone():
             fresh = [tier for tier in tiers if tier not in self._emptied]
             if self._bindings.leasing.state is LeasingState.SUSPENDED and not fresh:
                 return
@@ -94,6 +96,8 @@ class Suspension:
     def _let_go(self, undo: contextlib.ExitStack) -> None:
         """Let what is pinned travel, and nothing be leased any more."""
         if self._bindings.leasing.state is LeasingState.ALLOWED:
+            undo.callback(self._session.tables.go_to_device)
+            self._session.tables.leave_device()
             self._bindings.bring_home()
             self._residents.clear()
             self._pinned = unpin_all(self._bindings)
@@ -156,7 +160,8 @@ class Suspension:
         if self._bindings.leasing.state is LeasingState.ALLOWED:
             tables.take_frames()
             return
-        with self._bindings.alone(), contextlib.ExitStack() as undo:
+        tables = self._session.tables
+        with tables.held(), self._bindings.alone(), contextlib.ExitStack() as undo:
             for tier in reversed(list(self._emptied)):
                 undo.callback(self._empty, tier)
                 self._refill(tier)
@@ -166,6 +171,8 @@ class Suspension:
             self._bindings.leasing.move(LeasingState.ALLOWED)
             undo.callback(unpin_all, self._bindings)
             self._pin_again()
+            undo.callback(tables.leave_device)
+            tables.go_to_device()
             self.give_buffers_back()
             undo.pop_all()
         residents, self._residents = self._residents, {}

@@ -139,7 +139,7 @@ class CheckpointWriter:
             raise UsageError("the model runs: make a checkpoint between steps.")
         for steps in self._steps:
             steps.require_whole()
-        with self._bindings.alone(), all_unpinned(self._bindings):
+        with self._tables.held(), self._bindings.alone(), all_unpinned(self._bindings):
             self._require_idle()
             for steps in self._steps:
                 steps.state.take_in_all()

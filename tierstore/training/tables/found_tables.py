@@ -23,15 +23,8 @@ def tables_in(model: nn.Module) -> Tables:
     """Return the tables of a model.
 
     Raises:
-        UsageError: two parameters have the same rows, or rows are to be kept on the device.
+        UsageError: two parameters have the same rows.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, EmbeddingTable) and module.cache_rows:
-            raise UsageError(
-                f"{name!r} has cache_rows={module.cache_rows}: a run does not keep rows of tables on the "
-                "device yet. Make it with cache_rows=0.",
-                key=name,
-            )
     found: dict[TableWeight, str] = {}
     owners: dict[RowStore, str] = {}
     for name, parameter in model.named_parameters():

@@ -27,6 +27,11 @@ def map_key(name: str) -> str:
     return f"{PREFIX}{name}/map"
 
 
+def cache_key(name: str) -> str:
+    """Return the key of the rows of a table that are kept on the device."""
+    return f"{PREFIX}{name}/cache"
+
+
 @dataclass(frozen=True)
 class TableLook:
     """What a table is, whatever its rows are.

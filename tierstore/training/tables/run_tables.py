@@ -1,7 +1,8 @@
 """The tables of one run: where their rows lie, what a checkpoint has of them, and how they are left.
 
 1. A table's pages are in frames: one key of the host tier, which is leased for as long as the run is open.
-   What does not fit there is in a log, blocks of which are keys of the last tier.
+   What does not fit there is in a log, blocks of which are keys of the last tier.  Hot rows may be on the
+   device beside that: `tierstore.training.tables.device_caches`.
 2. A checkpoint has every row and its state as the last step left them.  Blocks that it counts on stay until
    the next one is durable.
 3. A table that is left is memory of the process again, or says where its rows lie.
@@ -12,8 +13,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
@@ -41,6 +43,8 @@ from tierstore.tables import (
 )
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.working_sets import WorkingSet
+from tierstore.training.tables.cache_wishes import CacheWishes, require_cache_room
+from tierstore.training.tables.device_caches import DeviceCaches, SideLink
 from tierstore.training.tables.found_tables import Tables
 from tierstore.training.tables.kept_tables import PREFIX, TableLook, log_prefix, map_key
 from tierstore.training.tables.shares import shares
@@ -69,15 +73,18 @@ class RunTables:
     Args:
         store: of the run.
         tables: of the model.
+        wishes: what of them is kept on the device.
 
     Attributes:
         whole_bytes: what all rows of each table come to with their state, by its name.
     """
 
-    def __init__(self, store: Store, tables: Tables) -> None:
+    def __init__(self, store: Store, tables: Tables, wishes: CacheWishes = MappingProxyType({})) -> None:
         self._store = store
         self._tables = tables
         self.whole_bytes: Mapping[str, int] = {}
+        self._wishes = wishes
+        self._caches = DeviceCaches(store, {})
         self._shares: Mapping[str, int] = {}
         self._require: Callable[[str], object] | None = None
         self._leases: dict[TableWeight, Lease | None] = {}  # None: host memory is emptied
@@ -99,13 +106,15 @@ class RunTables:
         optimizers: Sequence[torch.optim.Optimizer],
         sets: Sequence[WorkingSet],
         given: Mapping[str, TableFrames],
+        on_device: Sequence[WorkingSet] = (),
     ) -> Mapping[str, TableFrames]:
-        """Decide how much of the host tier is theirs, and return it, by the tables' names.
+        """Decide how much of the host tier is theirs, and see that the device has room for their caches.
 
         Args:
             optimizers: of the run.  Whoever steps a table keeps state beside its rows, one of them or not.
             sets: what else is offloaded.
             given: what the program says of some tables.
+            on_device: what of that is used on the device.
 
         Raises:
             CapacityError: there is not enough.
@@ -125,9 +134,17 @@ class RunTables:
         if self._store.is_durable:
             refuse_strangers(self._tables, optimizers)
         capacity_bytes = self._store.stats().tiers[HOST].capacity_bytes
-        self.whole_bytes = {name: _whole_bytes(weight, optimizers) for weight, name in self._tables.items()}
+        states = {weight: _states_of(weight, optimizers) for weight in self._tables}
+        self.whole_bytes = {
+            name: weight.row_store.whole_bytes(states[weight]) for weight, name in self._tables.items()
+        }
         frames = {name: each.frames for name, each in given.items()}
         self._shares = shares(self.whole_bytes, sets, capacity_bytes, _SETTING, frames)
+        wishes = {
+            weight: (wish, wish.nbytes(weight, states[weight])) for weight, wish in self._wishes.items()
+        }
+        require_cache_room(dict(wishes.values()), on_device, self._fastest_bytes)
+        self._caches = DeviceCaches(self._store, wishes)
         return {name: TableFrames(nbytes) for name, nbytes in self._shares.items()}
 
     @property
@@ -135,9 +152,23 @@ class RunTables:
         """Whether all rows of all tables have room in host memory at once."""
         return all(self._shares[name] >= nbytes for name, nbytes in self.whole_bytes.items())
 
-    def frame_bytes_in(self, tier: str) -> int:
-        """Return what frames take of a tier."""
-        return sum(self._shares.values()) if tier == HOST else 0
+    @property
+    def _fastest_bytes(self) -> int:
+        return self._store.stats().tiers[self._store.tier_names[0]].capacity_bytes
+
+    def bytes_in(self, tier: str) -> int:
+        """Return what frames, or caches, take of a tier."""
+        if tier == HOST:
+            return sum(self._shares.values())
+        return self._caches.nbytes if tier == self._store.tier_names[0] else 0
+
+    def cache_sets(self) -> list[WorkingSet]:
+        """Return what stays on the device of each table."""
+        return self._caches.sets()
+
+    def travel_over(self, link: SideLink) -> None:
+        """Say how rows come to the device and back."""
+        self._caches.travel_over(link)
 
     def take_in(self, former: Mapping[str, Snapshot] = MappingProxyType({})) -> None:
         """Let rows lie in the store, of those tables that have none there yet.  Blocks.
@@ -163,6 +194,40 @@ class RunTables:
             else:
                 weight.row_store.attach(home)
             weight.require = self._require
+        self.go_to_device()
+
+    # --- the device -----------------------------------------------------------------------------
+
+    def go_to_device(self) -> None:
+        """Let tables whose rows lie in the store keep hot ones on the device.  Blocks.
+
+        Raises:
+            CapacityError: there is no room; those before the one that finds none have theirs.
+            BackendError: a medium failed; likewise.
+        """
+        for weight, name in self.attached().items():
+            self._caches.attach(weight, name)
+
+    def leave_device(self) -> None:
+        """Let all rows be in host memory and below.  Blocks.
+
+        Raises:
+            TierStoreError: some could not be carried back: those tables keep their rows on the device.
+        """
+        for weight in self._tables:
+            self._caches.detach(weight)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let no other thread have rows in hand.
+
+        Whoever is about to take the bindings' lock and then to look at rows does this before: a thread that
+        has rows in hand may wait for that lock, for room.
+        """
+        with contextlib.ExitStack() as locks:
+            for weight in self._tables:
+                locks.enter_context(weight.row_store.lock)
+            yield
 
     def _lease_frames(self, name: str) -> tuple[torch.Tensor, Lease]:
         key = _frames_key(name)
@@ -291,6 +356,7 @@ class RunTables:
             MemoryError: there is too little.
             BackendError: a medium failed.
         """
+        self._caches.detach(weight)
         weight.row_store.detach()
         self._let_go(weight)
 
@@ -305,6 +371,7 @@ class RunTables:
         self._let_go(weight)
 
     def _let_go(self, weight: TableWeight) -> None:
+        self._caches.forget(weight)
         name = self._tables[weight]
         weight.require = None
         if name in self._media:
@@ -331,8 +398,8 @@ def _frames_key(name: str) -> str:
     return f"{PREFIX}{name}/frames"
 
 
-def _whole_bytes(weight: TableWeight, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Return what all rows of a table take, with the state that optimizers keep of them."""
+def _states_of(weight: TableWeight, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return how many states are, or will be, beside each row of a table."""
     store = weight.row_store
     columns = dict.fromkeys(column.name for column in store.columns)
     stepped_by = None if weight.stepped_by is None else weight.stepped_by()
@@ -341,7 +408,7 @@ def _whole_bytes(weight: TableWeight, optimizers: Sequence[torch.optim.Optimizer
             for group in optimizer.param_groups:
                 if any(each is weight for each in group["params"]):
                     columns |= dict.fromkeys(optimizer.initial_state(group))
-    return store.whole_bytes(len(columns.keys() - {ROWS}))
+    return len(columns.keys() - {ROWS})
 
 
 def _restored(snapshot: Snapshot, made: RowStore, home: TableHome) -> RowStore:
