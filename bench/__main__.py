@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import activations, budget, keys, parts, simulated, store, tables, training
+from bench import activations, budget, cached_rows, keys, parts, simulated, store, tables, training
 from bench.command import FIGURES, main
 from bench.fio.command import main as run_job_files
 
@@ -23,6 +23,7 @@ if __name__ == "__main__":
         store.QUESTIONS
         | keys.QUESTIONS
         | parts.QUESTIONS
+        | cached_rows.QUESTIONS
         | training.QUESTIONS
         | budget.QUESTIONS
         | activations.QUESTIONS

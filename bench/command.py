@@ -28,6 +28,8 @@ FIGURES = (
     "lease-growth",
     "idle-key",
     "part-reads",
+    "cached-row-hits",
+    "cached-row-bytes",
     "device-budget",
     "swap-peak",
     "swap-plan",

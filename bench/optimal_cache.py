@@ -51,6 +51,36 @@ def optimal_hits(batches: Sequence[Ids], slots: int, *, may_pass_by: bool = Fals
     return hits
 
 
+def informed_hits(batches: Sequence[Ids], slots: int) -> Ids:
+    """Return the hits of a cache that knows how often each row is asked for in all, but not when.
+
+    Where ids are drawn independently of each other nobody who does not know the future has more.
+
+    Args:
+        batches: the ids that each asks for, distinct, in any order.
+        slots: rows that there is room for, as many as the largest batch at least.
+
+    Raises:
+        ValueError: a batch has ids twice, or more than there are slots.
+    """
+    numbers, _ = _next_batches(batches)
+    counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *numbers]))
+    cached = np.zeros(len(counts), np.bool_)
+    hits = np.zeros(len(batches), np.int64)
+    for at, rows in enumerate(numbers):
+        if len(rows) > slots:
+            raise ValueError(f"batch {at} asks for {len(rows)} rows, and there are {slots} slots")
+        hits[at] = np.count_nonzero(cached[rows])
+        cached[rows] = False
+        waiting = np.flatnonzero(cached)
+        cached[rows] = True
+        excess = len(waiting) + len(rows) - slots
+        if excess > 0:
+            seldom = np.argpartition(counts[waiting], excess - 1)[:excess]
+            cached[waiting[seldom]] = False
+    return hits
+
+
 def _next_batches(batches: Sequence[Ids]) -> tuple[list[Ids], list[Ids]]:
     """Return for each batch its rows, by small numbers, and which batch asks for each of them next.
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bench.optimal_cache import optimal_hits
+from bench.optimal_cache import informed_hits, optimal_hits
 
 Batch = frozenset[int]
 
@@ -72,3 +72,16 @@ def test_a_batch_that_no_slots_have_room_for_is_refused() -> None:
 def test_an_id_that_a_batch_has_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="batch 0 has ids more than once"):
         optimal_hits([np.array([1, 1])], 2)
+
+
+@given(batches, st.integers(4, 6))
+def test_who_knows_the_counts_has_no_more_hits_than_who_knows_the_future(
+    trace: list[Batch], slots: int
+) -> None:
+    found = informed_hits(as_arrays(trace), slots)
+    assert found.sum() <= optimal_hits(as_arrays(trace), slots).sum()
+
+
+def test_who_knows_the_counts_keeps_what_is_asked_for_most() -> None:
+    trace = [[0, 1], [2], [0], [3], [0, 1], [4], [0]]
+    assert informed_hits([np.array(each) for each in trace], 2).tolist() == [0, 0, 1, 0, 1, 0, 1]
