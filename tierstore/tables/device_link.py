@@ -15,6 +15,7 @@ Places = npt.NDArray[np.int64]
 
 _ROWS: Final = 0  # the dimension
 _SMALL: Final = 1 << 31
+_SHORT: Final = 1 << 15
 
 
 class DeviceLink:
@@ -56,15 +57,20 @@ class DeviceLink:
         """Return numbers on the device.
 
         Args:
-            numbers: int64 in host memory, at least 0; carried with four bytes each where that suffices.
+            numbers: int64 in host memory, at least 0; carried with two or four bytes each if these suffice.
         """
-        if not numbers.numel() or numbers.max() < _SMALL:
-            numbers = numbers.to(torch.int32)
-        else:
-            numbers = numbers.clone()  # nobody writes to what the carrier has
+        most = int(numbers.max()) if numbers.numel() else 0
+        if most < 2 * _SHORT:
+            brought = self._carry_numbers((numbers - _SHORT).to(torch.int16))
+            return brought.to(torch.int64).add_(_SHORT)
+        if most < _SMALL:
+            return self._carry_numbers(numbers.to(torch.int32)).to(torch.int64)
+        return self._carry_numbers(numbers.clone())  # nobody writes to what the carrier has
+
+    def _carry_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         brought = self._carrier.to_device(numbers.contiguous())
         self.bytes_to_device += numbers.nbytes
-        return brought.to(torch.int64)
+        return brought
 
     def take_numbers_back(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return numbers of the device in host memory.  Blocks."""
