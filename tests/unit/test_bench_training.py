@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import activations, budget, keys, parts, simulated, store, tables, training
+from bench import activations, budget, cached_rows, keys, parts, simulated, store, tables, training
 from bench.command import FIGURES, Question, Settings
 from bench.training import Floor
 from bench.workload import Trainee, Workload
@@ -16,7 +16,7 @@ QUESTIONS = training.QUESTIONS | budget.QUESTIONS | tables.QUESTIONS
 
 
 def test_every_figure_of_the_page_has_one_question() -> None:
-    modules = [store, keys, parts, training, budget, activations, simulated, tables]
+    modules = [store, keys, parts, training, budget, activations, simulated, tables, cached_rows]
     names = [name for module in modules for name in module.QUESTIONS]
     assert sorted(names) == sorted(FIGURES)
 
