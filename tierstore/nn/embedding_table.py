@@ -305,7 +305,8 @@ class EmbeddingTable(nn.Module):
         """
         if state:
             self.weight.begun_for = None
-        load_table(self.weight.rows_for("is loaded"), Path(path), state)
+        with self.weight.loading() as store:
+            load_table(store, Path(path), state)
 
     def stats(self) -> TableStats:
         """Return what it did so far."""

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -124,6 +125,34 @@ class TableWeight(nn.Parameter):
         if self.require is not None:
             self.require(f"the table {self.table_name!r} {what}")
         return self.row_store
+
+    @property
+    def is_released(self) -> bool:
+        """Whether its rows are of a run that was left, and cannot be asked for."""
+        return self._store.why_ended is not None
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[RowStore]:
+        """Yield where all rows are about to be written.
+
+        They are where they were, or, if they were released, in a table of their own, which nobody sees before
+        all of them are there.
+
+        Raises:
+            UsageError: as of `rows_for`.
+        """
+        store = self.rows_for("is loaded")
+        if store.why_ended is None:
+            yield store
+            return
+        store = store.anew()
+        yield store
+        self.row_store = store
+
+    def release(self, why: str) -> None:
+        """Let the rows not be asked for any more; see `RowStore.end`.  What is owed is of no use then."""
+        self._owed.clear()
+        self._store.end(why)
 
     def _settle(self) -> None:
         while self._owed:
@@ -367,12 +396,12 @@ def _watch_optimizers() -> None:
 
 def _copied(weight: TableWeight, values: torch.Tensor, non_blocking: bool = False) -> TableWeight:
     del non_blocking
-    store = weight.rows_for("is loaded")
     if values.shape != weight.shape:
-        raise UsageError(f"copy_: values of shape {list(values.shape)} for the {described(store)}")
-    if not isinstance(values, TableEntry):
-        write_all(store, ROWS, values)
-    elif values.weight.row_store is not store or values.column != ROWS:
-        for part, rows in blocks_of(values.weight.row_store, values.column):
-            write_part(store, ROWS, part, rows)
+        raise UsageError(f"copy_: values of shape {list(values.shape)} for the {weight.description}")
+    with weight.loading() as store:
+        if not isinstance(values, TableEntry):
+            write_all(store, ROWS, values)
+        elif values.weight.row_store is not store or values.column != ROWS:
+            for part, rows in blocks_of(values.weight.row_store, values.column):
+                write_part(store, ROWS, part, rows)
     return weight

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tierstore.errors import UsageError
+from tierstore.errors import StoreClosed, UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.row_blocks import blocks_of, write_all, write_part
 from tierstore.nn.table_weight import TableEntry, TableWeight
@@ -122,6 +122,11 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
             state["step"] = self.first_step()
             state |= {name: TableEntry.of(weight, name) for name in initial}
         loaded = [name for name in initial if not _is_of(state[name], weight, name)]
+        if {*initial} - {*loaded} - {column.name for column in store.columns}:
+            raise StoreClosed(
+                f"what {type(self).__name__} keeps of the {weight.description} was released when its run was "
+                "closed, and rows were loaded since. Load its state dict, too, or make it anew.",
+            )
         if loaded:
             _write_columns(store, {Column(name, initial[name]): state[name] for name in loaded})
             state |= {name: TableEntry.of(weight, name) for name in loaded}

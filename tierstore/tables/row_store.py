@@ -496,6 +496,15 @@ class RowStore:
         if self._pages.log is not None:
             self._pages.log.place.medium.close()
 
+    @property
+    def why_ended(self) -> str | None:
+        """Why nobody can ask for its rows any more, as a whole message; None: they can be asked for."""
+        return self._ended
+
+    def anew(self) -> RowStore:
+        """Return a table by itself as this one was made, with as many rows: of it, none was written."""
+        return RowStore(self.num_rows, self.width, self.dtype, self.initial_rows, name=self.name)
+
     def _here(self) -> TablePages:
         """Return the pages.
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
+from tierstore.nn.table_weight import TableWeight
 from tierstore.planning import PlacedMark, Placement, Stashing, rules
 from tierstore.planning.placement import patterns_in
 from tierstore.planning.rules import HOST
@@ -120,7 +121,8 @@ _IN_PARTS = (
 
 
 def _why_no_values(tensor: torch.Tensor) -> str | None:
-    if placeholder_of(tensor) is not None:
+    is_released = isinstance(tensor, TableWeight) and tensor.is_released
+    if is_released or placeholder_of(tensor) is not None:
         return (
             "it was released when a former run was closed, and has no values; go on from the checkpoint of "
             "that run with durable=True and its offload_path, pass weights=..., or give it values with "

@@ -578,7 +578,7 @@ class Session:
         self.come_to_rest(ending)
         self.adopter.restore_all(self.bundles, ending)
         for weight in list(self.tables.attached()):
-            ending.attempt(functools.partial(self.tables.restore, weight))
+            ending.attempt(functools.partial(self.tables.undo, weight))
         self.gradients.restore(ending)
         self.buffers.end(ending)
         self.end(ending)

@@ -86,6 +86,7 @@ class RunTables:
         self._wishes = wishes
         self._caches = DeviceCaches(store, {})
         self._shares: Mapping[str, int] = {}
+        self._released_before: dict[TableWeight, str] = {}  # this run, with what they say
         self._require: Callable[[str], object] | None = None
         self._leases: dict[TableWeight, Lease | None] = {}  # None: host memory is emptied
         self._media: dict[str, StoreBlocks] = {}
@@ -173,6 +174,8 @@ class RunTables:
     def take_in(self, former: Mapping[str, Snapshot] = MappingProxyType({})) -> None:
         """Let rows lie in the store, of those tables that have none there yet.  Blocks.
 
+        Those of a table that was released and that no checkpoint has are about to be loaded.
+
         Args:
             former: what a checkpoint has of tables, by name: their rows are those.
 
@@ -191,6 +194,11 @@ class RunTables:
             home = TableHome(memory, self._log_place(name), setting=_SETTING, name=name)
             if name in former:
                 weight.row_store = _restored(former[name], weight.row_store, home)
+            elif (why := weight.row_store.why_ended) is not None:
+                fresh = weight.row_store.anew()
+                fresh.attach(home)
+                weight.row_store = fresh
+                self._released_before[weight] = why
             else:
                 weight.row_store.attach(home)
             weight.require = self._require
@@ -360,6 +368,13 @@ class RunTables:
         weight.row_store.detach()
         self._let_go(weight)
 
+    def undo(self, weight: TableWeight) -> None:
+        """Let a table be what it was before the run, which could not be opened; raises as `restore`."""
+        if weight in self._released_before:
+            self.release(weight, self._released_before[weight])
+        else:
+            self.restore(weight)
+
     def release(self, weight: TableWeight, why: str) -> None:
         """Let a table say where its rows are.
 
@@ -367,7 +382,7 @@ class RunTables:
             weight: its parameter.
             why: they cannot be read any more.
         """
-        weight.row_store.end(why)
+        weight.release(why)
         self._let_go(weight)
 
     def _let_go(self, weight: TableWeight) -> None:

@@ -27,9 +27,9 @@ def load_rows(weight: TableWeight, file: TensorSource, name: str, column: str = 
         name: of the tensor, which has the table's shape.
         column: which of the table's.
     """
-    store = weight.rows_for("is loaded")
-    for part in parts_of(store):
-        write_part(store, column, part, file.read_rows(name, part.start, part.stop))
+    with weight.loading() as store:
+        for part in parts_of(store):
+            write_part(store, column, part, file.read_rows(name, part.start, part.stop))
 
 
 def load_states(
