@@ -74,14 +74,21 @@ class BesideTables(TableOptimizer):
         for weight, _ in weights:
             assert weight.grad is not None
             check_gradient(weight, weight.grad)
-        for weight, group in weights:
-            assert weight.grad is not None
-            self.step_table(weight, -weight.grad if group["maximize"] else weight.grad, group)
+        with self.failed_step.step_of(weight for weight, _ in weights):
+            for weight, group in weights:
+                assert weight.grad is not None
+                if not self.failed_step.has(weight):
+                    self.step_table(weight, -weight.grad if group["maximize"] else weight.grad, group)
+                    self.failed_step.note(weight)
+            self._step_the_rest()
+        return loss
+
+    def _step_the_rest(self) -> None:
+        """Let PyTorch's step be made of what is no table."""
         step = self.theirs.step
         with self._tables_aside():
             # Without what PyTorch puts around it to call hooks, which are called for this step already.
             getattr(step, "__wrapped__", step)(self) if getattr(step, "hooked", False) else step(self)
-        return loss
 
     def check(self, group: Options) -> None:
         """See `TableOptimizer.check`."""

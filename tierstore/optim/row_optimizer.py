@@ -48,10 +48,12 @@ class RowOptimizer(TableOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
+        every = [(each, group) for group in self.param_groups for each in group["params"]]
+        with self.failed_step.step_of(each for each, _ in every):
+            for parameter, group in every:
+                if parameter.grad is not None and not self.failed_step.has(parameter):
                     self._step(parameter, _prepared(parameter.grad, group), group)
+                    self.failed_step.note(parameter)
         return loss
 
     def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Options) -> None:

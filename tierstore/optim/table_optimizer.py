@@ -4,6 +4,7 @@
 2. In ``optimizer.state`` a state of a table is a `TableEntry`: dense for whoever reads it.  A dense tensor
    that is found there, since one was loaded, is written to the column.
 3. A table that another optimizer has stepped before begins with new state.
+4. A step that fails leaves each parameter stepped or as it was, and the next one goes on from there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tierstore.errors import StoreClosed, UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.row_blocks import blocks_of, write_all, write_part
 from tierstore.nn.table_weight import TableEntry, TableWeight
+from tierstore.optim.failed_step import FailedStep
 from tierstore.optim.targets import target_of
 from tierstore.tables import ROWS, Column, RowStore, Visit
 
@@ -35,6 +37,15 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
     """
 
     steps_tables: ClassVar[bool] = True
+    _failed_step: FailedStep | None = None
+
+    @property
+    def failed_step(self) -> FailedStep:
+        """What the last step has changed, if it has failed in its midst."""
+        known = self._failed_step
+        if known is None or not known.is_of(self):
+            known = self._failed_step = FailedStep(self)
+        return known
 
     def add_param_group(self, param_group: Options) -> None:
         """See PyTorch.

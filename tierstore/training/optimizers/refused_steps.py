@@ -13,7 +13,7 @@ such a step is left to the optimizer as a whole.
    parameter, one that treats parameters by the first of their group since their types differ
    (``Adafactor``), and one of fused ``SGD`` that is the first with momentum for some of a group.
 
-Knows nothing of bundles.
+Tables are stepped by an optimizer's own step in any case, and checked there.  Knows nothing of bundles.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.nn.table_weight import TableWeight
 from tierstore.training.autograd.gradient import show_gradient
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.bundles.bindings import natively
@@ -142,7 +143,7 @@ def _unusual(
         found: dict[RefusalKind, Entries] = {}
         with natively():
             for parameter in group["params"]:
-                gradient = gradients.look_at(parameter)
+                gradient = None if isinstance(parameter, TableWeight) else gradients.look_at(parameter)
                 if gradient is None:
                     continue
                 entries = optimizer.state.get(parameter, {})

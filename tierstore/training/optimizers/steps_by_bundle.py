@@ -14,18 +14,25 @@ to do: its groups name only the parameters that are not offloaded, until a post-
    is left to it as a whole (`tierstore.training.optimizers.whole_steps`): what is stepped before it raises is
    what plain PyTorch steps.
 6. A step is linear in its parameters: which bundle each is in is looked up once.
+7. A step that has failed in its midst is gone on with by the next one: bundles that were stepped with the
+   gradients that they have still are not stepped twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tierstore.errors import CapacityError
+from tierstore.optim.failed_step import GradientMark
+from tierstore.optim.table_optimizer import TableOptimizer
+from tierstore.training.autograd.gradient import native_gradient
+from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.faults import guard
 from tierstore.training.optimizers.refused_steps import refuses
@@ -80,6 +87,7 @@ class StepsByBundle:
         self._whole: WholeSteps | None = None  # makes the step that is under way
         self._progress = Progress.WHOLE
         self._own_seconds = 0.0
+        self._stepped: dict[Binding, _Stepped] = {}  # in the step that is under way, or has failed
         self._ahead = SpeculativeSteps(optimizer, trainer, expectations, self._turn_of, state.bindings.get)
 
     @property
@@ -108,6 +116,10 @@ class StepsByBundle:
             self._known_entries = len(self.optimizer.state)
             self._step_all(others)
             self._leave_the_rest()
+            if any(
+                each.grad is not None for group in self.optimizer.param_groups for each in group["params"]
+            ):
+                self._progress = Progress.PARTIAL
             self._own_seconds += time.perf_counter() - begin
         return None if closure is None else ((self.optimizer, lambda: loss), others)
 
@@ -136,7 +148,9 @@ class StepsByBundle:
         has_ended = is_by_bundle or self._whole is not None
         if self._whole is not None:
             self._whole.after()
+        if has_ended:
             self._progress = Progress.WHOLE
+            self._stepped.clear()
         self.abandon()
         if is_by_bundle and len(self.optimizer.state) > self._known_entries + 1:
             self._order_new_entries()
@@ -156,10 +170,16 @@ class StepsByBundle:
         if whole is not None:
             whole.abandon()
             self._own_seconds += whole.seconds
-            self._progress = Progress.PARTIAL if whole.is_partial else self._progress
+            is_partial = whole.is_partial or self._has_stepped_tables
+            self._progress = Progress.PARTIAL if is_partial else self._progress
         for group, parameters in self._withheld:
             group["params"] = parameters
         self._withheld.clear()
+
+    @property
+    def _has_stepped_tables(self) -> bool:
+        """Whether its own step has failed after it had stepped a table."""
+        return isinstance(self.optimizer, TableOptimizer) and self.optimizer.failed_step.is_partial
 
     def require_whole(self) -> None:
         """See `Steps.require_whole`."""
@@ -192,7 +212,7 @@ class StepsByBundle:
         self._members = by_bundle(self.optimizer)
         try:
             all_turns = turns_of(self._members, self._trainer.order, self._gradients.has)
-            turns = [turn for turn in all_turns if not self._take_ahead(turn)]
+            turns = [turn for turn in all_turns if not self._is_stepped(turn) and not self._take_ahead(turn)]
             for number, turn in enumerate(turns):
                 if number + 1 < len(turns):
                     then = turns[number + 1]
@@ -243,12 +263,32 @@ class StepsByBundle:
     def end_pass(self) -> None:
         """A whole backward pass has stepped all that it had to."""
         self._progress = Progress.WHOLE
+        self._stepped.clear()
+
+    @contextlib.contextmanager
+    def _noting(self, turn: StepUnit) -> Iterator[Callable[[], None]]:
+        """Yield what is called when a bundle has been stepped: it is, whatever fails after that."""
+        stepped: list[StepUnit] = []
+        try:
+            yield lambda: stepped.append(turn)
+        finally:
+            if stepped:
+                self._stepped[turn.bundle] = _Stepped(turn, self._gradients)
 
     def _take_ahead(self, turn: StepUnit) -> bool:
         is_taken = self._ahead.take(turn)
         if is_taken:
             self._progress = Progress.PARTIAL
+            self._stepped[turn.bundle] = _Stepped(turn, self._gradients)
         return is_taken
+
+    def _is_stepped(self, turn: StepUnit) -> bool:
+        """Whether a step that has failed had stepped a bundle, with the gradients that it has still."""
+        known = self._stepped.get(turn.bundle)
+        if known is None or not known.is_of(turn, self._gradients):
+            return False
+        self.state.take_in(turn.bundle, turn.parameters)  # that may be what has failed
+        return True
 
     def _turn_of(self, bundle: Binding) -> StepUnit | None:
         """Return what the step of one bundle would be about, by the groups of the last step."""
@@ -266,7 +306,11 @@ class StepsByBundle:
         state = self.state.bindings.get(turn.bundle)
         needed = [turn.bundle, *(binding for _, binding in stashed), *([state] if state else [])]
         needed = [binding for binding in needed if binding not in held]
-        with placed(bindings, needed, self._trainer.step_tier(turn.bundle)), bindings.window(needed):
+        with (
+            self._noting(turn) as has_stepped,
+            placed(bindings, needed, self._trainer.step_tier(turn.bundle)),
+            bindings.window(needed),
+        ):
             turn.bundle.is_dirty = True
             if state is not None:
                 state.is_dirty = True
@@ -279,12 +323,43 @@ class StepsByBundle:
             try:
                 with only(self.optimizer, turn.groups), in_sight():
                     own_step(self.optimizer)(self.optimizer, **kwargs)
+                has_stepped()
             finally:
                 changed = self._gradients.hide(stashed)
         for parameter, value in changed:  # the step itself forgot or replaced them
             self._gradients.assign(parameter, value)
         self.state.take_in(turn.bundle, turn.parameters)
         self._ahead.push_down(turn)
+
+
+class _Stepped:
+    """The gradients with which a bundle was stepped.
+
+    Args:
+        turn: of the bundle.
+        gradients: of the model.
+    """
+
+    def __init__(self, turn: StepUnit, gradients: Gradients) -> None:
+        self._turn = turn
+        self._stashed = _stashed(turn, gradients)
+        self._others = [GradientMark(native_gradient(each)) for each in turn.parameters]
+
+    def is_of(self, turn: StepUnit, gradients: Gradients) -> bool:
+        """Whether a bundle's turn is the same again."""
+        return (
+            turn.is_same(self._turn)
+            and _stashed(turn, gradients) == self._stashed
+            and all(
+                mark.is_of(native_gradient(each))
+                for mark, each in zip(self._others, turn.parameters, strict=True)
+            )
+        )
+
+
+def _stashed(turn: StepUnit, gradients: Gradients) -> list[tuple[Binding, int]]:
+    """Return the gradients of a bundle that are in the store, with how often they were written."""
+    return [(binding, binding.writes) for _, binding in gradients.bindings_of(turn.parameters)]
 
 
 def _split_closure(
