@@ -264,7 +264,8 @@ class PartReader:
         self._warn_if_whole(nbytes)
         with self._lock:
             self._refuse_if_closed()
-            values = [self._of(key) for key in keys]
+            held = {key: self._of(key) for key in dict.fromkeys(keys)}
+            values = [held[key] for key in keys]
             self._check(values, begins, nbytes)
             users = set(values)
             for value in users:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,15 @@ from tests.files_disk import (
 from tierstore.errors import BackendError, IntegrityError, UsageError
 from tierstore.spi import PartialError, Record
 from tierstore.units import MIB
-from tierstore_backends.files.io.io_request import Direction, FileSlot, FileSlotState, IoRequest, cut_parts
+from tierstore_backends.files.io.io_request import (
+    Direction,
+    FileSlot,
+    FileSlotState,
+    IoRequest,
+    PartsRun,
+    RunCut,
+    cut_parts,
+)
 
 
 def expected(parts: list[tuple[int, int]], nbytes: int, whole_bytes: int) -> torch.Tensor:
@@ -214,4 +223,100 @@ def test_a_part_is_cut_at_the_addresses_that_hold_it(
         for i in range(0, fragment.stop - fragment.start, PAGE):
             found[fragment.start // PAGE + i // PAGE] = (fragment.address + i) // PAGE
     assert found == dict(enumerate(addresses[b + n] for b in begins for n in range(pages)))
+    assert transfer.remaining == len(transfer.fragments)
+
+
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
+def test_of_many_parts_those_fail_whose_calls_do(tmp_path: Path, engine: str) -> None:
+    kernel = ScriptedKernel()
+    files = open_files(tmp_path, syscalls=kernel, engine=engine, aio_queue_depth=2)
+    slots = written(files, 4, MIB)
+    chance = random.Random(3)
+    parts = [(chance.randrange(4), chance.randrange(256) * PAGE) for _ in range(150)]
+    given = [slots[n] for n, _ in parts], [begin for _, begin in parts], PAGE
+    whole = expected(parts, PAGE, MIB).view(150, PAGE)
+    for n in (1, 2, 40, 77):
+        before = files.io_stats
+        kernel.twist = Nth(n, failing(errno.EIO), "read")
+        into = blank(150 * PAGE)
+        error = outcome(files.read_parts(*given, into))
+        kernel.twist = None
+        failed = set(error.errors) if isinstance(error, PartialError) else set()
+        assert len(failed) <= 1  # pages that touch are asked for again, one by one
+        there = [i for i in range(150) if i not in failed]
+        assert into.view(150, PAGE)[there].equal(whole[there])
+        after = files.io_stats
+        assert after.fragments - before.fragments == 150
+        assert after.unchecked_bytes - before.unchecked_bytes == len(there) * PAGE
+    files.close()
+
+
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
+@pytest.mark.parametrize(
+    "twist", [lambda _: PAGE, failing(errno.EINTR), failing(errno.EINVAL)], ids=["short", "EINTR", "EINVAL"]
+)
+def test_parts_that_come_short_or_late_are_all_there(
+    tmp_path: Path, engine: str, twist: Callable[..., int]
+) -> None:
+    kernel = ScriptedKernel()
+    files = open_files(tmp_path, syscalls=kernel, engine=engine, aio_queue_depth=2)
+    slots = written(files, 2, MIB)
+    parts = [(n, page * PAGE) for page in (0, 1, 2, 9, 30, 31, 77, 80, 90, 101) for n in (0, 1)]
+    for n in (1, 3, 7):
+        kernel.twist = Nth(n, twist, "read")
+        into = blank(2 * len(parts) * PAGE)
+        finish(files.read_parts([slots[n] for n, _ in parts], [b for _, b in parts], 2 * PAGE, into))
+        kernel.twist = None
+        assert into.equal(expected(parts, 2 * PAGE, MIB))
+    files.close()
+
+
+def test_memory_that_the_disk_cannot_use_is_filled_with_many_parts(tmp_path: Path) -> None:
+    files = open_files(tmp_path)
+    slots = written(files, 1, MIB)
+    begins = [page * PAGE for page in range(0, 200, 2)]
+    into = blank(100 * PAGE, misalignment=1)
+    finish(files.read_parts(slots * 100, begins, PAGE, into))
+    assert into.equal(expected([(0, begin) for begin in begins], PAGE, MIB))
+    files.close()
+
+
+@given(
+    pages=st.lists(st.integers(0, 60), min_size=1, max_size=60),
+    drives=st.integers(1, 3),
+    length=st.integers(1, 3),
+    depth=st.integers(1, 8),
+    piece=st.integers(3, 9),
+    segment=st.integers(6, 16),
+)
+@settings(max_examples=200)
+def test_runs_have_every_part_once(
+    pages: list[int], drives: int, length: int, depth: int, piece: int, segment: int
+) -> None:
+    span = 16 * segment * PAGE  # a multiple of what a file has
+    slots = [FileSlot(64 * PAGE, [(n * span, n * span + 64 * PAGE)], None, 16 * PAGE) for n in range(drives)]
+    given_slots = [slots[page % drives] for page in pages]
+    begins = [page * PAGE for page in pages]
+    into = torch.zeros(len(pages) * length * PAGE, dtype=torch.uint8)
+    transfer = IoRequest(Direction.READ, given_slots, [into] * len(pages), is_whole=False)
+    cut = RunCut(depth, span, piece * PAGE)
+    cut_parts(transfer, begins, length * PAGE, segment_bytes=segment * PAGE, runs=cut)
+    found: dict[int, int] = {}
+    for fragment in transfer.fragments:
+        if not isinstance(fragment, PartsRun):
+            found.setdefault(fragment.part, fragment.address)  # the first of those that cross
+            continue
+        assert len({each.address // span for each in fragment.pieces}) == 1
+        for each in fragment.pieces:
+            nbytes = len(each.positions) * length * PAGE
+            assert nbytes <= piece * PAGE
+            assert each.address // (segment * PAGE) == (each.address + nbytes - 1) // (segment * PAGE)
+            for number, position in enumerate(each.positions):
+                assert position not in found
+                found[position] = each.address + number * length * PAGE
+        assert fragment.errors == {}
+        fragment.error = BackendError("all of it")
+        assert set(fragment.errors) == {position for each in fragment.pieces for position in each.positions}
+    wanted = [slot.extents[0][0] + begin for slot, begin in zip(given_slots, begins, strict=True)]
+    assert [found[position] for position in range(len(pages))] == wanted
     assert transfer.remaining == len(transfer.fragments)

@@ -30,7 +30,7 @@ from tierstore_backends.files.addressing.segments import Files
 from tierstore_backends.files.engines.gpu import GpuFiles
 from tierstore_backends.files.extents import Extent
 from tierstore_backends.files.io.bounce import Bounce
-from tierstore_backends.files.io.io_request import Direction, FileSlotState, Fragment
+from tierstore_backends.files.io.io_request import Direction, FileSlotState, Fragment, PartsRun, Piece
 from tierstore_backends.files.io.io_stats import IoCounts
 from tierstore_backends.files.io.syscalls import KernelCall, Syscalls
 
@@ -95,6 +95,12 @@ class BatchIo:
 
     def steps(self, batch: Sequence[Fragment]) -> Steps:
         """Move fragments that are neighbours in a file, all in one direction; note errors at them."""
+        if isinstance(batch[0], PartsRun):  # always alone
+            yield from self._move_run(batch[0])
+            return
+        yield from self._move_fragments(batch)
+
+    def _move_fragments(self, batch: Sequence[Fragment]) -> Steps:
         counts = self.counts
         counts.fragments += len(batch)
         if self._gpu is not None and any(fragment.transfer.ready for fragment in batch):
@@ -114,6 +120,61 @@ class BatchIo:
                 yield from self._move_alone(fragment, view)
         if not is_write:
             self._verify(batch, views)
+
+    def _move_run(self, run: PartsRun) -> Steps:
+        """Read the parts of a run, a call for each piece; what is not simple goes the way of fragments."""
+        buffer, nbytes = run.buffer, run.nbytes
+        whole = memoryview(buffer.numpy())  # type: ignore[arg-type]  # 3.11's stubs know no Buffer
+        is_straight = not (buffer.data_ptr() % self._memory_alignment_bytes or nbytes % self._alignment_bytes)
+        is_straight = is_straight and not nbytes % self._memory_alignment_bytes
+        done_bytes = calls = 0
+        began_s = time.perf_counter()
+        for piece in run.pieces:
+            positions = piece.positions
+            wanted = len(positions) * nbytes
+            if not is_straight or (self._is_joining and len(positions) > 1):
+                yield from self._move_piece(run, piece)
+                continue
+            vector = [whole[position * nbytes : position * nbytes + nbytes] for position in positions]
+            try:
+                fd, offset = self._segments.locate(piece.address, piece.address + wanted)
+            except OSError as error:
+                outcome: Outcome = error.with_traceback(None)  # rule 4
+            else:
+                outcome = yield KernelCall(Direction.READ, fd, piece.address, vector, offset)
+            calls += 1
+            if outcome == wanted:
+                done_bytes += wanted
+            else:
+                self.counts.short_transfers += not isinstance(outcome, OSError)
+                yield from self._go_on_with_piece(run, piece, outcome)
+        counts = self.counts
+        counts.call_seconds += time.perf_counter() - began_s
+        counts.fragments += done_bytes // nbytes
+        counts.merged_batches += sum(len(piece.positions) > 1 for piece in run.pieces)
+        counts.read_calls += calls
+        counts.read_bytes += done_bytes
+        counts.unchecked_bytes += done_bytes
+
+    def _go_on_with_piece(self, run: PartsRun, piece: Piece, outcome: Outcome) -> Steps:
+        """Take in that a call has not read all of a piece."""
+        hopeless = isinstance(outcome, OSError) and outcome.errno not in _AGAIN | _BOUNCE_MAY_HELP
+        if hopeless and len(piece.positions) == 1:
+            assert isinstance(outcome, OSError)
+            (fragment,) = run.fragments_of(piece)
+            run.failed[fragment.part] = self._explain(fragment, outcome)
+            self.counts.fragments += 1
+            return
+        self.counts.retries += isinstance(outcome, OSError)
+        yield from self._move_piece(run, piece)
+
+    def _move_piece(self, run: PartsRun, piece: Piece) -> Steps:
+        """Move a piece of a run as fragments."""
+        fragments = run.fragments_of(piece)
+        yield from self._move_fragments(fragments)
+        for fragment in fragments:
+            if fragment.error is not None:
+                run.failed[fragment.part] = fragment.error
 
     def _move_mixed(self, batch: Sequence[Fragment], gpu: GpuFiles) -> Steps:
         """Move fragments of which some are a GPU's: each alone, without checksums."""

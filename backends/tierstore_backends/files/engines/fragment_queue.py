@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from tierstore_backends.files.io.io_request import Direction, Fragment
+from tierstore_backends.files.io.io_request import Direction, Fragment, PartsRun
 
 BATCH_PIECES = 512
 """The most fragments in one call: each needs two I/O vectors at most, and Linux takes 1,024."""
@@ -42,9 +42,11 @@ class FragmentQueue:
         """Let ``fragment`` wait."""
         fragment.is_queued = True
         self._order.append(fragment)
+        self._count += 1
+        if isinstance(fragment, PartsRun):  # has no neighbours
+            return
         self._by_start[fragment.address] = fragment
         self._by_end[fragment.end] = fragment
-        self._count += 1
 
     def take(self, most: int) -> list[Fragment]:
         """Return the oldest fragment and its neighbours: at most ``most``, in file order; or none."""
@@ -52,6 +54,8 @@ class FragmentQueue:
             oldest = self._order.popleft()
             if oldest.is_queued:
                 self._remove(oldest)
+                if isinstance(oldest, PartsRun):
+                    return [oldest]
                 return self._with_neighbours(oldest, min(most, BATCH_PIECES))
         return []
 

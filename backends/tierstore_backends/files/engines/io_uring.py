@@ -1,8 +1,9 @@
 """One thread that owns a ring: many calls in the kernel at a time, and no thread waits for any of them.
 
 The thread turns.  A turn begins some of what waits, submits it, and then settles one of the batches that have
-ended; so bytes are summed and compared while other fragments are on their way.  What it begins is little at
-a time, so that the first fragment moves while the checksum of the second is made.
+ended, or several that are not summed; so bytes are summed and compared while other fragments are on their
+way.  What it begins is little at a time, so that the first fragment moves while the checksum of the second is
+made.
 
 Rule R1: a batch holds its memory until the kernel has told that the call has ended.
 Rule R2: writes in flight are at most `_MOST_WRITE_BYTES`, for a read that comes later waits behind them.
@@ -24,7 +25,7 @@ from tierstore_backends.files.engines.base import Pace, log, note_unforeseen
 from tierstore_backends.files.engines.batch_io import BatchIo, Outcome
 from tierstore_backends.files.engines.fragment_queue import FragmentQueues
 from tierstore_backends.files.engines.schedule import EngineOrder, MayBegin, Schedule
-from tierstore_backends.files.io.io_request import Direction, Fragment
+from tierstore_backends.files.io.io_request import Direction, Fragment, PartsRun
 from tierstore_backends.files.io.syscalls import Ring
 
 _MOST_WRITE_BYTES = 64 * MIB  # 16 blocks of 4 MiB keep a drive busy; 64 MiB delay a read by 20 ms at 3 GB/s
@@ -128,6 +129,10 @@ class RingEngine:
         self._reap()
         if self._ended:
             self._settle(self._ended.popleft())
+            for _ in range(_AT_ONCE - 1):  # those that are not summed cost next to nothing
+                if not (self._ended and isinstance(self._ended[0].batch[0], PartsRun)):
+                    break
+                self._settle(self._ended.popleft())
             return True
         return has_begun or self._rest()
 

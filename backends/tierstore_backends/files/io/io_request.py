@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from itertools import groupby
+from typing import NamedTuple, Protocol
 
 from tierstore.spi import Buffer, Completion, PartialError
 from tierstore.units import align_up
 from tierstore_backends.files.extents import Extent
+
+_LEAST_IN_RUN = 4  # a run costs as much Python as a fragment does
+_MOST_IN_RUN = 32
+_MOST_IN_PIECE = 512  # Linux takes 1,024 pieces of memory in one call
 
 
 class FileSlotState(enum.Enum):
@@ -127,7 +132,9 @@ class IoRequest:
         self.buffers = self.fragments = ()
         errors: dict[int, BaseException] = {}
         for fragment in fragments:
-            if fragment.error is not None:
+            if isinstance(fragment, PartsRun):
+                errors.update(fragment.errors)
+            elif fragment.error is not None:
                 errors.setdefault(fragment.part, fragment.error)
         if self.direction is Direction.WRITE:
             self._keep(fragments, errors)
@@ -192,6 +199,56 @@ class Fragment:
         return whole if len(whole) == self.stop - self.start else whole[self.start : self.stop]
 
 
+class Piece(NamedTuple):
+    """Parts that lie one after another in a file: what one call reads.
+
+    Attributes:
+        address: where they begin.
+        positions: which of the transfer's parts they are, in the file's order.
+    """
+
+    address: int
+    positions: Sequence[int]
+
+
+class PartsRun(Fragment):
+    """Many parts of one read, which wait and are moved together: a call for each piece, one after another.
+
+    So that what is done in Python is little for each of them.
+
+    Args:
+        transfer: of which all parts have one buffer.
+        pieces: of one drive.
+        nbytes: of a part.
+    """
+
+    __slots__ = ("failed", "nbytes", "pieces")
+
+    def __init__(self, transfer: FragmentOwner, pieces: Sequence[Piece], nbytes: int) -> None:
+        address = pieces[0].address
+        count = sum(len(piece.positions) for piece in pieces)
+        super().__init__(transfer, pieces[0].positions[0], 0, 0, count * nbytes, (address, address + nbytes))
+        self.pieces = pieces
+        self.nbytes = nbytes
+        self.failed: dict[int, BaseException] = {}
+
+    @property
+    def errors(self) -> Mapping[int, BaseException]:
+        """Why parts have failed, by their positions."""
+        if self.error is None:
+            return self.failed
+        return {position: self.error for piece in self.pieces for position in piece.positions}
+
+    def fragments_of(self, piece: Piece) -> list[Fragment]:
+        """Return the parts of a piece as fragments of their own."""
+        found: list[Fragment] = []
+        for number, position in enumerate(piece.positions):
+            address, start = piece.address + number * self.nbytes, position * self.nbytes
+            extent = address, address + self.nbytes
+            found.append(Fragment(self.transfer, position, 0, start, start + self.nbytes, extent))
+        return found
+
+
 def by_fragment(slot: FileSlot, segment_bytes: int) -> Iterator[FileSlot]:
     """Yield the fragments of a slot that has sums as slots of their own."""
     left_bytes = slot.nbytes
@@ -221,7 +278,32 @@ def cut(transfer: IoRequest, *, segment_bytes: int) -> list[Fragment]:
     return fragments
 
 
-def cut_parts(transfer: IoRequest, begins: Sequence[int], nbytes: int, *, segment_bytes: int) -> None:
+class RunCut(NamedTuple):
+    """How parts are put together.
+
+    Attributes:
+        depth: so many runs are in flight at a time.
+        span_bytes: the addresses of one drive: a run is of one.
+        piece_bytes: the most bytes of a call.
+    """
+
+    depth: int
+    span_bytes: int
+    piece_bytes: int
+
+    def parts_of_run(self, count: int) -> int:
+        """Return how many pieces of so many are a run: enough of them to keep the drive busy."""
+        return max(_LEAST_IN_RUN, min(_MOST_IN_RUN, -(-count // self.depth)))
+
+
+def cut_parts(
+    transfer: IoRequest,
+    begins: Sequence[int],
+    nbytes: int,
+    *,
+    segment_bytes: int,
+    runs: RunCut | None = None,
+) -> None:
     """Cut a read of parts into fragments: one for each part, unless that crosses from a range to another.
 
     Args:
@@ -229,16 +311,53 @@ def cut_parts(transfer: IoRequest, begins: Sequence[int], nbytes: int, *, segmen
         begins: where each part begins in its slot.
         nbytes: how long it is.
         segment_bytes: the length of a full file.
+        runs: how parts that are in one range each are put together; ``None``: not at all.
     """
     fragments: list[Fragment] = []
-    start = 0
+    whole: list[tuple[int, int]] = []  # address and position of what can be in a run
     for part, (slot, begin) in enumerate(zip(transfer.slots, begins, strict=True)):
+        first, last = slot.extents[0]
+        address = first + begin
+        end = address + nbytes
+        is_whole = (
+            end <= last
+            and nbytes <= slot.block_bytes
+            and address // segment_bytes == (end - 1) // segment_bytes
+        )
+        if runs is not None and is_whole:
+            whole.append((address, part))
+            continue
+        start = part * nbytes
         for index, extent in enumerate(_within(slot, begin, begin + nbytes, segment_bytes)):
             stop = start + extent[1] - extent[0]
             fragments.append(Fragment(transfer, part, index, start, stop, extent))
             start = stop
+    if runs is not None and whole:
+        whole.sort()
+        fragments += _runs_of(transfer, whole, nbytes, segment_bytes, runs)
     transfer.fragments = fragments
     transfer.remaining = len(fragments)
+
+
+def _runs_of(
+    transfer: IoRequest, whole: Sequence[tuple[int, int]], nbytes: int, segment_bytes: int, runs: RunCut
+) -> Iterator[PartsRun]:
+    """Yield runs of parts whose addresses, with their positions, ascend."""
+    pieces: list[Piece] = []
+    most = max(1, min(_MOST_IN_PIECE, runs.piece_bytes // nbytes))
+    positions: list[int] = []
+    following = -1
+    for address, position in whole:
+        if address != following or len(positions) == most or not address % segment_bytes:
+            positions = []
+            pieces.append(Piece(address, positions))
+        positions.append(position)
+        following = address + nbytes
+    length = runs.parts_of_run(len(pieces))
+    for _, group in groupby(pieces, lambda piece: piece.address // runs.span_bytes):
+        of_drive = list(group)
+        for begin in range(0, len(of_drive), length):
+            yield PartsRun(transfer, of_drive[begin : begin + length], nbytes)
 
 
 def _within(slot: FileSlot, begin: int, end: int, segment_bytes: int) -> Sequence[Extent]:
