@@ -20,7 +20,6 @@ from tests.training.twins import (
     build_blocks,
     config_of,
     every_layout,
-    is_simulated,
     loss_of,
     with_copies,
     with_device,
@@ -168,7 +167,6 @@ def test_gradients_that_are_conjugates_views_and_expanded(layout: str, tmp_path:
     assert_same(build, loop, layout, tmp_path)
 
 
-@pytest.mark.skipif(is_simulated, reason="the simulated accelerator adds up no sparse tensors")
 @every_layout
 @pytest.mark.parametrize("is_stepped", [True, False])
 def test_sparse_gradients_that_are_added_up(is_stepped: bool, layout: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.training.test_optimizers import KINDS
-from tests.training.twins import Optimizer, Trial, assert_same, every_layout, is_simulated
+from tests.training.twins import Optimizer, Trial, assert_same, every_layout
 from tierstore.optim import FTRL, SGD, Adagrad, LazyAdam, SparseAdam
 from tierstore.training.optimizers.registered import is_known
 
@@ -48,7 +48,6 @@ def _train(trial: Trial) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # PyTorch's own Adagrad
-@pytest.mark.skipif(is_simulated, reason="the simulated accelerator has no sparse tensors")
 @every_layout
 @pytest.mark.parametrize("kind", ROWS)
 def test_sparse_gradients_beside_another_optimizer(layout: str, kind: str, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@
 #include "counters.h"
 #include "python_lock.h"
 #include "runtime.h"
+#include "sparse.h"
 #include "streams.h"
 #include "tensors.h"
 
@@ -93,7 +94,7 @@ const Signature& signature_of(const c10::FunctionSchema& schema) {
   return found->second;
 }
 
-// Operators that were found to have no meta kernel that serves.
+// Operators that have no meta kernel that serves: those that were found, and those whose results the CPU leaves empty.
 class WithoutMeta {
  public:
   bool has(const c10::OperatorName& name) {
@@ -107,7 +108,7 @@ class WithoutMeta {
 
  private:
   std::mutex mutex_;
-  std::unordered_set<c10::OperatorName> names_;
+  std::unordered_set<c10::OperatorName> names_{{"aten::_embedding_bag", ""}, {"aten::_embedding_bag_forward_only", ""}};
 };
 
 WithoutMeta& without_meta() {
@@ -355,7 +356,11 @@ class Call {
       at::AutoDispatchBelowAutograd without_autograd;
       Values shapes = call_operator(op_, translated(translation));
       for (const auto& shape : shapes) {
-        if (!shape.isTensor() || (shape.toTensor().defined() && !shape.toTensor().is_meta())) {
+        if (!shape.isTensor()) {
+          return std::nullopt;
+        }
+        const Tensor& tensor = shape.toTensor();
+        if (tensor.defined() && (!tensor.is_meta() || tensor.is_sparse())) {
           return std::nullopt;
         }
       }
@@ -421,8 +426,10 @@ class Call {
   }
 
   void grow(const Tensor& output, const Tensor& computed) const {
-    if (computed.numel() > 0) {
+    if (output.sizes() != computed.sizes()) {
       output.resize_(computed.sizes());
+    }
+    if (computed.numel() > 0) {
       copy_into(output, computed);
     }
   }
@@ -505,6 +512,9 @@ class Call {
     Tensor argument = translation.argument_of(computed, arguments_);
     if (argument.defined()) {
       return argument;
+    }
+    if (computed.is_sparse()) {
+      return moved(computed, kDevice);
     }
     Tensor result = like(computed);
     copy_into(result, computed);
