@@ -12,7 +12,8 @@ ARGS ?=
 # PyTorch knows the simulated accelerator for a whole process: what runs on it has one of its own.
 ON_ACCELERATORS := tests/gpu \
   $(addprefix tests/training/test_,cached_lookups.py features.py gradients.py host_modules.py leaving_device.py loops.py optimizers.py row_optimizers.py unusual.py)
-SIMULATED := --simulate-accelerator tests/accelerator $(ON_ACCELERATORS)
+SIMULATED := --simulate-accelerator tests/accelerator $(ON_ACCELERATORS) \
+  tests/property/test_tables_on_device.py tests/stateful/test_device_rows_machine.py
 
 # A file of tests is one process's, as some look at the whole of it: who refers to a gradient, what is alive.
 JOBS ?= 2
