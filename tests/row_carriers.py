@@ -17,10 +17,12 @@ class CopyingCarrier:
 
     Attributes:
         failures: how many calls failed.
+        calls_to_host: how many went there.
     """
 
     def __init__(self) -> None:
         self.failures = 0
+        self.calls_to_host = 0
         self._fails_after: int | None = None
 
     def fail_next(self, calls: int) -> None:
@@ -45,6 +47,7 @@ class CopyingCarrier:
         assert tensor.device.type == DEVICE.type
         assert tensor.is_contiguous()
         self._count()
+        self.calls_to_host += 1
         return tensor.to("cpu", copy=True)
 
     def _count(self) -> None:

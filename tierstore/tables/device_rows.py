@@ -14,14 +14,15 @@ The life of a slot is that of a frame (`tierstore.tables.frames`), with a row in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 import torch
 
 from tierstore import forks
-from tierstore.errors import UsageError
+from tierstore.errors import TierStoreError, UsageError
 from tierstore.signals import uninterrupted
 from tierstore.tables.cache_stats import CacheStats
 from tierstore.tables.device_home import DeviceHome
@@ -29,16 +30,23 @@ from tierstore.tables.device_link import DeviceLink, put_cells, take_cells
 from tierstore.tables.frames import FrameEvent, FrameState, FrameTable
 from tierstore.tables.layout import PageLayout
 from tierstore.tables.page_changes import Cells, Owe, change_pages
+from tierstore.tables.page_numbers import Pages
 from tierstore.tables.pages import TablePages
 from tierstore.tables.slot_map import Ids, SlotMap, Slots
-from tierstore.tables.visits import visits
+from tierstore.tables.visits import Visit, are_in_memory, visits, visits_in_memory
 
 _SHARE: Final = 16
 """Rows are written back in parts of one slot in so many: the device needs room for a part meanwhile."""
 _LEAST_PART: Final = 1024
 _LOOKUPS: Final = 4
-"""After so many lookups without a prefetch, what prefetches have brought was for nothing."""
+"""After so many lookups without a prefetch, what prefetches have brought is on its way out."""
+_PREFETCHED_SHARE: Final = 2
+"""A prefetch takes no more than one slot in so many."""
 _NONE: Final = np.zeros(0, dtype=np.int64)
+
+_Look = Callable[[TablePages, Ids], Iterator[Visit]]
+
+log = logging.getLogger("tierstore")
 
 
 class DeviceRows:
@@ -69,7 +77,7 @@ class DeviceRows:
         self._name = name
         self._process = forks.here()
         self.link = DeviceLink(home.carrier)
-        self._hits = self._misses = self._bypassed = self._evictions = 0
+        self._hits = self._misses = self._bypassed = self._evictions = self._prefetched = self._declined = 0
         self._begin(layout, num_rows)
 
     def _begin(self, layout: PageLayout, num_rows: int) -> None:
@@ -80,6 +88,7 @@ class DeviceRows:
         self._by_column = self._cells[: slots * columns].view(columns, slots, layout.width)
         self._slots = FrameTable(slots, self._policy)
         self._map = SlotMap(num_rows, slots)
+        self._lookups = 0  # since a prefetch
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +109,8 @@ class DeviceRows:
             hits=self._hits,
             misses=self._misses,
             bypassed=self._bypassed,
+            prefetched=self._prefetched,
+            prefetches_declined=self._declined,
             evictions=self._evictions,
             rows_to_device=self.link.rows_to_device,
             rows_to_host=self.link.rows_to_host,
@@ -125,10 +136,16 @@ class DeviceRows:
         self._slots.hold(slots[slots >= 0])
         if is_lookup:
             self._slots.use(slots[slots >= 0])
-            self._hits += len(ids) - len(missing)
-            self._misses += len(missing)
-            self._bypassed += len(passing)
+            self._note_lookup(len(ids) - len(missing), len(missing), len(passing))
         return dict(zip(names, found, strict=True))
+
+    def _note_lookup(self, hits: int, misses: int, bypassed: int) -> None:
+        self._hits += hits
+        self._misses += misses
+        self._bypassed += bypassed
+        self._lookups += 1
+        if self._lookups > _LOOKUPS:
+            self._slots.keep(_NONE)  # those that prefetches have brought grow older
 
     def scatter(self, pages: TablePages, ids: Ids, cells: Cells, owe: Owe) -> None:
         """See `tierstore.tables.RowStore.scatter`."""
@@ -173,6 +190,33 @@ class DeviceRows:
                     f"on {wanted[2]}"
                 )
 
+    def prefetch(self, pages: TablePages, ids: Ids, in_hand: Pages) -> None:
+        """Begin to bring rows to pages, and those whose pages are in memory to slots.  Waits for no medium.
+
+        Args:
+            pages: of the table.
+            ids: ascending, distinct.
+            in_hand: pages of which somebody reads and writes rows: these stay there alone.
+        """
+        self._require_here()
+        slots = self._map.slots_of(ids)
+        self._slots.keep(slots[slots >= 0])
+        self._lookups = 0
+        missing = ids[slots < 0]
+        page_of = missing // self._layout.rows_per_page
+        pages.prefetch(np.unique(page_of))
+        wanted = missing[are_in_memory(pages, missing) & ~np.isin(page_of, in_hand)]
+        try:
+            room = self._make_room_ahead(pages, min(len(wanted), len(self._slots) // _PREFETCHED_SHARE))
+            self._declined += len(wanted) - room
+            slots, _ = self._bring(pages, wanted[:room], _NONE, (), visits_in_memory)
+        except (TierStoreError, torch.OutOfMemoryError) as error:
+            # Whoever asks for these rows brings them again, and hears of it.
+            log.warning("table %r: rows were not prefetched to %s: %s", self._name, self.device, error)
+        else:
+            self._slots.keep(slots)
+            self._prefetched += len(slots)
+
     # --- rows for the pages ----------------------------------------------------------------------
 
     def give_back(self, pages: TablePages, ids: Ids) -> None:
@@ -204,7 +248,7 @@ class DeviceRows:
         """Let the table have more rows."""
         self._map.grow(num_rows)
 
-    def _write_back(self, pages: TablePages, slots: Slots) -> None:
+    def _write_back(self, pages: TablePages, slots: Slots, look: _Look = visits) -> None:
         """Write to the pages what is DIRTY of these slots, which is CLEAN then: in parts."""
         slots = slots[self._slots.states[slots] == FrameState.DIRTY]
         if len(slots):
@@ -215,20 +259,20 @@ class DeviceRows:
             part = slots[begin : begin + step]
             self._slots.step(FrameEvent.WRITE_BEGUN, part)
             try:
-                self._copy_to(pages, part)
+                self._copy_to(pages, part, look)
             except BaseException:
                 self._slots.step(FrameEvent.UNWRITTEN, part)
                 raise
             self._slots.step(FrameEvent.WRITTEN, part)
 
-    def _copy_to(self, pages: TablePages, slots: Slots) -> None:
+    def _copy_to(self, pages: TablePages, slots: Slots, look: _Look) -> None:
         """Write rows of slots, which ascend by their ids, to the pages."""
         (at,) = self.link.bring_places(slots)
         cells = self._empty(len(self._by_column), len(slots))
         for column, into in zip(self._by_column, cells, strict=True):
             take_cells(column, at, into)
         changed = self.link.take_back(cells, len(slots))
-        for visit in visits(pages, self._slots.pages[slots]):
+        for visit in look(pages, self._slots.pages[slots]):
             for column, each in zip(self._layout.columns, changed, strict=True):
                 visit.scatter(column.name, each[visit.part])
 
@@ -246,8 +290,18 @@ class DeviceRows:
             self._evictions += len(victims)
         return min(wanted, self._slots.free)
 
+    def _make_room_ahead(self, pages: TablePages, wanted: int) -> int:
+        """As `_make_room`, waiting for no medium: a row goes only if its page is in memory."""
+        victims = self._slots.victims(wanted - self._slots.free) if self._slots.free < wanted else _NONE
+        is_dirty = self._slots.states[victims] == FrameState.DIRTY
+        may_go = ~is_dirty | are_in_memory(pages, self._slots.pages[victims])
+        self._write_back(pages, victims[may_go & is_dirty], visits_in_memory)
+        self._forget(victims[may_go])
+        self._evictions += int(np.count_nonzero(may_go))
+        return min(wanted, self._slots.free)
+
     def _bring(
-        self, pages: TablePages, entering: Ids, passing: Ids, names: Sequence[str]
+        self, pages: TablePages, entering: Ids, passing: Ids, names: Sequence[str], look: _Look = visits
     ) -> tuple[Slots, torch.Tensor]:
         """Carry rows to the device.
 
@@ -256,6 +310,7 @@ class DeviceRows:
             entering: rows that get a slot each, of which there are enough.
             passing: rows that do not.
             names: of the columns that are wanted of these.
+            look: visits rows in pages.
 
         Returns:
             the slots, and the cells of those that pass: ``[len(names), len(passing), width]``.
@@ -267,8 +322,8 @@ class DeviceRows:
             return _NONE, self._empty(len(names), 0)
         slots = self._slots.take(entering)
         try:
-            _copy_from(pages, entering, columns, staged[:entering_cells])
-            _copy_from(pages, passing, names, staged[entering_cells:])
+            _copy_from(look(pages, entering), columns, staged[:entering_cells])
+            _copy_from(look(pages, passing), names, staged[entering_cells:])
             brought = self.link.bring(staged, len(entering) + len(passing))
             if len(entering):
                 (at,) = self.link.bring_places(slots)
@@ -339,9 +394,9 @@ class DeviceRows:
         forks.require_here(self._process, f"the table {self._name!r}")
 
 
-def _copy_from(pages: TablePages, ids: Ids, names: Sequence[str], into: torch.Tensor) -> None:
-    """Copy cells of rows from pages: ``[len(names) * len(ids), width]``, column after column."""
-    by_column = into.view(len(names), len(ids), -1) if len(ids) else into
-    for visit in visits(pages, ids):
+def _copy_from(rows: Iterator[Visit], names: Sequence[str], into: torch.Tensor) -> None:
+    """Copy cells of rows from pages: ``[len(names) * n, width]``, column after column."""
+    by_column = into.view(len(names), -1, into.shape[1]) if len(into) else into
+    for visit in rows:
         for name, each in zip(names, by_column, strict=True):
             visit.gather(name, out=each[visit.part])

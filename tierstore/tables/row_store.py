@@ -7,9 +7,10 @@ scattered, wherever they lie.  It knows neither modules nor optimizers nor autog
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ from tierstore.tables.table_home import TableHome
 from tierstore.tables.table_lock import new_table_lock
 from tierstore.tables.visits import Visit, visits
 from tierstore.tables.workers import TableWorkers
+
+_NONE: Final = np.zeros(0, dtype=np.int64)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -83,6 +86,7 @@ class RowStore:
         self._ended: str | None = None
         self._last_log: PageLog | None = None  # before it was detached
         self._device_rows: DeviceRows | None = None
+        self._in_hand: weakref.ref[Visit] | None = None  # the last rows that somebody visited
         self._pages = new_pages(self._traits, PageLayout(width, dtype), num_rows, GrowingMemory())
 
     @property
@@ -144,6 +148,7 @@ class RowStore:
             if visit is None:
                 return
             begin = visit.part.stop
+            self._in_hand = weakref.ref(visit)
             yield visit
 
     @_locked
@@ -151,12 +156,20 @@ class RowStore:
         """Begin to bring rows from the log that will be visited.  Does not block for a medium.
 
         It is advice: it never raises for want of room or because a medium fails, and brings what there are
-        frames for.  What it brought stays until it is visited, unless the visit does not come.
+        frames for.  What it brought stays until it is visited, unless the visit does not come.  Where a
+        device is attached, rows that are in host memory already go there, as far as there are slots that
+        nobody needs.
 
         Args:
             ids: int64 in host memory, at least 0 and below `num_rows`; any order, repeats allowed.
         """
-        self._here().prefetch(np.unique(ids.numpy() // self._pages.layout.rows_per_page))
+        pages, numbers = self._here(), ids.numpy()
+        if self._device_rows is None:
+            pages.prefetch(np.unique(numbers // pages.layout.rows_per_page))
+        else:
+            visit = None if self._in_hand is None else self._in_hand()
+            in_hand = _NONE if visit is None else visit.pages_in_hand
+            self._device_rows.prefetch(pages, np.unique(numbers), in_hand)
 
     @_locked
     def grow(self, num_rows: int) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.tables.frames import FrameState
 from tierstore.tables.layout import ROWS, Indices
 from tierstore.tables.page_map import Frames
 from tierstore.tables.pages import TablePages, put_rows
@@ -26,6 +28,12 @@ class Visit:
         self._visit = pages.visit
         self._frames = frames  # distinct
         self._cells = torch.from_numpy(cells)  # of "rows"
+
+    @property
+    def pages_in_hand(self) -> Indices:
+        """The pages of these rows, as long as no other rows have been asked for; then none."""
+        frames = self._frames if self._visit == self._pages.visit else self._frames[:0]
+        return self._pages.frames.pages[frames]
 
     def gather(self, column: str = ROWS, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of the cells of these rows.
@@ -79,6 +87,22 @@ class Visit:
             raise UsageError(
                 f"{name}: {given[1]} {list(given[0])} on {given[2]}, not {wanted[1]} {list(wanted[0])} on cpu"
             )
+
+
+def are_in_memory(pages: TablePages, ids: Indices) -> npt.NDArray[np.bool_]:
+    """Say of each row whether its page is in a frame with its bytes."""
+    frames = pages.map.frames_of(ids // pages.layout.rows_per_page)
+    are_there: npt.NDArray[np.bool_] = frames >= 0
+    are_there[are_there] = pages.frames.states[frames[are_there]] > FrameState.FILLING
+    return are_there
+
+
+def visits_in_memory(pages: TablePages, ids: Indices) -> Iterator[Visit]:
+    """Yield rows whose pages are all in memory.  Brings nothing: rows that are in hand stay so."""
+    if len(ids):
+        page_of, offsets = np.divmod(ids, pages.layout.rows_per_page)
+        frames = pages.map.frames_of(page_of)
+        yield Visit(slice(0, len(ids)), pages, np.unique(frames), pages.layout.cells_in(frames, offsets))
 
 
 def visits(pages: TablePages, ids: Indices) -> Iterator[Visit]:
