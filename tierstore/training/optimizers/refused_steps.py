@@ -32,8 +32,8 @@ from tierstore.training.autograd.gradient import show_gradient
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.bundles.bindings import natively
 from tierstore.training.faults.guarded_tensors import guarded_tensor_of
+from tierstore.training.optimizers.doubles import Entries, step_alone
 from tierstore.training.optimizers.registered import has_come_to_depend, is_known
-from tierstore.training.optimizers.speculative_steps import Entries, step_alone
 from tierstore.training.optimizers.step_units import Group, options_of
 from tierstore.training.pytorch.own_work import ordinary_mode
 

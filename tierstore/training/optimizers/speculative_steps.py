@@ -25,13 +25,10 @@ changes early, in whatever thread somebody looks.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -40,26 +37,38 @@ from tierstore.leases import Lease
 from tierstore.training.bundles.bindings import Binding, natively
 from tierstore.training.bundles.grouping import next_version
 from tierstore.training.faults import guard
+from tierstore.training.optimizers.doubles import (
+    Entries,
+    UnsuitableError,
+    copied_options,
+    entries_in,
+    is_alike,
+    is_equal,
+    is_large,
+    is_scaled,
+    is_special,
+    put_small,
+    settings,
+    snapshot,
+    stand_in_of,
+    step_alone,
+    ways_of,
+    writes_to_gradients,
+)
 from tierstore.training.optimizers.registered import is_known
 from tierstore.training.optimizers.step_units import (
     Group,
     StepTrainer,
     StepUnit,
     options_of,
-    own_step,
     placed,
 )
 from tierstore.training.pytorch.own_work import are_modes_on, ordinary_mode
 
-Entries = dict[str, Any]
 MOST_STEPS_TO_WAIT = 1024
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 log = logging.getLogger("tierstore")
-
-
-class _UnsuitableError(Exception):
-    """An optimizer cannot be run ahead."""
 
 
 @dataclass(slots=True)
@@ -209,7 +218,7 @@ class SpeculativeSteps:
         return gradient is not None and gradient.accumulations == expected
 
     def _may_make(self, turn: StepUnit) -> bool:
-        is_plain = not any(_is_special(group) for group, _ in turn.groups) and not _is_scaled(self.optimizer)
+        is_plain = not any(is_special(group) for group, _ in turn.groups) and not is_scaled(self.optimizer)
         stashed = self._gradients.bindings_of(turn.parameters)
         needed = [turn.bundle, *self._states(turn)]
         return (
@@ -228,10 +237,10 @@ class SpeculativeSteps:
             for parameter in members:
                 entries = self.optimizer.state.get(parameter, {})
                 dims = len(parameter.shape)
-                kind = (device, parameter.dtype, dims, *entries, *_ways(group))
+                kind = (device, parameter.dtype, dims, *entries, *ways_of(group))
                 if kind not in self._writers:
                     like = torch.ones([1] * dims, dtype=parameter.dtype, device=device)
-                    self._writers[kind] = _writes_to_gradients(self.optimizer, group, like, entries)
+                    self._writers[kind] = writes_to_gradients(self.optimizer, group, like, entries)
                 if self._writers[kind]:
                     return True
         return False
@@ -310,14 +319,14 @@ class SpeculativeSteps:
         """Let the optimizer step on stand-ins in leased bytes.
 
         Raises:
-            _UnsuitableError: it did something else to its state or options than change values.
+            UnsuitableError: it did something else to its state or options than change values.
         """
         optimizer = self.optimizer
         with ordinary_mode():
-            stand_ins = {p: _stand_in(p, lease, gradients[p]) for p in turn.parameters}
-            former = {p: _snapshot(optimizer.state.get(p, {})) for p in turn.parameters}
-            given = {p: _entries_in(entries, lease) for p, entries in former.items()}
-        options = _options(turn)
+            stand_ins = {p: stand_in_of(p, lease.__getitem__, gradients[p]) for p in turn.parameters}
+            former = {p: snapshot(optimizer.state.get(p, {})) for p in turn.parameters}
+            given = {p: entries_in(entries, lease.__getitem__) for p, entries in former.items()}
+        options = copied_options(turn)
         groups = [
             {**options_of(group), "params": [stand_ins[p] for p in members]} for group, members in turn.merged
         ]
@@ -328,11 +337,11 @@ class SpeculativeSteps:
         step_alone(optimizer, groups, state)
         left = {p: state[s] for p, s in stand_ins.items() if s in state}
         if options != [options_of(group) for group in groups] or not all(
-            _is_alike(given[p], left.get(p, {})) for p in turn.parameters
+            is_alike(given[p], left.get(p, {})) for p in turn.parameters
         ):
-            raise _UnsuitableError("it makes state or options anew in every step")
-        later = {p: {n: x for n, x in entries.items() if not _is_large(x)} for p, entries in left.items()}
-        return MadeStep(turn, written, read, options, _settings(), former, later)
+            raise UnsuitableError("it makes state or options anew in every step")
+        later = {p: {n: x for n, x in entries.items() if not is_large(x)} for p, entries in left.items()}
+        return MadeStep(turn, written, read, options, settings(), former, later)
 
     # --- taking -------------------------------------------------------------------------------
 
@@ -349,7 +358,7 @@ class SpeculativeSteps:
                 self._was_wrong = True
                 return False
             for parameter, entries in made.later.items():
-                _put_small(self.optimizer.state[parameter], entries)
+                put_small(self.optimizer.state[parameter], entries)
             with natively():
                 torch.autograd.graph.increment_version(
                     [*turn.parameters, *(tensor for state in self._states(turn) for tensor in state.tensors)]
@@ -386,10 +395,10 @@ class SpeculativeSteps:
             and [(binding, binding.writes) for binding in given] == made.written
             and [(binding, binding.writes) for binding in read] == made.read
             and self._gradients.table.are_untouched(turn.parameters)
-            and not _is_scaled(self.optimizer)
+            and not is_scaled(self.optimizer)
             and [options_of(group) for group, _ in turn.merged] == made.options
-            and _settings() == made.settings
-            and all(_is_equal(self.optimizer.state.get(p, {}), made.former[p]) for p in turn.parameters)
+            and settings() == made.settings
+            and all(is_equal(self.optimizer.state.get(p, {}), made.former[p]) for p in turn.parameters)
         )
 
     def push_down(self, turn: StepUnit) -> None:
@@ -427,158 +436,3 @@ class SpeculativeSteps:
     def _drop(self, made: MadeStep) -> None:
         with self._bindings.apart():
             self._store.drop(*made.names)
-
-
-# ---------------------------------------------------------------------- stand-ins and small state
-
-
-def _options(turn: StepUnit) -> list[Group]:
-    """Return copies of the options of a turn's groups: lists among them can be changed in place."""
-    return [copy.deepcopy(options_of(group)) for group, _ in turn.merged]
-
-
-def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scaler has told the optimizer to unscale, or to skip, by itself."""
-    return any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-
-
-def _settings() -> tuple[object, ...]:
-    """Return what, beside their inputs, may decide about the bits of operations."""
-    kinds = {"cpu", *([kind.type] if (kind := torch.accelerator.current_accelerator()) else [])}
-    return (
-        [torch.is_autocast_enabled(kind) for kind in sorted(kinds)],
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-    )
-
-
-def step_alone(
-    optimizer: torch.optim.Optimizer, groups: list[Group], state: dict[torch.Tensor, Entries]
-) -> None:
-    """Let a double of the optimizer step, with groups and state of its own: nobody sees it."""
-    double = object.__new__(type(optimizer))
-    double.__dict__.update(optimizer.__dict__)
-    double.param_groups = groups
-    own_state: defaultdict[torch.Tensor, Entries] = defaultdict(dict, state)
-    double.state = own_state
-    own_step(optimizer)(double)
-    state.clear()
-    state.update(own_state)
-
-
-def _ways(group: Group) -> list[tuple[str, object]]:
-    """Return what of a group's options decides what its step does, rather than by how much."""
-    return [
-        (name, value if isinstance(value, bool | str | None) else bool(value))
-        for name, value in options_of(group).items()
-    ]
-
-
-def _writes_to_gradients(
-    optimizer: torch.optim.Optimizer, group: Group, like: torch.Tensor, entries: Entries
-) -> bool:
-    if group.get("fused"):
-        return False  # unless a scaler has told it to unscale; by its signature it always does
-    name = type(optimizer).__name__
-    with ordinary_mode():
-        stand_in = torch.nn.Parameter(like)
-        stand_in.grad = gradient = like.clone()
-        state: dict[torch.Tensor, Entries] = {}
-        state[stand_in] = {each: _of_one_element(value, like) for each, value in entries.items()}
-        try:
-            step_alone(optimizer, [{**copy.deepcopy(options_of(group)), "params": [stand_in]}], state)
-        except Exception:
-            log.debug("%s takes no %s of one element: no step ahead", name, like.dtype, exc_info=True)
-            return True
-        return gradient._version > 0  # noqa: SLF001
-
-
-def _of_one_element(value: object, like: torch.Tensor) -> object:
-    """Return what stands for an entry of state where a parameter has one element."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.dim() == 0:
-        return value.clone()
-    return like.new_ones([1] * value.dim(), dtype=value.dtype)
-
-
-def _is_special(group: Group) -> bool:
-    """Whether a group has options that a step ahead cannot honour: tensors, or steps with a graph."""
-    is_tensor = any(isinstance(value, torch.Tensor) for value in options_of(group).values())
-    return is_tensor or bool(group.get("differentiable")) or bool(group.get("capturable"))
-
-
-def _view(tensor: torch.Tensor, lease: Lease) -> torch.Tensor | None:
-    """Return the leased bytes of a guarded tensor as a tensor like it; ``None``: nobody guards it."""
-    guarded_tensor = guard.guarded_tensor_of(tensor)
-    return None if guarded_tensor is None else guarded_tensor.place.view(lease[guarded_tensor.binding.key])
-
-
-def _stand_in(parameter: torch.Tensor, lease: Lease, gradient: torch.Tensor) -> torch.Tensor:
-    view = _view(parameter, lease)
-    assert view is not None
-    stand_in = torch.nn.Parameter(view)
-    stand_in.grad = gradient
-    return stand_in
-
-
-def _entries_in(entries: Entries, lease: Lease) -> Entries:
-    """Return a parameter's state with its large tensors in leased bytes, and copies of the small ones.
-
-    Raises:
-        _UnsuitableError: a large one is not in the store.
-    """
-    found: Entries = {}
-    for name, value in entries.items():
-        if not isinstance(value, torch.Tensor):
-            found[name] = value
-        elif value.dim() == 0:
-            found[name] = value.clone()
-        elif (view := _view(value, lease)) is not None:
-            found[name] = view
-        else:
-            raise _UnsuitableError(f"its {name!r} is not in the store")
-    return found
-
-
-def _is_large(value: object) -> bool:
-    """Whether a value of a parameter's state belongs into the store."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _snapshot(entries: Mapping[str, Any]) -> Entries:
-    """Return a parameter's state as it is: the large tensors themselves, copies of the small ones."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-        for name, value in entries.items()
-    }
-
-
-def _put_small(entries: Entries, later: Entries) -> None:
-    for name, value in later.items():
-        own = entries[name]
-        if isinstance(own, torch.Tensor):
-            own.copy_(value)
-        else:
-            entries[name] = value
-
-
-def _is_alike(given: Entries, left: Mapping[str, Any]) -> bool:
-    """Whether a step has kept the tensors that it was given, and made none."""
-    return given.keys() == left.keys() and all(
-        left[name] is value if isinstance(value, torch.Tensor) else not isinstance(left[name], torch.Tensor)
-        for name, value in given.items()
-    )
-
-
-def _is_equal(entries: Mapping[str, Any], former: Entries) -> bool:
-    """Whether a parameter's state is what it was; what large tensors hold is known elsewhere."""
-    return entries.keys() == former.keys() and all(
-        value is entries[name] or (not _is_large(value) and _is_same(value, entries[name]))
-        for name, value in former.items()
-    )
-
-
-def _is_same(value: object, other: Any) -> bool:  # noqa: ANN401 - an optimizer's own
-    return torch.equal(value, other) if isinstance(value, torch.Tensor) else bool(value == other)
