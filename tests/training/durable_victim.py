@@ -71,7 +71,12 @@ def _with_room_for_hot_rows(layout: str, path: Path, more: Mapping[str, object])
     return table_config(layout, path, {**with_device(layout, "512KB"), **more})
 
 
+def _config_on_host(layout: str, path: Path, more: Mapping[str, object]) -> Mapping[str, object]:
+    return config_of(layout, path, {"optimizer_target": "cpu", "offload_cpu_size": "512KB", **more})
+
+
 SUBJECTS = {
+    "stepped on the host": Subject(_build_dense, lambda model: loss_of(model, *batch()), _config_on_host),
     "dense": Subject(_build_dense, lambda model: loss_of(model, *batch()), config_of),
     "tables": Subject(_build_tables, loss_of_clicks, table_config),
     "hot tables": Subject(partial(_build_tables, HotClicks), loss_of_clicks, _with_room_for_hot_rows),

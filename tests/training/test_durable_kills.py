@@ -75,6 +75,11 @@ def test_twenty_kills_leave_no_trace_in_tables(layout: str, subject: str, tmp_pa
     kill(tmp_path, 2, 20, layout, subject=subject)
 
 
+@pytest.mark.slow
+def test_kills_leave_no_trace_where_the_host_steps_during_backward(tmp_path: Path) -> None:
+    kill(tmp_path, 3, 6, "three", subject="stepped on the host")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("subject", ["tables", "hot tables"])

@@ -269,6 +269,7 @@ class Offload:
                 "configuration, or use run.save(path)."
             )
         session.leaving.go_on()
+        session.host_stepper.finish()
         session.durable.commit({} if extra is None else extra)
 
     def suspend(self, to: str = HOST) -> None:

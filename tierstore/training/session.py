@@ -54,6 +54,7 @@ from tierstore.training.modules.forward_needs import needs_of
 from tierstore.training.modules.host_modules import PlacedModules
 from tierstore.training.modules.link import Link
 from tierstore.training.optimizers import registered
+from tierstore.training.optimizers.host_stepper import HostStepper
 from tierstore.training.optimizers.in_backward import Stepping, StepsInBackward
 from tierstore.training.optimizers.speculative_steps import Expectations
 from tierstore.training.optimizers.state import OptimizerState
@@ -136,7 +137,9 @@ class Session:
         )
         self._reclaimers.add(self.bindings)
         tables.ask(self.bindings.leasing.require)
-        self._expectations = Expectations()
+        self.host_stepper = HostStepper()
+        self._steps_aside = HostStepper.is_on and store.tier_names[0] != HOST
+        self._expectations = Expectations(self.host_stepper)
         self.gradients = Gradients(
             store,
             self.bindings,
@@ -168,7 +171,7 @@ class Session:
         self._activation_host = RunHost(
             self._reclaimers, self.prefetcher, meter, self._settle_budget, self._settle_for_backward
         )
-        store.begin_hosting(self._activation_host)
+        store.begin_hosting(self._activation_host, self.host_stepper)
         self.link = Link(store, self._activation_host, self.bindings.leasing.require)
         tables.travel_over(self.link)
         self.crossings = Crossings(self.link, self.placed.borders(model))
@@ -357,6 +360,7 @@ class Session:
 
     def begin_step(self, steps: Steps) -> None:
         """An optimizer begins to step, by itself or in the midst of another one's step."""
+        self.host_stepper.finish()  # two never step at once
         self._under_way.begin(steps)
         self.go_on_with_step()
 
@@ -379,8 +383,14 @@ class Session:
         elif self.budget is not None and not self._under_way.here:
             self.budget.end_step()
 
+    def steps_aside(self, bundle: Binding) -> bool:
+        """See `step_units.StepTrainer.steps_aside`."""
+        return self._steps_aside and self.placing.homes(bundle).state.device == CPU
+
     def allows_step_ahead(self, bundle: Binding) -> bool:
         """Whether a bundle may be stepped during backward: there is room, and nothing is pushed out."""
+        if self.steps_aside(bundle):
+            return not self._under_way.here
         residents = self.placing.placement.residents or ()
         if bundle.confined_to is not None:  # there is no second replica that could become the new values
             return False
@@ -541,6 +551,7 @@ class Session:
     def come_to_rest(self, ending: RunEnding) -> None:
         """Let go of what an exception has interrupted.  The run may go on after it."""
         ending.attempt(self.windows.discard_interrupted)
+        ending.attempt(self.host_stepper.rest)
         for steps in self.steps:
             ending.attempt(steps.abandon)
 
@@ -556,6 +567,7 @@ class Session:
             ending: that this is a part of.
         """
         ending.attempt(self.windows.discard_interrupted)  # the inner hooks first
+        ending.attempt(self.host_stepper.end)
         ending.attempt(self.activations.close)
         ending.attempt(self.link.close)
         if self.budget is not None:

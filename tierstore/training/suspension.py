@@ -69,6 +69,7 @@ class Suspension:
         tiers = self._tiers_above(to)
         if self._bindings.leasing.state is LeasingState.ALLOWED:
             self._session.leaving.go_on()
+        self._session.host_stepper.finish()
         with self._session.tables.held(), self._session.gradients.alone(), self._bindings.alone():
             fresh = [tier for tier in tiers if tier not in self._emptied]
             if self._bindings.leasing.state is LeasingState.SUSPENDED and not fresh:

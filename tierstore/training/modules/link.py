@@ -37,6 +37,7 @@ from tierstore.tensors import describe, is_whole
 from tierstore.torch_private import TensorBase, innermost_transform, storage_use_count
 from tierstore.training import locks
 from tierstore.training.bundles.bindings import lease_with_room, let_frames_go
+from tierstore.training.bundles.patient_store import patiently
 from tierstore.training.bundles.reclaiming import Reclaimer
 from tierstore.training.locks import Rank
 from tierstore.training.pytorch.own_work import ordinary_mode
@@ -189,7 +190,7 @@ class Link:
             self._store.put(key, tensor, tier=HOST)
             return
         self._host.note_adopted(tensor.untyped_storage(), lambda: self._is_on_device(key))
-        self._store.evict(key, to=HOST).result()
+        patiently(self._store, lambda: self._store.evict(key, to=HOST).result())
 
     def _is_on_device(self, key: str) -> bool:
         with contextlib.suppress(KeyNotFound, StoreClosed):

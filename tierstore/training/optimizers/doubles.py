@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,9 @@ Flat = Callable[[str], torch.Tensor]
 """Returns the bytes that stand for those of a key."""
 
 log = logging.getLogger("tierstore")
+
+_SUBNORMAL = sys.float_info.min * sys.float_info.epsilon
+_ONE = float(1)  # by a name, so that the product is made when it is asked for
 
 
 class UnsuitableError(Exception):
@@ -47,21 +51,38 @@ def settings() -> tuple[object, ...]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
+        torch.get_num_threads(),  # what adds up in parallel adds up in their order
+        _SUBNORMAL * _ONE == 0.0,  # a thread's own, as ``torch.set_flush_denormal`` has it
     )
+
+
+def double_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer that is as one is now, but for groups and state, which it has none of."""
+    double: torch.optim.Optimizer = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    return double
+
+
+def step_double(
+    double: torch.optim.Optimizer, groups: list[Group], state: dict[torch.Tensor, Entries]
+) -> None:
+    """Let a double step, with groups and state of its own, which it keeps no longer."""
+    double.param_groups = groups
+    own_state: defaultdict[torch.Tensor, Entries] = defaultdict(dict, state)
+    double.state = own_state
+    try:
+        own_step(double)(double)
+    finally:
+        double.param_groups, double.state = [], defaultdict(dict)
+    state.clear()
+    state.update(own_state)
 
 
 def step_alone(
     optimizer: torch.optim.Optimizer, groups: list[Group], state: dict[torch.Tensor, Entries]
 ) -> None:
     """Let a double of the optimizer step, with groups and state of its own: nobody sees it."""
-    double = object.__new__(type(optimizer))
-    double.__dict__.update(optimizer.__dict__)
-    double.param_groups = groups
-    own_state: defaultdict[torch.Tensor, Entries] = defaultdict(dict, state)
-    double.state = own_state
-    own_step(optimizer)(double)
-    state.clear()
-    state.update(own_state)
+    step_double(double_of(optimizer), groups, state)
 
 
 def ways_of(group: Group) -> list[tuple[str, object]]:

@@ -18,6 +18,9 @@ may change first.  So it is made beside everything:
 6. Where a mode of the program's is on, in backward or around ``step``, a step is made when it is asked for:
    the mode sees its operators then, and nowhere else.
 
+7. What is stepped on the host beside a device is made by a thread of its own, if it can be
+   (`tierstore.training.optimizers.steps_aside`): backward goes on.
+
 A double of the optimizer works on stand-ins, so that no version counter, group or state of the user's
 changes early, in whatever thread somebody looks.
 """
@@ -27,43 +30,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tierstore.errors import KeyNotFound, LeaseError, TierStoreError
 from tierstore.leases import Lease
 from tierstore.training.bundles.bindings import Binding, natively
-from tierstore.training.bundles.grouping import next_version
 from tierstore.training.faults import guard
 from tierstore.training.optimizers.doubles import (
-    Entries,
-    UnsuitableError,
-    copied_options,
-    entries_in,
-    is_alike,
     is_equal,
-    is_large,
     is_scaled,
     is_special,
     put_small,
     settings,
-    snapshot,
-    stand_in_of,
-    step_alone,
     ways_of,
     writes_to_gradients,
 )
+from tierstore.training.optimizers.host_stepper import HostStepper
+from tierstore.training.optimizers.made_steps import MadeStep, StepBasis, basis_of, made_from
 from tierstore.training.optimizers.registered import is_known
-from tierstore.training.optimizers.step_units import (
-    Group,
-    StepTrainer,
-    StepUnit,
-    options_of,
-    placed,
-)
-from tierstore.training.pytorch.own_work import are_modes_on, ordinary_mode
+from tierstore.training.optimizers.step_units import StepTrainer, StepUnit, options_of, placed
+from tierstore.training.optimizers.steps_aside import StepAside
+from tierstore.training.pytorch.own_work import are_modes_on
 
 MOST_STEPS_TO_WAIT = 1024
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
@@ -71,43 +60,20 @@ _PLAIN = (torch.nn.Parameter, torch.Tensor)
 log = logging.getLogger("tierstore")
 
 
-@dataclass(slots=True)
-class MadeStep:
-    """A step that was made ahead of its time.
-
-    Attributes:
-        turn: whose.
-        written: the bundles that have new values, with how often they had been written before.
-        read: the gradients, likewise.
-        options: of the turn's groups.
-        settings: of PyTorch, that results may depend on.
-        former: what state there was, by parameter: the large tensors themselves, copies of the small.
-        later: what the small ones are to become.
-    """
-
-    turn: StepUnit
-    written: list[tuple[Binding, int]]
-    read: list[tuple[Binding, int]]
-    options: list[Group]
-    settings: tuple[object, ...]
-    former: dict[torch.Tensor, Entries]
-    later: dict[torch.Tensor, Entries]
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The keys of the new values, with those that they are to get."""
-        return {next_version(binding.key): binding.key for binding, _ in self.written}
-
-
 class Expectations:
     """Which optimizers wait for which gradients, so that each gradient asks only those.
 
+    Args:
+        stepper: makes steps on the host beside a device.
+
     Attributes:
+        stepper: see above.
         of: by parameter, whose steps ahead need its gradient.
-        made: by bundle, who has made its step: no two can.
+        made: by bundle, who has made its step, or has handed it over: no two can.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stepper: HostStepper) -> None:
+        self.stepper = stepper
         self.of: dict[torch.Tensor, dict[SpeculativeSteps, None]] = {}
         self.made: dict[Binding, SpeculativeSteps] = {}
 
@@ -155,6 +121,7 @@ class SpeculativeSteps:
         self._state_of = state_of
         self._expected: dict[torch.Tensor, int] = {}
         self._made: dict[Binding, MadeStep] = {}
+        self._aside: dict[Binding, StepAside] = {}  # what the host stepper makes, or has made
         self._steps_to_wait = 0
         self._next_wait = 1
         self._was_wrong = False
@@ -206,7 +173,10 @@ class SpeculativeSteps:
         turn = self._turn_of(guarded_tensor.binding)
         if turn is not None and self._may_make(turn):
             begin = time.perf_counter()
-            self._make_or_leave(turn)
+            if self._trainer.steps_aside(turn.bundle):
+                self._hand_over(turn)
+            else:
+                self._make_or_leave(turn)
             self.seconds += time.perf_counter() - begin
 
     def _is_complete(self, parameter: torch.Tensor) -> bool:
@@ -257,11 +227,14 @@ class SpeculativeSteps:
         new_bytes = sum(binding.nbytes for binding in needed)
         tiers = self._store.stats().tiers
         *faster, slowest = tiers.values()
-        above_bytes = sum(tier.capacity_bytes for tier in faster)
-        return (
-            slowest.capacity_bytes - slowest.charged_bytes >= above_bytes + new_bytes
-            and tiers[self._trainer.step_tier(needed[0])].capacity_bytes >= new_bytes + gradient_bytes
-        )
+        above_bytes = sum(tier.capacity_bytes for tier in faster) + self._expectations.stepper.pending_bytes
+        if slowest.capacity_bytes - slowest.charged_bytes < above_bytes + new_bytes:
+            return False
+        where = tiers[self._trainer.step_tier(needed[0])]
+        if not self._trainer.steps_aside(needed[0]):
+            return where.capacity_bytes >= new_bytes + gradient_bytes
+        # Beside what others lease there, and the old values.
+        return where.capacity_bytes - where.leased_bytes >= 2 * new_bytes + gradient_bytes
 
     def _make_or_leave(self, turn: StepUnit) -> None:
         """Make a step; leave it to its own time if the store cannot help, and all of them if it fails."""
@@ -273,41 +246,46 @@ class SpeculativeSteps:
             log.debug("steps of %s are not made ahead any more", type(self.optimizer).__name__, exc_info=True)
             self._is_possible = False
 
-    def _make(self, turn: StepUnit) -> None:
+    def _basis_of(self, turn: StepUnit) -> StepBasis:
         needed = [turn.bundle, *self._states(turn)]
-        stashed = self._gradients.bindings_of(turn.parameters)
-        lease = self._lease_beside(needed)
+        return basis_of(self.optimizer, turn, needed, self._gradients.bindings_of(turn.parameters))
+
+    def _make(self, turn: StepUnit) -> None:
+        basis = self._basis_of(turn)
+        lease = self._lease_beside(basis)
         if lease is None:
             self._without_others.add(turn.bundle)
             return
         made: MadeStep | None = None
-        gradients = [binding for _, binding in stashed]
+        gradients = basis.gradients
         try:
             with (
                 placed(self._bindings, gradients, self._trainer.step_tier(turn.bundle)),
                 self._bindings.window(gradients),
+                self._expectations.stepper.turn,
             ):
-                made = self._run(turn, lease, {p: binding.tensors[0] for p, binding in stashed})
+                made = made_from(basis, lease.__getitem__, lambda gradient: gradient.tensors[0])
         finally:
             with self._bindings.apart():
                 lease.release(written=made is not None)
                 if made is None:
-                    self._store.drop(*(next_version(binding.key) for binding in needed))
+                    self._store.drop(*basis.names.values())
         self._gradients.table.know_uses(turn.parameters)
         self._made[turn.bundle] = made
         self._expectations.made[turn.bundle] = self
 
-    def _lease_beside(self, needed: Sequence[Binding]) -> Lease | None:
+    def _lease_beside(self, basis: StepBasis) -> Lease | None:
         """Lease what is to become the new values, beside the old ones; ``None``: there are no others."""
-        names = {binding.key: next_version(binding.key) for binding in needed}
+        names = basis.names
         with self._bindings.alone():
             if any(name in self._store for name in names.values()):
                 return None  # another optimizer of the same parameters was faster
-            lease = self._store.lease(*names, tier=self._trainer.step_tier(needed[0]), write=True)
+            tier = self._trainer.step_tier(basis.needed[0])
+            lease = self._store.lease(*names, tier=tier, write=True)
             is_split = False
             try:
                 # Held first: what the plan has passed is what prefetches push out.
-                for binding in needed:
+                for binding in basis.needed:
                     self._bindings.note_access(binding)
                 is_split = lease.split(names)
             finally:
@@ -315,33 +293,23 @@ class SpeculativeSteps:
                     lease.release(written=False)
             return lease if is_split else None
 
-    def _run(self, turn: StepUnit, lease: Lease, gradients: Mapping[torch.Tensor, torch.Tensor]) -> MadeStep:
-        """Let the optimizer step on stand-ins in leased bytes.
-
-        Raises:
-            UnsuitableError: it did something else to its state or options than change values.
-        """
-        optimizer = self.optimizer
-        with ordinary_mode():
-            stand_ins = {p: stand_in_of(p, lease.__getitem__, gradients[p]) for p in turn.parameters}
-            former = {p: snapshot(optimizer.state.get(p, {})) for p in turn.parameters}
-            given = {p: entries_in(entries, lease.__getitem__) for p, entries in former.items()}
-        options = copied_options(turn)
-        groups = [
-            {**options_of(group), "params": [stand_ins[p] for p in members]} for group, members in turn.merged
-        ]
-        state = {stand_ins[p]: dict(entries) for p, entries in given.items() if entries}
-        # Before: what another thread's backward adds meanwhile is to be noticed.
-        written = [(binding, binding.writes) for binding in (turn.bundle, *self._states(turn))]
-        read = [(binding, binding.writes) for _, binding in self._gradients.bindings_of(turn.parameters)]
-        step_alone(optimizer, groups, state)
-        left = {p: state[s] for p, s in stand_ins.items() if s in state}
-        if options != [options_of(group) for group in groups] or not all(
-            is_alike(given[p], left.get(p, {})) for p in turn.parameters
-        ):
-            raise UnsuitableError("it makes state or options anew in every step")
-        later = {p: {n: x for n, x in entries.items() if not is_large(x)} for p, entries in left.items()}
-        return MadeStep(turn, written, read, options, settings(), former, later)
+    def _hand_over(self, turn: StepUnit) -> None:
+        """Let a step be made on the host while backward goes on; leave it to its time if that cannot be."""
+        if turn.bundle in self._expectations.made:
+            return  # another optimizer of the same parameters was faster
+        basis = self._basis_of(turn)
+        aside = StepAside(basis, self._bindings, self._expectations.stepper)
+        with self._bindings.alone():  # the plan takes these uses for this thread's, in whose order they are
+            for binding in (*basis.needed, *basis.gradients):
+                self._bindings.note_access(binding)
+        self._gradients.table.know_uses(turn.parameters)
+        self._aside[turn.bundle] = aside
+        self._expectations.made[turn.bundle] = self
+        try:
+            aside.hand_over()
+        except (RuntimeError, TierStoreError):
+            log.debug("a step is made in its time: it could not be handed over", exc_info=True)
+            self._pop(turn.bundle)
 
     # --- taking -------------------------------------------------------------------------------
 
@@ -363,7 +331,7 @@ class SpeculativeSteps:
                 torch.autograd.graph.increment_version(
                     [*turn.parameters, *(tensor for state in self._states(turn) for tensor in state.tensors)]
                 )
-            for binding, _ in made.written:
+            for binding in made.basis.needed:
                 binding.writes += 1
                 if binding.after_use is not None:
                     binding.after_use(binding)
@@ -387,18 +355,19 @@ class SpeculativeSteps:
 
     def _is_right(self, made: MadeStep, turn: StepUnit) -> bool:
         """Whether nothing was touched that the new values were made from."""
+        basis = made.basis
         given = [turn.bundle, *self._states(turn)]
         read = [binding for _, binding in self._gradients.bindings_of(turn.parameters)]
         return (
-            turn.is_same(made.turn)
+            turn.is_same(basis.turn)
             and self._are_idle([*given, *read])
-            and [(binding, binding.writes) for binding in given] == made.written
-            and [(binding, binding.writes) for binding in read] == made.read
+            and [(binding, binding.writes) for binding in given] == basis.written
+            and [(binding, binding.writes) for binding in read] == basis.read
             and self._gradients.table.are_untouched(turn.parameters)
             and not is_scaled(self.optimizer)
-            and [options_of(group) for group, _ in turn.merged] == made.options
+            and [options_of(group) for group, _ in turn.merged] == basis.options
             and settings() == made.settings
-            and all(is_equal(self.optimizer.state.get(p, {}), made.former[p]) for p in turn.parameters)
+            and all(is_equal(self.optimizer.state.get(p, {}), basis.former[p]) for p in turn.parameters)
         )
 
     def push_down(self, turn: StepUnit) -> None:
@@ -417,20 +386,25 @@ class SpeculativeSteps:
 
     def forget_all(self) -> None:
         """The step is made in another way."""
-        for bundle in list(self._made):
+        for bundle in (*self._made, *self._aside):
             self.forget(bundle)
 
     def forget(self, bundle: Binding) -> None:
-        """A gradient changes or goes: what was made from it is worth nothing."""
+        """A gradient changes or goes: what was made from it is worth nothing.  Waits for hardware only."""
+        self._was_wrong |= bundle in self._made or bundle in self._aside
         made = self._pop(bundle)
         if made is not None:
-            self._was_wrong = True
             self._drop(made)
 
     def _pop(self, bundle: Binding) -> MadeStep | None:
-        made = self._made.pop(bundle, None)
-        if made is not None:
-            self._expectations.made.pop(bundle, None)
+        """Return what was made of a bundle's step; what the host stepper has not begun it never will."""
+        made, aside = self._made.pop(bundle, None), self._aside.pop(bundle, None)
+        if aside is not None:
+            made = aside.take_back()
+            self.seconds += aside.seconds
+            self._is_possible = self._is_possible and not aside.has_failed
+        if self._expectations.made.get(bundle) is self:
+            del self._expectations.made[bundle]
         return made
 
     def _drop(self, made: MadeStep) -> None:

@@ -70,6 +70,10 @@ class StepTrainer(Protocol):
         """Say what is needed soon, and where."""
         ...
 
+    def steps_aside(self, bundle: Binding) -> bool:
+        """Whether a thread of its own makes a bundle's steps ahead, on the host beside a device."""
+        ...
+
     def allows_step_ahead(self, bundle: Binding) -> bool:
         """Whether a bundle may be stepped during backward, as far as room is concerned."""
         ...

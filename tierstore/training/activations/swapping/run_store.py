@@ -12,6 +12,7 @@ import torch
 from tierstore.config import StoreConfig
 from tierstore.store import Store
 from tierstore.training.budgets.reclaimers import Sweeper
+from tierstore.training.bundles.patient_store import Lessee, PatientStore
 from tierstore.training.bundles.reclaiming import NothingToReclaim, Reclaimer
 from tierstore.training.pytorch.own_work import ordinary_mode
 
@@ -77,7 +78,7 @@ class NoHost:
         """See `ActivationHost.before_unpacking`."""
 
 
-class RunStore(Store):
+class RunStore(PatientStore):
     """A `tierstore.Store` that a run looks after: whoever keeps activations in it does so under its quotas.
 
     Args:
@@ -88,10 +89,11 @@ class RunStore(Store):
         super().__init__(config)
         self._host: weakref.ref[ActivationHost] | None = None
 
-    def begin_hosting(self, host: ActivationHost) -> None:
-        """Take in who looks after the store, which keeps it no longer than the run does."""
+    def begin_hosting(self, host: ActivationHost, lessee: Lessee) -> None:
+        """Take in who looks after the store, and who leases in it; it keeps neither."""
         assert self._host is None
         self._host = weakref.ref(host)
+        self.be_patient_with(lessee)
 
     @property
     def host(self) -> ActivationHost:
