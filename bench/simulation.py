@@ -26,6 +26,7 @@ import tierstore as ts
 from bench import workload as steps
 from bench.activations import FULL, GPU_SHARE, PLAIN, all_marked, mix
 from bench.command import Question, Settings
+from bench.host_steps import AIM, BAR, in_their_time, stepped_on_the_host
 from bench.llamas import MIB, Manner, Size, Trainee, marks
 from bench.measure import Run, Spread, ratios, take_turns
 from bench.paced import NONE, equal_losses
@@ -263,6 +264,41 @@ def step(settings: Settings) -> Figure:
     return Figure("simulated-step", what, times.median, "x its time", 2.0, 1.5, Better.LOWER, details)
 
 
+def host_steps(settings: Settings) -> Figure:
+    """Train with steps on the host during backward, in turns with steps in their time."""
+    workload = Workload.scaled(settings.scale)
+    rates = for_workload(workload)
+    with contextlib.ExitStack() as stack:
+        taken: dict[str, steps.Trainee] = {}
+        for name, around in (
+            ("in their time", in_their_time()),
+            ("during backward", contextlib.nullcontext()),
+        ):
+            beside_bytes = torch.accelerator.memory_allocated()
+            config = stepped_on_the_host(workload, accelerator.DEVICE.type, None, beside_bytes)
+            with around:
+                trainee = steps.Trainee(workload, config, device=accelerator.DEVICE)
+            taken[name] = stack.enter_context(trainee)
+            trainee.seconds_a_step(COMPUTED_STEPS)
+        later, ahead = taken.values()
+        said = equal_losses(ahead.losses.cpu(), later.losses.cpu())
+        with _pace(rates):
+            work = {n: functools.partial(each.seconds_a_step, STEPS_A_TURN) for n, each in taken.items()}
+            turns = _turns(work, settings)
+    times = _times(turns, "during backward", "in their time")
+    details = {
+        "the device": str(rates),
+        **{name: str(each) for name, each in turns.items()},
+        "during backward, times in their time": str(times),
+        "losses of computed steps": said,
+    }
+    what = (
+        f"step of {workload}, optimizer_target='cpu', simulated accelerator of a tenth of the state: with "
+        "steps on the host during backward over that with steps in their time"
+    )
+    return Figure("simulated-host-steps", what, times.median, "x its time", BAR, AIM, Better.LOWER, details)
+
+
 def _tenth_beside(workload: Workload, beside_bytes: int) -> ts.OffloadConfig:
     """Return a device for a tenth of the state, beside so many bytes of another's."""
     state_bytes = STATE_TENSORS * workload.parameter_bytes
@@ -279,6 +315,7 @@ QUESTIONS: dict[str, Question] = {
     "simulated-swap-step": swap_step,
     "simulated-swap-and-recompute": swap_and_recompute,
     "simulated-step": step,
+    "simulated-host-steps": host_steps,
 }
 
 if __name__ == "__main__":
