@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -231,6 +232,40 @@ def test_backward_goes_on_while_a_step_on_the_host_stands_still(
         for trial in (plain, ours):
             trial.optimizer.step()
             trial.optimizer.zero_grad()
+    assert_equal_models(plain.model, ours.model)
+    assert_equal_states(plain.optimizer, ours.optimizer)
+
+
+@pytest.mark.parametrize("layout", ["device"])
+def test_what_changes_before_anything_is_leased_is_stepped_in_its_time(
+    layout: str, tmp_path: Path, asides: Asides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, may_fetch = ts.Store.fetch, threading.Event()
+
+    def wait_and_fetch(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as `Store.fetch`
+        if threading.current_thread().name == THREAD_NAME:
+            assert may_fetch.wait(PATIENCE_S)
+        return fetch(*args, **kwargs)
+
+    monkeypatch.setattr(ts.Store, "fetch", wait_and_fetch)
+    plain, ours = two_trials()
+    with open_run(ours, layout, tmp_path):
+        for turn in range(3):
+            data = batch()
+            before = asides.made
+            may_fetch.clear()
+            for trial in (plain, ours):
+                loss_of(trial.model, *data).backward()
+                if turn == 2:
+                    with torch.no_grad():
+                        for parameter in trial.model.parameters():
+                            parameter.mul_(0.5)
+            may_fetch.set()
+            for trial in (plain, ours):
+                trial.optimizer.step()
+                trial.optimizer.zero_grad()
+        assert asides.made == before
+        assert asides.handed > before
     assert_equal_models(plain.model, ours.model)
     assert_equal_states(plain.optimizer, ours.optimizer)
 
