@@ -18,7 +18,7 @@ from tests.training.twins import LAYOUTS, Trial, config_of
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, ConfigError, UsageError
 from tierstore.planning import Placement
-from tierstore.training import offload
+from tierstore.training import offload, place
 
 
 class Net(nn.Module):
@@ -344,3 +344,36 @@ def test_steps_in_backward_and_on_the_host_are_refused_for_a_module_of_the_devic
 def test_a_placement_that_is_no_mapping_of_texts_is_refused(given: Any, tmp_path: Path) -> None:  # noqa: ANN401
     with pytest.raises(UsageError, match=r"placement=.*accepted is a mapping of patterns"):
         offload(Net(), None, config_of("host", tmp_path), placement=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            "{0: cpu}",
+            "accepted: texts, as patterns of module names and the parts of a placement are; not 0. In YAML a",
+        ),
+        ("{1: cpu, 2: device, head: cpu}", "not 1, 2. In YAML a number wants quotes: '1': cpu"),
+        ("[head]", "accepted: patterns of module names, each with cpu or device; or a whole placement"),
+    ],
+)
+def test_a_placement_in_a_document_that_is_no_mapping_of_texts_is_refused(
+    given: str, text: str, tmp_path: Path
+) -> None:
+    document = tmp_path / "run.yaml"
+    document.write_text(f"offload_config:\n  device: cpu\n  placement: {given}\n")
+    with pytest.raises(ConfigError) as raised:
+        offload(Net(), None, document)
+    assert text in str(raised.value)
+
+
+def test_a_model_that_is_offloaded_is_placed_by_its_run_alone(tmp_path: Path) -> None:
+    model = Net()
+    with (
+        offload(model, None, config_of("device", tmp_path)),
+        pytest.raises(UsageError, match=r"place\(Net, \.\.\.\): .*layer1.weight.* is offloaded.*placement="),
+        place(model, {"head": "cpu"}),
+    ):
+        pass
+    with place(model, {"head": "cpu"}), offload(model, None, config_of("device", tmp_path / "2")) as run:
+        assert on_host(run.placement) == {"param/head.weight"}

@@ -261,6 +261,19 @@ def options(value: object) -> dict[str, object]:
     return dict(value)
 
 
+def placement(value: object) -> dict[str, object]:
+    """Accept a mapping from texts, and return a copy."""
+    if isinstance(value, Mapping) and (others := [key for key in value if not isinstance(key, str)]):
+        named = ", ".join(f"{key!r}" for key in others[:3])
+        raise ConfigError(
+            f"accepted: texts, as patterns of module names and the parts of a placement are; not {named}. In "
+            f"YAML a number wants quotes: '{others[0]}': cpu"
+        )
+    if not isinstance(value, Mapping):
+        raise ConfigError("accepted: patterns of module names, each with cpu or device; or a whole placement")
+    return dict(value)
+
+
 def backend(value: object) -> object:
     """Accept the name of a backend, or an object that has a backend's members."""
     if isinstance(value, str) and value:

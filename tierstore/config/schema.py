@@ -448,7 +448,7 @@ _OFFLOAD: dict[str, Check] = {
     "ignored": checks.texts,
     "pinned": checks.texts,
     "buffer_min_size": checks.optional(checks.size),
-    "placement": checks.optional(checks.options),
+    "placement": checks.optional(checks.placement),
 }
 
 

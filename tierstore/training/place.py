@@ -17,6 +17,7 @@ from torch import nn
 from tierstore.errors import UsageError
 from tierstore.planning.placement import CPU, patterns_in
 from tierstore.quoting import quoted
+from tierstore.training.faults import guard
 from tierstore.training.given import check_is_model
 from tierstore.training.modules.crossings import Crossings
 from tierstore.training.modules.host_modules import PlacedModules, say_placed
@@ -67,9 +68,11 @@ def place(model: nn.Module, placement: Mapping[str, str]) -> Iterator[None]:
 
     Raises:
         ConfigError: a pattern or a word is none.
-        UsageError: something would be used on both sides, or is not in host memory; the message names it.
+        UsageError: something would be used on both sides, or is not in host memory, or is offloaded; the
+            message names it.
     """
     check_is_model(model)
+    _require_no_run(model)
     patterns = patterns_in({"modules": placement})
     placed = placed_by(model, patterns)
     device = torch.accelerator.current_accelerator() or torch.device(CPU)
@@ -83,6 +86,17 @@ def place(model: nn.Module, placement: Mapping[str, str]) -> Iterator[None]:
         given.append(patterns)
         stack.callback(given.remove, patterns)
         yield
+
+
+def _require_no_run(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if guard.guarded_tensor_of(parameter) is not None:
+            raise UsageError(
+                f"place({type(model).__name__}, ...): {name!r} is offloaded, and its run says where modules "
+                "compute. Give the patterns to the run, offload(..., placement={...}), or begin it inside of "
+                "place.",
+                key=name,
+            )
 
 
 def _require_on_host(model: nn.Module, placed: PlacedModules) -> None:
