@@ -4,8 +4,9 @@ The graph is that of a program that brings its values itself (``x.to("cpu", copy
 the host, ``y.to(device, copy=True)`` after it): one node at each border, whose derivative goes the other way.
 
 1. Before a module at a border each tensor among its arguments is brought to the module's side, after it each
-   tensor that it returns is brought back: once in a call, however often it is there.  Numbers, ``None`` and
-   objects that PyTorch does not look into stay as they are.
+   tensor that it returns is brought back: once in a call, however often it is there.  Tensors in fields of
+   dataclasses are brought, too.  Numbers, ``None`` and other objects that PyTorch does not look into stay as
+   they are.
 2. What is on the right side already is passed as it is.
 3. Users' own hooks on the module are inside: they see what the module sees.  So is a region that is
    recomputed: it keeps what has crossed.
@@ -19,6 +20,8 @@ What a crossing does is the library's own work: no mode sees it, and no meter co
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.errors import UsageError
 from tierstore.planning.placement import CPU, DEVICE
 from tierstore.quoting import quoted
-from tierstore.torch_private import innermost_transform, tree_map_only
+from tierstore.torch_private import innermost_transform, tree_map
 from tierstore.training.faults import guard
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.modules.neighbours import (
@@ -139,12 +142,12 @@ class _Entered(NamedTuple):
     Attributes:
         module: which.
         side: where.
-        given: lists and dicts that were made for it, as values in them have crossed, with what was in each.
+        given: containers that were made for it, as values in them have crossed, with what was in each.
     """
 
     module: nn.Module
     side: str
-    given: Sequence[tuple[list[Any] | dict[Any, Any], Sequence[object]]]
+    given: Sequence[tuple[Any, Sequence[object]]]
 
 
 class _Sides(threading.local):
@@ -259,7 +262,7 @@ class _CrossIn(Hook):
         """Return the arguments on the module's side."""
         if module is not self._border.module:
             return None
-        given: list[tuple[list[Any] | dict[Any, Any], Sequence[object]]] = []
+        given: list[tuple[Any, Sequence[object]]] = []
         _here.entered.append(_Entered(module, self._border.side, given))
         hooks: Any = module._forward_hooks  # noqa: SLF001 - users' own hooks come before ours
         if self._last in hooks:
@@ -321,15 +324,43 @@ def _brought(values: Any, bring: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """
     crossed: dict[int, torch.Tensor] = {}  # by the id of what ``values`` keeps
 
-    def once(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in crossed:
-            crossed[id(tensor)] = bring(tensor)
-        return crossed[id(tensor)]
+    looked_into: set[int] = set()  # by their ids: one may refer to itself
 
-    brought = tree_map_only(torch.Tensor, once, values)
-    if all(id(tensor) == number for number, tensor in crossed.items()):
-        return None
-    return _with_what_stayed(values, brought)
+    def once(each: Any) -> Any:  # noqa: ANN401
+        if isinstance(each, torch.Tensor):
+            if id(each) not in crossed:
+                crossed[id(each)] = bring(each)
+            return crossed[id(each)]
+        if not _has_fields(each) or id(each) in looked_into:
+            return each
+        looked_into.add(id(each))
+        try:
+            return _with_fields(each, map_all)
+        finally:
+            looked_into.discard(id(each))
+
+    def map_all(nested: Any) -> Any:  # noqa: ANN401
+        return _with_what_stayed(nested, tree_map(once, nested))
+
+    brought = map_all(values)
+    return None if all(id(tensor) == number for number, tensor in crossed.items()) else brought
+
+
+def _has_fields(value: object) -> bool:
+    """Whether it is of a dataclass, which PyTorch looks into only where somebody has registered that."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module)
+
+
+def _with_fields(value: Any, act: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+    """Return a dataclass's object with other values in its fields; itself, if they are the same."""
+    names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
+    fields = {name: act(getattr(value, name)) for name in names}
+    if all(fields[name] is getattr(value, name) for name in names):
+        return value
+    made = copy.copy(value)  # as it is, whatever its ``__init__`` does
+    for name, field in fields.items():
+        object.__setattr__(made, name, field)  # of a frozen one, too
+    return made
 
 
 def _with_what_stayed(before: Any, after: Any) -> Any:  # noqa: ANN401
@@ -337,7 +368,7 @@ def _with_what_stayed(before: Any, after: Any) -> Any:  # noqa: ANN401
 
     A module may write to a container that it was given.
     """
-    if type(before) is not type(after):
+    if before is after or type(before) is not type(after):
         return after
     if type(before) is dict:
         parts = {key: _with_what_stayed(each, after[key]) for key, each in before.items()}
@@ -350,22 +381,28 @@ def _with_what_stayed(before: Any, after: Any) -> Any:  # noqa: ANN401
     return after
 
 
-def _made_anew(before: Any, after: Any) -> Iterator[list[Any] | dict[Any, Any]]:  # noqa: ANN401
-    """Yield the lists and dicts among nested values that are not the former ones."""
+def _made_anew(before: Any, after: Any) -> Iterator[Any]:  # noqa: ANN401
+    """Yield the lists, dicts and dataclasses' objects among nested values that are not the former ones."""
     if before is after or type(before) is not type(after):
         return
-    if type(after) is dict:
+    if type(after) in (list, dict) or _has_fields(after):
         yield after
-        for key, each in after.items():
-            yield from _made_anew(before[key], each)
-    elif type(after) in (list, tuple):
-        if type(after) is list:
-            yield after
-        for one, other in zip(before, after, strict=True):
-            yield from _made_anew(one, other)
+    for one, other in zip(_parts_of(before), _parts_of(after), strict=True):
+        yield from _made_anew(one, other)
 
 
-def _content_of(container: list[Any] | dict[Any, Any]) -> Sequence[object]:
+def _parts_of(value: Any) -> Sequence[object]:  # noqa: ANN401
+    """Return what is in a container, as far as something in it may have been brought."""
+    if type(value) is dict:
+        return list(value.values())
+    if type(value) in (list, tuple):
+        return list(value)
+    return _content_of(value) if _has_fields(value) else ()
+
+
+def _content_of(container: Any) -> Sequence[object]:  # noqa: ANN401 - such as `_made_anew` yields
+    if _has_fields(container):
+        return [getattr(container, each.name, None) for each in dataclasses.fields(container)]
     return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
 
 
