@@ -60,12 +60,14 @@ class Layout:
         room: how much of it the fast tiers hold, a number of `running.ROOMS`.
         activations: what is done with them, a name of `running.ACTIVATIONS`.
         side: which parts compute on the host beside a device, a bit each (`sides`).
+        target: where what computes on the device is stepped beside one.
     """
 
     name: str = "host"
     room: int = 0
     activations: str = "kept"
     side: int = 0
+    target: str = "device"
 
 
 @dataclass(frozen=True, order=True)
@@ -105,6 +107,8 @@ class Program:
         yield from (word for word in WORDS if word in self.text)
         if self.layout.side:
             yield "side"
+        if self.layout.target != "device":
+            yield "target"
 
     @property
     def text(self) -> str:

@@ -303,6 +303,8 @@ def config_of(layout: Layout, model: nn.Module, path: str) -> dict[str, object]:
     }
     options = {"device_options": LATE_AND_OVERWRITTEN} if layout.name in _ON_DEVICE else {}
     settings = {**sizes, **options, "offload_path": str(Path(path) / "files"), "buffer_min_size": 0}
+    if layout.target != "device":
+        settings["optimizer_target"] = layout.target
     sections = ACTIVATIONS[layout.activations]
     return {"offload_config": settings, **sections} if sections else settings
 

@@ -68,6 +68,7 @@ def programs(off: Mapping[str, str] = OFF) -> st.SearchStrategy[Program]:
         st.sampled_from([len(ROOMS) - 1, 2, 1, 1, 0, 0, 0]),
         st.sampled_from(["kept", "kept", "kept", *ACTIVATIONS]),
         _SIDES,
+        st.sampled_from(["device", "device", "cpu"]),
     ).map(_with_a_device)
     drawn = st.builds(
         Program,
@@ -88,8 +89,8 @@ _SIDES = st.one_of(st.just(0), st.just(0), st.integers(1, 31))
 
 
 def _with_a_device(layout: Layout) -> Layout:
-    """Return a layout in which parts can be on either side, or all of them on one."""
-    return layout if layout.name in ("device", "three") else replace(layout, side=0)
+    """Return a layout in which parts and steps can be on either side, or all of them on one."""
+    return layout if layout.name in ("device", "three") else replace(layout, side=0, target="device")
 
 
 def _settled(program: Program) -> Program:
