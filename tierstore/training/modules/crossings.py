@@ -7,7 +7,8 @@ the host, ``y.to(device, copy=True)`` after it): one node at each border, whose 
    tensor that it returns is brought back: once in a call, however often it is there.  Tensors in fields of
    dataclasses are brought, too.  Numbers, ``None`` and other objects that PyTorch does not look into stay as
    they are.
-2. What is on the right side already is passed as it is.
+2. What is on the right side already is passed as it is.  Whose call it is counts: a module on the host that
+   is called past the one around it is as one at a border, and one that its own side calls is not.
 3. Users' own hooks on the module are inside: they see what the module sees.  So is a region that is
    recomputed: it keeps what has crossed.
 4. Nothing is cast, added up or put into another order by a crossing.
@@ -22,8 +23,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,7 +37,8 @@ from torch.utils.hooks import RemovableHandle
 from tierstore.errors import UsageError
 from tierstore.planning.placement import CPU, DEVICE
 from tierstore.quoting import quoted
-from tierstore.torch_private import innermost_transform, tree_map
+from tierstore.torch_private import innermost_transform, tree_flatten, tree_map
+from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.faults import guard
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.modules.neighbours import (
@@ -142,11 +146,13 @@ class _Entered(NamedTuple):
     Attributes:
         module: which.
         side: where.
+        is_crossing: whether values cross as it is called.
         given: containers that were made for it, as values in them have crossed, with what was in each.
     """
 
     module: nn.Module
     side: str
+    is_crossing: bool
     given: Sequence[tuple[Any, Sequence[object]]]
 
 
@@ -158,6 +164,29 @@ class _Sides(threading.local):
 
 
 _here = _Sides()
+
+
+def _innermost() -> _Entered | None:
+    """Return the innermost module that runs around the one that a hook is of; forget what was interrupted."""
+    while _here.entered:
+        if _is_running(_here.entered[-1].module):
+            return _here.entered[-1]
+        _here.entered.pop()
+    return None
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a module runs around the one whose hook this is called in."""
+    call = nn.Module._call_impl.__code__  # noqa: SLF001 - there is no other way to know who calls
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - likewise
+    is_own = True
+    while frame is not None:
+        if frame.f_code is call:
+            if not is_own and frame.f_locals.get("self") is module:
+                return True
+            is_own = False
+        frame = frame.f_back
+    return False
 
 
 def is_inside_host_module() -> bool:
@@ -174,22 +203,26 @@ class Crossings:
     Args:
         link: that carries.
         borders: the modules at which values cross, with the side of each.
+        inside: modules on the host at which they cross only where somebody calls them directly.
     """
 
-    def __init__(self, link: Carrier, borders: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self, link: Carrier, borders: Mapping[nn.Module, str], inside: Sequence[nn.Module] = ()
+    ) -> None:
         self.link = link
         self._borders = borders
+        self._hooked = {**borders, **dict.fromkeys(inside, CPU)}
 
     def register(self, chosen: Callable[[nn.Module], bool]) -> Iterator[RemovableHandle]:
         """Hook some of the modules at borders, before all hooks that they have and after them."""
-        for module, side in self._borders.items():
+        for module, side in self._hooked.items():
             if chosen(module):
                 border = _Border(self.link, module, side, self._borders)
                 last = module.register_forward_hook(_CrossOut(border))
                 yield last
                 left = module.register_forward_hook(_Leave(module), always_call=True)
                 yield left
-                first = _CrossIn(border, last.id)
+                first = _CrossIn(border, (last.id, left.id))
                 yield module.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
 
     def begin_forward(self) -> None:
@@ -219,6 +252,31 @@ class _Border:
         self.module = module
         self.side = side
         self._borders = borders
+
+    def is_crossed(self, given: object) -> bool:
+        """Whether values cross as the module is called now, in a hook of it.
+
+        They do where the innermost module around it, of those with hooks, is on the other side.  Where there
+        is none it is as the model says; but as a region of a module on the host is computed again in
+        backward, nothing crosses inside of it: what is given tells.
+        """
+        around = _innermost()
+        if around is not None:
+            return around.side != self.side
+        if self.module in self._borders or not is_in_backward():
+            return True
+        return any(
+            _is_there(each, self.link, _other(self.side))
+            for each in tree_flatten(given)[0]
+            if isinstance(each, torch.Tensor)
+        )
+
+    def is_crossing(self) -> bool:
+        """Whether values cross in the call of the module that ends now, in a hook of it."""
+        entered = _here.entered[-1] if _here.entered else None
+        if entered is None or entered.module is not self.module:  # another call of the model has begun inside
+            return self.module in self._borders
+        return entered.is_crossing
 
     def bring_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an argument on the module's side."""
@@ -251,9 +309,9 @@ class _Border:
 class _CrossIn(Hook):
     """Brings what a module is given to its side."""
 
-    def __init__(self, border: _Border, last: int) -> None:
+    def __init__(self, border: _Border, last: Sequence[int]) -> None:
         self._border = border
-        self._last = last
+        self._last = last  # of our hooks after it, in this order
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
@@ -262,11 +320,15 @@ class _CrossIn(Hook):
         """Return the arguments on the module's side."""
         if module is not self._border.module:
             return None
+        is_crossing = self._border.is_crossed((args, kwargs))
         given: list[tuple[Any, Sequence[object]]] = []
-        _here.entered.append(_Entered(module, self._border.side, given))
+        _here.entered.append(_Entered(module, self._border.side, is_crossing, given))
+        if not is_crossing:
+            return None
         hooks: Any = module._forward_hooks  # noqa: SLF001 - users' own hooks come before ours
-        if self._last in hooks:
-            hooks.move_to_end(self._last)
+        for each in self._last:
+            if each in hooks:
+                hooks.move_to_end(each)
         with out_of_sight():
             found = _brought((args, kwargs), self._border.bring_in)
         if found is None:
@@ -310,7 +372,7 @@ class _CrossOut(Hook):
     def __call__(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401 - a module's own
         """Return the output on the side around the module."""
         del args
-        if module is not self._border.module:
+        if module is not self._border.module or not self._border.is_crossing():
             return None
         with out_of_sight():
             given_on = self._border.exchange(output)

@@ -89,6 +89,15 @@ class PlacedModules:
             if self.devices[module] != around
         }
 
+    def inside(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules on the host at which values cross only where somebody calls them directly."""
+        borders = self.borders(model)
+        return [
+            module
+            for module in dict.fromkeys(model.modules())
+            if self.is_on_host(module) and module not in borders and has_forward(module)
+        ]
+
     def tensors_on_host(self, model: nn.Module) -> set[torch.Tensor]:
         """Return the parameters and buffers that modules on the host use."""
         if not self.are_any:
