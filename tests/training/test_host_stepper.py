@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests import forked
 from tierstore.training.optimizers.host_stepper import THREAD_NAME, HostStepper, HostTask
 
 PATIENCE_S = 30.0
@@ -112,6 +113,26 @@ def test_who_comes_while_a_task_holds_waits_until_it_does_not(how: str) -> None:
     assert ended(waiter)
     assert stepper.releases == 1
     assert told in ([], [True])
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_child_of_a_fork_waits_for_nothing_and_runs_nothing() -> None:
+    stepper, seen = HostStepper(), list[int]()
+    work = Work(stepper)
+    stepper.hand_over(work.task)
+    work.hold()
+
+    def child() -> None:
+        stepper.hand_over(HostTask(lambda: seen.append(1), 0))
+        stepper.cancel(work.task)
+        stepper.finish()
+        stepper.end()
+        assert not stepper.wait_for_release(0)
+
+    forked.in_child(child)
+    work.may_end.set()
+    stepper.finish()
+    assert not seen
 
 
 def test_the_thread_itself_waits_for_nobody() -> None:
