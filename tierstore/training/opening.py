@@ -55,8 +55,9 @@ from tierstore.training.optimizer_needs import (
 )
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.placing import Placing, placement_of
+from tierstore.training.policies import Policies
 from tierstore.training.selection import SelectedTensors, require_one_place
-from tierstore.training.session import Policies, Session
+from tierstore.training.session import Session
 from tierstore.training.tables.cache_wishes import CacheWishes, cache_wishes, require_targets
 from tierstore.training.tables.found_tables import lookups_on_host
 from tierstore.training.tables.run_tables import RunTables

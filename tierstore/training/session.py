@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -29,9 +28,7 @@ from tierstore.training.autograd.accumulation import Accumulation, PassEnd, is_i
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.autograd.saved_tensors import SavedTensors
 from tierstore.training.budgets.clock import Clock
-from tierstore.training.budgets.device_quota import DeviceQuota, StepPhase
-from tierstore.training.budgets.memory_meters import Meter
-from tierstore.training.budgets.prefetcher import Prefetcher
+from tierstore.training.budgets.device_quota import StepPhase
 from tierstore.training.budgets.reclaimers import Reclaimers
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.ending import RunEnding
@@ -51,7 +48,6 @@ from tierstore.training.modules.adopter import Adopter, give_values, part_from_b
 from tierstore.training.modules.buffers import TravelingBuffers
 from tierstore.training.modules.crossings import Crossings
 from tierstore.training.modules.forward_needs import needs_of
-from tierstore.training.modules.host_modules import PlacedModules
 from tierstore.training.modules.link import Link
 from tierstore.training.optimizers import registered
 from tierstore.training.optimizers.host_stepper import HostStepper
@@ -64,33 +60,10 @@ from tierstore.training.optimizers.step_units import Steps
 from tierstore.training.optimizers.steps_by_bundle import StepsByBundle
 from tierstore.training.optimizers.steps_under_way import UnderWay
 from tierstore.training.optimizers.whole_steps import WholeSteps
-from tierstore.training.placing import Placing
+from tierstore.training.policies import Policies
 from tierstore.training.pytorch import torchscript
 from tierstore.training.pytorch.global_hooks import Removable
 from tierstore.training.tables.run_tables import RunTables
-
-
-@dataclass(frozen=True)
-class Policies:
-    """What decides for a session; made before it.
-
-    Attributes:
-        placing: where everything lives.
-        prefetcher: learns and follows the plan.
-        meter: of what the program has on the device; ``None``: there is no device.
-        quota: of the device; ``None``: it is not divided with the program.
-        must_stash: says whether gradients that backward makes from now on go to the store.
-        stepping: when the optimizers step.
-        placed: which modules compute on the host.
-    """
-
-    placing: Placing
-    prefetcher: Prefetcher
-    meter: Meter | None
-    quota: DeviceQuota | None
-    must_stash: Callable[[], bool]
-    stepping: Stepping
-    placed: PlacedModules
 
 
 class Session:
