@@ -89,7 +89,7 @@ def same_states(table: EmbeddingTable, ours: Any, plain: nn.Embedding, theirs: A
     data=st.data(), accumulated=st.lists(batches, min_size=1, max_size=4), dtype=st.sampled_from(DTYPES),
     slots=st.sampled_from(SIZES), policy=st.sampled_from(get_args(Policy)),
 )  # fmt: skip
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_every_step_has_the_bits_of_the_same_on_an_embedding_there(
     kind: str, data: st.DataObject, accumulated: list[list[list[int]]], dtype: torch.dtype, slots: int,
     policy: Policy,

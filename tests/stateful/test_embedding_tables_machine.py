@@ -21,7 +21,7 @@ from tierstore.testing.faults import Faulty
 
 _LARGE = 1 << 30
 _PAGE = 4096
-_WIDTH = 260  # three rows a page; with two states, one
+WIDTH = 260  # three rows a page; with two states, one
 KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "SparseAdam": (SparseAdam, torch.optim.SparseAdam),
     "Adagrad": (Adagrad, torch.optim.Adagrad),
@@ -50,8 +50,8 @@ class EmbeddingTableMachine(RuleBasedStateMachine):
             return self.wrapped[-1]
 
         self.store = make_store(1 << 20, _LARGE, wrap=wrap)
-        self.table = EmbeddingTable(num_rows, _WIDTH, seed=seed)
-        self.large = EmbeddingTable(100, _WIDTH, seed=seed)  # of which ours is the beginning
+        self.table = EmbeddingTable(num_rows, WIDTH, seed=seed)
+        self.large = EmbeddingTable(100, WIDTH, seed=seed)  # of which ours is the beginning
         self.twin = nn.Embedding.from_pretrained(
             self.large.rows(torch.arange(100)), freeze=False, sparse=True
         )
@@ -99,7 +99,7 @@ class EmbeddingTableMachine(RuleBasedStateMachine):
     @rule(batch=ids, seed=st.integers(0, 9))
     def backward(self, batch: list[int], seed: int) -> None:
         index = self.known(batch)
-        cotangent = torch.randn(len(batch), _WIDTH, generator=torch.Generator().manual_seed(seed))
+        cotangent = torch.randn(len(batch), WIDTH, generator=torch.Generator().manual_seed(seed))
         self.until_it_works(lambda: self.table(index)).backward(cotangent)
         self.twin(index).backward(cotangent)
 
@@ -127,7 +127,7 @@ class EmbeddingTableMachine(RuleBasedStateMachine):
     @rule(batch=ids, seed=st.integers(0, 9))
     def set_rows(self, batch: list[int], seed: int) -> None:
         index = self.known(batch)
-        values = torch.randn(len(batch), _WIDTH, generator=torch.Generator().manual_seed(seed))
+        values = torch.randn(len(batch), WIDTH, generator=torch.Generator().manual_seed(seed))
         self.until_it_works(lambda: self.table.set_rows(index, values))
         with torch.no_grad():
             for row, value in zip(index.tolist(), values, strict=True):
