@@ -36,8 +36,7 @@ class CopyingCarrier:
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `tierstore.tables.RowCarrier`."""
         assert tensor.is_cpu
-        assert tensor.is_contiguous()
-        self._count()
+        self._count(tensor)
         made = tensor.to(DEVICE, copy=True)
         tensor.view(torch.uint8).fill_(255)  # nobody reads it any more
         return made
@@ -45,12 +44,13 @@ class CopyingCarrier:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `tierstore.tables.RowCarrier`."""
         assert tensor.device.type == DEVICE.type
-        assert tensor.is_contiguous()
-        self._count()
+        self._count(tensor)
         self.calls_to_host += 1
         return tensor.to("cpu", copy=True)
 
-    def _count(self) -> None:
+    def _count(self, tensor: torch.Tensor) -> None:
+        assert tensor.numel()
+        assert tensor.is_contiguous()
         if self._fails_after is not None:
             self._fails_after -= 1
             if not self._fails_after:

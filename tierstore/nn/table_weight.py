@@ -86,7 +86,8 @@ class TableWeight(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
         """Copy the rows that were written, with the gradient."""
         made = TableWeight(copy.deepcopy(self.row_store, memo), self.requires_grad)
-        made.grad = copy.deepcopy(self.grad, memo)
+        gradient = copy.deepcopy(self.grad, memo)
+        made.grad = gradient if gradient is None or self.device == made.device else _in_host_memory(gradient)
         return made
 
     def __reduce_ex__(self, protocol: object) -> Any:  # noqa: ANN401 - as PyTorch's

@@ -13,8 +13,8 @@ from tierstore.tables.frames import Policy
 class RowCarrier(Protocol):
     """Carries tensors of rows, and of their places, between host memory and the device.
 
-    A table calls it with its lock held, in the order of the program: on the device everything that a table
-    does is queued on the current stream.
+    A table calls it with its lock held, in the order of the program, and never with an empty tensor.  On the
+    device everything that a table does is queued on the current stream.
     """
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:

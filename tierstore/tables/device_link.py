@@ -23,6 +23,7 @@ class DeviceLink:
 
     Args:
         carrier: that does it.
+        device: where to.
 
     Attributes:
         rows_to_device: see `tierstore.tables.CacheStats`, as for the others.
@@ -31,8 +32,9 @@ class DeviceLink:
         bytes_to_host: see there.
     """
 
-    def __init__(self, carrier: RowCarrier) -> None:
+    def __init__(self, carrier: RowCarrier, device: torch.device) -> None:
         self._carrier = carrier
+        self._device = device
         self.rows_to_device = 0
         self.rows_to_host = 0
         self.bytes_to_device = 0
@@ -59,7 +61,9 @@ class DeviceLink:
         Args:
             numbers: int64 in host memory, at least 0; carried with two or four bytes each if these suffice.
         """
-        most = int(numbers.max()) if numbers.numel() else 0
+        if not numbers.numel():
+            return numbers.to(self._device, copy=True)
+        most = int(numbers.max())
         if most < 2 * _SHORT:
             brought = self._carry_numbers((numbers - _SHORT).to(torch.int16))
             return brought.to(torch.int64).add_(_SHORT)
@@ -74,6 +78,8 @@ class DeviceLink:
 
     def take_numbers_back(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return numbers of the device in host memory.  Blocks."""
+        if not numbers.numel():
+            return numbers.to("cpu", copy=True)
         taken = self._carrier.to_host(numbers.contiguous())
         self.bytes_to_host += numbers.nbytes
         return taken

@@ -76,7 +76,7 @@ class DeviceRows:
         self._policy = home.policy
         self._name = name
         self._process = forks.here()
-        self.link = DeviceLink(home.carrier)
+        self.link = DeviceLink(home.carrier, self._cells.device)
         self._hits = self._misses = self._bypassed = self._evictions = self._prefetched = self._declined = 0
         self._begin(layout, num_rows)
 

@@ -155,6 +155,15 @@ def test_prefetched_rows_are_there_and_stay_until_they_are_looked_up() -> None:
     assert hits_of(table, 10, 11, 12) == 3
 
 
+def test_rows_that_are_there_and_that_a_prefetch_names_stay_as_well() -> None:
+    table, _ = table_of(4)
+    look_up(table, 1, 2)
+    look_up(table, 3, 4)
+    table.prefetch(torch.tensor([1, 2]))
+    look_up(table, *range(100, 104))
+    assert hits_of(table, 1, 2) == 2
+
+
 def test_a_prefetch_takes_half_of_the_slots_and_none_of_rows_in_hand() -> None:
     table, _ = table_of(8)
     look_up(table, *range(20))
