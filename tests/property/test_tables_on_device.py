@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any, get_args
 
 import pytest
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from tests.property.test_table_optimizers import OPTIONS, OURS, THEIRS, every_kind
 from tests.property.test_tables import DTYPES, ROWS, batches, same
 from tests.row_carriers import DEVICE, CopyingCarrier, device_home
+from tests.unit.tables.homes import Sometimes, faulty_store
 from tierstore.errors import BackendError, UsageError
 from tierstore.nn import EmbeddingTable
-from tierstore.optim import SparseAdam
+from tierstore.optim import SGD, SparseAdam
 from tierstore.tables import ROWS as ROWS_COLUMN
+from tierstore.tables import LogPlace, StoreBlocks, TableHome
 from tierstore.tables.frames import Policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -25,6 +28,7 @@ SIZES = [0, 1, 5, ROWS, 3 * ROWS]
 every_size = pytest.mark.parametrize("slots", SIZES)
 _WIDTH = 6
 _COLUMNS = 3  # at most
+_ROW_OF_A_PAGE = 1024
 
 
 def twins(
@@ -236,6 +240,37 @@ def test_a_step_that_fails_at_any_carry_has_changed_nothing_and_can_be_taken_aga
         theirs.zero_grad()
     assert failed
     same_states(table, ours, plain, theirs)
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+def test_a_step_that_the_disk_ends_half_way_has_changed_nothing(slots: int) -> None:
+    """Two pages of one row each are in memory, and most of the rows pass by the slots."""
+    has_owed = False
+    for number in itertools.count(1):
+        store, disk = faulty_store()
+        table = EmbeddingTable(12, _ROW_OF_A_PAGE, target="device")
+        place = LogPlace(StoreBlocks(store), "table/deep/", 2 * 4096)
+        table.weight.row_store.attach(TableHome(torch.empty(2 * 1024), place, executor=Sometimes()))
+        table.weight.attach_device(device_home(slots, _ROW_OF_A_PAGE)[0])
+        optimizer = SGD(table.parameters(), lr=1.0)
+        before = table.rows(torch.arange(12))
+        table(torch.arange(12).to(DEVICE)).sum().backward()
+        disk.fail_next(number)
+        try:
+            optimizer.step()
+        except BackendError:
+            disk.heal()
+            has_owed |= bool(table.weight._owed)
+            assert torch.equal(table.rows(torch.arange(12)), before)
+            optimizer.step()
+        disk.heal()
+        assert torch.equal(table.rows(torch.arange(12)), before - 1)
+        is_over = not disk.failures
+        table.weight.row_store.close()
+        store.close()
+        if is_over:
+            break
+    assert has_owed
 
 
 @pytest.mark.parametrize("slots", [2, ROWS])

@@ -172,6 +172,11 @@ def test_a_prefetch_takes_half_of_the_slots_and_none_of_rows_in_hand() -> None:
     cache = cache_of(table)
     assert (cache.prefetched, cache.prefetches_declined) == (2, 8)
     assert hits_of(table, *range(6)) == 6
+    look_up(table, 500)  # they are in hand no more
+    table.prefetch(torch.arange(600, 700))  # nobody has touched their pages
+    assert cache_of(table).prefetched == 2
+    table.prefetch(torch.arange(12, 20))
+    assert cache_of(table).prefetched == 2 + 4
 
 
 def test_what_a_prefetch_has_brought_makes_room_once_nobody_comes_for_it() -> None:
