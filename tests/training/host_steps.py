@@ -126,11 +126,11 @@ class FailingThread:
     def __init__(self) -> None:
         self.failed = 0
         self._left = 0
-        self._error: Exception = RuntimeError()
+        self._make: Callable[[], Exception] = RuntimeError
 
-    def fail_next(self, number: int, error: Exception) -> None:
-        """Let the operation with this number, counted from now on, fail."""
-        self._left, self._error = number, error
+    def fail_next(self, number: int, make: Callable[[], Exception]) -> None:
+        """Let the operation with this number, counted from now on, fail with what ``make`` returns."""
+        self._left, self._make = number, make
 
     def count(self, act: Callable[..., Any]) -> Callable[..., Any]:
         """Return what does the same, but counts in that thread."""
@@ -140,7 +140,7 @@ class FailingThread:
                 self._left -= 1
                 if not self._left:
                     self.failed += 1
-                    raise self._error
+                    raise self._make()
             return act(*args, **kwargs)
 
         return counted

@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,8 @@ def test_steps_made_aside_are_given_up_where_room_is_short(tmp_path: Path, aside
         data = batch()
         for trial in (plain, ours):
             loss_of(trial.model, *data).backward()
+        assert run._session is not None
+        run._session.host_stepper.finish()
         made = [key for key in run.store if key.endswith("~next")]
         host = run.store.stats().tiers["host"]
         free_bytes = host.capacity_bytes - host.charged_bytes
@@ -181,6 +183,36 @@ def test_whatever_comes_between(tmp_path: Path, asides: Asides) -> None:
     assert_same(build_blocks, loop, "device", tmp_path, {**ON_HOST, **with_copies("device")})
     unused = [name for name, counts in handed.items() if not sum(counts)]
     assert len(unused) < len(BETWEEN) / 3, f"no step was handed over before {unused}"
+
+
+def test_a_step_made_with_other_settings_of_a_thread_is_made_again(tmp_path: Path) -> None:
+    """The worker's thread does not see what this one sets for itself."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor does not flush")
+
+    def loop(trial: Trial) -> None:
+        for parameter in trial.model.parameters():
+            parameter.register_post_accumulate_grad_hook(_make_tiny)
+        for turn in range(4):
+            loss_of(trial.model, *batch()).backward()
+            torch.set_flush_denormal(turn == 3)
+            try:
+                trial.optimizer.step()
+            finally:
+                torch.set_flush_denormal(False)
+            trial.optimizer.zero_grad()
+
+    def build() -> tuple[nn.Module, Sequence[torch.optim.Optimizer]]:
+        model, _ = build_blocks()
+        return model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+
+    assert_same(build, loop, "device", tmp_path, ON_HOST)
+
+
+def _make_tiny(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter.grad.mul_(1e-38)  # what a step makes of it is subnormal
 
 
 # ---------------------------------------------------------------------- order, with gates
@@ -367,10 +399,10 @@ _OPERATIONS = [
 ]
 
 
-@pytest.mark.parametrize("error", [ts.BackendError("on purpose"), MemoryError(), ts.CapacityError("full")])
+@pytest.mark.parametrize("error", [ts.BackendError, MemoryError, ts.CapacityError])
 @some_layouts
 def test_whatever_fails_in_the_thread_the_step_is_made_in_its_time(
-    layout: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread = FailingThread()
     for owner, name in _OPERATIONS:

@@ -43,17 +43,19 @@ def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
     return any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
 
 
-def settings() -> tuple[object, ...]:
-    """Return what, beside their inputs, may decide about the bits of operations."""
+def settings(device: torch.device) -> tuple[object, ...]:
+    """Return what, beside their inputs, may decide about the bits of this thread's operations on a device."""
     kinds = {"cpu", *([kind.type] if (kind := torch.accelerator.current_accelerator()) else [])}
-    return (
+    found = (
         [torch.is_autocast_enabled(kind) for kind in sorted(kinds)],
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
-        torch.get_num_threads(),  # what adds up in parallel adds up in their order
-        _SUBNORMAL * _ONE == 0.0,  # a thread's own, as ``torch.set_flush_denormal`` has it
     )
+    if device.type != "cpu":
+        return found
+    # What adds up in parallel does so in the order of threads; flushing of subnormals is a thread's own, too.
+    return (*found, torch.get_num_threads(), _SUBNORMAL * _ONE == 0.0)
 
 
 def double_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

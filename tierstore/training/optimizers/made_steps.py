@@ -43,6 +43,7 @@ class StepBasis:
         options: of the turn's groups.
         former: what state there was, by parameter: the large tensors themselves, copies of the small.
         double: of the optimizer as it was.
+        device: that it is made on.
     """
 
     turn: StepUnit
@@ -53,6 +54,7 @@ class StepBasis:
     options: list[Group]
     former: dict[torch.Tensor, Entries]
     double: torch.optim.Optimizer
+    device: torch.device
 
     @property
     def gradients(self) -> list[Binding]:
@@ -86,9 +88,13 @@ class MadeStep:
 
 
 def basis_of(
-    optimizer: torch.optim.Optimizer, turn: StepUnit, needed: Sequence[Binding], stashed: Stashed
+    optimizer: torch.optim.Optimizer,
+    turn: StepUnit,
+    needed: Sequence[Binding],
+    stashed: Stashed,
+    device: torch.device,
 ) -> StepBasis:
-    """Take in what a step is to be made from; whatever changes from now on is noticed."""
+    """Take in what a step is to be made from, and on; whatever changes from now on is noticed."""
     with ordinary_mode():
         former = {p: snapshot(optimizer.state.get(p, {})) for p in turn.parameters}
     return StepBasis(
@@ -100,6 +106,7 @@ def basis_of(
         copied_options(turn),
         former,
         double_of(optimizer),
+        device,
     )
 
 
@@ -130,4 +137,4 @@ def made_from(basis: StepBasis, flat_of: Flat, gradient_of: Callable[[Binding], 
     ):
         raise UnsuitableError("it makes state or options anew in every step")
     later = {p: {n: x for n, x in entries.items() if not is_large(x)} for p, entries in left.items()}
-    return MadeStep(basis, settings(), later)
+    return MadeStep(basis, settings(basis.device), later)

@@ -248,7 +248,8 @@ class SpeculativeSteps:
 
     def _basis_of(self, turn: StepUnit) -> StepBasis:
         needed = [turn.bundle, *self._states(turn)]
-        return basis_of(self.optimizer, turn, needed, self._gradients.bindings_of(turn.parameters))
+        stashed = self._gradients.bindings_of(turn.parameters)
+        return basis_of(self.optimizer, turn, needed, stashed, self._trainer.computes_on(turn.bundle))
 
     def _make(self, turn: StepUnit) -> None:
         basis = self._basis_of(turn)
@@ -366,7 +367,7 @@ class SpeculativeSteps:
             and self._gradients.table.are_untouched(turn.parameters)
             and not is_scaled(self.optimizer)
             and [options_of(group) for group, _ in turn.merged] == basis.options
-            and settings() == made.settings
+            and settings(basis.device) == made.settings
             and all(is_equal(self.optimizer.state.get(p, {}), basis.former[p]) for p in turn.parameters)
         )
 
