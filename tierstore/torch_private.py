@@ -57,7 +57,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_use_count``: a tensor that a graph has saved counts as nobody's; guards refuse it, so that
   ``swap_tensors`` takes no guarded tensor apart. In: guarded_classes, shared_memory.
 - ``_values``: as ``_indices``. In: gradient, lookup, memory, sgd.
-- ``_version``: backward goes through changed weights in silence. In: activation_store, doubles,
+- ``_version``: backward goes through changed weights in silence. In: activation_store, doubles, foreseen,
   forward_snapshot, kept_outputs, modes, recomputed_operators, saved_tensors, state_dict_entries, whole_steps.
 
 Some hooks and frames of PyTorch are known by names inside of its functions: ``save_on_cpu``'s hooks

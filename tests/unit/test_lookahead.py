@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,8 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tierstore.data import lookahead
+from tierstore.data.streams import waiting_iterators
 from tierstore.errors import ConfigError, UsageError
 from tierstore.nn import EmbeddingTable
+from tierstore.torch_private import tree_flatten
 
 
 class Told(EmbeddingTable):
@@ -162,3 +167,214 @@ def test_arguments_that_are_wrong_are_refused_by_name() -> None:
             lookahead([], tables)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="len"):
         len(lookahead(iter([]), Told()))
+
+
+# ---------------------------------------------------------------------- as the bare loader
+
+
+@pytest.mark.parametrize("kind", ["generator", "zip"])
+@given(count=st.integers(0, 9), stops=st.lists(st.integers(0, 4), max_size=5), depth=st.integers(1, 3))
+def test_who_stops_and_goes_on_over_the_same_iterator_loses_nothing(
+    kind: str, count: int, stops: list[int], depth: int
+) -> None:
+    def read(over: Callable[[Iterator[Any]], Any]) -> list[list[Any]]:
+        stream: Any = zip(_batches(count), strict=True) if kind == "zip" else iter(n for n in _batches(count))
+        pieces: list[list[Any]] = []
+        for stop in [*stops, 99]:
+            pieces.append([])
+            for number, batch in enumerate(over(stream)):
+                pieces[-1].append(batch)
+                if number == stop:
+                    break
+        return pieces
+
+    tables = [Told(), Told()]
+    turns = iter(range(99))
+
+    def ahead(stream: Iterator[Any]) -> Any:  # noqa: ANN401 - a lookahead
+        return lookahead(stream, tables[next(turns) % 2], depth)
+
+    def first(batch: Any) -> int:  # noqa: ANN401 - a tensor, or a tuple of one
+        return int(batch[0][0] if kind == "zip" else batch[0])
+
+    bare, seen = read(lambda stream: stream), read(ahead)
+    assert [[first(batch) for batch in piece] for piece in seen] == [
+        [first(batch) for batch in piece] for piece in bare
+    ]
+    for table, pieces in zip(tables, (seen[::2], seen[1::2]), strict=True):
+        handed_out = [first(batch) for piece in pieces for batch in piece]
+        assert set(handed_out) <= {each[0] for each in table.told}
+
+
+def test_an_iterator_that_is_kept_goes_on_where_it_was() -> None:
+    kept = iter(lookahead(_batches(6), Told(), 2))
+    found = []
+    for stop in (1, 0, 9):
+        for number, batch in enumerate(kept):
+            found.append(int(batch[0]))
+            if number == stop:
+                break
+    assert found == [0, 1, 2, 3, 4, 5]
+
+
+def test_of_iterators_that_nobody_has_none_is_kept() -> None:
+    for _ in range(5):
+        next(iter(lookahead(zip(_batches(4), strict=True), Told())))
+    assert waiting_iterators() <= 1
+    stream = (batch for batch in _batches(4))
+    next(iter(lookahead(stream, Told())))
+    gone = weakref.ref(stream)
+    del stream
+    assert gone() is None
+
+
+class Shaky:
+    """An iterator that fails for some batches and goes on."""
+
+    def __init__(self) -> None:
+        self.number = -1
+
+    def __iter__(self) -> Shaky:
+        return self
+
+    def __next__(self) -> Tensor:
+        self.number += 1
+        if self.number in {1, 3}:
+            raise OSError(self.number)
+        if self.number == 5:
+            raise StopIteration
+        return torch.tensor([self.number])
+
+
+def _numbers_or_failures(batches: Iterator[Tensor]) -> Iterator[int]:
+    while True:
+        try:
+            yield int(next(batches))
+        except OSError as error:
+            yield -int(str(error))
+        except StopIteration:
+            return
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_a_loader_that_fails_for_one_batch_and_goes_on_does_so_as_the_bare_one(depth: int) -> None:
+    found = list(_numbers_or_failures(iter(lookahead(Shaky(), Told(), depth))))
+    assert found == list(_numbers_or_failures(Shaky())) == [0, -1, 2, -3, 4]
+
+
+def _drawing(kind: str) -> Iterator[Tensor]:
+    while True:
+        if kind == "torch":
+            yield torch.randint(0, 9, (3,))
+        elif kind == "random":
+            yield torch.tensor([random.randint(0, 9)])
+        else:
+            yield torch.from_numpy(np.random.randint(0, 9, 3))
+
+
+@pytest.mark.parametrize("kind", ["torch", "random", "numpy"])
+def test_a_loader_that_draws_beside_the_program_is_refused_before_the_first_step(kind: str) -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    next(_drawing(kind))
+    due = (torch.rand(1).item(), random.random(), np.random.rand())
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    batches = iter(lookahead(_drawing(kind), Told()))
+    for _ in range(2):
+        with pytest.raises(UsageError, match=f"draws random numbers from {kind}.*num_workers=1"):
+            next(batches)
+    assert (torch.rand(1).item(), random.random(), np.random.rand()) == due
+
+
+class Negatives(torch.utils.data.Dataset[Tensor]):
+    """Ids of which some are drawn at random."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, place: int) -> Tensor:
+        return torch.cat([torch.tensor([place]), torch.randint(0, 900, (2,))])
+
+
+@pytest.mark.parametrize("advice", ["workers", "shuffle", "generator"])
+def test_what_is_advised_has_the_numbers_of_the_bare_loader(advice: str) -> None:
+    def epochs(over: Callable[[Any], Any]) -> list[list[float]]:
+        torch.manual_seed(3)
+        mine = torch.Generator().manual_seed(5)
+        loader: Any = DataLoader(Negatives(), 3, num_workers=1)
+        if advice != "workers":
+            ids = TensorDataset(torch.arange(24).view(12, 2))
+            loader = DataLoader(ids, 3, shuffle=True, generator=mine if advice == "generator" else None)
+        if advice == "generator":  # one stream over several epochs
+            loader = (batch for _ in range(2) for batch in DataLoader(ids, 3, shuffle=True, generator=mine))
+        seen = []
+        for _ in range(1 if advice == "generator" else 2):
+            for batch in over(loader):
+                dropped = torch.rand(4)
+                seen.append([*tree_flatten(batch)[0][0].flatten().tolist(), *dropped.tolist()])
+        return seen
+
+    assert epochs(lambda loader: lookahead(loader, Told(), 2)) == epochs(lambda loader: loader)
+
+
+def _refilling(kind: str) -> Iterator[Any]:
+    numbers = np.zeros(4, dtype=np.int64)
+    buffers = [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
+    for count in range(9):
+        if kind == "numpy":
+            numbers[:] = count
+            yield torch.from_numpy(numbers)
+        elif kind == "arrays":
+            numbers[:] = count
+            yield {"ids": torch.tensor([count]), "x": numbers}
+        elif kind == "three by turns":
+            yield buffers[count % 3].fill_(count)
+        else:
+            yield [buffers[0].fill_(count).view(2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "depth"), [("numpy", 1), ("arrays", 1), ("three by turns", 3), ("one by views", 2)]
+)
+def test_a_loader_that_fills_its_buffers_again_is_refused_before_the_first_step(
+    kind: str, depth: int
+) -> None:
+    with pytest.raises(UsageError, match="writes to a batch that it has given before"):
+        next(iter(lookahead(_refilling(kind), {Told(): lambda batch: torch.tensor([1])}, depth)))
+
+
+def test_buffers_that_are_filled_when_their_batch_is_done_are_fine() -> None:
+    found = [int(ids[0]) for ids in lookahead(_refilling("three by turns"), Told(), 2)]
+    assert found == list(range(9))
+
+
+def test_one_batch_many_times_is_fine_and_so_is_a_program_that_writes_to_it() -> None:
+    def read(over: Callable[[Any], Any]) -> list[int]:
+        found = []
+        for ids in over([torch.tensor([1])] * 4):
+            found.append(int(ids))
+            ids.mul_(2)
+        return found
+
+    assert read(lambda loader: lookahead(loader, Told())) == read(lambda loader: loader) == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("how", ["lookup", "rows"])
+def test_a_loader_that_asks_the_table_is_refused_after_the_last_step_that_is_right(how: str) -> None:
+    table = Told()
+
+    def hard() -> Iterator[Tensor]:
+        for batch in _batches(3):
+            found = table(batch) if how == "lookup" else table.rows(batch)
+            yield batch[found.sum(1).argsort()]
+
+    batches = iter(lookahead(hard(), table))
+    assert sorted(next(batches).tolist()) == [0, 100]
+    table(torch.tensor([0]))
+    with pytest.raises(UsageError, match="by the loader that lookahead asks for a batch ahead"):
+        next(batches)
+    table.weight.requires_grad_(False)  # noqa: FBT003 - PyTorch's own
+    assert len(list(lookahead(hard(), table))) == 3

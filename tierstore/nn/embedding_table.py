@@ -16,6 +16,7 @@ from tierstore.errors import ConfigError, UsageError
 from tierstore.modes import Unseen
 from tierstore.nn import ids as ids_of
 from tierstore.nn.arguments import TableArguments, lowered
+from tierstore.nn.asked_ahead import require_in_time
 from tierstore.nn.initializers import Initializer, rows_of
 from tierstore.nn.lookup import clipped, gather, on_device_of, read_rows
 from tierstore.nn.row_blocks import check_room
@@ -160,6 +161,8 @@ class EmbeddingTable(nn.Module):
             )
         if not isinstance(self.weight, TableWeight):
             raise UsageError("weight was replaced: a table looks up its own rows only")
+        if self.weight.requires_grad:
+            require_in_time(self._name, "is looked up")
         known = ids_of.checked(ids)
         begins = self._checked_bags(known, offsets, per_sample_weights)
         distinct = ids_of.distinct(
@@ -196,6 +199,8 @@ class EmbeddingTable(nn.Module):
             IndexError: an id is out of range, unless ``out_of_range="zeros"``.
             TypeError: ids are of another type.
         """
+        if self.weight.requires_grad:
+            require_in_time(self._name, "is read")
         known = ids_of.checked(ids)
         distinct = ids_of.distinct(
             known, self.num_embeddings, self._name, takes_strangers=self.out_of_range == "zeros"
