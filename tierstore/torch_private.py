@@ -113,6 +113,7 @@ __all__ = [
     "current_autograd_node",
     "current_dispatch_mode",
     "current_graph_task",
+    "default_to_fused_or_foreach",
     "disabled_torch_function",
     "dispatch_key",
     "dispatch_keys_below",
@@ -317,6 +318,10 @@ foreach_types_of_optimizers: object
 foreach_types_of_optimizers = getattr(
     importlib.import_module("torch.optim.optimizer"), "_foreach_supported_types", None
 )
+# A group's bundles are stepped in another way than the whole group: other bits.  No public alternative.
+default_to_fused_or_foreach: Callable[..., tuple[bool, bool]] = importlib.import_module(
+    "torch.optim.optimizer"
+)._default_to_fused_or_foreach
 # Arguments in containers are not found.  No public alternative.  (A module: hooks know frames by its file.)
 pytree = _pytree
 # As `pytree`.

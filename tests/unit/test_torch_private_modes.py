@@ -215,6 +215,10 @@ def test_functions_over_lists_are_chosen_by_lists_of_classes() -> None:
     assert {torch.Tensor, nn.Parameter} <= set(private.foreach_types_of_optimizers)
 
 
+def test_on_the_cpu_no_functions_over_lists_are_chosen() -> None:
+    assert private.default_to_fused_or_foreach([torch.zeros(1)], differentiable=False) == (False, False)
+
+
 def test_containers_are_trees() -> None:
     tree = {"a": [1, 2.0], "b": (3,)}
     leaves, spec = private.tree_flatten(tree)

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
 from tierstore.errors import CapacityError, UsageError
+from tierstore.torch_private import default_to_fused_or_foreach
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.faults import guard
@@ -23,6 +24,8 @@ from tierstore.training.optimizers.state import OptimizerState
 
 Group = dict[str, Any]
 Parameters = list[torch.Tensor]
+ONE_BY_ONE: Final = {"foreach": False}
+"""What tells a group that its parameters are stepped one after another."""
 
 
 class Progress(enum.Enum):
@@ -139,10 +142,17 @@ class Steps(Protocol):
 
 
 class StepUnit(NamedTuple):
-    """What one bundle's step is about."""
+    """What one bundle's step is about.
+
+    Attributes:
+        bundle: which.
+        groups: of the optimizer, with those of their parameters that are stepped.
+        one_by_one: the ids of groups of which PyTorch steps one parameter after another: see `one_by_one_of`.
+    """
 
     bundle: Binding
     groups: list[tuple[Group, Parameters]]
+    one_by_one: frozenset[int] = frozenset()
 
     @property
     def parameters(self) -> Parameters:
@@ -151,8 +161,11 @@ class StepUnit(NamedTuple):
 
     @property
     def merged(self) -> list[tuple[Group, Parameters]]:
-        """Each group once, with all its parameters."""
-        return _merged(self.groups)
+        """Each group once, with all its parameters, and said of it how they are stepped."""
+        return [
+            ({**group, **ONE_BY_ONE} if id(group) in self.one_by_one else group, members)
+            for group, members in _merged(self.groups)
+        ]
 
     def is_same(self, other: StepUnit) -> bool:
         """Whether it is about the same parameters in the same groups."""
@@ -191,22 +204,50 @@ def by_bundle(optimizer: torch.optim.Optimizer) -> dict[Binding, Members]:
     return members
 
 
+def one_by_one_of(
+    optimizer: torch.optim.Optimizer, has_gradient: Callable[[torch.Tensor], bool]
+) -> frozenset[int]:
+    """Return the ids of groups whose parameters PyTorch does not step in lists, though it would some of them.
+
+    Where a group does not say ``foreach``, PyTorch asks all that have a gradient: one on the host, or of a
+    class that it does not know, and none are.  The last bits depend on it.
+    """
+    return frozenset(
+        id(group)
+        for group in optimizer.param_groups
+        if group.get("foreach", False) is None
+        and not group.get("fused")
+        and len({_may_be_in_list(p) for p in group["params"] if has_gradient(p)}) > 1
+    )
+
+
+def _may_be_in_list(parameter: torch.Tensor) -> bool:
+    _, is_foreach = default_to_fused_or_foreach([parameter], differentiable=False)
+    return is_foreach
+
+
 def turn_of(
-    bundle: Binding, members: Members, has_gradient: Callable[[torch.Tensor], bool]
+    bundle: Binding,
+    members: Members,
+    has_gradient: Callable[[torch.Tensor], bool],
+    one_by_one: frozenset[int] = frozenset(),
 ) -> StepUnit | None:
     """Return what the step of one bundle is about; ``None``: there is no gradient."""
     parts = ((group, [p for p in parameters if has_gradient(p)]) for group, parameters in members)
     groups = [(group, parameters) for group, parameters in parts if parameters]
-    return StepUnit(bundle, groups) if groups else None
+    return StepUnit(bundle, groups, one_by_one) if groups else None
 
 
 def turns_of(
     members: Mapping[Binding, Members],
     order: Mapping[Binding, int],
     has_gradient: Callable[[torch.Tensor], bool],
+    one_by_one: frozenset[int] = frozenset(),
 ) -> list[StepUnit]:
     """Return the turns of a step, in the order of the forward pass; other runs' bundles are theirs."""
-    turns = (turn_of(bundle, members[bundle], has_gradient) for bundle in members if bundle in order)
+    turns = (
+        turn_of(bundle, members[bundle], has_gradient, one_by_one) for bundle in members if bundle in order
+    )
     return sorted((turn for turn in turns if turn is not None), key=lambda turn: order[turn.bundle])
 
 
@@ -238,18 +279,31 @@ def _merged(groups: Members) -> Members:
 
 
 @contextmanager
-def only(optimizer: torch.optim.Optimizer, groups: Members) -> Iterator[None]:
-    """Let the optimizer's groups name only some of their parameters, inside the context."""
+def only(
+    optimizer: torch.optim.Optimizer, groups: Members, one_by_one: frozenset[int] = frozenset()
+) -> Iterator[None]:
+    """Let the optimizer's groups name only some of their parameters, inside the context.
+
+    Args:
+        optimizer: whose groups.
+        groups: with the parameters that they are to name.
+        one_by_one: the ids of those that are told to step one parameter after another.
+    """
     former_groups = optimizer.param_groups
     former = [(group, group["params"]) for group, _ in groups]
     merged = _merged(groups)
     optimizer.param_groups = [group for group, _ in merged]
     for group, members in merged:
         group["params"] = members
+    told = [group for group, _ in merged if id(group) in one_by_one]
+    for group in told:
+        group.update(ONE_BY_ONE)
     try:
         yield
     finally:
         optimizer.param_groups = former_groups
+        for group in told:
+            group["foreach"] = None
         for group, members in former:
             group["params"] = members
 

@@ -39,6 +39,7 @@ from tierstore.training.optimizers.refused_steps import refuses
 from tierstore.training.optimizers.speculative_steps import Expectations, SpeculativeSteps
 from tierstore.training.optimizers.state import OptimizerState, order_entries
 from tierstore.training.optimizers.step_units import (
+    ONE_BY_ONE,
     Group,
     Members,
     Parameters,
@@ -47,6 +48,7 @@ from tierstore.training.optimizers.step_units import (
     StepUnit,
     by_bundle,
     not_whole,
+    one_by_one_of,
     only,
     own_step,
     placed,
@@ -81,6 +83,7 @@ class StepsByBundle:
         self._trainer = trainer
         self._gradients = trainer.gradients
         self._members: dict[Binding, Members] = {}
+        self._one_by_one: frozenset[int] = frozenset()  # groups in which the last step was made so
         self._alone: dict[torch.Tensor, Members] = {}  # of each parameter that is stepped in backward
         self._withheld: list[tuple[Group, Parameters]] = []
         self._known_entries = 0  # of parameters that had state before the step that is under way
@@ -141,6 +144,8 @@ class StepsByBundle:
                 for p in group["params"]
                 if (t := guard.guarded_tensor_of(p)) is None or t.binding not in own
             ]
+            if id(group) in self._one_by_one:
+                group.update(ONE_BY_ONE)
 
     def after(self) -> bool:
         """Give the groups their parameters back; return whether a step has ended."""
@@ -174,6 +179,8 @@ class StepsByBundle:
             self._progress = Progress.PARTIAL if is_partial else self._progress
         for group, parameters in self._withheld:
             group["params"] = parameters
+            if id(group) in self._one_by_one:
+                group["foreach"] = None
         self._withheld.clear()
 
     @property
@@ -211,7 +218,9 @@ class StepsByBundle:
         self._ahead.learn()
         self._members = by_bundle(self.optimizer)
         try:
-            all_turns = turns_of(self._members, self._trainer.order, self._gradients.has)
+            has = self._gradients.has
+            self._one_by_one = one_by_one_of(self.optimizer, has)
+            all_turns = turns_of(self._members, self._trainer.order, has, self._one_by_one)
             turns = [turn for turn in all_turns if not self._is_stepped(turn) and not self._take_ahead(turn)]
             for number, turn in enumerate(turns):
                 if number + 1 < len(turns):
@@ -292,7 +301,7 @@ class StepsByBundle:
 
     def _turn_of(self, bundle: Binding) -> StepUnit | None:
         """Return what the step of one bundle would be about, by the groups of the last step."""
-        return turn_of(bundle, self._members.get(bundle, []), self._gradients.has)
+        return turn_of(bundle, self._members.get(bundle, []), self._gradients.has, self._one_by_one)
 
     def _keys(self, turn: StepUnit) -> list[str]:
         keys = [turn.bundle.key]
@@ -321,7 +330,7 @@ class StepsByBundle:
             self._gradients.show(stashed)
             self._progress = Progress.PARTIAL
             try:
-                with only(self.optimizer, turn.groups), in_sight():
+                with only(self.optimizer, turn.groups, turn.one_by_one), in_sight():
                     own_step(self.optimizer)(self.optimizer, **kwargs)
                 has_stepped()
             finally:
