@@ -21,7 +21,7 @@ For none of the attributes there is a public alternative, unless the list names 
   ``None``. In: buffers, forward_snapshot.
 - ``_c``: scripts hold parameters that nobody knows of. In: torchscript.
 - ``_call_impl``: a call of a module that an interrupt has ended is not told from one that runs: windows stay
-  open. In: hooks, neighbours.
+  open. In: crossings, hooks, neighbours.
 - ``_cdata``: a storage has no identity: who shares memory is not known. In: binding, bindings, gradient,
   guarded_tensors, host_modules, layout, lease_storages, link, memory_meters, memory_parts, offloaded_storage,
   poisons, reclaimed_tensors, shared_memory, state, state_dict_entries, state_dicts.
@@ -32,8 +32,8 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In: neighbours,
   shared_memory, unseen_writes.
 - ``_from_public_api``: a hook of ``state_dict`` is called with other arguments. In: state_dicts.
-- ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In: gradient,
-  lookup, memory, sgd, touched_rows.
+- ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In:
+  device_caches, gradient, lookup, memory, sgd, table_weight, touched_rows.
 - ``_is_param``: a guarded parameter of a user's class is no ``nn.Parameter``. In: guarded_classes,
   state_dict_entries.
 - ``_is_view``: a buffer that cannot be made anew is let go of. In: buffers.
@@ -56,9 +56,10 @@ For none of the attributes there is a public alternative, unless the list names 
   add a call to each. In: signals.
 - ``_use_count``: a tensor that a graph has saved counts as nobody's; guards refuse it, so that
   ``swap_tensors`` takes no guarded tensor apart. In: guarded_classes, shared_memory.
-- ``_values``: as ``_indices``. In: gradient, lookup, memory, sgd.
-- ``_version``: backward goes through changed weights in silence. In: activation_store, doubles, foreseen,
-  forward_snapshot, kept_outputs, modes, recomputed_operators, saved_tensors, state_dict_entries, whole_steps.
+- ``_values``: as ``_indices``. In: device_caches, gradient, lookup, memory, sgd, table_weight.
+- ``_version``: backward goes through changed weights in silence. In: activation_store, doubles, failed_step,
+  foreseen, forward_snapshot, kept_outputs, modes, recomputed_operators, saved_tensors, state_dict_entries,
+  whole_steps.
 
 Some hooks and frames of PyTorch are known by names inside of its functions: ``save_on_cpu``'s hooks
 (``saved_tensors``), the local ``new_frame`` of a checkpoint's generator (``abandoned_checkpoints``), and what
