@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -178,6 +179,42 @@ def test_recorded_memory_is_not_handed_out_before_its_streams_have_passed() -> N
         _current().synchronize()
     with side:
         assert y.cpu().eq(1).all()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_gradient_of_two_streams_is_added_to_while_the_other_reads_it(is_kept: bool) -> None:
+    """Why a gradient must not go to two streams: PyTorch waits for who made it, not for who reads it.
+
+    The engine adds to a gradient in place when it holds the last reference.  Here the main stream has been
+    told to read it, and its reference is gone; the side stream adds to it first.  While somebody keeps a
+    reference, the sum is made elsewhere and all is well.  Should PyTorch wait some day, the case in which
+    none is kept fails, and this test can go.
+    """
+    here, side = _current(), torch.Stream(DEVICE)
+    kept: list[torch.Tensor] = []
+    read = torch.zeros(_N, device=DEVICE, requires_grad=True)
+    added = torch.ones(_N, device=DEVICE, requires_grad=True)
+    side.wait_stream(here)
+    with side:
+        first = added * 1
+        left = first + first * 2  # in backward: the gradient, and to it twice the gradient
+    right = read.sin()
+    here.wait_stream(side)
+    total = left + right  # both get its gradient
+    holding = contextlib.ExitStack()
+
+    def hold(gradient: torch.Tensor) -> None:
+        kept.extend([gradient] if is_kept else [])
+        holding.enter_context(held(here))
+
+    right.register_hook(hold)
+    with holding:
+        (total * torch.ones_like(total)).sum().backward()
+        side.synchronize()
+    assert added.grad is not None
+    assert read.grad is not None
+    assert added.grad.cpu().eq(3).all()
+    assert read.grad.cpu().eq(1 if is_kept else 3).all()
 
 
 def test_the_allocator_counts_with_peaks() -> None:

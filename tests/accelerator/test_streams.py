@@ -143,7 +143,11 @@ def _leaf() -> nn.Module:
 
 
 class _Branches(nn.Module):
-    """Two branches, the first on a stream of its own, if there is one."""
+    """Two branches, the first on a stream of its own, if there is one.
+
+    The side stream's branch gets a gradient that is nobody else's, hence the sine: PyTorch adds in place to
+    one that two streams share (`test_a_gradient_of_two_streams_is_added_to_while_the_other_reads_it`).
+    """
 
     def __init__(self, branch: Callable[[], nn.Module], *, are_shared: bool, are_frozen: bool) -> None:
         super().__init__()
@@ -158,7 +162,7 @@ class _Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         if self.side is None:
-            return cast("Tensor", self.last(self.left(x) + self.right(x).sin()))
+            return cast("Tensor", self.last(self.left(x).sin() + self.right(x)))
         here = _main()
         self.side.wait_stream(here)
         x.record_stream(self.side)
@@ -167,7 +171,7 @@ class _Branches(nn.Module):
         right = self.right(x)
         here.wait_stream(self.side)
         left.record_stream(here)
-        return cast("Tensor", self.last(left + right.sin()))
+        return cast("Tensor", self.last(left.sin() + right))
 
 
 Built = tuple[_Branches, torch.optim.Optimizer]
@@ -237,6 +241,19 @@ _OBEYED = {**_TIGHT, "max_device_memory": "16MB", "offload_param": "cpu", "auto_
 _MOVES = {"fits": {**_TIGHT, "max_device_memory": "16MB"}, "tight": _TIGHT, "obeyed": _OBEYED}
 
 _layouts = pytest.mark.parametrize("layout", _MOVES)
+
+
+@pytest.mark.parametrize("are_frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("are_shared", [False, True], ids=["two", "shared"])
+def test_two_branches_on_two_streams_are_ordered_without_tierstore(
+    are_frozen: bool, are_shared: bool
+) -> None:
+    """The loop that is compared with has no race of its own."""
+    expected = _train(*_build(None, are_shared=are_shared, are_frozen=are_frozen))
+    for seed in range(6):
+        model, optimizer = _build(torch.Stream(DEVICE), are_shared=are_shared, are_frozen=are_frozen)
+        with late(kernel_us=50, seed=seed):
+            _same(expected, _train(model, optimizer))
 
 
 @_layouts
