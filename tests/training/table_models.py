@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.training.twins import Block, Optimizer, Trial, assert_equal_lists, config_of, same
 from tierstore.nn import EmbeddingTable, Normal
-from tierstore.nn.table_weight import TableEntry
+from tierstore.nn.table_entry import TableEntry
 from tierstore.optim import FTRL, SGD, Adagrad, LazyAdam, SparseAdam
 from tierstore.training import offload
 

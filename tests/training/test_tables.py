@@ -24,7 +24,8 @@ from tests.training.table_models import (
 from tests.training.twins import Trial, every_layout
 from tierstore.errors import CapacityError, StoreClosed, UsageError
 from tierstore.nn import EmbeddingTable
-from tierstore.nn.table_weight import TableEntry, TableWeight
+from tierstore.nn.table_entry import TableEntry
+from tierstore.nn.table_weight import TableWeight
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Offload, offload
 

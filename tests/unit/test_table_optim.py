@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tierstore.errors import ConfigError, UsageError
 from tierstore.nn import EmbeddingTable
-from tierstore.nn.table_weight import TableEntry
+from tierstore.nn.table_entry import TableEntry
 from tierstore.optim import FTRL, SGD, Adagrad, LazyAdam, SparseAdam
 from tierstore.tables import RowStore, Visit
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tierstore.errors import ConfigError, UsageError
 from tierstore.nn import EmbeddingTable, Normal, Uniform
-from tierstore.nn.table_weight import TableEntry
+from tierstore.nn.table_entry import TableEntry
 
 ROWS, WIDTH = 50, 4
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
@@ -24,12 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierstore.errors import UsageError
 from tierstore.modes import Unseen
-from tierstore.nn.looks import OF_MEMORY, is_in_place, is_look, name_of
-from tierstore.nn.row_blocks import blocks_of, described, read_all, write_all, write_part
+from tierstore.nn.calling import caller_of
+from tierstore.nn.looks import is_look, name_of
+from tierstore.nn.row_blocks import blocks_of, described, write_all, write_part
+from tierstore.nn.table_entry import TableEntry
 from tierstore.tables import ROWS, DeviceHome, RowStore
-from tierstore.torch_private import tree_map_only
 
-_Caller = TypeVar("_Caller")
 _SAME_BITS: Final = frozenset({"Adagrad", "SGD", "SparseAdam"})
 
 
@@ -224,91 +223,6 @@ class TableWeight(nn.Parameter):
                 self.data = torch.zeros(1, dtype=each, device=device).expand(num_rows, self._store.width)
 
 
-class TableEntry(torch.Tensor):
-    """What a state dict holds: all rows of a table, or one state of them, made when it is read.
-
-    Whoever uses it finds what the rows are then.  What reads its memory behind PyTorch's back, by its
-    address, finds them as they were when the address was asked for.
-
-    Attributes:
-        weight: of the table.
-        column: ``"rows"``, or the state's name.
-    """
-
-    weight: TableWeight
-    column: str
-    held: torch.Tensor | None
-
-    @classmethod
-    def of(cls, weight: TableWeight, column: str = ROWS) -> Self:
-        """Make the entry of a column."""
-        store = weight.row_store
-        element = torch.zeros(1, dtype=store.dtype, device="cpu")
-        entry = element.expand(store.num_rows, store.width).as_subclass(cls)
-        entry.weight, entry.column, entry.held = weight, column, None
-        return entry
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Answer looks as they are, and all else with the rows."""
-        del types
-        kwargs = kwargs or {}
-        name = name_of(func)
-        if is_look(func) and name not in OF_MEMORY:
-            with torch.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        first = args[0] if args else None
-        writes = isinstance(first, TableEntry) and is_in_place(func)
-        if writes or isinstance(kwargs.get("out"), TableEntry):
-            raise UsageError(
-                f"{name}: an entry of a state dict of a table cannot be written to. Write rows with "
-                "table.set_rows(ids, values)."
-            )
-        if isinstance(first, TableEntry) and (
-            name in ("detach", "data") or _is_the_same(name, first, args, kwargs)
-        ):
-            return cls.of(first.weight, first.column)
-        make = TableEntry._keep if name in OF_MEMORY else TableEntry.dense
-        args, kwargs = tree_map_only(TableEntry, make, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def dense(self) -> torch.Tensor:
-        """Return a copy of all rows, in host memory.
-
-        Raises:
-            CapacityError: that is more than there is.
-        """
-        return read_all(self.weight.row_store, self.column)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ANN401
-        """Say what it is: its rows are not printed."""
-        del tensor_contents
-        return f"TableEntry({self.column!r} of the {self.weight.description})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableEntry:
-        """Return the entry of a copy of the table: of rows that nobody writes any more."""
-        return TableEntry.of(copy.deepcopy(self.weight, memo), self.column)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as PyTorch's
-        """Be pickled as a tensor of all rows."""
-        return self.dense().__reduce_ex__(protocol)
-
-    def _keep(self) -> torch.Tensor:
-        """Return a copy of all rows that lives as long as the entry, always in the same memory."""
-        if self.held is None:
-            self.held = self.dense()
-        else:
-            for part, rows in blocks_of(self.weight.row_store, self.column):
-                self.held[part] = rows
-        return self.held
-
-
 def _in_host_memory(gradient: torch.Tensor) -> torch.Tensor:
     if not gradient.is_sparse:
         return gradient.cpu()
@@ -318,21 +232,10 @@ def _in_host_memory(gradient: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _is_the_same(name: str, entry: TableEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether somebody asks with ``to`` for what an entry is anyway."""
-    if name != "to" or kwargs.get("copy"):
-        return False
-    if entry.weight.device.type != "cpu" and _caller_of(torch.optim.Optimizer) is not None:
-        # It brings what it loads to the parameter's device: our optimizers read an entry where it is.
-        return bool(kwargs.get("dtype", entry.dtype) == entry.dtype)
-    probe = torch.empty(0, dtype=entry.dtype, device="cpu")
-    return probe.to(*args[1:], **kwargs) is probe
-
-
 def _refusal(func: Callable[..., Any], arguments: list[Any]) -> str:
     found = next(_weights_in(arguments), None)
     what = "a table" if found is None else found.description
-    optimizer = _caller_of(torch.optim.Optimizer)
+    optimizer = caller_of(torch.optim.Optimizer)
     if optimizer is not None:
         return _refused_optimizer(type(optimizer), what)
     return (
@@ -356,20 +259,9 @@ def _weights_in(arguments: Iterable[Any]) -> Iterator[TableWeight]:
             yield from _weights_in(each)
 
 
-def _caller_of(kind: type[_Caller]) -> _Caller | None:
-    """Return the object of a class in whose methods this is called, if it is in one's."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, kind):
-            return owner
-        frame = frame.f_back
-    return None
-
-
 def _refuse_replicas(weight: TableWeight) -> None:
     """Raise where PyTorch is about to send all elements to other processes, by their address."""
-    if _caller_of(nn.parallel.DistributedDataParallel) is not None:
+    if caller_of(nn.parallel.DistributedDataParallel) is not None:
         raise UsageError(
             f"DistributedDataParallel would send and keep all rows of the {weight.description}: let "
             "it ignore the parameter, or offload the model first."

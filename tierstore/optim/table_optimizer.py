@@ -20,7 +20,8 @@ import torch
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.row_blocks import blocks_of, write_all, write_part
-from tierstore.nn.table_weight import TableEntry, TableWeight
+from tierstore.nn.table_entry import TableEntry
+from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.failed_step import FailedStep
 from tierstore.optim.targets import target_of
 from tierstore.tables import ROWS, Column, RowStore, Visit

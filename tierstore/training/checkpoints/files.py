@@ -27,7 +27,8 @@ from tierstore.formats.safetensors_files import (
     check_names,
     write_file,
 )
-from tierstore.nn.table_weight import TableEntry, TableWeight
+from tierstore.nn.table_entry import TableEntry
+from tierstore.nn.table_weight import TableWeight
 from tierstore.quoting import listed, named, quoted
 from tierstore.signals import in_one_piece
 from tierstore.training.bundles.grouping import first_names

@@ -18,7 +18,8 @@ from torch import nn
 
 from tierstore.errors import UsageError
 from tierstore.formats.safetensors_files import unpack
-from tierstore.nn.table_weight import TableEntry, TableWeight
+from tierstore.nn.table_entry import TableEntry
+from tierstore.nn.table_weight import TableWeight
 from tierstore.store import Store
 from tierstore.tables import Snapshot
 from tierstore.training.bundles.bindings import Binding

@@ -22,7 +22,7 @@ from torch import nn
 
 from tierstore.errors import UsageError
 from tierstore.formats.safetensors_files import HeaderEntry, pack
-from tierstore.nn.table_weight import TableEntry
+from tierstore.nn.table_entry import TableEntry
 from tierstore.store import Store
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.pinning import all_unpinned

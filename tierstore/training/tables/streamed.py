@@ -8,12 +8,13 @@ import torch
 
 from tierstore.formats.safetensors_files import TensorFile, TensorSource
 from tierstore.nn.row_blocks import blocks_of, parts_of, write_part
-from tierstore.nn.table_weight import TableEntry, TableWeight
+from tierstore.nn.table_entry import Table, TableEntry
+from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.table_optimizer import TableOptimizer
 from tierstore.tables import ROWS, Column
 
 
-def table_rows(weight: TableWeight, column: str = ROWS) -> Iterator[torch.Tensor]:
+def table_rows(weight: Table, column: str = ROWS) -> Iterator[torch.Tensor]:
     """Yield all rows of a table, or one of its states, in blocks."""
     return (rows for _, rows in blocks_of(weight.row_store, column))
 
