@@ -48,8 +48,8 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_post_accumulate_grad_hooks``: a user's hook comes after a step in backward. In: in_backward.
 - ``_raw_saved_``: what graphs hold of a tensor is not named in errors; the attributes begin so. In:
   shared_memory.
-- ``_schema``: nobody knows what an operator writes. In: memory, modes, operator_names, operator_observers,
-  operators, recorded_ops, unseen_writes.
+- ``_schema``: nobody knows what an operator writes. In: looks, memory, modes, operator_names,
+  operator_observers, operators, recorded_ops, unseen_writes.
 - ``_sequence_nr``: nothing is fetched ahead of backward: it waits. In: node_triggers.
 - ``_tensor_name``: weights under ``prune`` are taken for aliases. In: shared_memory.
 - ``_torchdynamo_disable``: the compiler traces the library's functions; ``torch.compiler.disable`` would

@@ -1,9 +1,9 @@
-"""Which functions of PyTorch only ask what a tensor is, which read or change its elements."""
+"""Which functions of PyTorch only ask what a tensor is, which read its elements, and which write to them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -73,3 +73,16 @@ def is_in_place(func: Callable[..., Any]) -> bool:
     if name.startswith("__"):
         return name in ("__set__", "__setitem__") or (name[2] == "i" and f"__{name[3:]}" in _BINARY)
     return name.endswith("_")
+
+
+def written_by(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operator would write to."""
+    schema = getattr(func, "_schema", None)
+    for place, argument in enumerate(() if schema is None else schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            for each in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(each, torch.Tensor):
+                    yield each

@@ -1,21 +1,24 @@
 """What a state dict holds of a table: all of its rows, or of one of its states, made when it is read.
 
 1. What only looks at an entry (shape, type) is answered without its rows.
-2. All else is answered by PyTorch, with a dense copy of the rows as they are then.
-3. Nothing is written by way of an entry.
+2. All else is answered by PyTorch, with a dense copy of the rows as they are then; operators of functions
+   that nobody may override, such as ``torch.tensor``, too.
+3. Nothing is written by way of an entry, nor of what PyTorch returns as a view of one: see
+   `tierstore.nn.copied_rows`.  None becomes a parameter that is trained.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, Self
 
 import torch
 
-from tierstore.errors import UsageError
 from tierstore.nn.calling import caller_of
-from tierstore.nn.looks import OF_MEMORY, is_in_place, is_look, name_of
+from tierstore.nn.copied_rows import NeverWritten, answered, refuse_writing
+from tierstore.nn.looks import OF_MEMORY, is_look, name_of
 from tierstore.nn.row_blocks import blocks_of, read_all
 from tierstore.tables import ROWS, RowStore
 from tierstore.torch_private import tree_map_only
@@ -35,7 +38,7 @@ class Table(Protocol):
     device: torch.device
 
 
-class TableEntry(torch.Tensor):
+class TableEntry(NeverWritten):
     """What a state dict holds: all rows of a table, or one state of them, made when it is read.
 
     Whoever uses it finds what the rows are then.  What reads its memory behind PyTorch's back, by its
@@ -54,7 +57,7 @@ class TableEntry(torch.Tensor):
     def of(cls, weight: Table, column: str = ROWS) -> Self:
         """Make the entry of a column."""
         store = weight.row_store
-        element = torch.zeros(1, dtype=store.dtype, device="cpu")
+        element = torch.full((1,), math.nan, dtype=store.dtype, device="cpu")  # seen by nobody, or noticed
         entry = element.expand(store.num_rows, store.width).as_subclass(cls)
         entry.weight, entry.column, entry.held = weight, column, None
         return entry
@@ -71,23 +74,39 @@ class TableEntry(torch.Tensor):
         del types
         kwargs = kwargs or {}
         name = name_of(func)
+        what = _what(args, kwargs)
+        refuse_writing(what, func, args, kwargs)
         if is_look(func) and name not in OF_MEMORY:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        writes = isinstance(first, TableEntry) and is_in_place(func)
-        if writes or isinstance(kwargs.get("out"), TableEntry):
-            raise UsageError(
-                f"{name}: an entry of a state dict of a table cannot be written to. Write rows with "
-                "table.set_rows(ids, values)."
-            )
         if isinstance(first, TableEntry) and (
             name in ("detach", "data") or _is_the_same(name, first, args, kwargs)
         ):
-            return cls.of(first.weight, first.column)
-        make = TableEntry._keep if name in OF_MEMORY else TableEntry.dense
-        args, kwargs = tree_map_only(TableEntry, make, (args, kwargs))
-        return func(*args, **kwargs)
+            return first.again()
+        copies: list[torch.Tensor] = []
+
+        def copied(entry: TableEntry) -> torch.Tensor:
+            copies.append(entry._keep() if name in OF_MEMORY else entry.dense())
+            return copies[-1]
+
+        args, kwargs = tree_map_only(TableEntry, copied, (args, kwargs))
+        return answered(what, copies, func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # its first argument has no name in PyTorch
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        """Answer operators that are given an entry by a function that nobody may override: as above."""
+        return cls.__torch_function__(func, types, args, kwargs)
+
+    def again(self) -> TableEntry:
+        """Return the same entry as another object."""
+        return TableEntry.of(self.weight, self.column)
 
     def dense(self) -> torch.Tensor:
         """Return a copy of all rows, in host memory.
@@ -118,6 +137,14 @@ class TableEntry(torch.Tensor):
             for part, rows in blocks_of(self.weight.row_store, self.column):
                 self.held[part] = rows
         return self.held
+
+
+def _what(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Say of which table the first entry among arguments is."""
+    found: list[TableEntry] = []
+    tree_map_only(TableEntry, found.append, (args, kwargs))
+    with torch.DisableTorchFunctionSubclass():
+        return f"an entry of a state dict of the {found[0].weight.description}"
 
 
 def _is_the_same(name: str, entry: TableEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
