@@ -83,11 +83,8 @@ class TableWeight(nn.Parameter):
         return f"TableWeight({self.description}, {self.dtype}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
-        """Copy the rows that were written, with the gradient."""
-        made = TableWeight(copy.deepcopy(self.row_store, memo), self.requires_grad)
-        gradient = copy.deepcopy(self.grad, memo)
-        made.grad = gradient if gradient is None or self.device == made.device else _in_host_memory(gradient)
-        return made
+        """Copy the rows that were written, without the gradient, as any parameter is copied."""
+        return TableWeight(copy.deepcopy(self.row_store, memo), self.requires_grad)
 
     def __reduce_ex__(self, protocol: object) -> Any:  # noqa: ANN401 - as PyTorch's
         """Be pickled as the rows that were written, without the gradient, as any parameter is."""
