@@ -298,7 +298,7 @@ def test_a_closure_is_evaluated_once_and_its_loss_returned(kind: Make) -> None:
 @every_kind
 def test_a_rate_may_be_a_tensor_and_be_scheduled(kind: Make) -> None:
     table, other = _table(), _table()
-    ours, theirs = kind(table.parameters(), lr=torch.tensor(0.5)), kind(other.parameters(), lr=0.5)
+    ours, theirs = kind(table.parameters(), lr=torch.tensor(0.5).double()), kind(other.parameters(), lr=0.5)
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in (ours, theirs)]
     for _ in range(3):
         _step(table, ours, 1, 2)
@@ -306,6 +306,39 @@ def test_a_rate_may_be_a_tensor_and_be_scheduled(kind: Make) -> None:
         for each in schedules:
             each.step()
     assert torch.equal(_all(table), _all(other))
+
+
+@pytest.mark.parametrize(
+    "rate", [torch.tensor(0.03), torch.tensor([0.03]), torch.tensor(0.03).double(), 0.03]
+)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [
+        (SparseAdam, torch.optim.SparseAdam, {}),
+        (Adagrad, torch.optim.Adagrad, {"lr_decay": 0.3}),
+        (SGD, torch.optim.SGD, {}),
+    ],
+)
+def test_a_rate_that_is_a_tensor_counts_as_pytorch_counts_it(
+    ours: Make, theirs: Make, options: dict[str, Any], rate: float | Tensor
+) -> None:
+    table, plain = _table(seed=1), nn.Embedding(ROWS, WIDTH, sparse=True)
+    plain.load_state_dict(table.state_dict())
+    for module, kind in ((table, ours), (plain, theirs)):
+        optimizer = kind(module.parameters(), lr=copy.deepcopy(rate), **options)
+        for _ in range(4):
+            _step(module, optimizer, *range(ROWS), 3, 3)
+    assert torch.equal(_all(table), plain.weight)
+
+
+def test_a_group_does_not_say_what_adagrad_begins_with_as_in_pytorch() -> None:
+    table, plain = _table(seed=1), nn.Embedding(ROWS, WIDTH, sparse=True)
+    plain.load_state_dict(table.state_dict())
+    for module, kind in ((table, Adagrad), (plain, torch.optim.Adagrad)):
+        groups = [{"params": list(module.parameters()), "initial_accumulator_value": 0.5}]
+        optimizer = kind(groups, initial_accumulator_value=0.25)
+        _step(module, optimizer, 1, 2, 2)
+    assert torch.equal(_all(table), plain.weight)
 
 
 @every_kind

@@ -7,7 +7,7 @@ import torch
 from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.beside_tables import BesideTables
 from tierstore.optim.row_optimizer import Parameters
-from tierstore.optim.table_optimizer import Cells, Options, change_rows
+from tierstore.optim.table_optimizer import Cells, Options, change_rows, rate_of
 from tierstore.tables import ROWS
 
 
@@ -67,13 +67,14 @@ class Adagrad(BesideTables, torch.optim.Adagrad):
         self.take_target(target)
 
     def initial_state(self, group: Options) -> dict[str, float]:
-        """See `TableOptimizer.initial_state`."""
-        return {"sum": float(group["initial_accumulator_value"])}
+        """See `TableOptimizer.initial_state`: PyTorch's does not ask a group what it begins with."""
+        del group
+        return {"sum": float(self.defaults["initial_accumulator_value"])}
 
     def step_table(self, weight: TableWeight, gradient: torch.Tensor, group: Options) -> None:
         """See `BesideTables.step_table`."""
         state = self.state_of_table(weight, group)
-        size = -float(group["lr"]) / (1 + float(state["step"]) * group["lr_decay"])
+        size = float(-(rate_of(group) / (1 + float(state["step"]) * group["lr_decay"])))
 
         def change(cells: Cells) -> None:
             cells["sum"].addcmul_(gradient, gradient)

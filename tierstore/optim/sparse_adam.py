@@ -7,7 +7,7 @@ import math
 import torch
 
 from tierstore.optim.row_optimizer import Parameters, RowOptimizer, State, options, refuse_unless
-from tierstore.optim.table_optimizer import Options
+from tierstore.optim.table_optimizer import Options, rate_of
 
 
 class SparseAdam(RowOptimizer):
@@ -68,5 +68,6 @@ class SparseAdam(RowOptimizer):
         mean, square = kept["exp_avg"], kept["exp_avg_sq"]
         mean.add_(gradient.sub(mean).mul_(1 - beta1))
         square.add_(gradient.pow(2).sub_(square).mul_(1 - beta2))
-        size = float(group["lr"]) * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        lr = rate_of(group, rows.device)
+        size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
         rows.add_(-size * mean.div(square.sqrt().add_(group["eps"])))

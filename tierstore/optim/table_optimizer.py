@@ -177,6 +177,20 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
         return other is not None and other is not self
 
 
+def rate_of(group: Options, device: torch.device | None = None) -> float | torch.Tensor:
+    """Return the learning rate of a group as PyTorch computes with it: a tensor's in the tensor's type.
+
+    Args:
+        group: of parameters.
+        device: where it is computed with; ``None``: on the host.
+    """
+    rate: float | torch.Tensor = group["lr"]
+    if not isinstance(rate, torch.Tensor):
+        return rate
+    rate = rate.detach().squeeze()
+    return rate if rate.device.type == "cpu" else rate.to(device or "cpu")
+
+
 def tables_of(group: Options) -> Iterator[TableWeight]:
     """Yield the tables of a parameter group."""
     return (each for each in group["params"] if isinstance(each, TableWeight))
