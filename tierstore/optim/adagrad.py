@@ -98,4 +98,4 @@ class Adagrad(BesideTables, torch.optim.Adagrad):
             change_rows(weight, gradient.indices()[0], [ROWS, "sum"], change_some)
         else:
             change_rows(weight, None, [ROWS, "sum"], change)
-        state["step"] = state["step"] + 1  # a loaded one may be shared
+        state["step"] += 1

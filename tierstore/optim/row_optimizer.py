@@ -88,7 +88,7 @@ class RowOptimizer(TableOptimizer):
             self.update(rows, kept, gradient, group, number)
 
         change_rows(weight, touched.numbers, [ROWS, *self.initial_state(group)], change)
-        state["step"] = state["step"] + 1  # a loaded one may be shared
+        state["step"] += 1
 
     @abc.abstractmethod
     def update(

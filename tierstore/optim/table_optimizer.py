@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -142,6 +143,7 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
         if loaded:
             _write_columns(store, {Column(name, initial[name]): state[name] for name in loaded})
             state |= {name: TableEntry.of(weight, name) for name in loaded}
+            state["step"] = copy.deepcopy(state["step"])  # cells were copied, so it is another's no more
         return state
 
     def begin_tables(self) -> None:

@@ -146,14 +146,18 @@ class StateDicts:
     def _with_entries(self, state_dict: StateDict) -> StateDict:
         try:
             state = {
-                parameter: {name: self._linked(value) for name, value in entries.items()}
-                if isinstance(entries, dict)
-                else entries
-                for parameter, entries in state_dict["state"].items()
+                parameter: self._linked_entries(entries) for parameter, entries in state_dict["state"].items()
             }
         finally:
             self._making.copies.clear()
         return {**state_dict, "state": state}
+
+    def _linked_entries(self, entries: object) -> object:
+        """Return the state of a parameter; the optimizer's own dict where nothing in it is the store's."""
+        if not isinstance(entries, dict):
+            return entries
+        linked = {name: self._linked(value) for name, value in entries.items()}
+        return entries if all(linked[name] is value for name, value in entries.items()) else linked
 
     def _linked(self, value: object) -> object:
         if not isinstance(value, torch.Tensor) or guard.guarded_tensor_of(value) is None:
