@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from tests.training.hot_tables import DEEP, DURABLE, WIDE, beside_device, cache_of, hot, run_of, some_steps
 from tests.training.table_models import (
     ROWS,
     STEPPERS,
@@ -22,46 +22,15 @@ from tests.training.table_models import (
     build,
     loss_of_clicks,
     plain,
-    rows_of,
-    step,
     table_config,
 )
 from tests.training.twins import Trial, with_device
-from tierstore.errors import BackendError, CapacityError, UsageError
+from tierstore.data import lookahead
+from tierstore.errors import BackendError, StoreClosed, UsageError
 from tierstore.nn import EmbeddingTable
-from tierstore.tables import CacheStats, RowStore
-from tierstore.tables.table_lock import TableLock
+from tierstore.tables import RowStore
 from tierstore.testing.memory import DeviceBudget
-from tierstore.training import Offload, offload
-from tierstore.training.modules.link import Link
-
-beside_device = pytest.mark.parametrize("layout", ["device", "three"])
-DURABLE: dict[str, object] = {"durable": True}
-WIDE, DEEP = "table/wide.weight/cache", "table/deep.weight/cache"
-
-
-def run_of(trial: Trial) -> Offload:
-    assert trial.run is not None
-    return trial.run
-
-
-def hot(layout: str, path: Path, kind: str = "LazyAdam", *, durable: bool = False) -> Trial:
-    more = {**with_device(layout, "512KB"), "durable": durable}
-    trial = begin(layout, path, kind, more, HotClicks)
-    torch.manual_seed(1)
-    return trial
-
-
-def some_steps(trial: Trial, count: int) -> None:
-    for _ in range(count):
-        step(trial)
-
-
-def cache_of(trial: Trial, name: str = "deep.weight") -> CacheStats:
-    found = run_of(trial).stats().tables[name].cache
-    assert found is not None
-    return found
-
+from tierstore.training import offload
 
 # --- the same bits -----------------------------------------------------------------------------
 
@@ -106,6 +75,43 @@ def test_nothing_is_computed_with_tensors_of_both_sides(tmp_path: Path) -> None:
     assert_alike(expected, trial)
 
 
+class _Batches(nn.Module):
+    """A table alone, whose batches are given."""
+
+    def __init__(self, cache_rows: int) -> None:
+        super().__init__()
+        self.table = EmbeddingTable(ROWS, WIDTH, seed=3, target="device", cache_rows=cache_rows)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.table(ids).square().sum()
+        return loss
+
+
+def test_rows_that_were_prefetched_are_hits(tmp_path: Path) -> None:
+    chance = torch.Generator().manual_seed(2)
+    batches = [torch.randint(0, ROWS, (30,), generator=chance) for _ in range(6)]
+    twins = []
+    for cache_rows in (0, 90):
+        model = _Batches(cache_rows)
+        optimizer = STEPPERS["SparseAdam"](list(model.parameters()))
+        with offload(model, optimizer, table_config("device", tmp_path)) as run:
+            found = []
+            for _ in range(2):
+                for ids in lookahead(batches, model.table, depth=2):
+                    model(ids).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append(run.stats().tables["table.weight"].cache)
+        if cache_rows:
+            first, second = found
+            assert first is not None
+            assert second is not None
+            assert second.prefetched - first.prefetched >= 4 * 30, "rows are in host memory by now"
+            assert second.misses - first.misses <= 30, "but for the first batch all were brought before"
+        twins.append(model.table.rows(torch.arange(ROWS)))
+    assert torch.equal(*twins)
+
+
 # --- where they lie ----------------------------------------------------------------------------
 
 
@@ -147,62 +153,6 @@ def test_without_a_device_all_rows_are_in_host_memory(
         assert "cache_rows=160 of 'deep': there is no device in this run" in caplog.text
         assert [each.cache for each in run.stats().tables.values()] == [None, None]
         assert DEEP not in run.store
-
-
-# --- refused -----------------------------------------------------------------------------------
-
-
-def test_a_device_that_is_too_small_is_told_with_numbers(tmp_path: Path) -> None:
-    model, optimizers = build(model_of=lambda: HotClicks(64, 6000))
-    before = rows_of(model)
-    message = (
-        r"'wide', 'deep': cache_rows=6064 with their state take 3\.\d MiB on the device, and beside the "
-        r"bundle of 'dense\..*' \(.*\) max_device_memory leaves .* of 250\.0 KiB: room for \d+ rows"
-    )
-    with pytest.raises(CapacityError, match=message) as caught:
-        offload(model, optimizers, table_config("three", tmp_path, {"max_device_memory": 256000}))
-    needed_bytes, free_bytes = caught.value.needed_bytes, caught.value.free_bytes
-    assert needed_bytes is not None
-    assert free_bytes is not None
-    assert needed_bytes > free_bytes
-    assert all(map(torch.equal, before, rows_of(model)))
-
-
-def test_as_many_rows_as_it_says_there_is_room_for(tmp_path: Path) -> None:
-    config = table_config("three", tmp_path, {"offload_cpu_size": "1MB"})
-    with pytest.raises(CapacityError, match=r"room for (\d+) rows") as caught:
-        offload(*build(model_of=lambda: HotClicks(1, 6000)), config)
-    rows = int(str(caught.value).rpartition("room for ")[2].split()[0])
-    assert rows > 100
-    with offload(*build(model_of=lambda: HotClicks(1, rows - 1)), config) as run:
-        assert DEEP in run.store
-
-
-@pytest.mark.parametrize("by", ["run", "group"])
-def test_an_optimizer_on_the_host_is_refused_by_name(by: str, tmp_path: Path) -> None:
-    model, optimizers = build(model_of=HotClicks)
-    if by == "group":
-        optimizers[0].param_groups[0]["target"] = "cpu"
-    more = {"optimizer_target": "cpu"} if by == "run" else {}
-    said = "optimizer_target is 'cpu'" if by == "run" else "its optimizer's group has target='cpu'"
-    with pytest.raises(UsageError, match=f"'wide' has cache_rows=64: it is stepped .* {said}"):
-        offload(model, optimizers, table_config("three", tmp_path, more))
-
-
-def test_a_table_that_is_placed_on_the_host_has_no_cache(tmp_path: Path) -> None:
-    model, optimizers = build(model_of=HotClicks)
-    with pytest.raises(UsageError, match="'deep' has cache_rows=160 and is placed on the host"):
-        offload(model, optimizers, table_config("three", tmp_path), placement={"deep": "cpu"})
-
-
-def test_two_modules_of_one_table_have_to_say_the_same(tmp_path: Path) -> None:
-    model, optimizers = build(model_of=HotClicks)
-    other = EmbeddingTable(ROWS, WIDTH, target="device", cache_rows=32)
-    other.weight = model.deep.weight
-    model.other = other
-    message = "'deep' and 'other' look up one table, with cache_rows=160, policy='lfu' and cache_rows=32"
-    with pytest.raises(UsageError, match=message):
-        offload(model, optimizers, table_config("three", tmp_path))
 
 
 # --- the life of a run -------------------------------------------------------------------------
@@ -259,18 +209,28 @@ def test_a_suspended_run_has_no_row_on_the_device(layout: str, tmp_path: Path) -
     assert_alike(expected, trial)
 
 
+def coalesced(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient.coalesce()
+
+
 def test_a_gradient_is_suspended_with_its_table(tmp_path: Path) -> None:
     losses = []
     for trial in (Trial(*build()), hot("three", tmp_path)):
         torch.manual_seed(1)
         for number in range(3):
-            for part in range(2):  # one gradient of both
+            for _ in range(2):  # one gradient of both
                 loss = loss_of_clicks(trial.model)
                 loss.backward()
                 trial.log(loss)
-                if trial.run is not None and number + part == 1:
+                assert isinstance(trial.model, Clicks)
+                if number == 1:
+                    trial.model.deep.weight.grad = coalesced(trial.model.deep.weight.grad)
+                if trial.run is not None:
                     trial.run.suspend()
                     trial.run.resume()
+                assert trial.model.deep.weight.grad is not None
+                assert trial.model.deep.weight.grad.is_coalesced() == (number == 1)
             for optimizer in trial.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -313,6 +273,44 @@ def test_a_table_that_is_brought_back_leaves_nothing_on_the_device(layout: str, 
         assert cache_of(trial).used
 
 
+def test_a_run_that_cannot_be_resumed_is_suspended_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain(4)
+    trial = hot("three", tmp_path)
+    some_steps(trial, 2)
+    with run_of(trial) as run:
+        run.suspend()
+        monkeypatch.setattr(RowStore, "attach_device", _fail_to_attach)
+        with pytest.raises(BackendError, match="no device"):
+            run.resume()
+        assert [key for key in run.store if key.endswith("/cache")] == []
+        assert run.stats().tiers[run.store.tier_names[0]].charged_bytes == 0
+        monkeypatch.undo()
+        run.resume()
+        some_steps(trial, 2)
+    assert_alike(expected, trial)
+
+
+def _fail_to_attach(self: RowStore, *_: object) -> None:
+    del self
+    raise BackendError("no device")
+
+
+@beside_device
+def test_a_released_table_leaves_nothing_on_the_device(layout: str, tmp_path: Path) -> None:
+    trial = hot(layout, tmp_path)
+    some_steps(trial, 1)
+    with run_of(trial) as run:
+        tables = run._session.tables  # type: ignore[union-attr]
+        for weight in list(tables.attached()):
+            tables.release(weight, "it was let go")
+        assert [key for key in run.store if key.endswith("/cache")] == []
+        assert isinstance(trial.model, Clicks)
+        with pytest.raises(StoreClosed, match="it was let go"):
+            trial.model.deep(torch.arange(3))
+
+
 @pytest.mark.parametrize("layout", ["three"])
 def test_a_saved_run_is_loaded_into_a_cache(layout: str, tmp_path: Path) -> None:
     expected = plain(5)
@@ -343,138 +341,3 @@ def test_weights_are_read_into_a_table_with_a_cache(layout: str, tmp_path: Path)
     with offload(model, optimizers, table_config(layout, tmp_path), weights=tmp_path / "weights.safetensors"):
         assert torch.equal(model.deep.rows(torch.arange(ROWS)), values["deep.weight"])
         assert torch.equal(model.state_dict()["deep.weight"], values["deep.weight"])
-
-
-# --- what fails --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["cpu", "device"])
-def test_a_row_that_cannot_be_carried_is_lost_nowhere(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The n-th value over the link fails, for every n of a step: the step is made again, to the same bits."""
-    expected = plain(4, "SGD")
-    trial = hot("three", tmp_path, "SGD")
-    some_steps(trial, 2)
-    carry, left = Link.carry, [0]
-
-    def fail(self: Link, tensor: torch.Tensor, side: str) -> torch.Tensor:
-        left[0] -= side == way
-        if side == way and left[0] == 0:
-            raise BackendError("the link failed")
-        return carry(self, tensor, side)
-
-    monkeypatch.setattr(Link, "carry", fail)
-    assert isinstance(trial.model, Clicks)
-    failures = 0
-    for n in itertools.count(1):
-        before, left[0] = torch.get_rng_state(), n
-        logged = len(trial.logged)
-        try:
-            trial.model.deep.rows(torch.arange(ROWS))
-            trial.model.deep(torch.arange(n, n + 50))
-        except BackendError:
-            failures += 1
-            torch.set_rng_state(before)
-            del trial.logged[logged:]
-        else:
-            break
-    left[0] = 0
-    assert failures > 0
-    some_steps(trial, 2)
-    run_of(trial).close()
-    assert_alike(expected, trial)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_run_that_cannot_be_opened_leaves_tables_as_they_were(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizers = build(model_of=HotClicks)
-    before, attach, left = rows_of(model), RowStore.attach_device, [number]
-
-    def fail(self: RowStore, *arguments: object) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise BackendError("no device")
-        attach(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(RowStore, "attach_device", fail)
-    with pytest.raises(BackendError, match="no device"):
-        offload(model, optimizers, table_config("three", tmp_path))
-    assert all(map(torch.equal, before, rows_of(model)))
-    monkeypatch.undo()
-    with offload(model, optimizers, table_config("three", tmp_path)) as run:
-        assert DEEP in run.store
-
-
-@pytest.mark.parametrize("what", ["checkpoint", "suspend", "resume"])
-def test_who_has_rows_in_hand_finds_the_bindings_free(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """He may need them, for room on the link: whoever has them must not wait for rows."""
-    trial = hot("three", tmp_path, durable=True)
-    some_steps(trial, 1)
-    model, main = trial.model, threading.current_thread()
-    assert isinstance(model, Clicks)
-    lock, enter = model.deep.weight.row_store.lock, TableLock.__enter__
-    has_rows, wants_rows, free = threading.Event(), threading.Event(), list[bool]()
-
-    def wanted(self: TableLock) -> None:
-        if self is lock and threading.current_thread() is main:
-            wants_rows.set()
-        enter(self)
-
-    with run_of(trial) as run:
-        session = run._session
-        assert session is not None
-        if what == "resume":
-            run.suspend()
-
-        def have_rows() -> None:
-            with lock:
-                has_rows.set()
-                wants_rows.wait()
-                bindings = session.bindings._lock
-                free.append(bindings.acquire(blocking=False))
-                if free[-1]:
-                    bindings.release()
-
-        thread = threading.Thread(target=have_rows)
-        thread.start()
-        has_rows.wait()
-        monkeypatch.setattr(TableLock, "__enter__", wanted)
-        getattr(run, what)()
-        thread.join()
-    assert free == [True]
-
-
-def test_checkpoints_are_made_beside_a_thread_that_looks_rows_up(tmp_path: Path) -> None:
-    expected = plain(6)
-    trial = hot("three", tmp_path, durable=True)
-    model = trial.model
-    assert isinstance(model, Clicks)
-    is_over, failures = threading.Event(), list[Exception]()
-
-    def look() -> None:
-        chance = torch.Generator().manual_seed(5)
-        while not is_over.is_set():
-            try:
-                model.deep.rows(torch.randint(0, ROWS, (64,), generator=chance))
-                model.deep.prefetch(torch.randint(0, ROWS, (64,), generator=chance))
-            except Exception as failure:  # noqa: BLE001 - it is told below
-                failures.append(failure)
-                return
-
-    thread = threading.Thread(target=look)
-    with run_of(trial) as run:
-        thread.start()
-        try:
-            for _ in range(3):
-                some_steps(trial, 2)
-                run.checkpoint()
-        finally:
-            is_over.set()
-            thread.join()
-    assert failures == []
-    assert_alike(expected, trial)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.row_carriers import CopyingCarrier
+from tests.row_carriers import DEVICE, CopyingCarrier
 from tierstore.tables.device_link import DeviceLink
 
 
@@ -15,7 +15,7 @@ from tierstore.tables.device_link import DeviceLink
     ("most", "nbytes"), [(0, 2), (1 << 15, 2), (65535, 2), (65536, 4), (2**31 - 1, 4), (2**31, 8), (2**62, 8)]
 )
 def test_numbers_take_the_bytes_that_the_largest_needs(most: int, nbytes: int) -> None:
-    link = DeviceLink(CopyingCarrier())
+    link = DeviceLink(CopyingCarrier(), DEVICE)
     numbers = torch.tensor([0, most, most // 2])
     given_numbers = numbers.clone()
     assert link.bring_numbers(numbers).tolist() == given_numbers.tolist()
@@ -25,7 +25,7 @@ def test_numbers_take_the_bytes_that_the_largest_needs(most: int, nbytes: int) -
 
 @given(st.lists(st.integers(0, 2**40), max_size=9) | st.lists(st.integers(0, 70000), max_size=9))
 def test_all_numbers_come_as_they_are(numbers: list[int]) -> None:
-    link = DeviceLink(CopyingCarrier())
+    link = DeviceLink(CopyingCarrier(), DEVICE)
     brought = link.bring_numbers(torch.tensor(numbers, dtype=torch.int64))
     assert brought.dtype is torch.int64
     assert brought.tolist() == numbers

@@ -12,23 +12,27 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
-from tierstore.errors import KeyNotFound, StoreClosed
+from tierstore.errors import CapacityError, KeyNotFound, StoreClosed
 from tierstore.leases import Lease
 from tierstore.nn.table_weight import TableWeight
 from tierstore.planning.placement import CPU, DEVICE
 from tierstore.store import Store
 from tierstore.tables import DeviceHome
 from tierstore.torch_private import DisableTorchDispatch
+from tierstore.training.bundles.bindings import let_frames_go
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.tables.cache_wishes import CacheWish, cache_set
 from tierstore.training.tables.kept_tables import cache_key
 from tierstore.units import format_bytes
 
 log = logging.getLogger("tierstore")
+
+_LEAST_BYTES: Final = 4096
+"""What has no room over the link in so small parts has none."""
 
 
 class SideLink(Protocol):
@@ -38,29 +42,48 @@ class SideLink(Protocol):
         """Return a copy on a side, ``"cpu"`` or ``"device"``."""
         ...
 
-    def note_on_host(self, value: torch.Tensor) -> None:
-        """Take in that a value is on the host."""
-        ...
-
-    def note_lent(self, storage: torch.UntypedStorage, tier: str) -> None:
-        """Take in that a storage lies over memory that is leased in a tier."""
-        ...
-
 
 class _OverLink:
-    """Carries rows over the link of a run; see `tierstore.tables.RowCarrier`."""
+    """Carries rows over the link of a run; see `tierstore.tables.RowCarrier`.
 
-    def __init__(self, link: SideLink) -> None:
+    As a whole, or in as large parts as the tiers have room for: what a batch misses may be more than host
+    memory, or the device, has in one piece beside everything else.
+    """
+
+    def __init__(self, link: SideLink, device: torch.device) -> None:
         self._link = link
+        self._device = device
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `tierstore.tables.RowCarrier.to_device`."""
-        self._link.note_on_host(tensor)
-        return self._link.carry(tensor, DEVICE)
+        return self._carry(tensor, DEVICE, self._device)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `tierstore.tables.RowCarrier.to_host`."""
-        return self._link.carry(tensor, CPU)
+        return self._carry(tensor, CPU, torch.device(CPU))
+
+    def _carry(self, tensor: torch.Tensor, side: str, device: torch.device) -> torch.Tensor:
+        try:
+            return self._link.carry(tensor, side)
+        except CapacityError as error:
+            if tensor.nbytes <= _LEAST_BYTES:
+                raise
+            let_frames_go(error)
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        flat, into = tensor.view(-1), made.view(-1)
+        begin, step = 0, flat.numel() // 2
+        while begin < flat.numel():
+            part = slice(begin, begin + step)
+            try:
+                into[part] = self._link.carry(flat[part], side)
+            except CapacityError as error:
+                if step * flat.itemsize <= _LEAST_BYTES:
+                    raise
+                let_frames_go(error)
+                step //= 2
+            else:
+                begin += step
+        return made
 
     def gradient_to_device(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient of rows on the device, as it was before a backward pass goes on."""
@@ -120,8 +143,7 @@ class DeviceCaches:
         lease = self._lease(key, nbytes)
         gradient, weight.grad = weight.grad, None
         try:
-            store, link = weight.row_store, _OverLink(self._link)
-            self._link.note_lent(lease.tensor.untyped_storage(), self._store.tier_names[0])
+            store, link = weight.row_store, _OverLink(self._link, self._store.device)
             cells = lease.tensor.view(store.dtype).view(-1, store.width)
             there = None if gradient is None else link.gradient_to_device(gradient)
             weight.attach_device(DeviceHome(cells, link, wish.policy))
