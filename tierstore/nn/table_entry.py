@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from tierstore.errors import UsageError
 from tierstore.nn.calling import caller_of
 from tierstore.nn.copied_rows import NeverWritten, answered, refuse_writing
 from tierstore.nn.looks import OF_MEMORY, is_look, name_of
@@ -36,6 +37,7 @@ class Table(Protocol):
         """What messages call it."""
 
     device: torch.device
+    states_begun: int
 
 
 class TableEntry(NeverWritten):
@@ -47,10 +49,12 @@ class TableEntry(NeverWritten):
     Attributes:
         weight: of the table.
         column: ``"rows"``, or the state's name.
+        states_begun: of the table, when the entry was made: a state that has begun anew since is another one.
     """
 
     weight: Table
     column: str
+    states_begun: int
     held: torch.Tensor | None
 
     @classmethod
@@ -60,6 +64,7 @@ class TableEntry(NeverWritten):
         element = torch.full((1,), math.nan, dtype=store.dtype, device="cpu")  # seen by nobody, or noticed
         entry = element.expand(store.num_rows, store.width).as_subclass(cls)
         entry.weight, entry.column, entry.held = weight, column, None
+        entry.states_begun = weight.states_begun
         return entry
 
     @classmethod
@@ -106,14 +111,36 @@ class TableEntry(NeverWritten):
 
     def again(self) -> TableEntry:
         """Return the same entry as another object."""
-        return TableEntry.of(self.weight, self.column)
+        entry = TableEntry.of(self.weight, self.column)
+        entry.states_begun = self.states_begun
+        return entry
+
+    @property
+    def is_former(self) -> bool:
+        """Whether it is of a state that has begun anew since: its numbers are gone."""
+        return self.column != ROWS and self.states_begun != self.weight.states_begun
+
+    def require_current(self) -> None:
+        """Raise if its numbers are gone.
+
+        Raises:
+            UsageError: another optimizer has begun its state since, or other state was loaded.
+        """
+        if self.is_former:
+            raise UsageError(
+                f"the state {self.column!r} of the {self.weight.description} that was kept is gone: a table "
+                "has one state of a name, which has begun anew or was loaded since. Keep a copy, "
+                "copy.deepcopy(optimizer.state_dict()), before that."
+            )
 
     def dense(self) -> torch.Tensor:
         """Return a copy of all rows, in host memory.
 
         Raises:
             CapacityError: that is more than there is.
+            UsageError: its numbers are gone.
         """
+        self.require_current()
         return read_all(self.weight.row_store, self.column)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ANN401
@@ -123,6 +150,7 @@ class TableEntry(NeverWritten):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableEntry:
         """Return the entry of a copy of the table: of rows that nobody writes any more."""
+        self.require_current()
         return TableEntry.of(copy.deepcopy(self.weight, memo), self.column)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as PyTorch's
@@ -131,6 +159,7 @@ class TableEntry(NeverWritten):
 
     def _keep(self) -> torch.Tensor:
         """Return a copy of all rows that lives as long as the entry, always in the same memory."""
+        self.require_current()
         if self.held is None:
             self.held = self.dense()
         else:

@@ -37,12 +37,14 @@ class TableWeight(nn.Parameter):
 
     Attributes:
         stepped_by: the optimizer that steps it, as long as there is one.
+        states_begun: how often the columns of states were begun anew.
         begun_for: the optimizer that has columns of states in the table which nobody has written yet.
         require: raises if rows may not be used now; it is told what is about to be done, as a clause.  None:
             they always may.
     """
 
     stepped_by: weakref.ref[torch.optim.Optimizer] | None
+    states_begun: int
     begun_for: weakref.ref[torch.optim.Optimizer] | None
     require: Callable[[str], object] | None
 
@@ -53,6 +55,7 @@ class TableWeight(nn.Parameter):
         weight = super().__new__(cls, element.expand(row_store.num_rows, row_store.width), requires_grad)
         weight.row_store = row_store
         weight.stepped_by = None
+        weight.states_begun = 0
         weight.require = None
         return weight
 

@@ -62,6 +62,7 @@ class BesideTables(TableOptimizer):
 
         Raises:
             ConfigError: an option was set that is not for tables; nothing was changed.
+            UsageError: state of a table was put back that is gone; nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -74,6 +75,7 @@ class BesideTables(TableOptimizer):
         for weight, _ in weights:
             assert weight.grad is not None
             check_gradient(weight, weight.grad)
+        self.require_state()
         with self.failed_step.step_of(weight for weight, _ in weights):
             for weight, group in weights:
                 assert weight.grad is not None

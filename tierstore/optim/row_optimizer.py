@@ -43,11 +43,15 @@ class RowOptimizer(TableOptimizer):
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned.
+
+        Raises:
+            UsageError: state of a table was put back that is gone; nothing was changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.require_state()
         every = [(each, group) for group in self.param_groups for each in group["params"]]
         with self.failed_step.step_of(each for each, _ in every):
             for parameter, group in every:

@@ -3,7 +3,8 @@
 1. One optimizer steps a table: its state lies in columns of the table, of which there is one of a name.
 2. In ``optimizer.state`` a state of a table is a `TableEntry`: dense for whoever reads it.  A dense tensor
    that is found there, since one was loaded, is written to the column.
-3. A table that another optimizer has stepped before begins with new state.
+3. A table that another optimizer has stepped before begins with new state.  Entries of the former one raise
+   where they are read, or put back.
 4. A step that fails leaves each parameter stepped or as it was, and the next one goes on from there.
 """
 
@@ -75,7 +76,12 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
         """Raise ``ValueError`` if an option of a group is out of its range, or not for its parameters."""
 
     def load_state_dict(self, state_dict: Options) -> None:
-        """See PyTorch.  State of tables is written to them a block at a time."""
+        """See PyTorch.  State of tables is written to them a block at a time.
+
+        Raises:
+            UsageError: it has state of a table that has begun anew since; nothing has changed.
+        """
+        _refuse_former(state_dict.get("state", {}))
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for weight in tables_of(group):
@@ -119,6 +125,17 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
         """Return what ``step`` of a parameter begins with."""
         return torch.tensor(0.0, device="cpu")
 
+    def require_state(self) -> None:
+        """Raise before a step has changed anything, if state of a table was put back that is gone.
+
+        Raises:
+            UsageError: there is such.
+        """
+        for group in self.param_groups:
+            for weight in tables_of(group):
+                if weight.grad is not None and weight in self.state:
+                    _refuse_former({weight: self.state[weight]})
+
     def state_of_table(self, weight: TableWeight, group: Options) -> Options:
         """Return what is kept of a table.
 
@@ -141,8 +158,11 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
                 "closed, and rows were loaded since. Load its state dict, too, or make it anew.",
             )
         if loaded:
+            _refuse_former({weight: state})
+            kept = [name for name in initial if name not in loaded]
             _write_columns(store, {Column(name, initial[name]): state[name] for name in loaded})
-            state |= {name: TableEntry.of(weight, name) for name in loaded}
+            weight.states_begun += 1
+            state |= {name: TableEntry.of(weight, name) for name in (*loaded, *kept)}
             state["step"] = copy.deepcopy(state["step"])  # cells were copied, so it is another's no more
         return state
 
@@ -163,6 +183,7 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
         if not is_mine or store.columns[1:] != columns:
             store.drop_columns([column.name for column in store.columns if column.name != ROWS])
             store.ensure_columns(columns)
+            weight.states_begun += 1
             weight.begun_for = weakref.ref(self)
 
     def _check_owner(self, weight: TableWeight) -> None:
@@ -293,7 +314,21 @@ def _scatter(visit: Visit, cells: Cells) -> None:
 
 
 def _is_of(value: object, weight: TableWeight, name: str) -> bool:
-    return isinstance(value, TableEntry) and value.weight is weight and value.column == name
+    if not isinstance(value, TableEntry) or value.is_former:
+        return False
+    return value.weight is weight and value.column == name
+
+
+def _refuse_former(state: Mapping[Any, object]) -> None:
+    """Raise if entries are of a state that has begun anew since.
+
+    Raises:
+        UsageError: the first.
+    """
+    for entries in state.values():
+        for value in entries.values() if isinstance(entries, Mapping) else ():
+            if isinstance(value, TableEntry):
+                value.require_current()
 
 
 def _write_columns(store: RowStore, values: Mapping[Column, torch.Tensor]) -> None:

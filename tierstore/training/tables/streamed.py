@@ -51,6 +51,7 @@ def load_states(
         return {}
     group = next(g for g in optimizer.param_groups if any(each is parameter for each in g["params"]))
     found: dict[str, TableEntry] = {}
+    parameter.states_begun += 1
     for name, initial in optimizer.initial_state(group).items():
         entry = entries.get(name)
         if isinstance(entry, dict) and "tensor" in entry:
