@@ -154,12 +154,14 @@ def test_dense_gradients_are_on_the_device(kind: str, slots: int) -> None:
 
 
 @every_size
-def test_strangers_give_zeros_and_long_rows_are_clipped(slots: int) -> None:
-    table, plain, _ = twins(slots, out_of_range="zeros", max_norm=1.0)
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_strangers_give_zeros_and_long_rows_are_clipped(slots: int, max_norm: float | None) -> None:
+    table, plain, _ = twins(slots, out_of_range="zeros", max_norm=max_norm)
     ids = torch.tensor([3, -1, 3, ROWS, 7])
     rows = plain.weight.detach().cpu()
     expected = torch.stack([rows[3], torch.zeros(_WIDTH), rows[3], torch.zeros(_WIDTH), rows[7]])
-    expected = expected * (1.0 / torch.linalg.vector_norm(expected, dim=1, keepdim=True).clamp(min=1.0))
+    if max_norm is not None:
+        expected = expected * (1.0 / torch.linalg.vector_norm(expected, dim=1, keepdim=True).clamp(min=1.0))
     found = table(ids.to(DEVICE))
     assert torch.equal(found.detach().cpu(), expected)
     found.sum().backward()

@@ -120,11 +120,13 @@ def test_rows_that_have_changed_go_in_bulk() -> None:
     assert carrier.calls_to_host == 1
 
 
-def test_an_evaluation_counts_and_a_step_does_not() -> None:
+def test_a_lookup_counts_and_a_step_of_its_rows_carries_nothing() -> None:
     table, _ = table_of(4)
     look_up(table, 1, 2)
+    carried = cache_of(table).bytes_to_device
     step(table, 1, 2)
     cache = cache_of(table)
+    assert cache.bytes_to_device == carried  # not even the places of the rows
     assert (cache.hits, cache.misses, cache.hit_ratio) == (0, 2, 0.0)
     assert hits_of(table, 1, 2, 3) == 2
     assert cache_of(table).hit_ratio == 2 / 5
