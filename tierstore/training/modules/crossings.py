@@ -5,8 +5,8 @@ the host, ``y.to(device, copy=True)`` after it): one node at each border, whose 
 
 1. Before a module at a border each tensor among its arguments is brought to the module's side, after it each
    tensor that it returns is brought back: once in a call, however often it is there.  Tensors in fields of
-   dataclasses are brought, too.  Numbers, ``None`` and other objects that PyTorch does not look into stay as
-   they are.
+   dataclasses are brought, too, and packed sequences as their ``to`` does.  Numbers, ``None`` and other
+   objects that PyTorch does not look into stay as they are.
 2. What is on the right side already is passed as it is.  Whose call it is counts: a module on the host that
    is called past the one around it is as one at a border, and one that its own side calls is not.
 3. Users' own hooks on the module are inside: they see what the module sees.  So is a region that is
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import UsageError
@@ -393,6 +394,8 @@ def _brought(values: Any, bring: Callable[[torch.Tensor], torch.Tensor]) -> Any:
             if id(each) not in crossed:
                 crossed[id(each)] = bring(each)
             return crossed[id(each)]
+        if isinstance(each, PackedSequence):
+            return _with_packed(each, once)
         if not _has_fields(each) or id(each) in looked_into:
             return each
         looked_into.add(id(each))
@@ -402,10 +405,28 @@ def _brought(values: Any, bring: Callable[[torch.Tensor], torch.Tensor]) -> Any:
             looked_into.discard(id(each))
 
     def map_all(nested: Any) -> Any:  # noqa: ANN401
-        return _with_what_stayed(nested, tree_map(once, nested))
+        return _with_what_stayed(nested, tree_map(once, nested, is_leaf=_is_packed))
 
     brought = map_all(values)
     return None if all(id(tensor) == number for number, tensor in crossed.items()) else brought
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def _with_packed(value: PackedSequence, act: Callable[[Any], Any]) -> PackedSequence:
+    """Return packed sequences with values that are brought, as ``PackedSequence.to`` does.
+
+    How many there are of each length stays on the CPU, where PyTorch wants it.  (An emulated device is one,
+    and its numbers are brought as others are.)
+    """
+    data: torch.Tensor = act(value.data)
+    counts = act(value.batch_sizes) if data.device.type == CPU else value.batch_sizes
+    order = None if value.sorted_indices is None else act(value.sorted_indices)
+    back = None if value.unsorted_indices is None else act(value.unsorted_indices)
+    found = (data, counts, order, back)
+    return value if all(a is b for a, b in zip(found, value, strict=True)) else type(value)(*found)
 
 
 def _has_fields(value: object) -> bool:
