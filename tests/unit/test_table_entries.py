@@ -53,7 +53,7 @@ VIEWS: Mapping[str, Write] = {
     "view": lambda entry: entry.view(-1),
     "reshape": lambda entry: entry.reshape(-1),
     "flatten": lambda entry: entry.flatten(),
-    "T": lambda entry: entry.T if entry.ndim <= 2 else entry.mT,
+    "T": lambda entry: entry.T if entry.ndim == 2 else entry.mT,
     "mT": lambda entry: entry.mT,
     "t()": lambda entry: entry.t(),
     "transpose": lambda entry: entry.transpose(0, 1),
