@@ -66,7 +66,7 @@ class Work:
 
     def table(self) -> EmbeddingTable:
         """Return the table whose rows every peer begins with."""
-        return EmbeddingTable(self.rows, self.width, mode="sum", init=Normal(DEVIATION))
+        return EmbeddingTable(self.rows, self.width, mode="sum", init=Normal(DEVIATION), seed=0)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the rows at first, some at a time."""

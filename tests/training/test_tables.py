@@ -26,6 +26,7 @@ from tierstore.errors import CapacityError, StoreClosed, UsageError
 from tierstore.nn import EmbeddingTable
 from tierstore.nn.table_entry import TableEntry
 from tierstore.nn.table_weight import TableWeight
+from tierstore.optim import SparseAdam
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import Offload, offload
 
@@ -111,6 +112,28 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(layout: str, tmp_path: P
     some_steps(second, 4)
     run_of(second).close(restore=True)
     assert_alike(expected, second)
+
+
+def test_a_table_whose_seed_was_drawn_goes_on_with_that_of_its_checkpoint(tmp_path: Path) -> None:
+    ids = torch.arange(3000)
+    found: list[tuple[int | None, torch.Tensor]] = []
+    config = table_config("disk", tmp_path, DURABLE)
+    for number in range(2):
+        torch.manual_seed(number)
+        table = EmbeddingTable(3000, 48)
+        optimizer = SparseAdam(table.parameters(), lr=0.1)
+        with offload(table, optimizer, config) as run:
+            if not number:
+                table(torch.tensor([1, 2])).sum().backward()
+                optimizer.step()
+                run.checkpoint()
+            found.append((table.seed, table.rows(ids)))
+    assert found[0][0] == found[1][0] == table.seed
+    assert torch.equal(found[0][1], found[1][1]), "rows that nobody had written are those of the checkpoint"
+    assert torch.equal(table.rows(ids), found[0][1]), "after the run, too"
+    torch.manual_seed(5)
+    with pytest.raises(UsageError, match=r"rows of the table weight begin as NormalRows\(.*seed=5"):
+        offload(given := EmbeddingTable(3000, 48, seed=5), SparseAdam(given.parameters()), config)
 
 
 @with_disk

@@ -27,7 +27,7 @@ HUGE = 2**40
 
 
 def _table(**options: Any) -> EmbeddingTable:  # noqa: ANN401
-    return EmbeddingTable(ROWS, WIDTH, **options)
+    return EmbeddingTable(ROWS, WIDTH, **{"seed": 0, **options})
 
 
 def _all(table: EmbeddingTable) -> Tensor:
@@ -251,6 +251,23 @@ def test_a_deep_copy_has_no_gradient_as_of_any_parameter_and_ties_are_kept() -> 
     assert not frozen.weight.requires_grad
 
 
+def test_without_a_seed_pytorch_draws_one() -> None:
+    ids = torch.arange(4)
+    torch.manual_seed(3)
+    first, second = EmbeddingTable(8, 4), EmbeddingTable(8, 4)
+    assert not torch.equal(first.rows(ids), second.rows(ids))
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        again = EmbeddingTable(8, 4)
+    assert torch.equal(again.rows(ids), first.rows(ids))
+    assert again.seed == first.seed != second.seed
+    assert torch.equal(EmbeddingTable(8, 4, seed=first.seed).rows(ids), first.rows(ids))
+    state = torch.get_rng_state()
+    assert EmbeddingTable(8, 4, seed=5).seed == 5
+    assert torch.equal(torch.get_rng_state(), state), "nothing is drawn where a seed is given"
+    assert EmbeddingTable(8, 4, init="zeros").seed is None
+
+
 def test_a_state_dict_is_a_dense_entry_that_plain_pytorch_takes() -> None:
     table, plain = _table(), nn.Embedding(ROWS, WIDTH)
     table.set_rows(torch.tensor([3]), torch.ones(1, WIDTH))
@@ -355,7 +372,7 @@ def test_rows_begin_as_they_are_said_to(init: Any, expected: float) -> None:  # 
     ],
 )
 def test_rows_begin_as_distributed(init: Any, mean: float, std: float) -> None:  # noqa: ANN401
-    rows = _all(EmbeddingTable(4000, 8, init=init, dtype=torch.float64))
+    rows = _all(EmbeddingTable(4000, 8, init=init, seed=0, dtype=torch.float64))
     assert rows.mean().item() == pytest.approx(mean, abs=std / 20)
     assert rows.std().item() == pytest.approx(std, rel=0.05)
 
@@ -484,7 +501,7 @@ def test_where_tensors_are_made_on_another_device_a_table_is_in_host_memory(
         return table.rows(torch.arange(20, device="cpu"))
 
     ids, values = torch.tensor([3, 1, 3]), torch.randn(3, 4)
-    expected = train(EmbeddingTable(20, 4), tmp_path / "one")
+    expected = train(EmbeddingTable(20, 4, seed=0), tmp_path / "one")
     with torch.device("meta"):
-        found = train(EmbeddingTable(20, 4), tmp_path / "other")
+        found = train(EmbeddingTable(20, 4, seed=0), tmp_path / "other")
     assert torch.equal(found, expected)

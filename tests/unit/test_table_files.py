@@ -26,7 +26,7 @@ every_format = pytest.mark.parametrize("format_", FORMATS)
 
 
 def _table(rows: int = ROWS, **options: Any) -> EmbeddingTable:  # noqa: ANN401
-    return EmbeddingTable(rows, WIDTH, **options)
+    return EmbeddingTable(rows, WIDTH, **{"seed": 0, **options})
 
 
 def _all(table: EmbeddingTable) -> Tensor:

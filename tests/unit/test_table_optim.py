@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def _table(rows: int = ROWS, **options: Any) -> EmbeddingTable:  # noqa: ANN401
-    return EmbeddingTable(rows, WIDTH, **options)
+    return EmbeddingTable(rows, WIDTH, **{"seed": 0, **options})
 
 
 def _plain() -> Any:  # noqa: ANN401

@@ -17,7 +17,7 @@ ROWS, WIDTH = 50, 4
 
 
 def _table(**options: Any) -> EmbeddingTable:  # noqa: ANN401
-    return EmbeddingTable(ROWS, WIDTH, **options)
+    return EmbeddingTable(ROWS, WIDTH, **{"seed": 0, **options})
 
 
 def _all(table: EmbeddingTable) -> Tensor:

@@ -33,7 +33,7 @@ class TableArguments:
     mode: str | None
     sparse: bool
     dtype: torch.dtype
-    seed: int
+    seed: int | None
     out_of_range: str
     policy: str
 
@@ -41,7 +41,8 @@ class TableArguments:
         for name in ("num_embeddings", "embedding_dim"):
             _check_int(name, getattr(self, name), 1)
         _check_int("cache_rows", self.cache_rows, 0)
-        _check_int("seed", self.seed, 0, LARGEST_SEED)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, LARGEST_SEED)
         _check_choice("target", self.target, ("cpu", "device"))
         _check_choice("out_of_range", self.out_of_range, ("error", "zeros"))
         _check_choice("policy", self.policy, ("lfu", "lru"))

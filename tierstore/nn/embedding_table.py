@@ -22,7 +22,7 @@ from tierstore.nn.lookup import clipped, gather, on_device_of, read_rows
 from tierstore.nn.row_blocks import check_room
 from tierstore.nn.table_files import export_table, load_table
 from tierstore.nn.table_weight import TableWeight
-from tierstore.tables import ROWS, RowStats, RowStore
+from tierstore.tables import ROWS, RowStats, RowStore, seed_of
 from tierstore.torch_private import innermost_transform
 from tierstore.units import parse_bytes
 
@@ -68,7 +68,8 @@ class EmbeddingTable(nn.Module):
         dtype: float32, float64, bfloat16 or float16.
         init: what rows are at first: ``None`` for N(0, 1); a number; ``"zeros"``; `Normal`, `Uniform`; or a
             function from ids (int64 ``[n]``) to rows (``[n, embedding_dim]``), the same for the same id.
-        seed: of ``init``, from 0 to 2**64 - 1.
+        seed: of ``init``, from 0 to 2**64 - 1; ``None``: one is drawn, so ``torch.manual_seed`` decides,
+            and two tables differ.  A run that goes on from a checkpoint goes on with that one's.
         out_of_range: ``"error"``, or ``"zeros"``: ids that are negative or too large give a row of zeros,
             without gradient.
         policy: ``"lfu"`` or ``"lru"``: which rows leave the cache.
@@ -93,7 +94,7 @@ class EmbeddingTable(nn.Module):
         sparse: bool = True,
         dtype: torch.dtype = torch.float32,
         init: Initializer = None,
-        seed: int = 0,
+        seed: int | None = None,
         out_of_range: str = "error",
         policy: str = "lfu",
     ) -> None:
@@ -110,7 +111,6 @@ class EmbeddingTable(nn.Module):
         self.max_norm = max_norm
         self.mode = mode
         self.sparse = sparse
-        self.seed = seed
         self.out_of_range = out_of_range
         self.policy = policy
         initial_rows = rows_of(init, embedding_dim, dtype, seed)
@@ -125,6 +125,11 @@ class EmbeddingTable(nn.Module):
     def num_embeddings(self) -> int:
         """How many rows there are."""
         return self.weight.shape[0]
+
+    @property
+    def seed(self) -> int | None:
+        """What its rows are made from; ``None``: ``init`` needs none."""
+        return seed_of(self.weight.row_store.initial_rows)
 
     @property
     def dtype(self) -> torch.dtype:

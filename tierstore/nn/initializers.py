@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.errors import ConfigError
+from tierstore.modes import Unseen
 from tierstore.quoting import quoted
 from tierstore.tables import ConstantRows, InitialRows, NormalRows, UniformRows
 
@@ -79,7 +80,7 @@ class CheckedRows:
         return rows.detach().cpu()
 
 
-def rows_of(init: Initializer, width: int, dtype: torch.dtype, seed: int) -> InitialRows:
+def rows_of(init: Initializer, width: int, dtype: torch.dtype, seed: int | None) -> InitialRows:
     """Return what computes rows from their ids.
 
     Args:
@@ -87,18 +88,19 @@ def rows_of(init: Initializer, width: int, dtype: torch.dtype, seed: int) -> Ini
             or a function from ids to rows.
         width: elements of a row.
         dtype: of the table.
-        seed: from 0 to 2**64 - 1.
+        seed: from 0 to 2**64 - 1; ``None``: PyTorch's default generator draws one.
 
     Raises:
         ConfigError: ``init`` is a text that is not known.
         TypeError: it is nothing of the above.
     """
+    seed, is_drawn = _drawn(seed)
     if init is None:
         init = Normal()
     if isinstance(init, Normal):
-        return NormalRows(width, dtype, seed, init.mean, init.std)
+        return NormalRows(width, dtype, seed, init.mean, init.std, is_drawn)
     if isinstance(init, Uniform):
-        return UniformRows(width, dtype, seed, init.low, init.high)
+        return UniformRows(width, dtype, seed, init.low, init.high, is_drawn)
     if isinstance(init, str):
         if init != "zeros":
             raise ConfigError(f"init={init!r}: the only text that it takes is 'zeros'")
@@ -110,3 +112,11 @@ def rows_of(init: Initializer, width: int, dtype: torch.dtype, seed: int) -> Ini
             f"init={quoted(init)}: it takes None, a number, 'zeros', Normal, Uniform, or a function"
         )
     return CheckedRows(init, width, dtype)
+
+
+def _drawn(seed: int | None) -> tuple[int, bool]:
+    """Return a seed, and whether it was drawn as none was given."""
+    if seed is not None:
+        return seed, False
+    with Unseen():
+        return int(torch.randint(2**63 - 1, (), device="cpu")), True

@@ -11,7 +11,14 @@ from pathlib import Path
 from tierstore import signals
 from tierstore.tables.cache_stats import CacheStats
 from tierstore.tables.device_home import DeviceHome, RowCarrier
-from tierstore.tables.initial_rows import ConstantRows, InitialRows, NormalRows, UniformRows
+from tierstore.tables.initial_rows import (
+    ConstantRows,
+    InitialRows,
+    NormalRows,
+    UniformRows,
+    seed_of,
+    with_seed,
+)
 from tierstore.tables.layout import PAGE_BYTES, ROWS, Column
 from tierstore.tables.page_log import BlockMedium, LogPlace, Snapshot
 from tierstore.tables.row_stats import RowStats
@@ -39,6 +46,8 @@ __all__ = [
     "TableHome",
     "UniformRows",
     "Visit",
+    "seed_of",
+    "with_seed",
 ]
 
 signals.wait_in(Path(__file__).parent)  # a handler finds no rows in hand

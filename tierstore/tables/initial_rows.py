@@ -7,7 +7,7 @@ forgotten because nobody changed them.  The ones here can be pickled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -42,6 +42,7 @@ class NormalRows:
         seed: 0 to 2**64 - 1.
         mean: of the distribution.
         std: its standard deviation.
+        is_drawn: whether nobody has given the seed: a table that is restored has that of its checkpoint.
     """
 
     width: int
@@ -49,6 +50,7 @@ class NormalRows:
     seed: int
     mean: float = 0.0
     std: float = 1.0
+    is_drawn: bool = field(default=False, repr=False, compare=False)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``ids``: see `InitialRows`."""
@@ -70,6 +72,7 @@ class UniformRows:
     seed: int
     low: float = 0.0
     high: float = 1.0
+    is_drawn: bool = field(default=False, repr=False, compare=False)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``ids``: see `InitialRows`."""
@@ -77,3 +80,15 @@ class UniformRows:
         values *= self.high - self.low
         values += self.low
         return torch.from_numpy(values).to(self.dtype)
+
+
+def seed_of(initial_rows: InitialRows) -> int | None:
+    """Return the seed of rows; ``None``: they have none."""
+    return initial_rows.seed if isinstance(initial_rows, NormalRows | UniformRows) else None
+
+
+def with_seed(initial_rows: InitialRows, seed: int | None) -> InitialRows:
+    """Return rows whose seed was drawn with another one; those whose seed was given stay as they are."""
+    if seed is None or not isinstance(initial_rows, NormalRows | UniformRows) or not initial_rows.is_drawn:
+        return initial_rows
+    return replace(initial_rows, seed=seed)

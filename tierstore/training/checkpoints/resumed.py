@@ -21,7 +21,6 @@ from tierstore.formats.safetensors_files import unpack
 from tierstore.nn.table_entry import TableEntry
 from tierstore.nn.table_weight import TableWeight
 from tierstore.store import Store
-from tierstore.tables import Snapshot
 from tierstore.training.bundles.bindings import Binding
 from tierstore.training.bundles.grouping import Content, Group, first_names
 from tierstore.training.bundles.layout import lay_out
@@ -52,7 +51,14 @@ from tierstore.training.modules.tensor_names import persistent_buffers
 from tierstore.training.optimizers.adapters import Taken
 from tierstore.training.optimizers.state import OptimizerState, order_entries, state_key
 from tierstore.training.tables.found_tables import tables_in
-from tierstore.training.tables.kept_tables import PREFIX, TableLook, map_key, snapshot_of, table_differences
+from tierstore.training.tables.kept_tables import (
+    PREFIX,
+    FormerTable,
+    TableLook,
+    map_key,
+    snapshot_of,
+    table_differences,
+)
 
 _ASIDE = "training/former/"
 _OWN_KEYS = (*(f"{each.value}/" for each in Content), "state/", "grad/", "training/", PREFIX)
@@ -219,10 +225,12 @@ class ResumedCheckpoint:
 
     # --- parameters ---------------------------------------------------------------------------
 
-    def tables(self) -> dict[str, Snapshot]:
+    def tables(self) -> dict[str, FormerTable]:
         """Return where the rows of tables are, by the tables' names."""
         return {
-            name: snapshot_of(name, look, self._store.get(map_key(name), device="cpu"))
+            name: FormerTable(
+                snapshot_of(name, look, self._store.get(map_key(name), device="cpu")), look.seed
+            )
             for name, look in self._tables.items()
         }
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tierstore.nn.initializers import CheckedRows
 from tierstore.nn.table_weight import TableWeight
-from tierstore.tables import Column, InitialRows, RowStore, Snapshot
+from tierstore.tables import Column, InitialRows, RowStore, Snapshot, seed_of, with_seed
 from tierstore.training.tables.found_tables import Tables
 
 PREFIX = "table/"
@@ -42,6 +42,7 @@ class TableLook:
         dtype: of an element, without ``torch.``.
         begins: what rows are that nobody has written.
         columns: names of the rows and of what optimizers keep beside them, each with what it begins with.
+        seed: of the rows; ``None``: they have none.
     """
 
     num_rows: int
@@ -49,13 +50,15 @@ class TableLook:
     dtype: str
     begins: str
     columns: Sequence[Sequence[Any]]
+    seed: int | None = None
 
     @classmethod
     def of(cls, store: RowStore) -> TableLook:
         """Return what a table is."""
         dtype = str(store.dtype).removeprefix("torch.")
         columns = [list(column) for column in store.columns]
-        return cls(store.num_rows, store.width, dtype, _begins(store.initial_rows), columns)
+        begins = store.initial_rows
+        return cls(store.num_rows, store.width, dtype, _begins(begins), columns, seed_of(begins))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -87,8 +90,22 @@ def table_differences(saved: Mapping[str, TableLook], tables: Tables) -> Iterato
             yield f"the parameter {name} is no table, saved was one"
         elif name not in saved:
             yield f"the parameter {name} is a table, saved was none"
-        elif (begins := _begins(mine[name].row_store.initial_rows)) != saved[name].begins:
-            yield f"the rows of the table {name} begin as {begins}, saved was {saved[name].begins}"
+        else:
+            begins = _begins(with_seed(mine[name].row_store.initial_rows, saved[name].seed))
+            if begins != saved[name].begins:
+                yield f"the rows of the table {name} begin as {begins}, saved was {saved[name].begins}"
+
+
+class FormerTable(NamedTuple):
+    """A table of a checkpoint.
+
+    Attributes:
+        snapshot: where its rows are.
+        seed: of those that nobody has written; ``None``: they have none.
+    """
+
+    snapshot: Snapshot
+    seed: int | None
 
 
 def snapshot_of(name: str, look: TableLook, kept: torch.Tensor) -> Snapshot:

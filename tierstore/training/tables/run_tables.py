@@ -40,13 +40,14 @@ from tierstore.tables import (
     Snapshot,
     StoreBlocks,
     TableHome,
+    with_seed,
 )
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.tables.cache_wishes import CacheWishes, require_cache_room
 from tierstore.training.tables.device_caches import DeviceCaches, SideLink
 from tierstore.training.tables.found_tables import Tables
-from tierstore.training.tables.kept_tables import PREFIX, TableLook, log_prefix, map_key
+from tierstore.training.tables.kept_tables import PREFIX, FormerTable, TableLook, log_prefix, map_key
 from tierstore.training.tables.shares import shares
 from tierstore.training.tables.steppers import refuse_strangers
 from tierstore.units import align_up
@@ -171,7 +172,7 @@ class RunTables:
         """Say how rows come to the device and back."""
         self._caches.travel_over(link)
 
-    def take_in(self, former: Mapping[str, Snapshot] = MappingProxyType({})) -> None:
+    def take_in(self, former: Mapping[str, FormerTable] = MappingProxyType({})) -> None:
         """Let rows lie in the store, of those tables that have none there yet.  Blocks.
 
         Those of a table that was released and that no checkpoint has are about to be loaded.
@@ -426,6 +427,7 @@ def _states_of(weight: TableWeight, optimizers: Sequence[torch.optim.Optimizer])
     return len(columns.keys() - {ROWS})
 
 
-def _restored(snapshot: Snapshot, made: RowStore, home: TableHome) -> RowStore:
+def _restored(former: FormerTable, made: RowStore, home: TableHome) -> RowStore:
     """Return a table as a checkpoint has it, in the place of one that was made anew."""
-    return RowStore.restored(snapshot, made.width, made.dtype, made.initial_rows, home, name=made.name)
+    begins = with_seed(made.initial_rows, former.seed)
+    return RowStore.restored(former.snapshot, made.width, made.dtype, begins, home, name=made.name)
