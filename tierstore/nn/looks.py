@@ -18,13 +18,18 @@ _ATTRIBUTES: Final = frozenset(
 )  # fmt: skip
 _CALLS: Final = frozenset(
     {
-        "__format__", "__hash__", "__len__", "__repr__", "data_ptr", "dim", "element_size", "get_device",
-        "has_names", "is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_distributed",
+        "__format__", "__hash__", "__len__", "__repr__", "data_ptr", "dim", "dim_order", "element_size",
+        "get_device", "has_names", "is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_distributed",
         "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed",
-        "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size",
+        "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
+        "requires_grad_", "result_type", "retain_grad", "size",
         "storage_offset", "stride", "untyped_storage",
     }
 )  # fmt: skip
+LIKE: Final = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"})
+"""What makes another tensor, of the type and on the device of the first."""
+CONVERSIONS: Final = frozenset({"bfloat16", "contiguous", "cpu", "double", "float", "half", "to", "type"})
+"""What returns its first argument itself, if it is like that already."""
 _BINARY: Final = frozenset(
     f"__{each}__"
     for each in (
@@ -53,7 +58,7 @@ def is_look(func: Callable[..., Any]) -> bool:
     """Whether a function only asks what a parameter is, and not what its elements are."""
     owner = getattr(func, "__self__", None)
     if not inspect.isgetsetdescriptor(owner):
-        return func is torch.autograd.grad or getattr(func, "__name__", "") in _CALLS
+        return getattr(func, "__name__", "") in _CALLS
     name = owner.__name__
     if func.__name__ != "__get__":
         return name in _SETTABLE

@@ -15,7 +15,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import torch
 from torch import nn
@@ -24,11 +24,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tierstore.errors import UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.calling import caller_of
-from tierstore.nn.looks import is_look, name_of
+from tierstore.nn.looks import CONVERSIONS, LIKE, is_look, name_of
 from tierstore.nn.row_blocks import blocks_of, described, write_all, write_part
 from tierstore.nn.table_entry import TableEntry
 from tierstore.tables import ROWS, DeviceHome, RowStore
+from tierstore.torch_private import tree_map_only
 
+_DIFFERENTIATING: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _SAME_BITS: Final = frozenset({"Adagrad", "SGD", "SparseAdam"})
 
 
@@ -75,7 +77,14 @@ class TableWeight(nn.Parameter):
             return TableEntry.of(args[0])
         if func is torch.Tensor.copy_ and isinstance(args[0], TableWeight):
             return _copied(*args, **kwargs)
-        if not is_look(func):
+        if func in _DIFFERENTIATING:
+            args, kwargs = tree_map_only(TableWeight, _edge_of, (args, kwargs))
+            return func(*args, **kwargs)
+        if _is_node_of(func, args):
+            return TableNode.of(args[0])
+        if _is_the_same(func, args, kwargs):
+            return args[0] if func is not torch.Tensor.type or args[1:] or kwargs else _type_of(args[0])
+        if not is_look(func) and not _is_like(func, args, kwargs):
             raise UsageError(_refusal(func, [*args, *kwargs.values()]))
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -221,6 +230,68 @@ class TableWeight(nn.Parameter):
             # What accumulates its gradient knows its shape; another dtype makes PyTorch forget that.
             for each in (other, dtype):
                 self.data = torch.zeros(1, dtype=each, device=device).expand(num_rows, self._store.width)
+
+
+class TableNode(torch.Tensor):
+    """What PyTorch makes of a parameter to find its node in graphs: a view without elements."""
+
+    @classmethod
+    def of(cls, weight: TableWeight) -> TableNode:
+        """Return a view of a table's parameter."""
+        with torch.DisableTorchFunctionSubclass():
+            view = weight.view_as(weight)
+        view.__class__ = cls  # a view of the view would have another node
+        return cast("TableNode", view)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Let looks through, and refuse the rest."""
+        del types
+        if not is_look(func):
+            raise UsageError(_refusal(func, []))
+        with torch.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+
+def _edge_of(weight: TableWeight) -> object:
+    """Return what autograd takes in the place of a parameter, which it would look at element by element."""
+    return torch.autograd.graph.get_gradient_edge(weight) if weight.requires_grad else TableEntry.of(weight)
+
+
+def _is_node_of(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether somebody asks for a parameter's node: with a view of it as it is."""
+    is_view = name_of(func) in ("view_as", "expand_as")
+    return is_view and len(args) == 2 and args[0] is args[1] and torch.is_grad_enabled()
+
+
+def _is_the_same(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether somebody asks for what a parameter is anyway."""
+    if name_of(func) not in CONVERSIONS or not args or not isinstance(args[0], TableWeight):
+        return False
+    if next(_weights_in([*args[1:], *kwargs.values()]), None) is not None:
+        return False
+    probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    found = func(probe, *args[1:], **kwargs)
+    return found is probe or isinstance(found, str)
+
+
+def _type_of(weight: TableWeight) -> object:
+    return torch.empty(0, dtype=weight.dtype, device=weight.device).type()
+
+
+def _is_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether somebody asks for another tensor of a parameter's type, on its device."""
+    if not args:
+        return False
+    if isinstance(args[0], TableWeight):
+        return name_of(func) in LIKE and next(_weights_in([*args[1:], *kwargs.values()]), None) is None
+    return name_of(func) in ("to", "type_as")
 
 
 def _in_host_memory(gradient: torch.Tensor) -> torch.Tensor:
