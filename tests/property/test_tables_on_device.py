@@ -189,7 +189,7 @@ def test_what_is_read_and_written_on_the_host_is_what_the_device_has() -> None:
     ours.load_state_dict(ours.state_dict())  # reads its entries where they are
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
     same_states(table, ours, plain, theirs)
-    grown = EmbeddingTable(ROWS + 9, _WIDTH, target="device")
+    grown = EmbeddingTable(ROWS + 9, _WIDTH, target="device", seed=table.seed)
     table.grow(ROWS + 9)
     assert table.weight.device.type == DEVICE.type
     found = table(torch.tensor([1, ROWS + 8]).to(DEVICE)).detach().cpu()

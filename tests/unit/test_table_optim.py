@@ -144,6 +144,20 @@ def test_state_of_a_table_and_of_an_embedding_are_exchanged(kind: Make) -> None:
 
 
 @every_kind_with_state
+@pytest.mark.parametrize("of_pytorch", [False, True])
+def test_state_of_a_table_goes_to_an_embedding_in_one_process(kind: Make, of_pytorch: bool) -> None:
+    theirs: Make = getattr(torch.optim, kind.__name__, kind) if of_pytorch else kind
+    table, plain = _table(), _plain()
+    ours, other = kind(table.parameters(), lr=0.1), theirs(plain.parameters(), lr=0.5)
+    _step(table, ours, 1, 2, 1)
+    plain.load_state_dict(table.state_dict())
+    other.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for module, optimizer in ((table, ours), (plain, other)):
+        _step(module, optimizer, 2, 3)
+    assert torch.equal(_all(table), plain.weight)
+
+
+@every_kind_with_state
 def test_state_goes_from_table_to_table_without_being_dense(
     kind: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

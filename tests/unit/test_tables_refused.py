@@ -145,6 +145,30 @@ def test_rows_that_cannot_be_set_change_nothing() -> None:
     assert _table(out_of_range="zeros").rows(torch.tensor([[-1]])).tolist() == [[[0.0] * WIDTH]]
 
 
+def test_an_averaged_model_is_refused_where_it_is_made() -> None:
+    with pytest.raises(UsageError, match=r"AveragedModel would read and write all rows of the table"):
+        torch.optim.swa_utils.AveragedModel(torch.nn.Sequential(_table()))
+
+
+def test_a_table_that_grows_between_forward_and_backward_has_one_gradient() -> None:
+    table = _table()
+    found = table(torch.tensor([1])).sum()
+    table.grow(60)
+    found.backward()
+    with pytest.raises(UsageError, match=r"has grown between .* gradient of 60 rows .* to one of 50"):
+        table(torch.tensor([1])).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.shape == (50, WIDTH)
+    table.weight.grad = None
+    table(torch.tensor([1])).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_lookup_is_not_traced() -> None:
+    with pytest.raises(UsageError, match=r"torch.jit.trace cannot go through a lookup"):
+        torch.jit.trace(_table(), torch.tensor([1]))
+
+
 def test_a_weight_that_was_replaced_is_refused() -> None:
     table = _table()
     with pytest.raises(UsageError, match="weight was replaced"):

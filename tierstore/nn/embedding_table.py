@@ -157,12 +157,13 @@ class EmbeddingTable(nn.Module):
             IndexError: an id is out of range.
             TypeError: ids or offsets are of another type.
             ConfigError: arguments do not go together, or offsets are none.
-            UsageError: a transform of ``torch.func`` goes through it.
+            UsageError: a transform of ``torch.func``, or ``torch.jit.trace``, goes through it.
         """
-        if innermost_transform() is not None:
+        through = _not_through()
+        if through is not None:
             raise UsageError(
-                f"table {self._name!r}: a transform of torch.func cannot go through a lookup. Look the rows "
-                "up before, and transform what is done with them."
+                f"table {self._name!r}: {through} cannot go through a lookup. Look the rows up before, and "
+                "take what is done with them."
             )
         if not isinstance(self.weight, TableWeight):
             raise UsageError("weight was replaced: a table looks up its own rows only")
@@ -396,3 +397,11 @@ class EmbeddingTable(nn.Module):
             state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, strict, missing_keys,
             unexpected_keys, error_msgs,
         )  # fmt: skip
+
+
+def _not_through() -> str | None:
+    """Name what PyTorch makes of a call beside running it, if it does."""
+    if innermost_transform() is not None:
+        return "a transform of torch.func"
+    is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    return "torch.jit.trace" if is_tracing else None

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tierstore import sides
+from tierstore.errors import UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.ids import DistinctIds
 from tierstore.nn.table_weight import TableWeight
@@ -23,6 +24,7 @@ class _Context(Protocol):
     """What PyTorch gives a function to keep things in."""
 
     ids: torch.Tensor
+    weight: TableWeight
     shape: torch.Size
     is_sparse: bool
     has_strangers: bool
@@ -91,6 +93,7 @@ class _Gather(torch.autograd.Function):
         """Read the rows."""
         more = distinct.has_strangers or not len(distinct.ids)
         rows, ctx.ids = _look_up(weight.rows_for("is looked up"), distinct.ids, more)
+        ctx.weight = weight
         ctx.shape, ctx.is_sparse, ctx.has_strangers = weight.shape, is_sparse, distinct.has_strangers
         return rows
 
@@ -99,6 +102,13 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Say of which rows of the table the gradient is, in the order in which the batch names them."""
         ids = ctx.ids
+        there = ctx.weight.grad
+        if there is not None and there.shape != ctx.shape:
+            raise UsageError(
+                f"the {ctx.weight.description} has grown between a forward and its backward: a gradient of "
+                f"{ctx.shape[0]} rows cannot be added to one of {there.shape[0]}. Go backward before "
+                "the table grows, or set weight.grad to None after it has."
+            )
         if gradient.layout is torch.strided:
             index, values = ids, gradient[: len(ids)]
         else:

@@ -89,6 +89,8 @@ class TableEntry(NeverWritten):
             name in ("detach", "data") or _is_the_same(name, first, args, kwargs)
         ):
             return first.again()
+        if name == "to" and isinstance(first, TableEntry) and not _steps_tables():
+            return func(first.dense(), *args[1:], **kwargs)
         copies: list[torch.Tensor] = []
 
         def copied(entry: TableEntry) -> torch.Tensor:
@@ -178,10 +180,16 @@ def _what(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 def _is_the_same(name: str, entry: TableEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether somebody asks with ``to`` for what an entry is anyway."""
-    if name != "to" or kwargs.get("copy"):
+    if name != "to" or kwargs.get("copy") or not _steps_tables():
         return False
     if entry.weight.device.type != "cpu" and caller_of(torch.optim.Optimizer) is not None:
         # It brings what it loads to the parameter's device: our optimizers read an entry where it is.
         return bool(kwargs.get("dtype", entry.dtype) == entry.dtype)
     probe = torch.empty(0, dtype=entry.dtype, device="cpu")
     return probe.to(*args[1:], **kwargs) is probe
+
+
+def _steps_tables() -> bool:
+    """Whether no optimizer of others is about to take an entry for its own state, which it writes to."""
+    optimizer = caller_of(torch.optim.Optimizer)
+    return optimizer is None or bool(getattr(optimizer, "steps_tables", False))

@@ -20,6 +20,7 @@ from typing import Any, Final, Self, cast
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from tierstore.errors import UsageError
 from tierstore.modes import Unseen
@@ -95,7 +96,16 @@ class TableWeight(nn.Parameter):
         return f"TableWeight({self.description}, {self.dtype}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
-        """Copy the rows that were written, without the gradient, as any parameter is copied."""
+        """Copy the rows that were written, without the gradient, as any parameter is copied.
+
+        Raises:
+            UsageError: PyTorch is about to average copies.
+        """
+        if caller_of(AveragedModel) is not None:
+            raise UsageError(
+                f"AveragedModel would read and write all rows of the {self.description} at each update: "
+                "average what is beside the table, as in AveragedModel(model.net)."
+            )
         return TableWeight(copy.deepcopy(self.row_store, memo), self.requires_grad)
 
     def __reduce_ex__(self, protocol: object) -> Any:  # noqa: ANN401 - as PyTorch's

@@ -87,6 +87,12 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
             for weight in tables_of(group):
                 if self.state.get(weight):
                     self.state_of_table(weight, group)
+        for parameter, state in self.state.items():
+            if not isinstance(parameter, TableWeight) and isinstance(state, dict):
+                dense = {
+                    name: value.dense() for name, value in state.items() if isinstance(value, TableEntry)
+                }
+                state.update(dense)
 
     def take_target(self, target: str | None) -> None:
         """Let groups that do not say where they are stepped say this.
@@ -192,7 +198,8 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
             if self._is_of_another(weight):
                 raise UsageError(
                     f"{type(self).__name__} cannot step the {weight.description}: another optimizer "
-                    "does, whose state lies beside its rows. Let go of that one first."
+                    "does, whose state lies beside its rows. Let go of that one first: a run that was given "
+                    "it has it until it is closed, so open another run with the new one."
                 )
 
     def _is_of_another(self, weight: TableWeight) -> bool:

@@ -356,7 +356,10 @@ class RowStore:
                 has changed.
         """
         if self._here().is_fixed:
-            raise UsageError(f"table {self.name!r} is attached already")
+            raise UsageError(
+                f"the rows of the table {self.name!r}, as another run calls it, lie in the store of that "
+                "run: close it first, or offload both models as one, such as an nn.ModuleList of them"
+            )
         old, self._traits = self._pages, self._traits_in(home)
         try:
             new = new_pages(

@@ -76,7 +76,7 @@ def test_a_snapshot_of_dirty_rows_or_without_a_log_is_refused() -> None:
         table.snapshot()
     with pytest.raises(UsageError, match="'deep' has no log"):
         attached(4, None).snapshot()
-    with pytest.raises(UsageError, match="'deep' is attached already"):
+    with pytest.raises(UsageError, match="'deep', as another run calls it, lie in the store of that run"):
         table.attach(TableHome(torch.empty(5000)))
 
 
