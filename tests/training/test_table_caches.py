@@ -262,12 +262,14 @@ def test_a_table_that_is_brought_back_leaves_nothing_on_the_device(layout: str, 
     trial = hot(layout, tmp_path)
     some_steps(trial, 3)
     with run_of(trial) as run:
-        tables = run._session.tables  # type: ignore[union-attr]
+        session = run._session
+        assert session is not None
+        tables = session.tables
         for weight in list(tables.attached()):
             tables.restore(weight)
         assert [key for key in run.store if key.startswith("table/")] == []
         some_steps(trial, 1)
-        tables.take_in()
+        tables.take_in(session.bindings.leasing)
         assert DEEP in run.store
         some_steps(trial, 1)
         assert cache_of(trial).used

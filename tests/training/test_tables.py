@@ -83,12 +83,14 @@ def test_a_table_that_is_brought_back_leaves_nothing_in_the_store(layout: str, t
     some_steps(trial, 3)
     with run_of(trial) as run:
         assert isinstance(trial.model, Clicks)
-        tables = run._session.tables  # type: ignore[union-attr]
+        session = run._session
+        assert session is not None
+        tables = session.tables
         for weight in list(tables.attached()):
             tables.restore(weight)
         assert [key for key in run.store if key.startswith("table/")] == []
         some_steps(trial, 1)
-        tables.take_in()
+        tables.take_in(session.bindings.leasing)
         some_steps(trial, 1)
         assert len(tables.attached()) == 2
 

@@ -7,7 +7,6 @@ import ctypes
 import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from tierstore.config.host_memory import HostRoom
 from tierstore.errors import CapacityError, ConfigError, UsageError
 from tierstore.nn import EmbeddingTable, Normal, Uniform, row_blocks
 from tierstore.nn.table_weight import TableWeight
-from tierstore.optim import SGD, Adagrad, SparseAdam
-from tierstore.tables import RowStore
+from tierstore.tables import RowStore, TableHome
 
 ROWS, WIDTH = 50, 4
 HUGE = 2**40
@@ -413,6 +411,35 @@ def test_an_entry_that_does_not_fit_is_refused_with_its_size(monkeypatch: pytest
         entry.sum()
 
 
+class _Use:
+    """Refuses every use of rows."""
+
+    def require(self, what: str) -> None:
+        raise UsageError(f"not now, {what}")
+
+
+def test_the_home_of_rows_says_whether_they_may_be_used_as_long_as_they_lie_there() -> None:
+    table, ids = _table(), torch.tensor([1])
+    expected = table.rows(ids)
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    table.weight.row_store.attach(TableHome(memory, name="deep", use=_Use()))
+    uses: dict[str, Callable[[], object]] = {
+        "is read": lambda: table.rows(ids),
+        "is looked up": lambda: table(ids),
+        "is written": lambda: table.set_rows(ids, torch.ones(1, WIDTH)),
+        "is prefetched": lambda: table.prefetch(ids),
+        "grows": lambda: table.grow(ROWS + 1),
+        "is loaded": lambda: table.load_state_dict(table.state_dict()),
+    }
+    for what, use in uses.items():
+        with pytest.raises((UsageError, RuntimeError), match=f"not now, the table 'deep' {what}"):
+            use()
+    assert torch.equal(copy.deepcopy(table).rows(ids), expected), "a copy lies elsewhere"
+    table.weight.row_store.detach()
+    for use in uses.values():
+        use()
+
+
 def test_rows_may_be_kept_elsewhere() -> None:
     """What keeps rows elsewhere gives the parameter another store of the same rows."""
     table = _table()
@@ -542,38 +569,3 @@ def test_what_a_table_is_called() -> None:
     assert text == "EmbeddingTable(50, 4, target='device', mode='sum', max_norm=1.0, sparse=False)"
     assert "TableWeight(table 'EmbeddingTable' of [50, 4] (800 B), torch.float32" in repr(_table().weight)
     assert "TableEntry('rows' of the table" in repr(_table().state_dict()["weight"])
-
-
-def test_a_compiled_model_breaks_its_graph_at_a_lookup() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(EmbeddingTable(20, 4), nn.Linear(4, 2))
-    ids = torch.tensor([1, 5, 1])
-    expected = model(ids)
-    compiled = torch.compile(model, backend="eager")
-    assert torch.equal(compiled(ids), expected)
-
-
-def test_a_transform_is_refused_by_the_name_of_the_table() -> None:
-    table = EmbeddingTable(20, 4)
-    with pytest.raises(UsageError, match=r"table 'EmbeddingTable': a transform of torch\.func"):
-        torch.func.vmap(table)(torch.tensor([[1, 2], [3, 4]]))
-
-
-@pytest.mark.parametrize("kind", [SparseAdam, Adagrad, SGD], ids=lambda kind: kind.__name__)
-def test_where_tensors_are_made_on_another_device_a_table_is_in_host_memory(
-    kind: type[SparseAdam | Adagrad | SGD], tmp_path: Path
-) -> None:
-    def train(table: EmbeddingTable, path: Path) -> Tensor:
-        optimizer = kind(table.parameters(), lr=0.1)
-        table.set_rows(ids, values)
-        table(ids).sum().backward()
-        optimizer.step()
-        table.export(path)
-        table.load(path)
-        return table.rows(torch.arange(20, device="cpu"))
-
-    ids, values = torch.tensor([3, 1, 3]), torch.randn(3, 4)
-    expected = train(EmbeddingTable(20, 4, seed=0), tmp_path / "one")
-    with torch.device("meta"):
-        found = train(EmbeddingTable(20, 4, seed=0), tmp_path / "other")
-    assert torch.equal(found, expected)

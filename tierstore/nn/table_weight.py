@@ -42,14 +42,11 @@ class TableWeight(nn.Parameter):
         stepped_by: the optimizer that steps it, as long as there is one.
         states_begun: how often the columns of states were begun anew.
         begun_for: the optimizer that has columns of states in the table which nobody has written yet.
-        require: raises if rows may not be used now; it is told what is about to be done, as a clause.  None:
-            they always may.
     """
 
     stepped_by: weakref.ref[torch.optim.Optimizer] | None
     states_begun: int
     begun_for: weakref.ref[torch.optim.Optimizer] | None
-    require: Callable[[str], object] | None
 
     def __new__(cls, row_store: RowStore, requires_grad: bool = True) -> Self:
         """Make the parameter of a store's rows."""
@@ -59,7 +56,6 @@ class TableWeight(nn.Parameter):
         weight.row_store = row_store
         weight.stepped_by = None
         weight.states_begun = 0
-        weight.require = None
         return weight
 
     @classmethod
@@ -141,8 +137,7 @@ class TableWeight(nn.Parameter):
             UsageError: the run that has them is suspended.
             CapacityError, BackendError: as of `row_store`.
         """
-        if self.require is not None:
-            self.require(f"the table {self.table_name!r} {what}")
+        self._store.require(f"the table {self.table_name!r} {what}")
         return self.row_store
 
     @property

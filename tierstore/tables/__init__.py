@@ -24,7 +24,7 @@ from tierstore.tables.page_log import BlockMedium, LogPlace, Snapshot
 from tierstore.tables.row_stats import RowStats
 from tierstore.tables.row_store import RowStore
 from tierstore.tables.store_blocks import StoreBlocks
-from tierstore.tables.table_home import TableHome
+from tierstore.tables.table_home import RowUse, TableHome
 from tierstore.tables.visits import Visit
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "RowCarrier",
     "RowStats",
     "RowStore",
+    "RowUse",
     "Snapshot",
     "StoreBlocks",
     "TableHome",

@@ -6,18 +6,16 @@ scattered, wherever they lie.  It knows neither modules nor optimizers nor autog
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Final
 
 import numpy as np
 import torch
 
 from tierstore import signals
 from tierstore.errors import StoreClosed, UsageError
-from tierstore.modes import Unseen
 from tierstore.tables.copied_pages import copied, drop_log, new_pages, relay, staging_of
 from tierstore.tables.device_home import DeviceHome
 from tierstore.tables.device_rows import DeviceRows
@@ -29,26 +27,12 @@ from tierstore.tables.page_log import PageLog, Snapshot
 from tierstore.tables.pages import TablePages, TableTraits
 from tierstore.tables.row_stats import RowStats, stats_of
 from tierstore.tables.slot_map import Ids
-from tierstore.tables.table_home import TableHome
-from tierstore.tables.table_lock import new_table_lock
+from tierstore.tables.table_home import RowUse, TableHome
+from tierstore.tables.table_lock import locked, new_table_lock
 from tierstore.tables.visits import Visit, visits
 from tierstore.tables.workers import TableWorkers
 
 _NONE: Final = np.zeros(0, dtype=np.int64)
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def _locked(method: Callable[Concatenate[RowStore, _P], _T]) -> Callable[Concatenate[RowStore, _P], _T]:
-    """Let a method have the table for itself; what it makes on the way is nothing of the program's."""
-
-    @functools.wraps(method)
-    def alone(self: RowStore, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self.lock, Unseen():
-            return method(self, *args, **kwargs)
-
-    return alone
 
 
 class RowStore:
@@ -87,6 +71,7 @@ class RowStore:
         self._last_log: PageLog | None = None  # before it was detached
         self._device_rows: DeviceRows | None = None
         self._in_hand: weakref.ref[Visit] | None = None  # the last rows that somebody visited
+        self._use: RowUse | None = None
         self._pages = new_pages(self._traits, PageLayout(width, dtype), num_rows, GrowingMemory())
 
     @property
@@ -124,6 +109,11 @@ class RowStore:
         layout = PageLayout(self.width, self.dtype, tuple(Column(str(n), 0.0) for n in range(1 + states)))
         return layout.pages_of(self.num_rows) * layout.page_bytes
 
+    def require(self, what: str) -> None:
+        """Raise, as the home does, if programs may not use rows now to do ``what``: a clause."""
+        if self._use is not None:
+            self._use.require(what)
+
     # --- rows ----------------------------------------------------------------------------------
 
     def visit(self, ids: torch.Tensor) -> Iterator[Visit]:
@@ -151,7 +141,7 @@ class RowStore:
             self._in_hand = weakref.ref(visit)
             yield visit
 
-    @_locked
+    @locked
     def prefetch(self, ids: torch.Tensor) -> None:
         """Begin to bring rows from the log that will be visited.  Does not block for a medium.
 
@@ -171,7 +161,7 @@ class RowStore:
             in_hand = _NONE if visit is None else visit.pages_in_hand
             self._device_rows.prefetch(pages, np.unique(numbers), in_hand)
 
-    @_locked
+    @locked
     def grow(self, num_rows: int) -> None:
         """Let the table have more rows: those that a table made with so many has.
 
@@ -205,7 +195,7 @@ class RowStore:
         """Where `gather` gathers; ``None``: no device is attached."""
         return None if self._device_rows is None else self._device_rows.device
 
-    @_locked
+    @locked
     def gather(
         self, ids: torch.Tensor, names: Sequence[str] = (ROWS,), *, more: int = 0, is_lookup: bool = False
     ) -> Cells:
@@ -231,7 +221,7 @@ class RowStore:
         numbers = ids.numpy()
         return self._there().gather(self._here(), numbers, names, more=more, is_lookup=is_lookup)
 
-    @_locked
+    @locked
     def scatter(self, ids: torch.Tensor, cells: Cells, owe: Owe) -> None:
         """Write cells of rows from the device: all, or none.  Blocks where there are no slots for them.
 
@@ -250,7 +240,7 @@ class RowStore:
         """
         self._there().scatter(self._here(), ids.numpy(), cells, owe)
 
-    @_locked
+    @locked
     def bring_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return numbers on the device: int64 in host memory, at least 0; carried and counted as rows are.
 
@@ -260,12 +250,12 @@ class RowStore:
         """
         return self._there().link.bring_numbers(numbers)
 
-    @_locked
+    @locked
     def take_numbers_back(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return numbers of the device in host memory; otherwise as `bring_numbers`.  Blocks."""
         return self._there().link.take_numbers_back(numbers)
 
-    @_locked
+    @locked
     def attach_device(self, home: DeviceHome) -> None:
         """Keep hot rows in memory of a device from now on, which nobody else touches until `detach_device`.
 
@@ -279,7 +269,7 @@ class RowStore:
             raise UsageError(f"table {self.name!r} has a device already: {self.device}")
         self._device_rows = DeviceRows(home, self._here().layout, self.num_rows, self.name)
 
-    @_locked
+    @locked
     def detach_device(self) -> None:
         """Let rows be in host memory, or below, alone.  Blocks.  Nothing where no device is attached.
 
@@ -290,13 +280,13 @@ class RowStore:
         self._bring_back()
         self._device_rows = None
 
-    @_locked
+    @locked
     def _bring_back(self) -> None:
         """Let pages have what has changed on the device."""
         if self._device_rows is not None:
             self._device_rows.write_back(self._here())
 
-    @_locked
+    @locked
     def _give_back(self, ids: Ids) -> None:
         """Let rows be in pages alone."""
         if self._device_rows is not None:
@@ -309,7 +299,7 @@ class RowStore:
 
     # --- columns -------------------------------------------------------------------------------
 
-    @_locked
+    @locked
     def ensure_columns(self, columns: Sequence[Column]) -> None:
         """Let there be these columns; those that are there stay as they are.
 
@@ -330,7 +320,7 @@ class RowStore:
                 )
         self._relay(tuple(there.values()))
 
-    @_locked
+    @locked
     def drop_columns(self, names: Collection[str]) -> None:
         """Forget columns and what is in them; otherwise as `ensure_columns`.
 
@@ -344,7 +334,7 @@ class RowStore:
 
     # --- where rows lie ------------------------------------------------------------------------
 
-    @_locked
+    @locked
     def attach(self, home: TableHome) -> None:
         """Let pages lie in the frames and the log of ``home`` from now on.  Blocks.
 
@@ -365,12 +355,12 @@ class RowStore:
             new = new_pages(
                 self._traits, old.layout, old.num_rows, FixedMemory(home.memory), home.log, self._last_log
             )
-            self._pages = copied(old, new)
+            self._pages, self._use = copied(old, new), home.use
         except BaseException:
             self._traits = old.traits
             raise
 
-    @_locked
+    @locked
     def detach(self) -> None:
         """Let what was written lie in growing memory again, and the log be forgotten.  Blocks.
 
@@ -382,12 +372,12 @@ class RowStore:
         if self._here().is_fixed:
             old = self._pages
             self._pages = copied(old, new_pages(self._traits, old.layout, old.num_rows, GrowingMemory()))
-            self._last_log = old.log or self._last_log
+            self._use, self._last_log = None, old.log or self._last_log
             drop_log(old)
             if old.log is not None:
                 old.log.place.medium.close()
 
-    @_locked
+    @locked
     def move(self, memory: torch.Tensor | None) -> None:
         """Let frames be in other memory from now on, and nothing in that where they were.  Blocks.
 
@@ -419,7 +409,7 @@ class RowStore:
         new.counts = old.counts
         self._pages = new
 
-    @_locked
+    @locked
     def write_back(self) -> None:
         """Write what is dirty to the log; all that is in memory stays there.  Blocks.  Nothing without a log.
 
@@ -430,7 +420,7 @@ class RowStore:
         self._bring_back()
         self._here().write_back()
 
-    @_locked
+    @locked
     def snapshot(self) -> Snapshot:
         """Return what has to be kept beside the blocks of the log so that the table can be `restored`.
 
@@ -446,7 +436,7 @@ class RowStore:
             raise UsageError(f"table {self.name!r}: pages are dirty; call write_back first")
         return pages.log.snapshot(self.num_rows)
 
-    @_locked
+    @locked
     def keep(self, snapshot: Snapshot) -> None:
         """Note that ``snapshot`` is safe, with its blocks; drop those that only earlier ones count on."""
         if self._pages.log is not None:
@@ -482,7 +472,7 @@ class RowStore:
         if home.log is None:
             raise UsageError(f"table {name!r}: a snapshot is read from a log, and there is none")
         table = cls(snapshot.num_rows, width, dtype, initial_rows, name=name)
-        table._traits = table._traits_in(home)
+        table._traits, table._use = table._traits_in(home), home.use
         layout = PageLayout(width, dtype, snapshot.columns)
         table._pages = new_pages(table._traits, layout, snapshot.num_rows, FixedMemory(home.memory), home.log)
         assert table._pages.log is not None
@@ -494,7 +484,7 @@ class RowStore:
         """End it: it was closed.  See `end`."""
         self.end(f"table {self.name!r} was closed")
 
-    @_locked
+    @locked
     def end(self, why: str) -> None:
         """Wait for what is on its way, and end the table's threads: its rows cannot be asked for any more.
 
@@ -505,7 +495,7 @@ class RowStore:
         """
         if not self._pages.is_here:
             return
-        self._ended = why
+        self._ended, self._use = why, None
         self._device_rows = None  # what has changed there is lost as what is dirty in pages
         self._pages.settle()
         self._executor.shutdown()
@@ -537,7 +527,7 @@ class RowStore:
 
     # --- copies --------------------------------------------------------------------------------
 
-    @_locked
+    @locked
     def __deepcopy__(self, memo: dict[int, object]) -> RowStore:
         """Return a table by itself with the same rows: not attached, wherever this one lies."""
         copy = RowStore(self.num_rows, self.width, self.dtype, self._traits.initial_rows, name=self.name)

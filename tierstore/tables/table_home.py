@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from tierstore.tables.frames import Policy
 from tierstore.tables.page_log import LogPlace
+
+
+class RowUse(Protocol):
+    """Says whether programs may use rows that lie in a home."""
+
+    def require(self, what: str) -> object:
+        """Raise if they may not; ``what`` is about to be done, as a clause."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,7 @@ class TableHome:
         setting: what messages tell to raise where the memory is too small.
         executor: in which blocks are put and read beside the caller; None: threads of the table's own.
         name: what messages call the table; None: as before.
+        use: whether rows may be used, asked by `RowStore.require` as long as they lie there; None: they may.
     """
 
     memory: torch.Tensor
@@ -30,3 +39,4 @@ class TableHome:
     setting: str = "its memory"
     executor: Executor | None = None
     name: str | None = None
+    use: RowUse | None = None

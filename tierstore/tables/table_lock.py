@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
-from typing import Final
+from collections.abc import Callable
+from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
+
+from tierstore.modes import Unseen
 
 
 class TableLock:
@@ -35,6 +39,26 @@ def new_table_lock() -> TableLock:
     lock = TableLock()
     _locks.add(lock)
     return lock
+
+
+class _Locked(Protocol):
+    lock: TableLock
+
+
+_L = TypeVar("_L", bound=_Locked)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def locked(method: Callable[Concatenate[_L, _P], _T]) -> Callable[Concatenate[_L, _P], _T]:
+    """Let a method have the table for itself; what it makes on the way is nothing of the program's."""
+
+    @functools.wraps(method)
+    def alone(self: _L, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self.lock, Unseen():
+            return method(self, *args, **kwargs)
+
+    return alone
 
 
 def _free_all() -> None:

@@ -295,7 +295,7 @@ class Leaving:
         finally:
             failure = None
         session.gradients.take_back()
-        session.tables.take_in()
+        session.tables.take_in(session.bindings.leasing)
         self._pin_again()
         self._is_given = False
 

@@ -247,7 +247,7 @@ def open_session(
         _say_if_elsewhere(store, selection.ignored, {*placed.tensors_on_host(model), *selection.tables})
         _say_if_another_way(model, selection.ignored)
         _make_way_for_wrappers(session, sets, fastest_bytes)
-        tables.take_in({} if former is None else former.tables())
+        tables.take_in(session.bindings.leasing, {} if former is None else former.tables())
         _take_in(session, groups, source)
         session.bindings.say_if_parts([*session.bundles, *session.buffers])
         if store.is_durable:

@@ -109,7 +109,6 @@ class Session:
             reclaimer=self._reclaimers,
         )
         self._reclaimers.add(self.bindings)
-        tables.ask(self.bindings.leasing.require)
         self.host_stepper = HostStepper()
         self._steps_aside = HostStepper.is_on and store.tier_names[0] != HOST
         self._expectations = Expectations(self.host_stepper)

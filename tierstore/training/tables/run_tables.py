@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
@@ -37,6 +37,7 @@ from tierstore.tables import (
     LogPlace,
     RowStats,
     RowStore,
+    RowUse,
     Snapshot,
     StoreBlocks,
     TableHome,
@@ -88,7 +89,6 @@ class RunTables:
         self._caches = DeviceCaches(store, {})
         self._shares: Mapping[str, int] = {}
         self._released_before: dict[TableWeight, str] = {}  # this run, with what they say
-        self._require: Callable[[str], object] | None = None
         self._leases: dict[TableWeight, Lease | None] = {}  # None: host memory is emptied
         self._media: dict[str, StoreBlocks] = {}
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -96,10 +96,6 @@ class RunTables:
     def __contains__(self, tensor: object) -> bool:
         """Whether a tensor is one of them."""
         return isinstance(tensor, TableWeight) and tensor in self._tables
-
-    def ask(self, require: Callable[[str], object]) -> None:
-        """Let ``require`` raise where rows may not be used; see `TableWeight.require`."""
-        self._require = require
 
     # --- the beginning --------------------------------------------------------------------------
 
@@ -172,12 +168,13 @@ class RunTables:
         """Say how rows come to the device and back."""
         self._caches.travel_over(link)
 
-    def take_in(self, former: Mapping[str, FormerTable] = MappingProxyType({})) -> None:
+    def take_in(self, use: RowUse, former: Mapping[str, FormerTable] = MappingProxyType({})) -> None:
         """Let rows lie in the store, of those tables that have none there yet.  Blocks.
 
         Those of a table that was released and that no checkpoint has are about to be loaded.
 
         Args:
+            use: whether they may be used.
             former: what a checkpoint has of tables, by name: their rows are those.
 
         Raises:
@@ -192,7 +189,7 @@ class RunTables:
             if weight in self._leases:
                 continue
             memory, self._leases[weight] = self._lease_frames(name)
-            home = TableHome(memory, self._log_place(name), setting=_SETTING, name=name)
+            home = TableHome(memory, self._log_place(name), setting=_SETTING, name=name, use=use)
             if name in former:
                 weight.row_store = _restored(former[name], weight.row_store, home)
             elif (why := weight.row_store.why_ended) is not None:
@@ -202,7 +199,6 @@ class RunTables:
                 self._released_before[weight] = why
             else:
                 weight.row_store.attach(home)
-            weight.require = self._require
         self.go_to_device()
 
     # --- the device -----------------------------------------------------------------------------
@@ -389,7 +385,6 @@ class RunTables:
     def _let_go(self, weight: TableWeight) -> None:
         self._caches.forget(weight)
         name = self._tables[weight]
-        weight.require = None
         if name in self._media:
             self._media.pop(name).close()
         lease = self._leases[weight]
