@@ -79,6 +79,13 @@ def test_what_only_looks_at_a_parameter_finds_what_it_finds_of_any(look: str) ->
         assert found == expected
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
+def test_what_nobody_may_override_does_not_take_zeros_for_rows() -> None:
+    weight = _table().weight
+    assert torch.tensor(weight).isnan().all()
+    assert torch.ones(1).new_tensor(weight).isnan().all()
+
+
 def test_what_finds_a_node_has_no_elements() -> None:
     weight = _table().weight
     uses: list[Callable[[Any], object]] = [lambda view: view.sum(), lambda view: view[0], Tensor.clone]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Self, cast
@@ -51,7 +52,7 @@ class TableWeight(nn.Parameter):
     def __new__(cls, row_store: RowStore, requires_grad: bool = True) -> Self:
         """Make the parameter of a store's rows."""
         _watch_optimizers()
-        element = torch.zeros(1, dtype=row_store.dtype, device="cpu")
+        element = _element(row_store.dtype, torch.device("cpu"))
         weight = super().__new__(cls, element.expand(row_store.num_rows, row_store.width), requires_grad)
         weight.row_store = row_store
         weight.stepped_by = None
@@ -234,7 +235,12 @@ class TableWeight(nn.Parameter):
         with torch.DisableTorchFunctionSubclass():
             # What accumulates its gradient knows its shape; another dtype makes PyTorch forget that.
             for each in (other, dtype):
-                self.data = torch.zeros(1, dtype=each, device=device).expand(num_rows, self._store.width)
+                self.data = _element(each, device).expand(num_rows, self._store.width)
+
+
+def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the one element of memory that there is: nobody sees it, or notices that it is no row."""
+    return torch.full((1,), math.nan, dtype=dtype, device=device)
 
 
 class TableNode(torch.Tensor):
