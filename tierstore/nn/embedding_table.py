@@ -59,7 +59,7 @@ class EmbeddingTable(nn.Module):
         num_embeddings: how many rows, at least 1.
         embedding_dim: elements of a row, at least 1.
         target: ``"cpu"`` or ``"device"``, in any case of letters: where a batch's rows are computed with, in
-            a run.
+            a run.  Without ``cache_rows`` they are looked up on the host, and brought to the device.
         cache_rows: rows that are kept on the device, with their state, in a run with ``target="device"``.
         max_norm: longer rows are scaled down to it as they are looked up, differentiably; the table is not
             written, other than by ``nn.Embedding``.

@@ -304,7 +304,7 @@ def placed_by(model: nn.Module, given: Mapping[str, str], *, lookups: bool = Fal
             raise UsageError(f"placement: modules[{text!r}] names operators; accepted are names of modules.")
     matched = {text: (each.matches, device) for text, (each, device) in patterns.items()}
     if lookups:
-        matched |= lookups_on_host(model, [matches for matches, _ in matched.values()])
+        matched = {**lookups_on_host(model, [matches for matches, _ in matched.values()]), **matched}
     placed = place_modules(model, matched)
     if placed.are_any:
         placed.borders(model)  # refuses what nobody could bring its values

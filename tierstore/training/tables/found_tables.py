@@ -58,7 +58,10 @@ Matches = Callable[[Sequence[str]], bool]
 
 
 def lookups_on_host(model: nn.Module, given: Sequence[Matches]) -> dict[str, tuple[Matches, str]]:
-    """Return patterns that let tables with ``target="cpu"`` compute on the host, where their rows are.
+    """Return patterns that let tables compute on the host, where their rows are.
+
+    Those that keep no rows on the device do, wherever they are to be computed with: what they have looked up
+    is brought to the device.  They count before the program's own patterns.
 
     Args:
         model: whose tables.
@@ -66,10 +69,10 @@ def lookups_on_host(model: nn.Module, given: Sequence[Matches]) -> dict[str, tup
     """
     found: dict[str, tuple[Matches, str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, EmbeddingTable) or module.target != CPU:
+        if not isinstance(module, EmbeddingTable) or (module.target != CPU and module.cache_rows):
             continue
         path = tuple(name.split("."))
         around = [path[:end] for end in range(1, len(path) + 1)]
-        if not any(matches(each) for matches in given for each in around):
+        if not module.cache_rows or not any(matches(each) for matches in given for each in around):
             found[f"the table {name}"] = (functools.partial(operator.eq, path), CPU)
     return found
