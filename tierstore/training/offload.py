@@ -35,6 +35,7 @@ from tierstore.training.activations.apply import Activations
 from tierstore.training.activations.config.layers import Names
 from tierstore.training.activations.config.sections import SECTIONS
 from tierstore.training.activations.swapping.run_store import RunStore
+from tierstore.training.autograd.clipping import clip_gradients
 from tierstore.training.bundles.bundle_tiers import named_by_settings
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.checkpoints.agreement import Agreement, OneProcess
@@ -158,7 +159,8 @@ class Offload:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return what it was.
 
-        The same as ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``.
+        The same as ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, which takes no sparse ones:
+        those count with the values of one row added up, and are coalesced afterwards.
 
         Raises:
             UsageError: ``optimizer_in_backward`` is set: there are no gradients any more.
@@ -169,7 +171,7 @@ class Offload:
                 "optimizer_in_backward has stepped with the gradients and let go of them: their norm cannot "
                 "be clipped. Leave it out to clip."
             )
-        return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type)
+        return clip_gradients(self._model.parameters(), max_norm, norm_type)
 
     def average_gradients(self) -> None:
         """Average gradients over all processes from now on, each as soon as backward has it.
