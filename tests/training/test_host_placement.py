@@ -18,6 +18,7 @@ from tests.training.twins import LAYOUTS, Trial, config_of
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, ConfigError, UsageError
 from tierstore.planning import Placement
+from tierstore.testing.memory import DeviceBudget
 from tierstore.training import offload, place
 
 
@@ -377,3 +378,41 @@ def test_a_model_that_is_offloaded_is_placed_by_its_run_alone(tmp_path: Path) ->
         pass
     with place(model, {"head": "cpu"}), offload(model, None, config_of("device", tmp_path / "2")) as run:
         assert on_host(run.placement) == {"param/head.weight"}
+
+
+class _Attending(nn.Module):
+    """An attention between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.inner = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform."""
+        x = self.first(x)
+        return self.last(self.inner(x, x, x)[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "device"),
+    [
+        ({"inner": "cpu", r"inner\.out_proj": "device"}, "cpu"),
+        ({"inner": "device", r"inner\.out_proj": "cpu"}, "device"),
+    ],
+)
+def test_a_child_that_its_module_never_calls_is_not_placed_by_itself(
+    patterns: dict[str, str], device: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        offload(_Attending(), None, config_of("device", tmp_path), placement=patterns)
+    assert "'inner.out_proj' is a NonDynamicallyQuantizableLinear, and what it has is used" in str(
+        raised.value
+    )
+    assert f"which computes on '{device}': place that one" in str(raised.value)
+    model = _Attending()
+    with (
+        offload(model, None, config_of("device", tmp_path), placement={r"inner\.out_proj": "cpu"}),
+        DeviceBudget("1GiB", mixing="raise"),
+    ):  # the attention has no other child: it goes along
+        model(torch.ones(3, 2, 8)).sum().backward()

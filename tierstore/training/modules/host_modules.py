@@ -158,12 +158,22 @@ def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
-def _with_users(module: nn.Module, name: str, user: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yield every module with its name and the module that uses what it has: itself, if it can be called."""
-    user = module if has_forward(module) else user
+def _with_users(
+    module: nn.Module, name: str, user: nn.Module, *, is_called: bool = True
+) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield every module with its name and the module that uses what it has: itself, if somebody calls it."""
+    user = module if is_called and has_forward(module) else user
     yield name, module, user
     for own, child in module.named_children():
-        yield from _with_users(child, f"{name}.{own}" if name else own, user)
+        full = f"{name}.{own}" if name else own
+        yield from _with_users(child, full, user, is_called=not _reads(module, child))
+
+
+def _reads(module: nn.Module, child: nn.Module) -> bool:
+    """Whether a module of PyTorch computes with what a child has and never calls it: no value would cross."""
+    if not isinstance(module, nn.MultiheadAttention) or child is not module.out_proj:
+        return False
+    return type(module).forward is nn.MultiheadAttention.forward
 
 
 # ---------------------------------------------------------------------- patterns
