@@ -47,6 +47,7 @@ from tierstore.training.faults.guarded_tensors import (
     guarded_tensor_of,
     is_poisoned,
 )
+from tierstore.training.faults.torn_uses import explained
 from tierstore.training.pytorch.calling_functions import is_asked_by, is_for_a_parameter
 from tierstore.training.pytorch.own_work import has_hands_on_tensors
 
@@ -141,7 +142,19 @@ def fault(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obje
         parts = _runs_by_bundle(args, kwargs)
         if len(parts) > 1:
             return _part_by_part(func, args, kwargs, parts)
-    return with_windows(needed_by(guarded_tensors), func, args, kwargs)
+    return _with_bytes(guarded_tensors, func, args, kwargs)
+
+
+def _with_bytes(
+    guarded_tensors: Sequence[GuardedTensor], func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
+    try:
+        return with_windows(needed_by(guarded_tensors), func, args, kwargs)
+    except RuntimeError as error:
+        told = explained(error, guarded_tensors, func.__name__)
+        if told is error:
+            raise
+        raise told from error
 
 
 def needed_by(guarded_tensors: Iterable[GuardedTensor]) -> Needed:
