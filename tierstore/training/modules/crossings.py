@@ -314,6 +314,10 @@ class _CrossIn(Hook):
         self._border = border
         self._last = last  # of our hooks after it, in this order
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
+        del memo
+        return require_side_of_copy
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -336,6 +340,22 @@ class _CrossIn(Hook):
             return None
         given += [(each, _content_of(each)) for each in _made_anew((args, kwargs), found)]
         return found[0], found[1]
+
+
+def require_side_of_copy(module: nn.Module, args: object, kwargs: object) -> None:
+    """The hook before a copy of a module at a border: nothing crosses there, as it is in no run.
+
+    Raises:
+        UsageError: it is on the host still, and is given values of an accelerator.
+    """
+    own = {each.device.type for each in module.parameters()}
+    given = {each.device.type for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)}
+    if own == {CPU} and given - {CPU, "meta"}:
+        raise UsageError(
+            f"a copy of a {type(module).__name__} that computes on the host in its run is given values of "
+            f"{', '.join(sorted(given - {CPU}))}: values cross in the run's own model, and nowhere else. "
+            "Move the copy as a whole, copy.to(device), or offload it as well."
+        )
 
 
 class _Leave(Hook):
