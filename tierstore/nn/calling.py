@@ -12,8 +12,8 @@ def caller_of(kind: type[_Caller]) -> _Caller | None:
     """Return the object of a class in whose methods this is called, if it is in one's."""
     frame = inspect.currentframe()
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, kind):
+        # Only of methods: a frame whose variables were asked for keeps them, also those that it deletes.
+        if "self" in frame.f_code.co_varnames and isinstance(owner := frame.f_locals.get("self"), kind):
             return owner
         frame = frame.f_back
     return None
