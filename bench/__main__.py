@@ -6,7 +6,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import activations, budget, cached_rows, keys, parts, simulated, store, tables, training
+from bench import (
+    activations,
+    budget,
+    cached_rows,
+    keys,
+    parts,
+    processes,
+    simulated,
+    store,
+    tables,
+    training,
+)
 from bench.command import FIGURES, main
 from bench.fio.command import main as run_job_files
 
@@ -25,6 +36,7 @@ if __name__ == "__main__":
         | parts.QUESTIONS
         | cached_rows.QUESTIONS
         | training.QUESTIONS
+        | processes.QUESTIONS
         | budget.QUESTIONS
         | activations.QUESTIONS
         | simulated.QUESTIONS

@@ -20,6 +20,7 @@ FIGURES = (
     "step-in-memory",
     "step-emulated",
     "step-disk",
+    "step-of-eight",
     "resident-memory",
     "reserved",
     "growth",

@@ -26,14 +26,17 @@ For none of the attributes there is a public alternative, unless the list names 
   guarded_tensors, host_modules, layout, lease_storages, link, memory_meters, memory_parts, offloaded_storage,
   poisons, reclaimed_tensors, shared_memory, state, state_dict_entries, state_dicts.
 - ``_current_level``: forward-mode derivatives are recomputed in another order. In: forward_conditions.
+- ``_ddp_params_and_buffers_to_ignore``: a wrapper sends all rows of tables. In: replicas.
 - ``_destroy``: subclasses made from ``empty`` fail while operators are observed. In: operator_observers.
 - ``_forward_hooks``: a user's hook may write weights that count as clean. In: crossings, neighbours,
   unseen_writes.
 - ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In: neighbours,
   shared_memory, unseen_writes.
 - ``_from_public_api``: a hook of ``state_dict`` is called with other arguments. In: state_dicts.
+- ``_get_backend``: a group of ours waits half an hour for a process that has ended, whatever the program's
+  group does. In: row_exchange.
 - ``_indices``: sparse gradients have no size; ``indices`` is refused before they are coalesced. In:
-  device_caches, gradient, lookup, memory, sgd, table_weight, touched_rows.
+  device_caches, gradient, lookup, memory, sgd, sharded_gradients, table_weight, touched_rows.
 - ``_is_param``: a guarded parameter of a user's class is no ``nn.Parameter``. In: guarded_classes,
   state_dict_entries.
 - ``_is_view``: a buffer that cannot be made anew is let go of. In: buffers.
@@ -54,12 +57,14 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_tensor_name``: weights under ``prune`` are taken for aliases. In: shared_memory.
 - ``_torchdynamo_disable``: the compiler traces the library's functions; ``torch.compiler.disable`` would
   add a call to each. In: signals.
+- ``_timeout``: as ``_get_backend``. In: row_exchange.
 - ``_use_count``: a tensor that a graph has saved counts as nobody's; guards refuse it, so that
   ``swap_tensors`` takes no guarded tensor apart. In: guarded_classes, shared_memory.
-- ``_values``: as ``_indices``. In: device_caches, gradient, lookup, memory, sgd, table_weight.
+- ``_values``: as ``_indices``. In: device_caches, gradient, lookup, memory, sgd, sharded_gradients,
+  table_weight.
 - ``_version``: backward goes through changed weights in silence. In: activation_store, doubles, failed_step,
-  foreseen, forward_snapshot, kept_outputs, modes, recomputed_operators, saved_tensors, state_dict_entries,
-  whole_steps.
+  foreseen, forward_snapshot, kept_outputs, modes, recomputed_operators, saved_tensors, sharded_gradients,
+  state_dict_entries, whole_steps.
 
 Some hooks and frames of PyTorch are known by names inside of its functions: ``save_on_cpu``'s hooks
 (``saved_tensors``), the local ``new_frame`` of a checkpoint's generator (``abandoned_checkpoints``), and what

@@ -1,4 +1,4 @@
-"""The program of the how-to runs under torchrun, and is started again where a process is killed."""
+"""The programs of the how-to run under torchrun, and are started again where a process is killed."""
 
 from __future__ import annotations
 
@@ -49,10 +49,13 @@ def torchrun(folder: Path, program: str) -> tuple[dict[int, tuple[int, float]], 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
+@pytest.mark.parametrize("what", ["dense", "tables"])
 def test_a_process_that_is_killed_is_started_again_and_goes_on_from_the_last_checkpoint(
-    tmp_path: Path,
+    tmp_path: Path, what: str
 ) -> None:
-    program = next(each.text for each in blocks.blocks(PAGE) if not each.is_session)
+    programs = [each.text for each in blocks.blocks(PAGE) if "def main" in each.text]
+    assert len(programs) == 2
+    program = programs[what == "tables"]
     ends = {}
     for name, start in (("whole", "train.py"), ("killed", "killed.py")):
         folder = tmp_path / name

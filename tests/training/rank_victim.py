@@ -1,7 +1,8 @@
 """Training in several processes, one of which is killed at some operation of its checkpoints.
 
-``python -m tests.training.rank_victim FOLDER STRIDE``: a process is killed at every ``STRIDE``-th operation
-that it makes in a checkpoint, or in opening after it; another life of all of them goes on then to the end.
+``python -m tests.training.rank_victim FOLDER STRIDE SUBJECT``: a process is killed at every ``STRIDE``-th
+operation that it makes in a checkpoint, or in opening after it; another life of all of them goes on then to
+the end.  ``SUBJECT`` is "dense", or "tables", whose rows are spread over the processes.
 What each training came to is written to the folder, and ``kills.json`` tells what the kills hit.
 """
 
@@ -22,6 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.durable_victim import Moment, void, watch
 from tests.training.rank_lives import begin_group, lead
+from tests.training.rank_tables import (
+    COUNT,
+    Net,
+    average_all,
+    batch_of,
+    cells,
+    loss_of,
+    steppers,
+    wrapped,
+)
 from tests.training.twins import WIDTH, Block, config_of
 from tierstore.training import offload
 from tierstore.units import parse_bytes
@@ -63,15 +74,64 @@ def train(rank: int, given: Mapping[str, object] | None, moment: Moment) -> dict
     return {"losses": losses, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
+def train_tables(rank: int, given: Mapping[str, object] | None, moment: Moment) -> dict[str, Any]:
+    """Train tables that are spread over the processes; ``None``: each has all rows and all occurrences."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizers = steppers(model, "LazyAdam")
+    losses: list[torch.Tensor] = []
+    larger = None if given is None else {**given, "offload_cpu_size": f"{PROCESSES * 208}KB"}
+    with offload(model, optimizers, larger or {"memory_offload": "OFF"}) as run:
+        runner = wrapped(model) if given is None else DistributedDataParallel(model)
+        if run.resumed is not None:
+            losses += run.resumed.extra["losses"]
+        while len(losses) < STEPS:
+            moment.phase = "step"
+            loss = loss_of(runner, batch_of(len(losses), 0, rank, PROCESSES))
+            loss.backward()
+            if given is None:
+                average_all(model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+            if given is not None and len(losses) % STEPS_A_CHECKPOINT == 0:
+                moment.phase = f"checkpoint {len(losses) // STEPS_A_CHECKPOINT}"
+                run.checkpoint({"losses": losses})
+        moment.phase = "looking"
+        every = torch.arange(COUNT)
+        rows = [each.rows(every) for each in model.tables]
+        states = [
+            part
+            for table, ids in zip(model.tables, own_parts(PROCESSES, rank, model), strict=True)
+            for part in cells(table.weight.row_store, ids)
+        ]
+        moment.phase = "closing"
+    return {"losses": losses, "rows": rows, "states": states, "head": model.head.state_dict()}
+
+
+def own_parts(processes: int, rank: int, model: Net) -> list[torch.Tensor]:
+    """Return which rows of each table a process has, whether they are spread or not."""
+    every = torch.arange(COUNT)
+    return [
+        every[every // (4096 // (3 * 4 * each.embedding_dim)) % processes == rank] for each in model.tables
+    ]
+
+
+TRAININGS = {"dense": train, "tables": train_tables}
+
+
 class Machine:
     """Lives of all processes, in a folder.
 
     Args:
         folder: where everything is.
+        subject: what is trained.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, subject: str = "dense") -> None:
         self._folder = folder
+        self._train = TRAININGS[subject]
         self._groups = itertools.count()
 
     def live(
@@ -98,7 +158,7 @@ class Machine:
             moment = Moment(*fatal.get(rank, ("", 0)), lambda text: void(note.write_text(text)))
             if not is_plain:
                 watch(moment)
-            outcome = train(rank, None if is_plain else config(training), moment)
+            outcome = self._train(rank, None if is_plain else config(training), moment)
             torch.save(outcome, training / f"{OUTCOME}-{rank}.pt")
             distributed.barrier()
             return moment.counts
@@ -110,9 +170,9 @@ class Machine:
         return found
 
 
-def main(folder: Path, stride: int) -> None:
+def main(folder: Path, stride: int, subject: str) -> None:
     """Kill at each of the operations."""
-    machine = Machine(folder)
+    machine = Machine(folder, subject)
     expected = folder / "expected"
     expected.mkdir()
     found = machine.live(expected, {}, is_plain=True)
@@ -146,4 +206,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     with contextlib.redirect_stderr(sys.stdout):
-        main(Path(sys.argv[1]), int(sys.argv[2]))
+        main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

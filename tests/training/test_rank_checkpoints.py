@@ -95,10 +95,10 @@ def test_a_group_beside_one_that_works_on_devices_alone_ends_with_the_run(found:
 # ---------------------------------------------------------------------- kills
 
 
-def kill(folder: Path, stride: int) -> list[dict[str, Any]]:
+def kill(folder: Path, stride: int, subject: str) -> list[dict[str, Any]]:
     """Kill one process at every so many operations; check what each training came to."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "tests.training.rank_victim", str(folder), str(stride)]
+    command = [sys.executable, "-m", "tests.training.rank_victim", str(folder), str(stride), subject]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     lives: list[dict[str, Any]] = json.loads((folder / "kills.json").read_text())
@@ -116,14 +116,20 @@ def kill(folder: Path, stride: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_leaves_no_trace(tmp_path: Path) -> None:
-    assert len(kill(tmp_path, 17)) >= 8
+@pytest.mark.parametrize(("subject", "stride", "lives"), [("dense", 17, 8), ("tables", 37, 6)])
+def test_a_process_that_is_killed_leaves_no_trace(
+    tmp_path: Path, subject: str, stride: int, lives: int
+) -> None:
+    assert len(kill(tmp_path, stride, subject)) >= lives
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_process_that_is_killed_at_any_operation_of_a_checkpoint_leaves_no_trace(tmp_path: Path) -> None:
-    lives = kill(tmp_path, 1)
+@pytest.mark.parametrize("subject", ["dense", "tables"])
+def test_a_process_that_is_killed_at_any_operation_of_a_checkpoint_leaves_no_trace(
+    tmp_path: Path, subject: str
+) -> None:
+    lives = kill(tmp_path, 1, subject)
     hit = {at.split()[-1] for each in lives for at in each["at"].values()}
     assert hit >= {"put", "flush", "commit", "sync", "write"}
 

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import activations, budget, cached_rows, keys, parts, simulated, store, tables, training
+from bench import (
+    activations,
+    budget,
+    cached_rows,
+    keys,
+    parts,
+    processes,
+    simulated,
+    store,
+    tables,
+    training,
+)
 from bench.command import FIGURES, Question, Settings
 from bench.training import Floor
 from bench.workload import Trainee, Workload
@@ -16,7 +27,18 @@ QUESTIONS = training.QUESTIONS | budget.QUESTIONS | tables.QUESTIONS
 
 
 def test_every_figure_of_the_page_has_one_question() -> None:
-    modules = [store, keys, parts, training, budget, activations, simulated, tables, cached_rows]
+    modules = [
+        store,
+        keys,
+        parts,
+        training,
+        processes,
+        budget,
+        activations,
+        simulated,
+        tables,
+        cached_rows,
+    ]
     names = [name for module in modules for name in module.QUESTIONS]
     assert sorted(names) == sorted(FIGURES)
 
@@ -28,6 +50,16 @@ def test_each_question_yields_its_figure_with_details(question: Question, tmp_pa
     assert QUESTIONS[figure.name] is question
     assert figure.reached > 0
     assert figure.details
+
+
+@pytest.mark.slow
+def test_processes_train_by_turns_with_and_without_offloading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "PROCESSES", 2)
+    figure = processes.step_of_eight(Settings(tmp_path, repeats=1, warmups=0, scale=0.02))
+    assert figure.reached > 0
+    assert figure.details["losses"] == "18 of 18 equal, bit for bit"  # of 3 turns of 3 steps in both
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.1])

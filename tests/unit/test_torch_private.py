@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -410,3 +411,22 @@ def test_hooks_after_accumulation_have_an_order() -> None:
     hooks = weight._post_accumulate_grad_hooks
     hooks.move_to_end(first.id)
     assert list(hooks) == [last.id, first.id]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch was built without it")
+def test_a_group_says_how_long_it_waits() -> None:
+    from torch import distributed
+
+    distributed.init_process_group(
+        "gloo", store=vars(distributed)["HashStore"](), rank=0, world_size=1, timeout=timedelta(seconds=77)
+    )
+    try:
+        assert distributed.group.WORLD is not None
+        backend = distributed.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=77)
+        module: Any = torch.nn.ModuleDict({"left": torch.nn.Linear(2, 2), "other": torch.nn.Linear(2, 2)})
+        module._ddp_params_and_buffers_to_ignore = ["left.weight", "left.bias"]
+        wrapper: Any = torch.nn.parallel.DistributedDataParallel(module)
+        assert wrapper.parameters_to_ignore == {"left.weight", "left.bias"}
+    finally:
+        distributed.destroy_process_group()

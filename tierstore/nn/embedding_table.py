@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from tierstore.nn.arguments import TableArguments, lowered
 from tierstore.nn.asked_ahead import require_in_time
 from tierstore.nn.initializers import Initializer, rows_of
 from tierstore.nn.lookup import clipped, gather, on_device_of, read_rows
-from tierstore.nn.row_blocks import check_room
+from tierstore.nn.row_blocks import check_room, own_of
 from tierstore.nn.table_files import export_table, load_table
 from tierstore.nn.table_weight import TableWeight
 from tierstore.tables import ROWS, RowStats, RowStore, seed_of
@@ -211,8 +212,10 @@ class EmbeddingTable(nn.Module):
         distinct = ids_of.distinct(
             known, self.num_embeddings, self._name, takes_strangers=self.out_of_range == "zeros"
         )
-        rows = read_rows(self.weight.rows_for("is read"), distinct.ids, more=distinct.has_strangers)
-        return rows[distinct.inverse]
+        store, more = self.weight.rows_for("is read"), int(distinct.has_strangers)
+        if self.weight.sharding is not None:
+            return self.weight.sharding.read(self.weight, distinct.ids, more, "rows")[distinct.inverse]
+        return read_rows(store, distinct.ids, more)[distinct.inverse]
 
     def set_rows(self, ids: torch.Tensor, values: torch.Tensor) -> None:
         """Write rows; of an id that is there several times, the last one stays.
@@ -238,6 +241,9 @@ class EmbeddingTable(nn.Module):
         last.scatter_reduce_(0, inverse, torch.arange(len(known), device="cpu"), "amax")
         rows = values.detach()[last.to(values.device)].to("cpu", self.dtype)
         store = self.weight.rows_for("is written")
+        if self.weight.sharding is not None:
+            self.weight.sharding.write(self.weight, distinct, rows)
+            return
         with store.lock, Unseen():
             for visit in store.visit(distinct):
                 visit.scatter(ROWS, rows[visit.part])
@@ -252,7 +258,8 @@ class EmbeddingTable(nn.Module):
             TypeError: ids are of another type.
         """
         known = ids_of.checked(ids).reshape(-1)
-        self.weight.rows_for("is prefetched").prefetch(known[(known >= 0) & (known < self.num_embeddings)])
+        store = self.weight.rows_for("is prefetched")
+        store.prefetch(own_of(store, known[(known >= 0) & (known < self.num_embeddings)]))
 
     def grow(self, num_embeddings: int) -> None:
         """Have more rows: those that a table made with so many has.  ``weight`` stays the same object.
@@ -275,6 +282,8 @@ class EmbeddingTable(nn.Module):
         store = self.weight.rows_for("grows")
         if not self.sparse:
             check_room(store, "grad", num_embeddings)
+        if self.weight.sharding is not None:
+            self.weight.sharding.agree(self.weight, "grow")
         store.grow(num_embeddings)
         self.weight.grow(num_embeddings)
 
@@ -300,7 +309,15 @@ class EmbeddingTable(nn.Module):
             UsageError: the directory is there and not empty, or the format has not the table's type.
             BackendError: the file system failed; nothing is left there.
         """
-        export_table(self.weight.row_store, Path(path), format, parse_bytes(shard_bytes), state)
+        write = functools.partial(
+            export_table, self.weight.row_store, Path(path), format, parse_bytes(shard_bytes), state
+        )
+        if self.weight.sharding is None:
+            write()
+            return
+        with self.weight.sharding.reading(self.weight, "export") as is_first:
+            if is_first:
+                write(functools.partial(self.weight.sharding.blocks, self.weight))
 
     def load(self, path: str | Path, *, state: bool = False) -> None:
         """Read the rows from files, a few megabytes at a time.
@@ -316,7 +333,7 @@ class EmbeddingTable(nn.Module):
         """
         if state:
             self.weight.begun_for = None
-        with self.weight.loading() as store:
+        with self.weight.loading("load") as store:
             load_table(store, Path(path), state)
 
     def stats(self) -> TableStats:

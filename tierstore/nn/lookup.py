@@ -28,6 +28,7 @@ class _Context(Protocol):
     shape: torch.Size
     is_sparse: bool
     has_strangers: bool
+    is_synced: bool
 
 
 def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor:
@@ -91,16 +92,21 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, weight: TableWeight, distinct: DistinctIds, is_sparse: bool) -> torch.Tensor:
         """Read the rows."""
-        more = distinct.has_strangers or not len(distinct.ids)
-        rows, ctx.ids = _look_up(weight.rows_for("is looked up"), distinct.ids, more)
-        ctx.weight = weight
+        store, more = weight.rows_for("is looked up"), int(distinct.has_strangers or not len(distinct.ids))
         ctx.shape, ctx.is_sparse, ctx.has_strangers = weight.shape, is_sparse, distinct.has_strangers
-        return rows
+        ctx.weight = weight
+        if weight.sharding is None:
+            rows, ctx.ids = _look_up(store, distinct.ids, more)
+            return rows
+        ctx.ids, ctx.is_synced = distinct.ids, weight.sharding.is_synced()
+        return weight.sharding.read(weight, distinct.ids, more, "lookup")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Say of which rows of the table the gradient is, in the order in which the batch names them."""
+        if ctx.weight.sharding is not None:
+            ctx.weight.sharding.begin_backward(ctx.weight, is_synced=ctx.is_synced)
         ids = ctx.ids
         there = ctx.weight.grad
         if there is not None and there.shape != ctx.shape:

@@ -49,20 +49,42 @@ def blocks_of(
 
     Yields:
         each span, and the rows of its ids: ``[n, width]``.
+
+    Raises:
+        UsageError: other processes have a part of the rows.
+    """
+    store.require_whole(f"all rows of {column!r}")
+    for part, _, rows in own_blocks_of(store, column, parts_of(store) if parts is None else parts):
+        yield part, rows
+
+
+def own_blocks_of(
+    store: RowStore, column: str, parts: Iterable[slice]
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Yield copies of the rows that are here, as `blocks_of`.
+
+    Yields:
+        each span, the ids in it that are here, and the rows of these.
     """
     initial = {each.name: each.initial for each in store.columns}[column]
     written = _Written(store)
-    for part in parts_of(store) if parts is None else parts:
+    for part in parts:
         with store.lock, Unseen():
+            ids = own_of(store, torch.arange(part.start, part.stop, device="cpu"))
             if column == ROWS:
-                rows = store.initial_rows(torch.arange(part.start, part.stop, device="cpu")).clone()
+                rows = store.initial_rows(ids).clone()
             else:
-                look = (part.stop - part.start, store.width)
-                rows = torch.full(look, initial, dtype=store.dtype, device="cpu")
-            ids = written.within(part)
-            for visit in store.visit(ids):
-                rows[ids[visit.part] - part.start] = visit.gather(column)
-        yield part, rows
+                rows = torch.full((len(ids), store.width), initial, dtype=store.dtype, device="cpu")
+            changed = own_of(store, written.within(part))
+            places = torch.searchsorted(ids, changed)
+            for visit in store.visit(changed):
+                rows[places[visit.part]] = visit.gather(column)
+        yield part, ids, rows
+
+
+def own_of(store: RowStore, ids: torch.Tensor) -> torch.Tensor:
+    """Return those of some ids whose rows are here."""
+    return ids if store.own_rows is None else ids[store.own_rows.own(ids)]
 
 
 class _Written:
@@ -87,10 +109,14 @@ class _Written:
 
 
 def write_part(store: RowStore, column: str, part: slice, rows: torch.Tensor) -> None:
-    """Write the rows of a span of ids: ``[n, width]``, of any type and on any device."""
+    """Write the rows of a span of ids, those that are here: ``[n, width]``, of any type and on any device."""
     rows = rows.detach().to("cpu", store.dtype)
     with store.lock, Unseen():
-        for visit in store.visit(torch.arange(part.start, part.stop, device="cpu")):
+        ids = torch.arange(part.start, part.stop, device="cpu")
+        if store.own_rows is not None:
+            is_own = store.own_rows.own(ids)
+            ids, rows = ids[is_own], rows[is_own]
+        for visit in store.visit(ids):
             visit.scatter(column, rows[visit.part])
 
 
@@ -99,7 +125,9 @@ def read_all(store: RowStore, column: str) -> torch.Tensor:
 
     Raises:
         CapacityError: that is more than there is; nothing was allocated.
+        UsageError: other processes have a part of the rows.
     """
+    store.require_whole(f"all rows of {column!r}")
     check_room(store, column)
     made = torch.empty(store.num_rows, store.width, dtype=store.dtype, device="cpu")
     for part, rows in blocks_of(store, column):

@@ -21,6 +21,7 @@ from tierstore.nn.calling import caller_of
 from tierstore.nn.copied_rows import NeverWritten, answered, refuse_writing
 from tierstore.nn.looks import OF_MEMORY, is_look, name_of
 from tierstore.nn.row_blocks import blocks_of, read_all
+from tierstore.nn.sharding import Sharding
 from tierstore.tables import ROWS, RowStore
 from tierstore.torch_private import tree_map_only
 
@@ -38,6 +39,7 @@ class Table(Protocol):
 
     device: torch.device
     states_begun: int
+    sharding: Sharding | None
 
 
 class TableEntry(NeverWritten):

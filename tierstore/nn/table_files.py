@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -37,7 +37,18 @@ class _Shard(NamedTuple):
     span: slice
 
 
-def export_table(store: RowStore, path: Path, format_: str, shard_bytes: int, state: bool) -> None:
+Blocks = Callable[[str, list[slice]], Iterator[tuple[slice, torch.Tensor]]]
+"""Yields all rows of a column in some spans of ids, which ascend."""
+
+
+def export_table(
+    store: RowStore,
+    path: Path,
+    format_: str,
+    shard_bytes: int,
+    state: bool,
+    blocks: Blocks | None = None,
+) -> None:
     """Write a table into a new directory.
 
     Args:
@@ -46,6 +57,7 @@ def export_table(store: RowStore, path: Path, format_: str, shard_bytes: int, st
         format_: ``"npy"`` or ``"safetensors"``.
         shard_bytes: what the rows of a file come to at most, but for one row.
         state: whether to write the states of its optimizer, too.
+        blocks: brings rows that are not all here.
 
     Raises:
         ConfigError: the format is unknown, or the size is not above 0.
@@ -64,7 +76,7 @@ def export_table(store: RowStore, path: Path, format_: str, shard_bytes: int, st
     try:
         partial.mkdir(parents=True)
         for column in columns:
-            _write_shards(store, column, partial, _FORMATS[format_], shard_bytes)
+            _write_shards(store, column, partial, _FORMATS[format_], shard_bytes, blocks)
         _sync(partial)
         partial.rename(path)
         _sync(path.parent)
@@ -97,11 +109,13 @@ def load_table(store: RowStore, path: Path, state: bool) -> None:
                     write_part(store, column, part, rows.read(begin, end))
 
 
-def _write_shards(store: RowStore, column: str, directory: Path, suffix: str, shard_bytes: int) -> None:
+def _write_shards(
+    store: RowStore, column: str, directory: Path, suffix: str, shard_bytes: int, brought: Blocks | None
+) -> None:
     rows = max(1, shard_bytes // (store.width * store.dtype.itemsize))
     spans = [slice(begin, min(begin + rows, store.num_rows)) for begin in range(0, store.num_rows, rows)]
     parts = (part for span in spans for part in parts_of(store, span))
-    blocks = blocks_of(store, column, parts)
+    blocks = blocks_of(store, column, parts) if brought is None else brought(column, list(parts))
     for number, span in enumerate(spans, 1):
         look = MatrixLook(span.stop - span.start, store.width, store.dtype)
         file = directory / f"{column}-{number:05}-of-{len(spans):05}{suffix}"

@@ -26,8 +26,9 @@ from torch.optim.swa_utils import AveragedModel
 from tierstore.errors import UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.calling import caller_of
-from tierstore.nn.looks import CONVERSIONS, LIKE, is_look, name_of
+from tierstore.nn.looks import CONVERSIONS, LIKE, is_look, name_of, sets_gradient
 from tierstore.nn.row_blocks import blocks_of, described, write_all, write_part
+from tierstore.nn.sharding import Sharding
 from tierstore.nn.table_entry import TableEntry
 from tierstore.tables import ROWS, DeviceHome, RowStore
 from tierstore.torch_private import tree_map_only
@@ -43,11 +44,13 @@ class TableWeight(nn.Parameter):
         stepped_by: the optimizer that steps it, as long as there is one.
         states_begun: how often the columns of states were begun anew.
         begun_for: the optimizer that has columns of states in the table which nobody has written yet.
+        sharding: in a run of several processes, which each have a part of the rows.
     """
 
     stepped_by: weakref.ref[torch.optim.Optimizer] | None
     states_begun: int
     begun_for: weakref.ref[torch.optim.Optimizer] | None
+    sharding: Sharding | None
 
     def __new__(cls, row_store: RowStore, requires_grad: bool = True) -> Self:
         """Make the parameter of a store's rows."""
@@ -57,6 +60,7 @@ class TableWeight(nn.Parameter):
         weight.row_store = row_store
         weight.stepped_by = None
         weight.states_begun = 0
+        weight.sharding = None
         return weight
 
     @classmethod
@@ -84,6 +88,8 @@ class TableWeight(nn.Parameter):
             return args[0] if func is not torch.Tensor.type or args[1:] or kwargs else _type_of(args[0])
         if not is_look(func) and not _is_like(func, args, kwargs):
             raise UsageError(_refusal(func, [*args, *kwargs.values()]))
+        if sets_gradient(func) and args[0].sharding is not None:
+            args[0].sharding.forget_gradient(args[0])
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -147,16 +153,22 @@ class TableWeight(nn.Parameter):
         return self._store.why_ended is not None
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[RowStore]:
+    def loading(self, what: str | None = None) -> Iterator[RowStore]:
         """Yield where all rows are about to be written.
 
         They are where they were, or, if they were released, in a table of their own, which nobody sees before
         all of them are there.
 
+        Args:
+            what: all processes that have a part of the rows call, before any is written; ``None``: they have
+                agreed about it.
+
         Raises:
-            UsageError: as of `rows_for`.
+            UsageError: as of `rows_for`; or the processes do different things.
         """
         store = self.rows_for("is loaded")
+        if what is not None and self.sharding is not None:
+            self.sharding.agree(self, what)
         if store.why_ended is None:
             yield store
             return
@@ -373,7 +385,7 @@ def _copied(weight: TableWeight, values: torch.Tensor, non_blocking: bool = Fals
     del non_blocking
     if values.shape != weight.shape:
         raise UsageError(f"copy_: values of shape {list(values.shape)} for the {weight.description}")
-    with weight.loading() as store:
+    with weight.loading("copy_") as store:
         if not isinstance(values, TableEntry):
             write_all(store, ROWS, values)
         elif values.weight.row_store is not store or values.column != ROWS:

@@ -11,7 +11,7 @@ import torch
 
 from tierstore.errors import ConfigError
 from tierstore.nn.table_weight import TableWeight
-from tierstore.optim.table_optimizer import Options, TableOptimizer, check_gradient, tables_of
+from tierstore.optim.table_optimizer import Options, TableOptimizer, check_gradient, gradient_of, tables_of
 
 
 class BesideTables(TableOptimizer):
@@ -69,18 +69,16 @@ class BesideTables(TableOptimizer):
             with torch.enable_grad():
                 loss = closure()
         weights = [(weight, group) for group in self.param_groups for weight in tables_of(group)]
-        weights = [(weight, group) for weight, group in weights if weight.grad is not None]
+        gradients = [(w, gradient_of(w), group) for w, group in weights if w.grad is not None]
         for group in self.param_groups:
             self.check(group)
-        for weight, _ in weights:
-            assert weight.grad is not None
-            check_gradient(weight, weight.grad)
+        for weight, gradient, _ in gradients:
+            check_gradient(weight, gradient)
         self.require_state()
-        with self.failed_step.step_of(weight for weight, _ in weights):
-            for weight, group in weights:
-                assert weight.grad is not None
+        with self.failed_step.step_of(weight for weight, _, _ in gradients):
+            for weight, gradient, group in gradients:
                 if not self.failed_step.has(weight):
-                    self.step_table(weight, -weight.grad if group["maximize"] else weight.grad, group)
+                    self.step_table(weight, -gradient if group["maximize"] else gradient, group)
                     self.failed_step.note(weight)
             self._step_the_rest()
         return loss

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tierstore.nn.table_weight import TableWeight
-from tierstore.optim.table_optimizer import Options, TableOptimizer, change_rows, check_gradient
+from tierstore.optim.table_optimizer import Options, TableOptimizer, change_rows, check_gradient, gradient_of
 from tierstore.optim.touched_rows import TouchedRows
 from tierstore.tables import ROWS
 
@@ -56,14 +56,19 @@ class RowOptimizer(TableOptimizer):
         with self.failed_step.step_of(each for each, _ in every):
             for parameter, group in every:
                 if parameter.grad is not None and not self.failed_step.has(parameter):
-                    self._step(parameter, _prepared(parameter.grad, group), group)
+                    self._step(parameter, _prepared(gradient_of(parameter), group), group)
                     self.failed_step.note(parameter)
         return loss
 
     def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Options) -> None:
         if isinstance(parameter, TableWeight):
             check_gradient(parameter, gradient)
-            self._step_table(parameter, TouchedRows.of(gradient), group)
+            touched = TouchedRows.of(gradient)
+            if parameter.sharding is not None and group.get("weight_decay", 0.0):
+                assert touched.numbers is not None
+                times = parameter.sharding.occurrences(parameter, touched.numbers)
+                touched = touched._replace(named=touched.numbers.repeat_interleave(times))
+            self._step_table(parameter, touched, group)
             return
         touched = TouchedRows.of(gradient)
         state = self.state[parameter]

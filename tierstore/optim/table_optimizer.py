@@ -94,6 +94,14 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
                 }
                 state.update(dense)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See PyTorch."""
+        for group in self.param_groups:
+            for weight in tables_of(group):
+                if weight.sharding is not None:
+                    weight.sharding.forget_gradient(weight)  # which a pass that failed may have put aside
+        super().zero_grad(set_to_none)
+
     def take_target(self, target: str | None) -> None:
         """Let groups that do not say where they are stepped say this.
 
@@ -175,11 +183,11 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
     def begin_tables(self) -> None:
         """Let tables that this optimizer has not stepped have the columns of its first step already.
 
-        A table that is large by then would be copied, page by page.
+        A table that is large by then would be copied, page by page.  One that was released has no rows yet.
         """
         for group in self.param_groups:
             for weight in tables_of(group):
-                if not self.state.get(weight):
+                if not self.state.get(weight) and not weight.is_released:
                     self._begin_columns(weight, self.initial_state(group))
 
     def _begin_columns(self, weight: TableWeight, initial: Mapping[str, float]) -> None:
@@ -224,6 +232,18 @@ def rate_of(group: Options, device: torch.device | None = None) -> float | torch
 def tables_of(group: Options) -> Iterator[TableWeight]:
     """Yield the tables of a parameter group."""
     return (each for each in group["params"] if isinstance(each, TableWeight))
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient that a parameter has: of a table that is spread over processes, of the rows here.
+
+    Raises:
+        UsageError: the processes have not averaged it.
+    """
+    assert parameter.grad is not None
+    if isinstance(parameter, TableWeight) and parameter.sharding is not None:
+        return parameter.sharding.own_gradient(parameter)
+    return parameter.grad
 
 
 def check_gradient(weight: TableWeight, gradient: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from tierstore.tables.initial_rows import (
     with_seed,
 )
 from tierstore.tables.layout import PAGE_BYTES, ROWS, Column
+from tierstore.tables.own_rows import OwnRows
 from tierstore.tables.page_log import BlockMedium, LogPlace, Snapshot
 from tierstore.tables.row_stats import RowStats
 from tierstore.tables.row_store import RowStore
@@ -38,6 +39,7 @@ __all__ = [
     "InitialRows",
     "LogPlace",
     "NormalRows",
+    "OwnRows",
     "RowCarrier",
     "RowStats",
     "RowStore",

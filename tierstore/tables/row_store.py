@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -22,6 +21,7 @@ from tierstore.tables.device_rows import DeviceRows
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import ROWS, Column, PageLayout
 from tierstore.tables.memory import FixedMemory, GrowingMemory
+from tierstore.tables.own_rows import OwnRows, require_whole
 from tierstore.tables.page_changes import Cells, Owe
 from tierstore.tables.page_log import PageLog, Snapshot
 from tierstore.tables.pages import TablePages, TableTraits
@@ -44,6 +44,7 @@ class RowStore:
 
     Attributes:
         lock: see above; it may be had several times by one thread.
+        own_rows: which rows are here; ``None``: all.  Who sets it asks for no others.
 
     Args:
         num_rows: at least 1.
@@ -67,6 +68,7 @@ class RowStore:
         self.lock = new_table_lock()
         self._executor = TableWorkers(name)
         self._traits = TableTraits(name, initial_rows, self._executor)
+        self.own_rows: OwnRows | None = None
         self._ended: str | None = None
         self._last_log: PageLog | None = None  # before it was detached
         self._device_rows: DeviceRows | None = None
@@ -104,10 +106,13 @@ class RowStore:
         """The columns, ``"rows"`` first."""
         return self._pages.layout.columns
 
-    def whole_bytes(self, states: int) -> int:
-        """Return what all pages come to, if there are so many columns beside the rows."""
-        layout = PageLayout(self.width, self.dtype, tuple(Column(str(n), 0.0) for n in range(1 + states)))
-        return layout.pages_of(self.num_rows) * layout.page_bytes
+    def layout_with(self, states: int) -> PageLayout:
+        """Return how pages are, if there are so many columns beside the rows."""
+        return PageLayout(self.width, self.dtype, tuple(Column(str(n), 0.0) for n in range(1 + states)))
+
+    def require_whole(self, what: str) -> None:
+        """Raise ``UsageError`` if other processes have a part of the rows; ``what`` would need them all."""
+        require_whole(self.name, self.own_rows, what)
 
     def require(self, what: str) -> None:
         """Raise, as the home does, if programs may not use rows now to do ``what``: a clause."""
@@ -350,7 +355,7 @@ class RowStore:
                 f"the rows of the table {self.name!r}, as another run calls it, lie in the store of that "
                 "run: close it first, or offload both models as one, such as an nn.ModuleList of them"
             )
-        old, self._traits = self._pages, self._traits_in(home)
+        old, self._traits = self._pages, home.traits_of(self._traits, self._executor)
         try:
             new = new_pages(
                 self._traits, old.layout, old.num_rows, FixedMemory(home.memory), home.log, self._last_log
@@ -472,7 +477,7 @@ class RowStore:
         if home.log is None:
             raise UsageError(f"table {name!r}: a snapshot is read from a log, and there is none")
         table = cls(snapshot.num_rows, width, dtype, initial_rows, name=name)
-        table._traits, table._use = table._traits_in(home), home.use
+        table._traits, table._use = home.traits_of(table._traits, table._executor), home.use
         layout = PageLayout(width, dtype, snapshot.columns)
         table._pages = new_pages(table._traits, layout, snapshot.num_rows, FixedMemory(home.memory), home.log)
         assert table._pages.log is not None
@@ -530,6 +535,7 @@ class RowStore:
     @locked
     def __deepcopy__(self, memo: dict[int, object]) -> RowStore:
         """Return a table by itself with the same rows: not attached, wherever this one lies."""
+        self.require_whole("deepcopy")
         copy = RowStore(self.num_rows, self.width, self.dtype, self._traits.initial_rows, name=self.name)
         memo[id(self)] = copy
         copy.ensure_columns(self.columns)
@@ -539,6 +545,7 @@ class RowStore:
 
     def __reduce__(self) -> tuple[Callable[..., RowStore], tuple[object, ...]]:
         """What `pickle` keeps: what was written, and how the rest is made."""
+        self.require_whole("pickle")
         written = []
         for ids in self.written_ids():
             cells = [torch.empty(len(ids), self.width, dtype=self.dtype, device="cpu") for _ in self.columns]
@@ -561,16 +568,6 @@ class RowStore:
 
     def _take(self, pages: TablePages) -> None:
         self._pages = pages
-
-    def _traits_in(self, home: TableHome) -> TableTraits:
-        executor = home.executor or self._executor
-        return replace(
-            self._traits,
-            name=home.name or self.name,
-            policy=home.policy,
-            setting=home.setting,
-            executor=executor,
-        )
 
 
 def _unpickled(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from tierstore.tables.frames import Policy
 from tierstore.tables.page_log import LogPlace
+from tierstore.tables.pages import TableTraits
 
 
 class RowUse(Protocol):
@@ -40,3 +41,18 @@ class TableHome:
     executor: Executor | None = None
     name: str | None = None
     use: RowUse | None = None
+
+    def traits_of(self, table: TableTraits, own_executor: Executor) -> TableTraits:
+        """Return what a table is here.
+
+        Args:
+            table: what it is elsewhere.
+            own_executor: threads of its own.
+        """
+        return replace(
+            table,
+            name=self.name or table.name,
+            policy=self.policy,
+            setting=self.setting,
+            executor=self.executor or own_executor,
+        )

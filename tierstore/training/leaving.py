@@ -136,6 +136,8 @@ class Leaving:
             self._session.come_to_rest(ending)
             found = None if choice is not OnClose.AUTO else self.shortage()
             is_kept = choice is OnClose.RELEASE or found is not None
+            if not is_kept:
+                self._say_if_spread()
             if is_kept:
                 self._release(ending, found)
             elif (failure := self._restore(ending)) is not None:
@@ -147,6 +149,19 @@ class Leaving:
                 self._session.buffers.end(ending)
         self._session.end(ending)
         return None
+
+    def _say_if_spread(self) -> None:
+        """Log which tables are not brought back, as other processes have a part of their rows."""
+        tables = self._session.tables
+        if tables.sharding is not None and (names := list(tables.attached().values())):
+            log.warning(
+                "the run is closed, and the rows of %d tables (%s) are released, as they are spread over %d "
+                "processes. %s",
+                len(names),
+                ", ".join(map(repr, names[:3])),
+                tables.sharding.processes,
+                self._what_is_kept(),
+            )
 
     def _parts(self) -> Iterator[_LeavingKey]:
         """Yield what is in the store: parameters first, then the optimizers' state, then gradients."""
@@ -165,10 +180,11 @@ class Leaving:
             )
         tables = self._session.tables
         for weight, name in tables.attached().items():
+            release = functools.partial(tables.release, weight, self._where_table_is(name))
             yield _LeavingKey(
-                functools.partial(tables.restore, weight),
+                functools.partial(tables.restore, weight) if tables.sharding is None else release,
                 functools.partial(self._lose_table, weight, name),
-                functools.partial(tables.release, weight, self._where_table_is(name)),
+                release,
             )
 
     # --- back ---------------------------------------------------------------------------------
@@ -365,6 +381,9 @@ class Leaving:
     def _where_table_is(self, name: str) -> str:
         durable = self._session.durable
         begin = f"the table {name!r} was released when its run was closed, and"
+        sharding = self._session.tables.sharding
+        if sharding is not None:
+            begin += f" of the {sharding.processes} processes each had a part:"
         if durable is not None and name in durable.kept:
             return (
                 f"{begin} its rows are in {durable.directory}, as run.checkpoint() number "
@@ -389,7 +408,7 @@ class Leaving:
             assert gradient.binding is not None
             device = origins.get(gradient.parameter, torch.device("cpu"))
             yield Need(_in_the_end(device), gradient.binding.nbytes)
-        for weight in self._session.tables.attached():
+        for weight in self._session.tables.attached() if self._session.tables.sharding is None else ():
             yield Need(torch.device("cpu"), self._session.tables.needed_bytes(weight))
 
 

@@ -46,7 +46,7 @@ from tierstore.training.given import check_is_model, optimizers_of
 from tierstore.training.leaving import OnClose, choice_of, on_close_of
 from tierstore.training.left_behind import let_go
 from tierstore.training.modules.replicas import refuse_to_average
-from tierstore.training.opening import check_model, find_former, open_session
+from tierstore.training.opening import Others, check_model, find_former, open_session
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.place import given_patterns, placement_around
 from tierstore.training.placing import marks_of
@@ -54,10 +54,11 @@ from tierstore.training.run_stats import RunStats
 from tierstore.training.selection import SelectedTensors, patterns, select
 from tierstore.training.session import Session
 from tierstore.training.suspension import Suspension
+from tierstore.training.tables.found_tables import refuse_norms_of_parts
 from tierstore.training.telling import say_ended, say_opened
 
 if TYPE_CHECKING:
-    from tierstore.training.ranks import GradientAverages, Ranks
+    from tierstore.training.ranks import Ranks
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 log = logging.getLogger("tierstore")
@@ -89,7 +90,6 @@ class Offload:
     ) -> None:
         self.resumed = resumed
         self._ranks = ranks
-        self._averages: GradientAverages | None = None
         self._on_close = on_close
         self._stays: BaseException | None = None  # why it could not be closed
         self._activations = Activations() if activations is None else activations
@@ -163,7 +163,8 @@ class Offload:
         those count with the values of one row added up, and are coalesced afterwards.
 
         Raises:
-            UsageError: ``optimizer_in_backward`` is set: there are no gradients any more.
+            UsageError: ``optimizer_in_backward`` is set: there are no gradients any more; or other processes
+                have a part of a table's.
         """
         self._require_here()
         if self._session is not None and self._session.stepping is Stepping.IN_BACKWARD:
@@ -171,6 +172,7 @@ class Offload:
                 "optimizer_in_backward has stepped with the gradients and let go of them: their norm cannot "
                 "be clipped. Leave it out to clip."
             )
+        refuse_norms_of_parts(self._model)
         return clip_gradients(self._model.parameters(), max_norm, norm_type)
 
     def average_gradients(self) -> None:
@@ -195,28 +197,30 @@ class Offload:
         if self._session.stepping is Stepping.IN_BACKWARD:
             refuse_to_average(())
         session = self._session
-        self._averages = self._ranks.average_gradients(
-            self._model, session.store.device, session.gradients.stash_if_needed
-        )
+        self._ranks.average_gradients(self._model, session.store.device, session.gradients.stash_if_needed)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate, after `average_gradients`."""
-        return contextlib.nullcontext() if self._averages is None else self._averages.paused()
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.paused()
 
     @interruptible
     def save(self, path: str | Path) -> None:
         """Write a checkpoint of the training to a directory, one bundle at a time.
 
-        Save between steps: gradients are not part of it.  Random number generators are not, either.
+        Save between steps: gradients are not part of it.  Random number generators are not, either.  Where
+        the rows of tables are spread over several processes all of them call it, and the first one writes.
 
         Raises:
             UsageError: a value that a checkpoint cannot hold; the message names it.
             OSError: the file system failed; a former checkpoint there is unharmed.
+            TierStoreError: another process could not read its rows, or the first could not write them.
         """
         self._checkpoint().save(Path(path))
 
     def load(self, path: str | Path) -> None:
         """Take parameters, buffers and optimizer state over from a checkpoint: training resumes bit for bit.
+
+        Where the rows of tables are spread over several processes all of them call it, and read the files.
 
         Raises:
             UsageError: it cannot be read or does not fit; every fault is listed, and nothing was changed.
@@ -556,16 +560,20 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
         has_weights = source is not None or former is not None
         check_model(model, optimizers, has_weights=has_weights, ignored=selection.ignored)
         session: Session | None = None
+        spread = None if ranks is None or not selection.tables else ranks.spread(model, selection.tables)
         try:
             with let_go(model, optimizers, is_resumed=former is not None):
                 marks = marks_of(model, *activations)
+                others = Others(agreement, spread)
                 session = open_session(
-                    model, optimizers, settings, store, former or source, selection, marks, agreement
+                    model, optimizers, settings, store, former or source, selection, marks, others
                 )
                 session.apply_to_activations(*activations)
                 say_opened(session)
                 resumed = None if former is None else former.resumed
                 run = Offload(model, optimizers, session, resumed, on_close=on_close, ranks=ranks)
+                if spread is not None:
+                    spread.opened()
         except BaseException:
             if session is not None:
                 session.undo()

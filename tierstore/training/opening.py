@@ -6,6 +6,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -58,9 +59,15 @@ from tierstore.training.placing import Placing, placement_of
 from tierstore.training.policies import Policies
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Session
-from tierstore.training.tables.cache_wishes import CacheWishes, cache_wishes, require_targets
+from tierstore.training.tables.cache_wishes import (
+    CacheWishes,
+    cache_wishes,
+    refuse_cached_rows,
+    require_targets,
+)
 from tierstore.training.tables.found_tables import lookups_on_host
 from tierstore.training.tables.run_tables import RunTables
+from tierstore.training.tables.spread_tables import SpreadTables
 from tierstore.training.totals import require_together
 from tierstore.units import MIB, format_bytes, parse_bytes
 
@@ -189,6 +196,18 @@ def find_former(
 # ---------------------------------------------------------------------- opening
 
 
+class Others(NamedTuple):
+    """The processes that train with this one.
+
+    Attributes:
+        agreement: with them, about checkpoints.
+        spread: spreads tables over them; ``None``: there are no tables, or no others.
+    """
+
+    agreement: Agreement
+    spread: SpreadTables | None
+
+
 def open_session(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -197,7 +216,7 @@ def open_session(
     source: Weights | ResumedCheckpoint | None,
     selection: SelectedTensors,
     marks: tuple[PlacedMark, ...],
-    agreement: Agreement,
+    others: Others,
 ) -> Session:
     """Adopt the model and the optimizers' state, and register the hooks; undo all if that fails.
 
@@ -209,7 +228,7 @@ def open_session(
         source: where values come from; ``None``: they are there.
         selection: which tensors are treated otherwise.
         marks: what will happen to activations.
-        agreement: with other processes, about checkpoints.
+        others: who train with this process.
     """
     fastest = store.tier_names[0]
     fastest_bytes = store.stats().tiers[fastest].capacity_bytes
@@ -224,8 +243,10 @@ def open_session(
             group.is_pinned = placement.bundles[group.key].is_pinned
         sets = working_sets(groups, optimizers, former)
     require_together(groups, optimizers, store, has_state=former is not None)
-    tables = RunTables(store, selection.tables, _cache_wishes(model, optimizers, config, store, placed))
-    frames = tables.divide(optimizers, sets, placement.tables, without_host_modules(groups, sets))
+    wishes = _cache_wishes(model, optimizers, config, store, placed, is_spread=others.spread is not None)
+    tables = RunTables(store, selection.tables, wishes, others.spread)
+    looks = {} if former is None else former.table_looks()
+    frames = tables.divide(optimizers, sets, placement.tables, without_host_modules(groups, sets), looks)
     placement = replace(placement, tables=frames)
     if facts.has_device:
         host_bytes = store.stats().tiers[HOST].capacity_bytes - tables.bytes_in(HOST)
@@ -251,7 +272,7 @@ def open_session(
         _take_in(session, groups, source)
         session.bindings.say_if_parts([*session.bundles, *session.buffers])
         if store.is_durable:
-            session.make_durable(former, agreement)
+            session.make_durable(former, others.agreement)
             _say_if_small(store, sets, tables)
         if former is not None:
             former.end()
@@ -274,6 +295,8 @@ def _cache_wishes(
     config: OffloadConfig,
     store: Store,
     placed: PlacedModules,
+    *,
+    is_spread: bool,
 ) -> CacheWishes:
     """Return what tables keep on the device; without one all of their rows are in host memory anyway."""
     wishes = cache_wishes(model, placed.is_on_host)
@@ -281,6 +304,8 @@ def _cache_wishes(
         for wish in wishes.values():
             log.info("cache_rows=%d of %r: there is no device in this run", wish.rows, wish.module)
         return {}
+    if is_spread:
+        refuse_cached_rows(wishes)
     targets = targets_of(optimizers, first_names(model), placed.tensors_on_host(model))
     require_targets(wishes, targets, config.optimizer_target)
     return wishes
@@ -476,17 +501,25 @@ def _make_way_for_wrappers(session: Session, sets: Sequence[WorkingSet], capacit
         None if session.budget is None else capacity_bytes - largest_bytes,
     )
     keep = session.gradients.keep if session.stepping is Stepping.WHEN_ASKED else replicas.refuse_to_average
+    tables = session.tables
     wrappers = replicas.wrappers_in(session.model, session.store.device)
-    if wrappers and session.placed.are_any and session.store.device.type != "cpu":
+    on_host = [each for each in session.placed.tensors_on_host(session.model) if each not in tables]
+    if wrappers and on_host and session.store.device.type != "cpu":
         raise UsageError(
             "placement: the model is in a DistributedDataParallel, which takes parameters of one device, and "
             f"some modules compute on the host beside {session.store.device.type!r}. Leave them on it."
         )
     for wrapper in wrappers:
-        reduced = list(wrapper.parameters())
+        reduced = [each for each in wrapper.parameters() if each not in tables]
         room.refuse_gradients(reduced, are_views=wrapper.gradient_as_bucket_view)
         keep(reduced)
-    wrapping = replicas.Wrapping(session.model, keep, session.buffers.release, room)
+    told: Callable[[nn.parallel.DistributedDataParallel], None] | None = None
+    if tables.sharding is not None:
+        told = tables.sharding.is_wrapped_by
+        for wrapper in replicas.wrappers_of(session.model):
+            told(wrapper)
+    wrapping = replicas.Wrapping(session.model, keep, session.buffers.release, room, tables, told)
+    session.hold(replicas.LeftOut(session.model, tables))
     session.hold(wrapping.watch())
 
 

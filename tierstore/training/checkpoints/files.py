@@ -44,7 +44,7 @@ from tierstore.training.formats.json_codec import (
 )
 from tierstore.training.modules.tensor_names import all_names, persistent_buffers
 from tierstore.training.optimizers.state import order_entries
-from tierstore.training.tables.streamed import load_rows, load_states, table_rows
+from tierstore.training.tables.streamed import agree_to_load, load_rows, load_states, saving, table_rows
 
 MODEL = "model.safetensors"
 STATE = "optimizer.safetensors"
@@ -106,7 +106,16 @@ class Checkpoint:
         Raises:
             UsageError: a value that cannot be saved; the message names it.
             OSError: the file system failed; a former checkpoint is unharmed.
+            TierStoreError: another process could not read its rows, or the first could not write them.
         """
+        with saving(self._tensors()) as is_first:
+            if is_first:
+                self._save(path)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (tensor for part in self._access.parts for tensor in part)
+
+    def _save(self, path: Path) -> None:
         path = path.absolute()
         fresh = path.with_name(f".{path.name}.new-{os.getpid()}")
         shutil.rmtree(fresh, ignore_errors=True)
@@ -187,6 +196,7 @@ class Checkpoint:
         Raises:
             UsageError: it cannot be read or does not fit; every fault is listed, and nothing was changed.
         """
+        agree_to_load(self._tensors())
         document = _read_document(path / SCALARS)
         with TensorFile(path / MODEL) as weights, TensorFile(path / STATE) as state:
             found = self._check(weights)

@@ -234,6 +234,10 @@ class ResumedCheckpoint:
             for name, look in self._tables.items()
         }
 
+    def table_looks(self) -> Mapping[str, TableLook]:
+        """Return what tables are, by their names."""
+        return self._tables
+
     def state_bytes(self, index: int, parameters: Sequence[str]) -> int:
         """Return the bytes of state that an optimizer has for some parameters."""
         return sum(self._state_bytes[index, parameter] for parameter in parameters)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -32,6 +32,7 @@ from tierstore.units import format_bytes
 LetBe = Callable[[Iterable[torch.Tensor]], None]
 
 _Replicated = nn.parallel.DistributedDataParallel
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # that a wrapper which is being made looks for
 _SHARDED = "FullyShardedDataParallel"  # by name: importing it takes a second
 
 
@@ -63,8 +64,53 @@ def buffers_sent(model: nn.Module) -> set[torch.Tensor]:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
     own = set(model.buffers())
-    wrappers = [each for each in gc.get_objects() if issubclass(type(each), _Replicated)]
-    return own & {buffer for wrapper in wrappers for buffer in wrapper.module.buffers()}
+    return own & {buffer for wrapper in _wrappers() for buffer in wrapper.module.buffers()}
+
+
+def wrappers_of(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    """Return the wrappers inside ``model`` or around a part of it, wherever they are."""
+    own = set(model.modules())
+    return [wrapper for wrapper in _wrappers() if not own.isdisjoint(wrapper.modules())]
+
+
+def _wrappers() -> list[nn.parallel.DistributedDataParallel]:
+    """Return all wrappers that there are.  Proxies that say they are of another class are left alone."""
+    kinds: list[type] = [_Replicated]
+    for kind in kinds:  # which gets longer meanwhile
+        kinds += kind.__subclasses__()
+    return [each for each in gc.get_objects() if type(each) in kinds]
+
+
+class LeftOut:
+    """Lets wrappers that are made around a model, or a module in it, ignore some parameters.
+
+    Args:
+        model: whose.
+        parameters: that they neither send nor average.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Container[object]) -> None:
+        self._former: list[tuple[nn.Module, object]] = []
+        names: dict[nn.Module, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter in parameters:
+                path = name.split(".")
+                for depth in range(len(path)):
+                    around = model.get_submodule(".".join(path[:depth]))
+                    names.setdefault(around, []).append(".".join(path[depth:]))
+        for module, ignored in names.items():
+            former = getattr(module, _IGNORED, None)
+            self._former.append((module, former))
+            setattr(module, _IGNORED, [*(former or ()), *ignored])
+
+    def remove(self) -> None:
+        """Let modules be as they were.  Idempotent."""
+        while self._former:
+            module, former = self._former.pop()
+            if former is None:
+                delattr(module, _IGNORED)
+            else:
+                setattr(module, _IGNORED, former)
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -179,9 +225,21 @@ class Wrapping:
         keep: lets the gradients of parameters be ordinary tensors from now on.
         release: lets buffers be.
         room: for what a wrapper needs.
+        left_out: parameters that it neither sends nor averages; see `LeftOut`.
+        told: is told of it; ``None``: nobody is.
     """
 
-    def __init__(self, model: nn.Module, keep: LetBe, release: LetBe, room: ComputeRoom) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        keep: LetBe,
+        release: LetBe,
+        room: ComputeRoom,
+        left_out: Container[object] = (),
+        told: Callable[[nn.parallel.DistributedDataParallel], None] | None = None,
+    ) -> None:
+        self._left_out = left_out
+        self._told = told
         self._own = frozenset(model.modules())
         self._keep = keep
         self._release = release
@@ -201,12 +259,14 @@ class Wrapping:
             return
         given = _arguments(sys._getframe())  # noqa: SLF001 - it is told before the wrapper knows them itself
         refuse(module, "what wraps the offloaded model", casts=given.get("mixed_precision") is not None)
-        reduced = list(part.parameters())
+        reduced = [each for each in part.parameters() if each not in self._left_out]
         self._room.refuse_gradients(reduced, are_views=bool(given.get("gradient_as_bucket_view")))
         if given.get("init_sync"):
             self._room.refuse_parameters()
         self._keep(reduced)
         self._release(part.buffers())
+        if self._told is not None and isinstance(module, _Replicated):
+            self._told(module)
 
 
 def _arguments(frame: FrameType | None) -> Mapping[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import psutil
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from tierstore.config import OffloadConfig, StoreConfig, machine
 from tierstore.errors import CapacityError, ConfigError, UsageError
+from tierstore.nn.table_weight import TableWeight
 from tierstore.store import Store
 from tierstore.training import processes
 from tierstore.training.checkpoints.agreement import Agreement
@@ -21,8 +22,11 @@ from tierstore.training.ranks.averaging import GradientAverages
 from tierstore.training.ranks.checkpoints import AgreedCheckpoints
 from tierstore.training.ranks.introductions import Introduction, judge, locals_of
 from tierstore.training.ranks.meeting import Meeting
+from tierstore.training.ranks.sharded_tables import ShardedTables
 from tierstore.training.ranks.shares import directory_of, roots_of, share_of
 from tierstore.training.ranks.where import RankPlace, here
+from tierstore.training.tables.found_tables import Tables, refuse_dense_gradients
+from tierstore.training.tables.kept_tables import TableLook
 from tierstore.units import format_bytes, parse_bytes
 
 log = logging.getLogger("tierstore")
@@ -56,6 +60,7 @@ class Ranks:
         self._local = local
         self._given = given
         self._averages: GradientAverages | None = None
+        self._tables: ShardedTables | None = None
 
     def named(self, config: StoreConfig) -> StoreConfig:
         """Return tiers whose messages say that the quota which bounds them is shared."""
@@ -106,6 +111,47 @@ class Ranks:
             agreed.settle_former()
         return agreed
 
+    def spread(self, model: nn.Module, tables: Tables) -> ShardedTables:
+        """Decide with the others that each has a part of the rows of all tables.
+
+        Args:
+            model: that is offloaded.
+            tables: its tables; at least one.
+
+        Raises:
+            UsageError: there is no process group, they have other tables, or one has dense gradients.
+            TierStoreError: another process has ended.
+        """
+        if self.meeting is None:
+            raise UsageError(
+                f"the model has tables ({', '.join(map(repr, list(tables.values())[:3]))}), whose rows are "
+                "spread over the processes, and the process group is not initialised. Call "
+                "torch.distributed.init_process_group before offload(...)."
+            )
+        refuse_dense_gradients(model)
+        looks = {name: replace(TableLook.of(weight.row_store), part=None) for weight, name in tables.items()}
+        mine = [(name, asdict(look)) for name, look in looks.items()]
+        for rank, theirs in enumerate(self.meeting.exchange(mine, "offload(...), to spread tables")):
+            if theirs != mine:
+                one, other = next(
+                    ((a, b) for a, b in zip(mine, theirs, strict=False) if a != b), (len(mine), len(theirs))
+                )
+                raise UsageError(
+                    f"the processes have different tables: {one} on {self.where.name}, and {other} on rank "
+                    f"{rank}. Build the same model everywhere, with the same seed of each table."
+                )
+        self._tables = ShardedTables(self.where, tables)
+        return self._tables
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context in which backward passes only accumulate."""
+        with contextlib.ExitStack() as pauses:
+            for each in (self._averages, self._tables):
+                if each is not None:
+                    pauses.enter_context(each.paused())
+            yield
+
     def average_gradients(
         self, model: nn.Module, device: torch.device, stash: Callable[[torch.Tensor], None]
     ) -> GradientAverages:
@@ -128,9 +174,10 @@ class Ranks:
             raise UsageError(
                 "gradients are averaged already: by DistributedDataParallel, or an earlier call."
             )
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        ordinary = {name: p for name, p in model.named_parameters() if not isinstance(p, TableWeight)}
+        trained = {name: each for name, each in ordinary.items() if each.requires_grad}
         averages = GradientAverages(self.where, self.meeting, trained, device, stash)
-        averages.send_values({**dict(model.named_parameters()), **dict(model.named_buffers())})
+        averages.send_values({**ordinary, **dict(model.named_buffers())})
         self._averages = averages
         return averages
 
@@ -138,6 +185,8 @@ class Ranks:
         """Meet no more.  Idempotent."""
         if self._averages is not None:
             self._averages.remove()
+        if self._tables is not None:
+            self._tables.close()
         if self.meeting is not None:
             self.meeting.close()
 

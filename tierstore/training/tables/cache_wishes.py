@@ -77,6 +77,24 @@ def cache_wishes(model: nn.Module, is_on_host: Callable[[nn.Module], bool]) -> d
     return {weight: wish for weight, wish in found.items() if wish.rows}
 
 
+def refuse_cached_rows(wishes: CacheWishes) -> None:
+    """Refuse tables that keep rows on the device where their rows are spread over processes.
+
+    Args:
+        wishes: of the tables.
+
+    Raises:
+        UsageError: it names the first, and says what to do instead.
+    """
+    for wish in wishes.values():
+        raise UsageError(
+            f"{wish.module!r} has cache_rows={wish.rows}: its rows are spread over the processes, which "
+            "bring them to each other in host memory and keep none of them on their devices. Make it with "
+            "cache_rows=0.",
+            key=wish.module,
+        )
+
+
 def require_targets(wishes: CacheWishes, targets: Mapping[torch.Tensor, str], run_target: str) -> None:
     """Refuse tables that keep rows on the device and are stepped on the host.
 

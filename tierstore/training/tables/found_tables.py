@@ -54,6 +54,37 @@ def refuse_pinned(tables: Tables, pinned: Container[torch.Tensor]) -> None:
             )
 
 
+def refuse_dense_gradients(model: nn.Module) -> None:
+    """Refuse tables whose gradients are dense where rows are spread over processes.
+
+    Raises:
+        UsageError: it names the first, and says what to do instead.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, EmbeddingTable) and not module.sparse:
+            raise UsageError(
+                f"{name!r} has sparse=False: its rows are spread over the processes, and so is its gradient, "
+                "which has to be sparse for that. Make it with sparse=True.",
+                key=name,
+            )
+
+
+def refuse_norms_of_parts(model: nn.Module) -> None:
+    """Refuse to take the norm of gradients where other processes have a part of a table's.
+
+    Raises:
+        UsageError: it names the first, and says what to do instead.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, TableWeight) and parameter.sharding and parameter.grad is not None:
+            raise UsageError(
+                f"the gradient of the table {name!r} is spread over the processes, and none has the norm of "
+                "all of it. Clip those of other parameters with torch.nn.utils.clip_grad_norm_, or give the "
+                "table max_norm.",
+                key=name,
+            )
+
+
 Matches = Callable[[Sequence[str]], bool]
 
 

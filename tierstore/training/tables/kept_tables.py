@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tierstore.errors import UsageError
 from tierstore.nn.initializers import CheckedRows
 from tierstore.nn.table_weight import TableWeight
 from tierstore.tables import Column, InitialRows, RowStore, Snapshot, seed_of, with_seed
@@ -43,6 +44,8 @@ class TableLook:
         begins: what rows are that nobody has written.
         columns: names of the rows and of what optimizers keep beside them, each with what it begins with.
         seed: of the rows; ``None``: they have none.
+        part: which of the rows these are: rank, number of processes, and how many consecutive ids go
+            together; ``None``: all.
     """
 
     num_rows: int
@@ -51,6 +54,7 @@ class TableLook:
     begins: str
     columns: Sequence[Sequence[Any]]
     seed: int | None = None
+    part: Sequence[int] | None = None
 
     @classmethod
     def of(cls, store: RowStore) -> TableLook:
@@ -58,7 +62,8 @@ class TableLook:
         dtype = str(store.dtype).removeprefix("torch.")
         columns = [list(column) for column in store.columns]
         begins = store.initial_rows
-        return cls(store.num_rows, store.width, dtype, _begins(begins), columns, seed_of(begins))
+        part = None if store.own_rows is None else list(store.own_rows.as_numbers())
+        return cls(store.num_rows, store.width, dtype, _begins(begins), columns, seed_of(begins), part)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,6 +111,24 @@ class FormerTable(NamedTuple):
 
     snapshot: Snapshot
     seed: int | None
+
+
+def refuse_parts(saved: Mapping[str, TableLook]) -> None:
+    """Raise where a checkpoint has a part of a table, and this process would take it for all of it.
+
+    Args:
+        saved: the checkpoint's tables, by name.
+
+    Raises:
+        UsageError: it says who has the rest.
+    """
+    for name, look in saved.items():
+        if look.part is not None:
+            raise UsageError(
+                f"the checkpoint has the rows of the table {name} that were those of rank {look.part[0]} of "
+                f"{look.part[1]}, and this is one process: start {look.part[1]}, write all rows with "
+                "table.export(path) or run.save(path) there, and read them here."
+            )
 
 
 def snapshot_of(name: str, look: TableLook, kept: torch.Tensor) -> Snapshot:

@@ -48,8 +48,16 @@ from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.tables.cache_wishes import CacheWishes, require_cache_room
 from tierstore.training.tables.device_caches import DeviceCaches, SideLink
 from tierstore.training.tables.found_tables import Tables
-from tierstore.training.tables.kept_tables import PREFIX, FormerTable, TableLook, log_prefix, map_key
+from tierstore.training.tables.kept_tables import (
+    PREFIX,
+    FormerTable,
+    TableLook,
+    log_prefix,
+    map_key,
+    refuse_parts,
+)
 from tierstore.training.tables.shares import shares
+from tierstore.training.tables.spread_tables import SpreadTables
 from tierstore.training.tables.steppers import refuse_strangers
 from tierstore.units import align_up
 
@@ -76,15 +84,24 @@ class RunTables:
         store: of the run.
         tables: of the model.
         wishes: what of them is kept on the device.
+        sharding: spreads their rows over several processes; ``None``: all are here.
 
     Attributes:
-        whole_bytes: what all rows of each table come to with their state, by its name.
+        whole_bytes: what all rows of each table that are here come to with their state, by its name.
+        sharding: see there.
     """
 
-    def __init__(self, store: Store, tables: Tables, wishes: CacheWishes = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        store: Store,
+        tables: Tables,
+        wishes: CacheWishes = MappingProxyType({}),
+        sharding: SpreadTables | None = None,
+    ) -> None:
         self._store = store
         self._tables = tables
         self.whole_bytes: Mapping[str, int] = {}
+        self.sharding = sharding
         self._wishes = wishes
         self._caches = DeviceCaches(store, {})
         self._shares: Mapping[str, int] = {}
@@ -105,27 +122,28 @@ class RunTables:
         sets: Sequence[WorkingSet],
         given: Mapping[str, TableFrames],
         on_device: Sequence[WorkingSet] = (),
+        former: Mapping[str, TableLook] = MappingProxyType({}),
     ) -> Mapping[str, TableFrames]:
-        """Decide how much of the host tier is theirs, and see that the device has room for their caches.
+        """Decide how much of the host tier is theirs, and which rows are here.
+
+        See that the device has room for their caches, too.
 
         Args:
             optimizers: of the run.  Whoever steps a table keeps state beside its rows, one of them or not.
             sets: what else is offloaded.
             given: what the program says of some tables.
             on_device: what of that is used on the device.
+            former: what a checkpoint has of tables, by name.
 
         Raises:
             CapacityError: there is not enough.
             ConfigError: something is said of a table that is not there.
-            UsageError: there will be checkpoints, and another optimizer keeps state of a table.
+            UsageError: there will be checkpoints, and another optimizer keeps state of a table; or the
+                checkpoint has a part of one, and here all rows would be.
         """
-        names = list(self._tables.values())
-        for name in given:
-            if name not in names:
-                raise ConfigError(
-                    f"placement: tables[{named(name)}]: the model has no such table; it has "
-                    f"{listed(names, show=named)}"
-                )
+        self._require_tables(given)
+        if self.sharding is None:
+            refuse_parts(former)
         if not self._tables:
             return {}
         self._optimizers = optimizers
@@ -134,7 +152,8 @@ class RunTables:
         capacity_bytes = self._store.stats().tiers[HOST].capacity_bytes
         states = {weight: _states_of(weight, optimizers) for weight in self._tables}
         self.whole_bytes = {
-            name: weight.row_store.whole_bytes(states[weight]) for weight, name in self._tables.items()
+            name: self._divided_bytes(weight, states[weight], former.get(name))
+            for weight, name in self._tables.items()
         }
         frames = {name: each.frames for name, each in given.items()}
         self._shares = shares(self.whole_bytes, sets, capacity_bytes, _SETTING, frames)
@@ -144,6 +163,25 @@ class RunTables:
         require_cache_room(dict(wishes.values()), on_device, self._fastest_bytes)
         self._caches = DeviceCaches(self._store, wishes)
         return {name: TableFrames(nbytes) for name, nbytes in self._shares.items()}
+
+    def _require_tables(self, given: Mapping[str, TableFrames]) -> None:
+        names = list(self._tables.values())
+        for name in given:
+            if name not in names:
+                raise ConfigError(
+                    f"placement: tables[{named(name)}]: the model has no such table; it has "
+                    f"{listed(names, show=named)}"
+                )
+
+    def _divided_bytes(self, weight: TableWeight, states: int, former: TableLook | None) -> int:
+        """Decide which rows of a table are here; return what they come to with their state."""
+        layout = weight.row_store.layout_with(states)
+        pages = layout.pages_of(weight.row_store.num_rows)
+        if self.sharding is None:
+            return pages * layout.page_bytes
+        part = None if former is None else former.part
+        self.sharding.divide(weight, layout.rows_per_page if part is None else part[-1])
+        return -(-pages // self.sharding.processes) * layout.page_bytes
 
     @property
     def fit(self) -> bool:
@@ -186,20 +224,31 @@ class RunTables:
                 if isinstance(optimizer, TableOptimizer):
                     optimizer.begin_tables()
         for weight, name in self._tables.items():
-            if weight in self._leases:
-                continue
-            memory, self._leases[weight] = self._lease_frames(name)
-            home = TableHome(memory, self._log_place(name), setting=_SETTING, name=name, use=use)
-            if name in former:
-                weight.row_store = _restored(former[name], weight.row_store, home)
-            elif (why := weight.row_store.why_ended) is not None:
-                fresh = weight.row_store.anew()
-                fresh.attach(home)
-                weight.row_store = fresh
-                self._released_before[weight] = why
-            else:
-                weight.row_store.attach(home)
+            if weight not in self._leases:
+                self._take_in(weight, name, use, former.get(name))
         self.go_to_device()
+
+    def _take_in(self, weight: TableWeight, name: str, use: RowUse, former: FormerTable | None) -> None:
+        memory, self._leases[weight] = self._lease_frames(name)
+        home = TableHome(memory, self._log_place(name), setting=_SETTING, name=name, use=use)
+        begun_for = weight.begun_for
+        if former is not None:
+            rows, begun_for = _restored(former, weight.row_store, home), None
+        else:
+            rows = self._rows_at_first(weight)
+            rows.attach(home)
+        if self.sharding is not None:
+            self.sharding.shard(weight, rows)
+        elif rows is not weight.row_store:
+            weight.row_store = rows
+        weight.begun_for = begun_for  # its columns came along
+
+    def _rows_at_first(self, weight: TableWeight) -> RowStore:
+        """Return those rows of a table which will lie here, and which no checkpoint has."""
+        if (why := weight.row_store.why_ended) is not None:
+            self._released_before[weight] = why
+            return weight.row_store.anew()
+        return weight.row_store if self.sharding is None else self.sharding.own_part(weight)
 
     # --- the device -----------------------------------------------------------------------------
 
@@ -293,9 +342,13 @@ class RunTables:
     # --- while the run is suspended -------------------------------------------------------------
 
     def keep_gradients(self) -> None:
-        """Let gradients be memory of their own: values in them may be lent by the store."""
+        """Let gradients be memory of their own: values in them may be lent by the store.
+
+        Averages of several processes are that already.
+        """
         for weight in self._leases:
-            if weight.grad is not None:
+            is_average = self.sharding is not None and self.sharding.has_average(weight)
+            if weight.grad is not None and not is_average:
                 weight.grad = weight.grad.clone()
 
     def unwritten_bytes(self) -> int:
@@ -361,8 +414,14 @@ class RunTables:
             MemoryError: there is too little.
             BackendError: a medium failed.
         """
-        self._caches.detach(weight)
-        weight.row_store.detach()
+        if weight.sharding is None:
+            self._caches.detach(weight)
+            weight.row_store.detach()
+        else:
+            assert self.sharding is not None
+            part = weight.row_store
+            assert self.sharding.give_back(weight), "only what was never used is brought back"
+            part.end(f"the run that had rows of the table {part.name!r} could not be opened")
         self._let_go(weight)
 
     def undo(self, weight: TableWeight) -> None:
@@ -380,6 +439,8 @@ class RunTables:
             why: they cannot be read any more.
         """
         weight.release(why)
+        if self.sharding is not None:
+            self.sharding.give_back(weight)
         self._let_go(weight)
 
     def _let_go(self, weight: TableWeight) -> None:

@@ -1,0 +1,290 @@
+"""Tables whose rows are spread over processes: the bits of one process, and of PyTorch's own modules."""
+
+from __future__ import annotations
+
+import pytest
+from torch import distributed
+
+from tests.training.table_models import STEPPERS
+from tests.training.test_ranks import Found, led
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
+
+_SCENARIOS = (
+    "spread:2",
+    "spread:3",
+    "as_pytorch:2",
+    "as_pytorch:3",
+    "one_process:1",
+    "rules:2",
+    "scaled:2",
+    "broken:2",
+    "parts_left:2",
+    "parts_taken:1",
+    "parts_taken:3",
+    "files:2",
+    "around:2",
+    "stories:2",
+    "failed:2",
+    "suspended:2",
+    "gone_on_with:2",
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    found = led(tmp_path_factory.mktemp("ranks"), *_SCENARIOS)
+    failed = [each for led in found.values() for each in led if isinstance(each, str)]
+    assert not failed, failed[0]
+    return found
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_rows_losses_and_states_are_those_of_all_occurrences_in_one_process(
+    found: Found, processes: int
+) -> None:
+    for each in found[f"spread:{processes}"]:
+        assert each == {name: [] for name in each}
+        kinds = {name.partition(",")[0] for name in each}
+        assert kinds == (set(STEPPERS) if processes == 2 else {"LazyAdam", "Adagrad", "SGD"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes"), [("SparseAdam", 2), ("Adagrad", 2), ("SGD", 2), ("SparseAdam", 3)]
+)
+def test_they_are_bit_for_bit_what_pytorch_s_wrapper_makes_of_its_own_tables(
+    found: Found, kind: str, processes: int
+) -> None:
+    assert [each[kind] for each in found[f"as_pytorch:{processes}"]] == [[True] * 4] * processes
+
+
+def test_with_one_process_nothing_is_spread_and_nothing_of_it_imported(found: Found) -> None:
+    assert found["one_process:1"] == [{"wrong": [], "imported": []}]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            "other lookups",
+            "rank 0 is to read rows of table 'weight' of 400 rows with table.rows (call 2); rank 1",
+        ),
+        ("other lookups", "rank 1 is to look up table 'weight' of 400 rows (lookup 1). All have to"),
+        (
+            "backward alone",
+            "rank 0 is to look up table 'weight' of 400 rows (lookup 2); rank 1 is to average",
+        ),
+        ("deepcopy", "UsageError: deepcopy: of table 'weight' this process has the rows of rank"),
+        ("pickle", "UsageError: pickle: of table 'weight' this process has the rows of rank"),
+        ("state dict", "write them to files with table.export(path) or run.save(path) in all processes"),
+        ("not averaged", "spread over 2 processes, has a gradient that was not averaged"),
+        ("on average", "would add one that was not; it was left out. Begin to accumulate after zero_grad()"),
+        ("then", "rank 0 is to look up table 'weight' of 500 rows (lookup 7); rank 1 is to look up"),
+        (
+            "released",
+            "StoreClosed: the table 'weight' was released when its run was closed, and of the 2 processes",
+        ),
+    ],
+)
+def test_what_the_processes_have_to_do_alike_and_what_parts_refuse(
+    found: Found, what: str, said: str
+) -> None:
+    for each in found["rules:2"]:
+        assert said in each[what]
+
+
+def test_it_is_said_at_the_end_that_tables_are_not_brought_back(found: Found) -> None:
+    for each in found["rules:2"]:
+        (line,) = each["logged"]
+        assert line.startswith(
+            "the run is closed, and the rows of 1 tables ('weight') are released, as they are"
+        )
+        assert "spread over 2 processes. They are gone: the tiers were scratch space. Next time save" in line
+
+
+@pytest.mark.parametrize("what", ["rows", "rows after", "loaded", "last writer", "a million times"])
+def test_what_is_right_in_any_process(found: Found, what: str) -> None:
+    assert [each[what] for each in found["rules:2"]] == [True, True]
+
+
+def test_passes_are_accumulated_before_and_after_an_average(found: Found) -> None:
+    assert [each["accumulated"] for each in found["rules:2"]] == [[True, 200], [True, 0]]
+
+
+@pytest.mark.parametrize("clears", ["True", "False", "None"])
+def test_a_pass_that_fails_loses_nothing_and_brings_nothing_back_that_was_cleared(
+    found: Found, clears: str
+) -> None:
+    for each in found["failed:2"]:
+        assert each[f"said {clears}"] == "BackendError: the medium is gone"
+        assert each[clears]
+
+
+def test_a_scaler_leaves_a_step_out_in_all_processes_or_in_none(found: Found) -> None:
+    assert found["scaled:2"] == [{"infinite": [2.0, []], "finite": [4.0, True], "rows": True}] * 2
+
+
+def test_one_that_cannot_read_its_rows_tells_those_who_asked(found: Found) -> None:
+    said = [each["lookup"] for each in found["broken:2"]]
+    assert said[0].startswith("TierStoreError: rank 1 could not read rows of table 'weight'")
+    assert said[1] == "BackendError: the medium is gone"
+    assert [each["again"] for each in found["broken:2"]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("in the midst", "UsageError: rows of tables are on their way between processes"),
+        ("not the same", "UsageError: the processes have different tables: ('weight', {'num_rows': 40,"),
+        ("not as large", "Build the same model everywhere, with the same seed of each table"),
+        ("dense gradient", "UsageError: '' has sparse=False: its rows are spread over the processes"),
+        (
+            "on the device",
+            "UsageError: '' has cache_rows=8: its rows are spread over the processes, which bring",
+        ),
+        ("no room", "CapacityError: 1 tables need at least 64.0 KiB of host memory"),
+        ("undone", "BackendError: the medium is gone"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused_by_name(found: Found, what: str, said: str) -> None:
+    for each in found["broken:2"]:
+        assert said in each[what]
+
+
+def test_rows_that_were_written_before_are_spread_and_are_whole_again_if_that_fails(found: Found) -> None:
+    assert [each["whole"] for each in found["broken:2"]] == [[True, True]] * 2
+    assert [each["still whole"] for each in found["broken:2"]] == [[True, True]] * 2
+    assert [each["kept"] for each in found["broken:2"]] == [True, True]
+    assert [each["here"] for each in found["broken:2"]] == [256, 192]
+
+
+def test_parts_of_a_checkpoint_are_gone_on_from(found: Found) -> None:
+    for each, own in zip(found["parts_left:2"], (256, 144), strict=True):
+        assert (each["anew"], each["resumed"], each["own"]) == (True, True, own)
+        assert each["same model"]  # that was released
+        assert (
+            "the rows of the table weight begin as NormalRows(width=4, dtype=torch.float32, seed=0"
+            in each["other seed"]
+        )
+
+
+def test_another_number_of_processes_does_not_go_on_with_parts(found: Found) -> None:
+    for each in found["parts_taken:3"]:
+        assert "were made by 2 processes, and these are 3" in each["beside"]
+    (one,) = found["parts_taken:1"]
+    assert "holds the checkpoints of 2 processes (rank-0, rank-1)" in one["beside"]
+    assert one["within"].startswith(
+        "UsageError: the checkpoint has the rows of the table weight that were those of rank 1 of 2, and "
+        "this is one process: start 2"
+    )
+    assert one["unchanged"] == "True"
+
+
+def test_while_a_run_is_suspended_its_tables_are_refused_and_averages_stay(found: Found) -> None:
+    for rank, each in enumerate(found["suspended:2"]):
+        what = ["lookup", "grow", "values wait"]
+        what += [] if rank else ["rows", "set_rows", "copy_", "prefetch", "load", "step"]
+        assert each["refused"] == dict.fromkeys(what, True)
+        assert each["average stays"] == "nothing"
+        assert (each["exported"], each["same"], each["stepped"]) == (True, True, True)
+
+
+def test_a_step_that_fails_is_gone_on_with_in_columns_that_were_begun_before(found: Found) -> None:
+    for each in found["gone_on_with:2"]:
+        assert each == {
+            "begun": [3, 3],
+            "failed": "BackendError: the medium is gone",
+            "once": True,
+            "anew": False,
+            "weights": [True, True],
+            "parts": [True, True],
+        }
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_the_first_process_writes_all_rows_and_each_reads_its_own(found: Found) -> None:
+    first, second = found["files:2"]
+    for each in (first, second):
+        assert each["loaded"] == [True, True]
+        assert each["imported"]
+        assert (
+            {"deep", "saved"} <= set(each["left"]) <= {"deep", "saved", "files"}
+        )  # and nothing half written
+    assert first["by one"]
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("there already", "UsageError: ", "TierStoreError: rank 0 could not go on: UsageError: "),
+        (
+            "one alone",
+            "UsageError: the processes do different things",
+            "UsageError: the processes do different",
+        ),
+        (
+            "cannot read",
+            "TierStoreError: rank 1 could not read rows of table",
+            "BackendError: the medium is gone",
+        ),
+        (
+            "cannot write",
+            "BackendError: the disk",
+            "TierStoreError: rank 0 could not go on: BackendError: the disk",
+        ),
+        (
+            "norm",
+            "UsageError: the gradient of the table 'wide.weight' is spread over the processes",
+            "UsageError: the gradient of",
+        ),
+    ],
+)
+def test_who_cannot_read_or_write_tells_the_others(found: Found, what: str, first: str, second: str) -> None:
+    said = [each[what] for each in found["files:2"]]
+    assert said[0].startswith(first)
+    assert said[1].startswith(second)
+
+
+# ---------------------------------------------------------------------- wrappers
+
+
+@pytest.mark.parametrize("how", ["before", "averaged", "views"])
+def test_wrapped_before_or_after_or_averaged_by_the_run_the_bits_are_the_same(found: Found, how: str) -> None:
+    assert [each[how] for each in found["around:2"]] == [[], []]
+
+
+@pytest.mark.parametrize("how", ["sends", "sends more"])
+def test_a_wrapper_that_would_send_tables_is_refused(found: Found, how: str) -> None:
+    for each in found["around:2"]:
+        assert "DistributedDataParallel would send and keep all rows of the table" in each[how]
+
+
+def test_wrappers_ignore_tables_as_long_as_the_run_lasts(found: Found) -> None:
+    names = ["wide.weight", "deep.weight", "bags.weight"]
+    assert [each["ignored"] for each in found["around:2"]] == [[names, False]] * 2
+
+
+# ---------------------------------------------------------------------- stories
+
+_ACTS = {"_write", "_step", "_grow", "_prefetch", "_keep", "_go_back", "_export", "written"}
+
+
+def test_a_table_in_parts_is_a_dense_tensor_through_everything_that_is_done_with_it(found: Found) -> None:
+    for each in found["stories:2"]:
+        assert set(each) == _ACTS
+        assert each["written"] > 1_000_000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_many_stories(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.setenv("TIERSTORE_STORIES", "60")
+    name = f"stories:{processes}"
+    for each in led(tmp_path_factory.mktemp("ranks"), name)[name]:
+        assert not isinstance(each, str), each
+        assert set(each) == _ACTS

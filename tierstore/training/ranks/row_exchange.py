@@ -1,0 +1,233 @@
+"""How rows, and what is said of them, come to the processes that want them.
+
+1. It goes over host memory (gloo), where rows are, in a group of its own: whatever carries gradients of
+   other parameters meanwhile does not come into its order.
+2. Every exchange begins with a header: what the process is about to do, with which table, and how often
+   it did that before.  Where they differ all processes raise the same; nothing is sent of rows then.
+3. Its timeout is that of the program's own process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Final, NamedTuple, TypeVar
+
+import torch
+from torch import distributed
+
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.training.ranks.where import RankPlace
+
+T = TypeVar("T")
+
+
+class Act(enum.IntEnum):
+    """What processes do together."""
+
+    LOOKUP = 0
+    ROWS = 1
+    SET_ROWS = 2
+    GRADIENTS = 3
+    GROW = 4
+    LOAD = 5
+    COPY = 6
+    EXPORT = 7
+    SAVE = 8
+
+
+_SAID: Final = {
+    Act.LOOKUP: "look up {table} (lookup {number})",
+    Act.ROWS: "read rows of {table} with table.rows",
+    Act.SET_ROWS: "write rows of {table} with table.set_rows",
+    Act.GRADIENTS: "average the gradients of tables at the end of backward pass {number}",
+    Act.GROW: "call table.grow of {table}",
+    Act.LOAD: "read files into {table}",
+    Act.COPY: "load a state dict into {table}",
+    Act.EXPORT: "export {table}",
+    Act.SAVE: "call run.save",
+}
+
+
+class Announcement(NamedTuple):
+    """What a process is about to do.
+
+    Attributes:
+        act: what.
+        table: number of the table; 0 where it is about all.
+        number: how often it did that before, and once more.
+        detail: what else has to be the same: how many rows there are, or will be.
+    """
+
+    act: int
+    table: int
+    number: int
+    detail: int
+
+
+class RowExchange:
+    """Sends rows to and fro.  Every process makes one at the same point, and calls the same, in one order.
+
+    Args:
+        where: which process this is.
+        names: of the tables, by their numbers.
+
+    Raises:
+        TierStoreError: another process has ended.
+    """
+
+    def __init__(self, where: RankPlace, names: Sequence[str]) -> None:
+        self.where = where
+        self._names = names
+        self._group: distributed.ProcessGroup | None = None
+        self._done: dict[tuple[int, int], int] = {}
+        self._is_busy = False
+        with self._told("offload(...)"):
+            self._group = distributed.new_group(backend="gloo", timeout=_timeout())
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Return a context for what belongs together; another thread or a signal's handler is refused.
+
+        Raises:
+            UsageError: an exchange is under way, or the run has ended.
+        """
+        if self._is_busy:
+            raise UsageError(
+                "rows of tables are on their way between processes: use tables from one thread, and not in a "
+                "signal's handler"
+            )
+        if self._group is None:
+            raise UsageError("the run that had spread tables over processes is closed")
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def begin(self, act: Act, table: int, detail: int, counts: torch.Tensor) -> torch.Tensor:
+        """Say what this process is about to do, and to each how much it sends; return what each sends here.
+
+        What is said is always as long: gloo ends a process that gets a message of another length.
+
+        Args:
+            act: what.
+            table: number of the table.
+            detail: see `Announcement`.
+            counts: int64 ``[processes]``.
+
+        Returns:
+            int64 ``[processes]``.
+
+        Raises:
+            UsageError: they do different things; all raise the same.
+            TierStoreError: another process has ended, or did not come in time.
+        """
+        number = self._done[act, table] = self._done.get((act, table), 0) + 1
+        mine = Announcement(act, table, number, detail)
+        said = torch.tensor(mine).expand(self.where.world_size, len(mine))
+        told = self.swap(torch.cat([said, counts[:, None]], 1))
+        headers = [Announcement(*each) for each in told[:, : len(mine)].tolist()]
+        if any(each != mine for each in headers):
+            self._done[act, table] = number - 1  # nobody has done it
+            raise UsageError(self._difference(headers))
+        return told[:, -1]
+
+    def swap(self, values: torch.Tensor) -> torch.Tensor:
+        """Send a row of ``[processes, k]`` to each; return what each has sent."""
+        return self._all_to_all(values, None, None)
+
+    def _difference(self, headers: Sequence[Announcement]) -> str:
+        said = "; ".join(f"rank {rank} is to {self._in_words(each)}" for rank, each in enumerate(headers))
+        return (
+            f"the processes do different things with tables whose rows are spread over them: {said}. All "
+            "have to make the same calls in the same order, with as many rows in the tables: end an epoch at "
+            "the same step everywhere, and look up an empty batch where one has no more."
+        )
+
+    def _in_words(self, header: Announcement) -> str:
+        words = _SAID[Act(header.act)].format(
+            table=f"table {self._names[header.table]!r} of {header.detail} rows", number=header.number
+        )
+        return words if header.act in (Act.LOOKUP, Act.GRADIENTS) else f"{words} (call {header.number})"
+
+    def send(self, values: torch.Tensor, counts: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+        """Send rows of a tensor to each; return what each has sent, in order of rank.
+
+        Args:
+            values: ``[n, ...]``, contiguous: those for rank 0 first.
+            counts: how many are for each rank.
+            theirs: how many each rank sends here.
+        """
+        return self._all_to_all(values, counts.tolist(), theirs.tolist())
+
+    def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return what each gave, by rank: small tensors of one shape and type."""
+        found = [torch.empty_like(mine) for _ in range(self.where.world_size)]
+        with self._told("an exchange of table rows"):
+            distributed.all_gather(found, mine, group=self._group)
+        return found
+
+    def share(self, mine: T) -> T:
+        """Return what the first process gave; it is pickled."""
+        found = [mine]
+        with self._told("an exchange of table rows"):
+            distributed.broadcast_object_list(found, group=self._group, group_src=0)
+        return found[0]
+
+    def tell(self, flag: int) -> int:
+        """Return the number that the first process gave."""
+        told = torch.tensor([flag], device="cpu")
+        with self._told("an exchange of table rows"):
+            distributed.broadcast(told, group=self._group, group_src=0)
+        return int(told)
+
+    def _all_to_all(
+        self, values: torch.Tensor, counts: list[int] | None, theirs: list[int] | None
+    ) -> torch.Tensor:
+        got = values.new_empty((len(values) if theirs is None else sum(theirs), *values.shape[1:]))
+        into, of = _bytes(got), _bytes(values)  # gloo knows few types
+        with self._told("an exchange of table rows"):
+            distributed.all_to_all_single(into, of, theirs, counts, group=self._group)
+        return got
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as cause:
+            if isinstance(cause, TierStoreError):
+                raise
+            raise TierStoreError(
+                f"{self.where.name} waited for the others in {what}, and one of them has ended, is in "
+                f"something else, or did not come in time: {cause}"
+            ) from cause
+
+    def close(self) -> None:
+        """Exchange no more.  Idempotent."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        # The program may have ended all groups before its run.
+        with contextlib.suppress(ValueError, RuntimeError, AssertionError):
+            distributed.destroy_process_group(group)
+
+
+def _timeout() -> timedelta:
+    """Return how long the program's own group waits."""
+    assert distributed.group.WORLD is not None
+    device = "cpu" if "cpu:" in distributed.get_backend_config() else "cuda"
+    options = distributed.group.WORLD._get_backend(torch.device(device)).options  # noqa: SLF001 - no other way
+    timeout: timedelta = options._timeout  # noqa: SLF001
+    return timeout
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory, row by row; a copy where that has gaps, or strides of its own."""
+    rows = tensor.contiguous().view(len(tensor), math.prod(tensor.shape[1:]))
+    if rows.stride(1) != 1:  # as of one element or none, which is contiguous in any case
+        rows = rows.new_empty(rows.shape).copy_(rows)
+    return rows.view(torch.uint8)
