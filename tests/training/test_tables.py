@@ -223,12 +223,12 @@ def test_what_a_lookup_makes_on_the_host_crosses_and_is_nothing_of_the_device(tm
     assert crossed[down] >= 2 * ids + rows
 
 
-def test_a_placement_says_otherwise_of_a_table(tmp_path: Path) -> None:
+def test_a_table_without_a_cache_looks_up_on_the_host_whatever_a_placement_says(tmp_path: Path) -> None:
     model, optimizers = build()
     with offload(model, optimizers, table_config("three", tmp_path), placement={"wide": "device"}) as run:
         placed = run._session.placed  # type: ignore[union-attr]
         assert placed.is_on_host(model.deep)
-        assert not placed.is_on_host(model.wide)
+        assert placed.is_on_host(model.wide)
 
 
 @every_layout
