@@ -36,6 +36,8 @@ nitpick_ignore_regex = [
     # What a store hands to the leases and readers it makes.
     (r"py:class", r"tierstore\.core\.messages\.ReplicaId"),
     (r"py:class", r"tierstore\.engine\.engine\.Engine"),
+    # What optimizers of tables remember of a step that failed, for the next one.
+    (r"py:class", r"tierstore\.optim\.failed_step\.FailedStep"),
     # Type variables have no page.
     (r"py:class", r"(.*\.)?[A-Z][a-z]*T|(.*\.)?T"),
 ]

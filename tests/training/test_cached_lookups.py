@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.training.table_models import ROWS, WIDTH, HotClicks, step
-from tests.training.twins import Trial, config_of, is_simulated
+from tests.training.twins import Trial, config_of
 from tierstore.optim import SparseAdam
 from tierstore.training import offload
 
@@ -44,7 +44,6 @@ def test_rows_are_those_that_were_written_last(layout: str, cache_rows: int, tmp
     assert torch.equal(model.deep.rows(torch.arange(ROWS, device="cpu")), expected)
 
 
-@pytest.mark.skipif(is_simulated, reason="the simulated accelerator has no sparse tensors")
 @beside_device
 def test_a_table_is_trained_where_its_rows_are(layout: str, tmp_path: Path) -> None:
     """As one whose rows all pass by, since there is room for one: bit for bit on any device."""
