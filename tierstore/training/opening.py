@@ -317,7 +317,7 @@ def placed_by(model: nn.Module, given: Mapping[str, str], *, lookups: bool = Fal
     Args:
         model: whose modules.
         given: the device of each pattern, in the order in which they count.
-        lookups: whether tables that no pattern names look their rows up where these are, on the host.
+        lookups: whether tables that keep no rows on the device look them up where these are, on the host.
 
     Raises:
         ConfigError: a text is no pattern.
@@ -329,7 +329,7 @@ def placed_by(model: nn.Module, given: Mapping[str, str], *, lookups: bool = Fal
             raise UsageError(f"placement: modules[{text!r}] names operators; accepted are names of modules.")
     matched = {text: (each.matches, device) for text, (each, device) in patterns.items()}
     if lookups:
-        matched = {**lookups_on_host(model, [matches for matches, _ in matched.values()]), **matched}
+        matched = {**lookups_on_host(model), **matched}
     placed = place_modules(model, matched)
     if placed.are_any:
         placed.borders(model)  # refuses what nobody could bring its values

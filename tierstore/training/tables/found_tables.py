@@ -88,7 +88,7 @@ def refuse_norms_of_parts(model: nn.Module) -> None:
 Matches = Callable[[Sequence[str]], bool]
 
 
-def lookups_on_host(model: nn.Module, given: Sequence[Matches]) -> dict[str, tuple[Matches, str]]:
+def lookups_on_host(model: nn.Module) -> dict[str, tuple[Matches, str]]:
     """Return patterns that let tables compute on the host, where their rows are.
 
     Those that keep no rows on the device do, wherever they are to be computed with: what they have looked up
@@ -96,14 +96,9 @@ def lookups_on_host(model: nn.Module, given: Sequence[Matches]) -> dict[str, tup
 
     Args:
         model: whose tables.
-        given: the program's own patterns: what one of them names stays as that says.
     """
     found: dict[str, tuple[Matches, str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, EmbeddingTable) or (module.target != CPU and module.cache_rows):
-            continue
-        path = tuple(name.split("."))
-        around = [path[:end] for end in range(1, len(path) + 1)]
-        if not module.cache_rows or not any(matches(each) for matches in given for each in around):
-            found[f"the table {name}"] = (functools.partial(operator.eq, path), CPU)
+        if isinstance(module, EmbeddingTable) and not module.cache_rows:
+            found[f"the table {name}"] = (functools.partial(operator.eq, tuple(name.split("."))), CPU)
     return found
