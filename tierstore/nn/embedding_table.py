@@ -14,16 +14,16 @@ from torch import nn
 from torch.nn import functional
 
 from tierstore.errors import ConfigError, UsageError
-from tierstore.modes import Unseen
 from tierstore.nn import ids as ids_of
 from tierstore.nn.arguments import TableArguments, lowered
 from tierstore.nn.asked_ahead import require_in_time
 from tierstore.nn.initializers import Initializer, rows_of
-from tierstore.nn.lookup import clipped, gather, on_device_of, read_rows
+from tierstore.nn.lookup import clipped, gather, on_device_of, read_rows, write_rows
 from tierstore.nn.row_blocks import check_room, own_of
+from tierstore.nn.sharding import Act
 from tierstore.nn.table_files import export_table, load_table
 from tierstore.nn.table_weight import TableWeight
-from tierstore.tables import ROWS, RowStats, RowStore, seed_of
+from tierstore.tables import RowStats, RowStore, seed_of
 from tierstore.torch_private import innermost_transform
 from tierstore.units import parse_bytes
 
@@ -214,7 +214,7 @@ class EmbeddingTable(nn.Module):
         )
         store, more = self.weight.rows_for("is read"), int(distinct.has_strangers)
         if self.weight.sharding is not None:
-            return self.weight.sharding.read(self.weight, distinct.ids, more, "rows")[distinct.inverse]
+            return self.weight.sharding.read(self.weight, distinct.ids, more, Act.ROWS)[distinct.inverse]
         return read_rows(store, distinct.ids, more)[distinct.inverse]
 
     def set_rows(self, ids: torch.Tensor, values: torch.Tensor) -> None:
@@ -236,17 +236,11 @@ class EmbeddingTable(nn.Module):
                 f"set_rows: ids of shape {list(known.shape)} with values of {list(values.shape)}; they have "
                 f"to be [n] and [n, {self.embedding_dim}]"
             )
-        distinct, inverse = torch.unique(known, return_inverse=True)
-        last = torch.zeros(len(distinct), dtype=torch.int64, device="cpu")
-        last.scatter_reduce_(0, inverse, torch.arange(len(known), device="cpu"), "amax")
-        rows = values.detach()[last.to(values.device)].to("cpu", self.dtype)
         store = self.weight.rows_for("is written")
         if self.weight.sharding is not None:
-            self.weight.sharding.write(self.weight, distinct, rows)
-            return
-        with store.lock, Unseen():
-            for visit in store.visit(distinct):
-                visit.scatter(ROWS, rows[visit.part])
+            self.weight.sharding.write(self.weight, known, values.detach().to("cpu", self.dtype))
+        else:
+            write_rows(store, known, values)
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Begin to bring what a coming batch will look up: advice, which never fails for want of room.
@@ -283,7 +277,7 @@ class EmbeddingTable(nn.Module):
         if not self.sparse:
             check_room(store, "grad", num_embeddings)
         if self.weight.sharding is not None:
-            self.weight.sharding.agree(self.weight, "grow")
+            self.weight.sharding.agree(self.weight, Act.GROW)
         store.grow(num_embeddings)
         self.weight.grow(num_embeddings)
 
@@ -315,7 +309,7 @@ class EmbeddingTable(nn.Module):
         if self.weight.sharding is None:
             write()
             return
-        with self.weight.sharding.reading(self.weight, "export") as is_first:
+        with self.weight.sharding.reading(self.weight, Act.EXPORT) as is_first:
             if is_first:
                 write(functools.partial(self.weight.sharding.blocks, self.weight))
 
@@ -333,7 +327,7 @@ class EmbeddingTable(nn.Module):
         """
         if state:
             self.weight.begun_for = None
-        with self.weight.loading("load") as store:
+        with self.weight.loading(Act.LOAD) as store:
             load_table(store, Path(path), state)
 
     def stats(self) -> TableStats:

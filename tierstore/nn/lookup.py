@@ -15,6 +15,7 @@ from tierstore import sides
 from tierstore.errors import UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.ids import DistinctIds
+from tierstore.nn.sharding import Act
 from tierstore.nn.table_weight import TableWeight
 from tierstore.sides import Side
 from tierstore.tables import ROWS, RowStore
@@ -52,6 +53,23 @@ def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor
         rows[len(ids) :].zero_()
     sides.note(rows.untyped_storage(), Side.HOST)
     return rows
+
+
+def write_rows(store: RowStore, ids: torch.Tensor, values: torch.Tensor) -> None:
+    """Write rows; of an id that is there several times, the last one stays.
+
+    Args:
+        store: of the table.
+        ids: int64 in host memory, ``[n]``, in range.
+        values: ``[n, width]``, of any type of numbers and on any device.
+    """
+    with store.lock, Unseen():
+        distinct, inverse = torch.unique(ids, return_inverse=True)
+        last = torch.zeros(len(distinct), dtype=torch.int64, device="cpu")
+        last.scatter_reduce_(0, inverse, torch.arange(len(ids), device="cpu"), "amax")
+        rows = values.detach()[last.to(values.device)].to("cpu", store.dtype)
+        for visit in store.visit(distinct):
+            visit.scatter(ROWS, rows[visit.part])
 
 
 def _look_up(store: RowStore, ids: torch.Tensor, more: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +117,7 @@ class _Gather(torch.autograd.Function):
             rows, ctx.ids = _look_up(store, distinct.ids, more)
             return rows
         ctx.ids, ctx.is_synced = distinct.ids, weight.sharding.is_synced()
-        return weight.sharding.read(weight, distinct.ids, more, "lookup")
+        return weight.sharding.read(weight, distinct.ids, more, Act.LOOKUP)
 
     @staticmethod
     @once_differentiable

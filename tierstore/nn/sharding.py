@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -10,20 +11,34 @@ import torch
 from torch import nn
 
 
+class Act(enum.IntEnum):
+    """What all processes do together."""
+
+    LOOKUP = 0
+    ROWS = 1
+    SET_ROWS = 2
+    GRADIENTS = 3
+    GROW = 4
+    LOAD = 5
+    COPY = 6
+    EXPORT = 7
+    SAVE = 8
+
+
 class Sharding(Protocol):
     """Brings rows from the processes that have them, and gradients to these.
 
     What says "all processes" waits for the others, and raises in all of them if they call something else.
     """
 
-    def read(self, weight: nn.Parameter, ids: torch.Tensor, more: int, what: str) -> torch.Tensor:
+    def read(self, weight: nn.Parameter, ids: torch.Tensor, more: int, act: Act) -> torch.Tensor:
         """Return copies of rows; all processes, each with ids of its own.
 
         Args:
             weight: of the table.
             ids: int64 in host memory, ascending, distinct, in range.
             more: how many rows of zeros to put behind them.
-            what: calls it, for the others: ``"lookup"`` or ``"rows"``.
+            act: what it is for: `Act.LOOKUP` or `Act.ROWS`.
 
         Returns:
             ``[len(ids) + more, width]``.
@@ -31,25 +46,25 @@ class Sharding(Protocol):
         ...
 
     def write(self, weight: nn.Parameter, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Write rows; all processes, each with rows of its own.  Of an id that several name, the last's stay.
+        """Write rows; all processes, each with its own.  Where several name an id, the last one's stays.
 
         Args:
             weight: of the table.
-            ids: int64 in host memory, ascending, distinct, in range.
+            ids: int64 in host memory, in range; of one that is there several times, the last one stays.
             values: ``[len(ids), width]`` of the table's type, in host memory.
         """
         ...
 
-    def agree(self, weight: nn.Parameter, what: str) -> None:
+    def agree(self, weight: nn.Parameter, act: Act) -> None:
         """Return when all processes have come to call the same."""
         ...
 
-    def reading(self, weight: nn.Parameter | None, what: str) -> AbstractContextManager[bool]:
+    def reading(self, weight: nn.Parameter | None, act: Act) -> AbstractContextManager[bool]:
         """Return a context in which the first process may read `blocks`, and the others serve it.
 
         Args:
             weight: of the table; ``None``: of several.
-            what: all call: ``"export"`` or ``"save"``.
+            act: what it is for: `Act.EXPORT` or `Act.SAVE`.
 
         Returns:
             with whether this is the first process.  The others come to it when that one is done.

@@ -28,7 +28,7 @@ from tierstore.modes import Unseen
 from tierstore.nn.calling import caller_of
 from tierstore.nn.looks import CONVERSIONS, LIKE, is_look, name_of, sets_gradient
 from tierstore.nn.row_blocks import blocks_of, described, write_all, write_part
-from tierstore.nn.sharding import Sharding
+from tierstore.nn.sharding import Act, Sharding
 from tierstore.nn.table_entry import TableEntry
 from tierstore.tables import ROWS, DeviceHome, RowStore
 from tierstore.torch_private import tree_map_only
@@ -153,22 +153,22 @@ class TableWeight(nn.Parameter):
         return self._store.why_ended is not None
 
     @contextlib.contextmanager
-    def loading(self, what: str | None = None) -> Iterator[RowStore]:
+    def loading(self, act: Act | None = None) -> Iterator[RowStore]:
         """Yield where all rows are about to be written.
 
         They are where they were, or, if they were released, in a table of their own, which nobody sees before
         all of them are there.
 
         Args:
-            what: all processes that have a part of the rows call, before any is written; ``None``: they have
-                agreed about it.
+            act: what all processes that have a part of the rows call, before any is written; ``None``: they
+                have agreed about it.
 
         Raises:
             UsageError: as of `rows_for`; or the processes do different things.
         """
         store = self.rows_for("is loaded")
-        if what is not None and self.sharding is not None:
-            self.sharding.agree(self, what)
+        if act is not None and self.sharding is not None:
+            self.sharding.agree(self, act)
         if store.why_ended is None:
             yield store
             return
@@ -385,7 +385,7 @@ def _copied(weight: TableWeight, values: torch.Tensor, non_blocking: bool = Fals
     del non_blocking
     if values.shape != weight.shape:
         raise UsageError(f"copy_: values of shape {list(values.shape)} for the {weight.description}")
-    with weight.loading("copy_") as store:
+    with weight.loading(Act.COPY) as store:
         if not isinstance(values, TableEntry):
             write_all(store, ROWS, values)
         elif values.weight.row_store is not store or values.column != ROWS:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -20,23 +19,10 @@ import torch
 from torch import distributed
 
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.nn.sharding import Act
 from tierstore.training.ranks.where import RankPlace
 
 T = TypeVar("T")
-
-
-class Act(enum.IntEnum):
-    """What processes do together."""
-
-    LOOKUP = 0
-    ROWS = 1
-    SET_ROWS = 2
-    GRADIENTS = 3
-    GROW = 4
-    LOAD = 5
-    COPY = 6
-    EXPORT = 7
-    SAVE = 8
 
 
 _SAID: Final = {

@@ -18,9 +18,10 @@ import torch
 
 from tierstore.errors import UsageError
 from tierstore.modes import Unseen
+from tierstore.nn.sharding import Act
 from tierstore.nn.table_weight import TableWeight
 from tierstore.torch_private import call_after_backward, current_graph_task
-from tierstore.training.ranks.row_exchange import Act, RowExchange
+from tierstore.training.ranks.row_exchange import RowExchange
 from tierstore.training.ranks.row_slices import RowSlice
 
 _IS_AVERAGE = "tierstore_is_average"

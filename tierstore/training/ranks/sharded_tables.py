@@ -19,26 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 from tierstore import sides
 from tierstore.errors import TierStoreError
 from tierstore.modes import Unseen
-from tierstore.nn.lookup import read_rows
+from tierstore.nn.lookup import read_rows, write_rows
+from tierstore.nn.sharding import Act
 from tierstore.nn.table_weight import TableWeight
 from tierstore.sides import Side
-from tierstore.tables import ROWS, RowStore
-from tierstore.training.ranks.row_exchange import Act, RowExchange
+from tierstore.tables import RowStore
+from tierstore.training.ranks.row_exchange import RowExchange
 from tierstore.training.ranks.row_slices import RowSlice
 from tierstore.training.ranks.sharded_gradients import ShardedGradients
 from tierstore.training.ranks.where import RankPlace
 from tierstore.training.ranks.whole_tables import WholeTables
 from tierstore.training.tables.found_tables import Tables
-
-_CALLED = {
-    "lookup": Act.LOOKUP,
-    "rows": Act.ROWS,
-    "grow": Act.GROW,
-    "load": Act.LOAD,
-    "copy_": Act.COPY,
-    "export": Act.EXPORT,
-    "save": Act.SAVE,
-}
 
 
 class ShardedTables:
@@ -124,7 +115,7 @@ class ShardedTables:
 
     # --- rows ---------------------------------------------------------------------------------
 
-    def read(self, weight: nn.Parameter, ids: torch.Tensor, more: int, what: str) -> torch.Tensor:
+    def read(self, weight: nn.Parameter, ids: torch.Tensor, more: int, act: Act) -> torch.Tensor:
         """See `tierstore.nn.sharding.Sharding.read`.
 
         Raises:
@@ -134,7 +125,7 @@ class ShardedTables:
         """
         assert isinstance(weight, TableWeight)
         with self._exchange.alone(), Unseen():
-            found = self._read(weight, ids, more, _CALLED[what])
+            found = self._read(weight, ids, more, act)
         sides.note(found.untyped_storage(), Side.HOST)
         return found
 
@@ -187,24 +178,19 @@ class ShardedTables:
             theirs = self._begin(Act.SET_ROWS, weight, store.num_rows, counts)
             named = self._exchange.send(ids[order], counts, theirs)
             rows = self._exchange.send(values[order], counts, theirs)
-            distinct, inverse = torch.unique(named, return_inverse=True)
-            last = torch.zeros(len(distinct), dtype=torch.int64, device="cpu")
-            last.scatter_reduce_(0, inverse, torch.arange(len(named), device="cpu"), "amax")
-            with store.lock:
-                for visit in store.visit(distinct):
-                    visit.scatter(ROWS, rows[last[visit.part]])
+            write_rows(store, named, rows)
 
-    def agree(self, weight: nn.Parameter, what: str) -> None:
+    def agree(self, weight: nn.Parameter, act: Act) -> None:
         """See `tierstore.nn.sharding.Sharding.agree`."""
         assert isinstance(weight, TableWeight)
         with self._exchange.alone():
             none = torch.zeros(self.processes, dtype=torch.int64, device="cpu")
-            self._begin(_CALLED[what], weight, weight.row_store.num_rows, none)
+            self._begin(act, weight, weight.row_store.num_rows, none)
 
-    def reading(self, weight: nn.Parameter | None, what: str) -> contextlib.AbstractContextManager[bool]:
+    def reading(self, weight: nn.Parameter | None, act: Act) -> contextlib.AbstractContextManager[bool]:
         """See `tierstore.nn.sharding.Sharding.reading`."""
         assert weight is None or isinstance(weight, TableWeight)
-        return self._wholes.reading(_CALLED[what], 0 if weight is None else self._numbers[weight])
+        return self._wholes.reading(act, 0 if weight is None else self._numbers[weight])
 
     def blocks(
         self, weight: nn.Parameter, column: str, parts: Sequence[slice]

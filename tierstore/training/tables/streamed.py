@@ -9,7 +9,7 @@ import torch
 
 from tierstore.formats.safetensors_files import TensorFile, TensorSource
 from tierstore.nn.row_blocks import blocks_of, parts_of, write_part
-from tierstore.nn.sharding import Sharding
+from tierstore.nn.sharding import Act, Sharding
 from tierstore.nn.table_entry import Table, TableEntry
 from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.table_optimizer import TableOptimizer
@@ -34,7 +34,7 @@ def saving(tensors: Iterable[torch.Tensor]) -> Iterator[bool]:
     if spread is None:
         yield True
         return
-    with spread.reading(None, "save") as is_first:
+    with spread.reading(None, Act.SAVE) as is_first:
         yield is_first
 
 
@@ -44,7 +44,7 @@ def agree_to_load(tensors: Iterable[torch.Tensor]) -> None:
         for sharding in _spread([each]):
             assert isinstance(each, TableWeight)
             each.rows_for("is loaded")
-            sharding.agree(each, "load")
+            sharding.agree(each, Act.LOAD)
 
 
 def _spread(tensors: Iterable[torch.Tensor]) -> Iterator[Sharding]:
