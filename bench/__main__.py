@@ -10,6 +10,7 @@ from bench import (
     activations,
     budget,
     cached_rows,
+    host_steps,
     keys,
     parts,
     processes,
@@ -21,6 +22,21 @@ from bench import (
 from bench.command import FIGURES, main
 from bench.fio.command import main as run_job_files
 
+MODULES = (
+    store,
+    keys,
+    parts,
+    cached_rows,
+    training,
+    processes,
+    budget,
+    activations,
+    simulated,
+    tables,
+    host_steps,
+)
+"""Those that have the questions of all figures."""
+
 
 def names_a_job_file(argv: Sequence[str]) -> bool:
     """Say whether the command line is about job files: one is named, or none of the figures' options is."""
@@ -30,16 +46,5 @@ def names_a_job_file(argv: Sequence[str]) -> bool:
 if __name__ == "__main__":
     if names_a_job_file(sys.argv[1:]):
         sys.exit(run_job_files())
-    questions = (
-        store.QUESTIONS
-        | keys.QUESTIONS
-        | parts.QUESTIONS
-        | cached_rows.QUESTIONS
-        | training.QUESTIONS
-        | processes.QUESTIONS
-        | budget.QUESTIONS
-        | activations.QUESTIONS
-        | simulated.QUESTIONS
-        | tables.QUESTIONS
-    )
+    questions = {name: ask for module in MODULES for name, ask in module.QUESTIONS.items()}
     sys.exit(main("bench", {name: questions[name] for name in FIGURES}))

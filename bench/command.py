@@ -46,6 +46,8 @@ FIGURES = (
     "table-on-disk",
     "table-resident",
     "host-device-step",
+    "host-steps",
+    "simulated-host-steps",
 )
 """Every figure of `FIGURES_PAGE`, in its order."""
 

@@ -7,18 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import (
-    activations,
-    budget,
-    cached_rows,
-    keys,
-    parts,
-    processes,
-    simulated,
-    store,
-    tables,
-    training,
-)
+from bench import budget, processes, tables, training
+from bench.__main__ import MODULES
 from bench.command import FIGURES, Question, Settings
 from bench.training import Floor
 from bench.workload import Trainee, Workload
@@ -27,19 +17,7 @@ QUESTIONS = training.QUESTIONS | budget.QUESTIONS | tables.QUESTIONS
 
 
 def test_every_figure_of_the_page_has_one_question() -> None:
-    modules = [
-        store,
-        keys,
-        parts,
-        training,
-        processes,
-        budget,
-        activations,
-        simulated,
-        tables,
-        cached_rows,
-    ]
-    names = [name for module in modules for name in module.QUESTIONS]
+    names = [name for module in MODULES for name in module.QUESTIONS]
     assert sorted(names) == sorted(FIGURES)
 
 
