@@ -39,6 +39,14 @@ def refused(config: Mapping[str, object], **more: object) -> str:
     return "opened"
 
 
+def directories_of_all(folder: Path) -> list[str]:
+    """Return what a folder holds while all have their runs open: one that ends removes its own."""
+    distributed.barrier()
+    names = sorted(each.name for each in folder.iterdir())
+    distributed.barrier()
+    return names
+
+
 def shares(rank: int, processes: int, folder: Path) -> object:
     """Each has its share of the quotas, and a directory of its own; told by torchrun, or counted."""
     found: dict[str, object] = {}
@@ -47,8 +55,7 @@ def shares(rank: int, processes: int, folder: Path) -> object:
         with offload(model(), None, {**WHOLE, "offload_path": str(folder / name)}) as run:
             tiers = run.store.stats().tiers
             found[name] = {tier: stats.capacity_bytes for tier, stats in tiers.items()}
-            distributed.barrier()
-            found[f"{name} directories"] = sorted(each.name for each in (folder / name).iterdir())
+            found[f"{name} directories"] = directories_of_all(folder / name)
         for key in environment:
             del os.environ[key]
     one = {**WHOLE, "device": "emulated", "max_device_memory": "1MB", "offload_path": str(folder / "one")}
@@ -56,8 +63,7 @@ def shares(rank: int, processes: int, folder: Path) -> object:
         found["device"] = {"device": run.store.config.tiers[0].capacity_bytes}
     own = {**WHOLE, "offload_path": str(folder / "own" / f"rank-{rank}")}
     with offload(model(), None, own):
-        distributed.barrier()
-        found["own directories"] = sorted(each.name for each in (folder / "own").iterdir())
+        found["own directories"] = directories_of_all(folder / "own")
     with offload(model(), None, {**WHOLE, "offload_path": str(folder / f"alone-{rank}")}, alone=True) as run:
         found["alone"] = run.store.stats().tiers["host"].capacity_bytes
     free = {
