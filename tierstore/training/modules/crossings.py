@@ -21,8 +21,6 @@ What a crossing does is the library's own work: no mode sees it, and no meter co
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +30,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import UsageError
 from tierstore.planning.placement import CPU, DEVICE
 from tierstore.quoting import quoted
-from tierstore.torch_private import innermost_transform, tree_flatten, tree_map
+from tierstore.torch_private import innermost_transform, tree_flatten
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.faults import guard
 from tierstore.training.modules.hooks import Hook
@@ -48,6 +45,7 @@ from tierstore.training.modules.neighbours import (
     next_on_host,
     spares_its_input,
 )
+from tierstore.training.modules.nested_values import are_same, brought, content_of, made_anew
 from tierstore.training.pytorch.function_modes import out_of_sight
 
 
@@ -335,10 +333,10 @@ class _CrossIn(Hook):
             if each in hooks:
                 hooks.move_to_end(each)
         with out_of_sight():
-            found = _brought((args, kwargs), self._border.bring_in)
+            found = brought((args, kwargs), self._border.bring_in)
         if found is None:
             return None
-        given += [(each, _content_of(each)) for each in _made_anew((args, kwargs), found)]
+        given += [(each, content_of(each)) for each in made_anew((args, kwargs), found)]
         return found[0], found[1]
 
 
@@ -375,7 +373,7 @@ class _Leave(Hook):
 def _require_unwritten(left: _Entered) -> None:
     """Raise if a module has written to a container that was made for it: its caller would not see that."""
     for container, content in left.given:
-        if not _are_same(_content_of(container), content):
+        if not are_same(content_of(container), content):
             raise UsageError(
                 f"a {type(left.module).__name__} computes on {quoted(left.side)} and writes to a "
                 f"{type(container).__name__} that it was given: it has a copy, as tensors in it are on the "
@@ -397,120 +395,7 @@ class _CrossOut(Hook):
             return None
         with out_of_sight():
             given_on = self._border.exchange(output)
-            return _brought(output, self._border.bring_out) if given_on is None else given_on
-
-
-def _brought(values: Any, bring: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401 - a module's own
-    """Return nested values with each tensor brought, once; ``None``: they are as they are.
-
-    Containers in which nothing had to be brought are the same objects.
-    """
-    crossed: dict[int, torch.Tensor] = {}  # by the id of what ``values`` keeps
-
-    looked_into: set[int] = set()  # by their ids: one may refer to itself
-
-    def once(each: Any) -> Any:  # noqa: ANN401
-        if isinstance(each, torch.Tensor):
-            if id(each) not in crossed:
-                crossed[id(each)] = bring(each)
-            return crossed[id(each)]
-        if isinstance(each, PackedSequence):
-            return _with_packed(each, once)
-        if not _has_fields(each) or id(each) in looked_into:
-            return each
-        looked_into.add(id(each))
-        try:
-            return _with_fields(each, map_all)
-        finally:
-            looked_into.discard(id(each))
-
-    def map_all(nested: Any) -> Any:  # noqa: ANN401
-        return _with_what_stayed(nested, tree_map(once, nested, is_leaf=_is_packed))
-
-    brought = map_all(values)
-    return None if all(id(tensor) == number for number, tensor in crossed.items()) else brought
-
-
-def _is_packed(value: object) -> bool:
-    return isinstance(value, PackedSequence)
-
-
-def _with_packed(value: PackedSequence, act: Callable[[Any], Any]) -> PackedSequence:
-    """Return packed sequences with values that are brought, as ``PackedSequence.to`` does.
-
-    How many there are of each length stays on the CPU, where PyTorch wants it.  (An emulated device is one,
-    and its numbers are brought as others are.)
-    """
-    data: torch.Tensor = act(value.data)
-    counts = act(value.batch_sizes) if data.device.type == CPU else value.batch_sizes
-    order = None if value.sorted_indices is None else act(value.sorted_indices)
-    back = None if value.unsorted_indices is None else act(value.unsorted_indices)
-    found = (data, counts, order, back)
-    return value if all(a is b for a, b in zip(found, value, strict=True)) else type(value)(*found)
-
-
-def _has_fields(value: object) -> bool:
-    """Whether it is of a dataclass, which PyTorch looks into only where somebody has registered that."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module)
-
-
-def _with_fields(value: Any, act: Callable[[Any], Any]) -> Any:  # noqa: ANN401
-    """Return a dataclass's object with other values in its fields; itself, if they are the same."""
-    names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
-    fields = {name: act(getattr(value, name)) for name in names}
-    if all(fields[name] is getattr(value, name) for name in names):
-        return value
-    made = copy.copy(value)  # as it is, whatever its ``__init__`` does
-    for name, field in fields.items():
-        object.__setattr__(made, name, field)  # of a frozen one, too
-    return made
-
-
-def _with_what_stayed(before: Any, after: Any) -> Any:  # noqa: ANN401
-    """Return nested values of which the parts that are as they were are the former objects.
-
-    A module may write to a container that it was given.
-    """
-    if before is after or type(before) is not type(after):
-        return after
-    if type(before) is dict:
-        parts = {key: _with_what_stayed(each, after[key]) for key, each in before.items()}
-        return before if all(parts[key] is each for key, each in before.items()) else parts
-    if type(before) in (list, tuple):
-        found = [_with_what_stayed(a, b) for a, b in zip(before, after, strict=True)]
-        if all(a is b for a, b in zip(before, found, strict=True)):
-            return before
-        return found if type(before) is list else tuple(found)
-    return after
-
-
-def _made_anew(before: Any, after: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Yield the lists, dicts and dataclasses' objects among nested values that are not the former ones."""
-    if before is after or type(before) is not type(after):
-        return
-    if type(after) in (list, dict) or _has_fields(after):
-        yield after
-    for one, other in zip(_parts_of(before), _parts_of(after), strict=True):
-        yield from _made_anew(one, other)
-
-
-def _parts_of(value: Any) -> Sequence[object]:  # noqa: ANN401
-    """Return what is in a container, as far as something in it may have been brought."""
-    if type(value) is dict:
-        return list(value.values())
-    if type(value) in (list, tuple):
-        return list(value)
-    return _content_of(value) if _has_fields(value) else ()
-
-
-def _content_of(container: Any) -> Sequence[object]:  # noqa: ANN401 - such as `_made_anew` yields
-    if _has_fields(container):
-        return [getattr(container, each.name, None) for each in dataclasses.fields(container)]
-    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
-
-
-def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+            return brought(output, self._border.bring_out) if given_on is None else given_on
 
 
 def _is_there(tensor: torch.Tensor, link: Carrier, side: str) -> bool:
