@@ -44,7 +44,7 @@ class RowStore:
 
     Attributes:
         lock: see above; it may be had several times by one thread.
-        own_rows: which rows are here; ``None``: all.  Who sets it asks for no others.
+        own_rows: see there.
 
     Args:
         num_rows: at least 1.
@@ -52,6 +52,7 @@ class RowStore:
         dtype: of rows and states.
         initial_rows: what rows are before they are written: a pure function of their ids.
         name: of the table, for messages.
+        own_rows: which rows are here; ``None``: all.  Nobody asks for others.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class RowStore:
         initial_rows: InitialRows,
         *,
         name: str = "table",
+        own_rows: OwnRows | None = None,
     ) -> None:
         if signals.not_yet:
             signals.set_up()
         self.lock = new_table_lock()
         self._executor = TableWorkers(name)
         self._traits = TableTraits(name, initial_rows, self._executor)
-        self.own_rows: OwnRows | None = None
+        self.own_rows = own_rows
         self._ended: str | None = None
         self._last_log: PageLog | None = None  # before it was detached
         self._device_rows: DeviceRows | None = None
@@ -457,6 +459,7 @@ class RowStore:
         home: TableHome,
         *,
         name: str = "table",
+        own_rows: OwnRows | None = None,
     ) -> RowStore:
         """Return a table, attached, as it was when ``snapshot`` was taken.  Reads no page.
 
@@ -469,6 +472,7 @@ class RowStore:
             initial_rows: see there.
             home: with the same log; the size of its blocks may be another.
             name: see the class.
+            own_rows: see there.
 
         Raises:
             UsageError: the home has no log.
@@ -476,7 +480,7 @@ class RowStore:
         """
         if home.log is None:
             raise UsageError(f"table {name!r}: a snapshot is read from a log, and there is none")
-        table = cls(snapshot.num_rows, width, dtype, initial_rows, name=name)
+        table = cls(snapshot.num_rows, width, dtype, initial_rows, name=name, own_rows=own_rows)
         table._traits, table._use = home.traits_of(table._traits, table._executor), home.use
         layout = PageLayout(width, dtype, snapshot.columns)
         table._pages = new_pages(table._traits, layout, snapshot.num_rows, FixedMemory(home.memory), home.log)
@@ -512,9 +516,10 @@ class RowStore:
         """Why nobody can ask for its rows any more, as a whole message; None: they can be asked for."""
         return self._ended
 
-    def anew(self) -> RowStore:
+    def anew(self, own_rows: OwnRows | None = None) -> RowStore:
         """Return a table by itself as this one was made, with as many rows: of it, none was written."""
-        return RowStore(self.num_rows, self.width, self.dtype, self.initial_rows, name=self.name)
+        made = self.num_rows, self.width, self.dtype, self.initial_rows
+        return RowStore(*made, name=self.name, own_rows=own_rows)
 
     def _here(self) -> TablePages:
         """Return the pages.
@@ -532,15 +537,19 @@ class RowStore:
 
     # --- copies --------------------------------------------------------------------------------
 
-    @locked
     def __deepcopy__(self, memo: dict[int, object]) -> RowStore:
         """Return a table by itself with the same rows: not attached, wherever this one lies."""
         self.require_whole("deepcopy")
-        copy = RowStore(self.num_rows, self.width, self.dtype, self._traits.initial_rows, name=self.name)
-        memo[id(self)] = copy
+        memo[id(self)] = copy = self.part(None)
+        return copy
+
+    @locked
+    def part(self, own_rows: OwnRows | None) -> RowStore:
+        """Return a table by itself with copies of some rows, ``None``: of all; it has no others."""
+        copy = self.anew(own_rows)
         copy.ensure_columns(self.columns)
         self._bring_back()
-        copy._pages = copied(self._pages, copy._pages)
+        copy._pages = copied(self._pages, copy._pages, own_rows)  # noqa: SLF001 - one of us
         return copy
 
     def __reduce__(self) -> tuple[Callable[..., RowStore], tuple[object, ...]]:

@@ -78,16 +78,7 @@ class ShardedTables:
 
     def own_part(self, weight: TableWeight) -> RowStore:
         """Return what this process has of a table that lies in its memory as a whole: copies."""
-        whole = weight.row_store
-        part = RowStore(whole.num_rows, whole.width, whole.dtype, whole.initial_rows, name=whole.name)
-        part.ensure_columns(whole.columns)
-        for written in whole.written_ids():
-            ids = written[self._slices[weight].own(written)]
-            for source in whole.visit(ids):
-                for target in part.visit(ids[source.part]):
-                    for column in whole.columns:
-                        target.scatter(column.name, source.gather(column.name)[target.part])
-        return part
+        return weight.row_store.part(self._slices[weight])
 
     def shard(self, weight: TableWeight, part: RowStore) -> None:
         """Let a table have its rows here and in the other processes from now on.
@@ -97,7 +88,6 @@ class ShardedTables:
             part: what is here.
         """
         self._former.setdefault(weight, weight.row_store)
-        part.own_rows = self._slices[weight]
         weight.row_store = part
         weight.sharding = self
 

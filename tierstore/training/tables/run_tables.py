@@ -35,6 +35,7 @@ from tierstore.tables import (
     PAGE_BYTES,
     ROWS,
     LogPlace,
+    OwnRows,
     RowStats,
     RowStore,
     RowUse,
@@ -233,7 +234,7 @@ class RunTables:
         home = TableHome(memory, self._log_place(name), setting=_SETTING, name=name, use=use)
         begun_for = weight.begun_for
         if former is not None:
-            rows, begun_for = _restored(former, weight.row_store, home), None
+            rows, begun_for = _restored(former, weight.row_store, home, self._own_rows(weight)), None
         else:
             rows = self._rows_at_first(weight)
             rows.attach(home)
@@ -247,8 +248,11 @@ class RunTables:
         """Return those rows of a table which will lie here, and which no checkpoint has."""
         if (why := weight.row_store.why_ended) is not None:
             self._released_before[weight] = why
-            return weight.row_store.anew()
+            return weight.row_store.anew(self._own_rows(weight))
         return weight.row_store if self.sharding is None else self.sharding.own_part(weight)
+
+    def _own_rows(self, weight: TableWeight) -> OwnRows | None:
+        return None if self.sharding is None else self.sharding.slice_of(weight)
 
     # --- the device -----------------------------------------------------------------------------
 
@@ -483,7 +487,8 @@ def _states_of(weight: TableWeight, optimizers: Sequence[torch.optim.Optimizer])
     return len(columns.keys() - {ROWS})
 
 
-def _restored(former: FormerTable, made: RowStore, home: TableHome) -> RowStore:
+def _restored(former: FormerTable, made: RowStore, home: TableHome, own_rows: OwnRows | None) -> RowStore:
     """Return a table as a checkpoint has it, in the place of one that was made anew."""
     begins = with_seed(made.initial_rows, former.seed)
-    return RowStore.restored(former.snapshot, made.width, made.dtype, begins, home, name=made.name)
+    like = made.width, made.dtype, begins
+    return RowStore.restored(former.snapshot, *like, home, name=made.name, own_rows=own_rows)
