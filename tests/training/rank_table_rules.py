@@ -38,6 +38,7 @@ from tierstore.errors import BackendError
 from tierstore.formats.safetensors_files import HeaderEntry, write_file
 from tierstore.nn import EmbeddingTable, row_blocks
 from tierstore.optim import SGD, LazyAdam
+from tierstore.tables import RowStore
 from tierstore.training import offload
 from tierstore.training.checkpoints import files as files_of_run
 from tierstore.training.session import Session
@@ -171,7 +172,7 @@ def broken(rank: int, processes: int, folder: Path) -> object:
         lambda: offload(cached, None, {**settings("device", folder, 2), "optimizer_target": "device"})
     )
     found["still whole"] = [
-        cached.weight.sharding is None,
+        cached.weight.access.are_all_here,
         same(cached.rows(ids[:40]), EmbeddingTable(40, 4, seed=0).rows(ids[:40])),
     ]
     # What was written before is there afterwards, and is there still where a run cannot be opened.
@@ -185,7 +186,11 @@ def broken(rank: int, processes: int, folder: Path) -> object:
     Session.adopt = failing  # type: ignore[method-assign]
     found["undone"] = said(lambda: offload(model, None, settings("host", folder, 2)))
     Session.adopt = take_in  # type: ignore[method-assign]
-    found["whole"] = [same(table.rows(ids), torch.ones(400, 16)), table.weight.sharding is None]
+    part = RowStore.part
+    RowStore.part = failing  # type: ignore[method-assign]
+    found["not copied"] = said(lambda: offload(model, None, settings("host", folder, 2)))
+    RowStore.part = part  # type: ignore[method-assign]
+    found["whole"] = [same(table.rows(ids), torch.ones(400, 16)), table.weight.access.are_all_here]
     with offload(model, None, settings("host", folder, 2)):
         found["kept"] = same(table.rows(ids), torch.ones(400, 16))
         found["here"] = len(next(iter(table.weight.row_store.written_ids())))

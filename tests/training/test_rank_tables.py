@@ -144,6 +144,7 @@ def test_one_that_cannot_read_its_rows_tells_those_who_asked(found: Found) -> No
         ),
         ("no room", "CapacityError: 1 tables need at least 64.0 KiB of host memory"),
         ("undone", "BackendError: the medium is gone"),
+        ("not copied", "BackendError: the medium is gone"),
     ],
 )
 def test_what_cannot_be_spread_is_refused_by_name(found: Found, what: str, said: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ from tierstore.nn import ids as ids_of
 from tierstore.nn.arguments import TableArguments, lowered
 from tierstore.nn.asked_ahead import require_in_time
 from tierstore.nn.initializers import Initializer, rows_of
-from tierstore.nn.lookup import clipped, gather, on_device_of, read_rows, write_rows
+from tierstore.nn.lookup import clipped, gather, on_device_of
 from tierstore.nn.row_blocks import check_room, own_of
-from tierstore.nn.sharding import Act
 from tierstore.nn.table_files import export_table, load_table
 from tierstore.nn.table_weight import TableWeight
 from tierstore.tables import RowStats, RowStore, seed_of
@@ -212,10 +210,8 @@ class EmbeddingTable(nn.Module):
         distinct = ids_of.distinct(
             known, self.num_embeddings, self._name, takes_strangers=self.out_of_range == "zeros"
         )
-        store, more = self.weight.rows_for("is read"), int(distinct.has_strangers)
-        if self.weight.sharding is not None:
-            return self.weight.sharding.read(self.weight, distinct.ids, more, Act.ROWS)[distinct.inverse]
-        return read_rows(store, distinct.ids, more)[distinct.inverse]
+        access = self.weight.rows_for("is read")
+        return access.read(distinct.ids, int(distinct.has_strangers))[distinct.inverse]
 
     def set_rows(self, ids: torch.Tensor, values: torch.Tensor) -> None:
         """Write rows; of an id that is there several times, the last one stays.
@@ -236,11 +232,7 @@ class EmbeddingTable(nn.Module):
                 f"set_rows: ids of shape {list(known.shape)} with values of {list(values.shape)}; they have "
                 f"to be [n] and [n, {self.embedding_dim}]"
             )
-        store = self.weight.rows_for("is written")
-        if self.weight.sharding is not None:
-            self.weight.sharding.write(self.weight, known, values.detach().to("cpu", self.dtype))
-        else:
-            write_rows(store, known, values)
+        self.weight.rows_for("is written").write(known, values)
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Begin to bring what a coming batch will look up: advice, which never fails for want of room.
@@ -252,7 +244,7 @@ class EmbeddingTable(nn.Module):
             TypeError: ids are of another type.
         """
         known = ids_of.checked(ids).reshape(-1)
-        store = self.weight.rows_for("is prefetched")
+        store = self.weight.rows_for("is prefetched").store
         store.prefetch(own_of(store, known[(known >= 0) & (known < self.num_embeddings)]))
 
     def grow(self, num_embeddings: int) -> None:
@@ -273,12 +265,10 @@ class EmbeddingTable(nn.Module):
                 f"grow({num_embeddings}): table {self._name!r} has a gradient of {self.num_embeddings} rows; "
                 "step it, or set it to None"
             )
-        store = self.weight.rows_for("grows")
+        access = self.weight.rows_for("grows")
         if not self.sparse:
-            check_room(store, "grad", num_embeddings)
-        if self.weight.sharding is not None:
-            self.weight.sharding.agree(self.weight, Act.GROW)
-        store.grow(num_embeddings)
+            check_room(access.store, "grad", num_embeddings)
+        access.grow(num_embeddings)
         self.weight.grow(num_embeddings)
 
     def export(
@@ -303,15 +293,11 @@ class EmbeddingTable(nn.Module):
             UsageError: the directory is there and not empty, or the format has not the table's type.
             BackendError: the file system failed; nothing is left there.
         """
-        write = functools.partial(
-            export_table, self.weight.row_store, Path(path), format, parse_bytes(shard_bytes), state
-        )
-        if self.weight.sharding is None:
-            write()
-            return
-        with self.weight.sharding.reading(self.weight, Act.EXPORT) as is_first:
-            if is_first:
-                write(functools.partial(self.weight.sharding.blocks, self.weight))
+        store, largest_bytes = self.weight.row_store, parse_bytes(shard_bytes)
+        access = self.weight.access
+        with access.exporting() as is_mine:
+            if is_mine:
+                export_table(store, Path(path), format, largest_bytes, state, access.blocks)
 
     def load(self, path: str | Path, *, state: bool = False) -> None:
         """Read the rows from files, a few megabytes at a time.
@@ -327,7 +313,8 @@ class EmbeddingTable(nn.Module):
         """
         if state:
             self.weight.begun_for = None
-        with self.weight.loading(Act.LOAD) as store:
+        self.weight.rows_for("is loaded").begin_load()
+        with self.weight.loading() as store:
             load_table(store, Path(path), state)
 
     def stats(self) -> TableStats:

@@ -11,14 +11,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from tierstore import sides
 from tierstore.errors import UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.ids import DistinctIds
-from tierstore.nn.sharding import Act
 from tierstore.nn.table_weight import TableWeight
-from tierstore.sides import Side
-from tierstore.tables import ROWS, RowStore
+from tierstore.tables import RowStore
 
 
 class _Context(Protocol):
@@ -30,57 +27,6 @@ class _Context(Protocol):
     is_sparse: bool
     has_strangers: bool
     is_synced: bool
-
-
-def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor:
-    """Return copies of rows.
-
-    Args:
-        store: of the table.
-        ids: int64 in host memory, ascending, distinct, in range.
-        more: how many rows of zeros to put behind them.
-
-    Returns:
-        ``[len(ids) + more, width]``.
-    """
-    with (
-        store.lock,
-        Unseen(),
-    ):  # frames, and what is read on the way, are nothing that a program makes
-        rows = torch.empty(len(ids) + more, store.width, dtype=store.dtype, device="cpu")
-        for visit in store.visit(ids):
-            visit.gather(out=rows[: len(ids)][visit.part])
-        rows[len(ids) :].zero_()
-    sides.note(rows.untyped_storage(), Side.HOST)
-    return rows
-
-
-def write_rows(store: RowStore, ids: torch.Tensor, values: torch.Tensor) -> None:
-    """Write rows; of an id that is there several times, the last one stays.
-
-    Args:
-        store: of the table.
-        ids: int64 in host memory, ``[n]``, in range.
-        values: ``[n, width]``, of any type of numbers and on any device.
-    """
-    with store.lock, Unseen():
-        distinct, inverse = torch.unique(ids, return_inverse=True)
-        last = torch.zeros(len(distinct), dtype=torch.int64, device="cpu")
-        last.scatter_reduce_(0, inverse, torch.arange(len(ids), device="cpu"), "amax")
-        rows = values.detach()[last.to(values.device)].to("cpu", store.dtype)
-        for visit in store.visit(distinct):
-            visit.scatter(ROWS, rows[visit.part])
-
-
-def _look_up(store: RowStore, ids: torch.Tensor, more: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of rows, and their ids, where the table is computed with; otherwise as `read_rows`."""
-    with store.lock, Unseen():
-        if store.device is not None:
-            numbers = store.bring_numbers(ids)
-            rows = store.gather(ids, more=more, is_lookup=True)[ROWS]
-            sides.note_allocation(rows.untyped_storage(), Side.DEVICE)
-            return rows, numbers
-    return read_rows(store, ids, more), ids
 
 
 def on_device_of(store: RowStore, numbers: torch.Tensor) -> torch.Tensor:
@@ -110,21 +56,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, weight: TableWeight, distinct: DistinctIds, is_sparse: bool) -> torch.Tensor:
         """Read the rows."""
-        store, more = weight.rows_for("is looked up"), int(distinct.has_strangers or not len(distinct.ids))
+        access, more = weight.rows_for("is looked up"), int(distinct.has_strangers or not len(distinct.ids))
         ctx.shape, ctx.is_sparse, ctx.has_strangers = weight.shape, is_sparse, distinct.has_strangers
-        ctx.weight = weight
-        if weight.sharding is None:
-            rows, ctx.ids = _look_up(store, distinct.ids, more)
-            return rows
-        ctx.ids, ctx.is_synced = distinct.ids, weight.sharding.is_synced()
-        return weight.sharding.read(weight, distinct.ids, more, Act.LOOKUP)
+        ctx.weight, ctx.is_synced = weight, access.is_synced()
+        rows, ctx.ids = access.look_up(distinct.ids, more)
+        return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Say of which rows of the table the gradient is, in the order in which the batch names them."""
-        if ctx.weight.sharding is not None:
-            ctx.weight.sharding.begin_backward(ctx.weight, is_synced=ctx.is_synced)
+        ctx.weight.access.begin_backward(is_synced=ctx.is_synced)
         ids = ctx.ids
         there = ctx.weight.grad
         if there is not None and there.shape != ctx.shape:

@@ -20,8 +20,8 @@ from tierstore.errors import UsageError
 from tierstore.nn.calling import caller_of
 from tierstore.nn.copied_rows import NeverWritten, answered, refuse_writing
 from tierstore.nn.looks import OF_MEMORY, is_look, name_of
+from tierstore.nn.row_access import RowAccess
 from tierstore.nn.row_blocks import blocks_of, read_all
-from tierstore.nn.sharding import Sharding
 from tierstore.tables import ROWS, RowStore
 from tierstore.torch_private import tree_map_only
 
@@ -34,12 +34,15 @@ class Table(Protocol):
         """Where its rows are."""
 
     @property
+    def access(self) -> RowAccess:
+        """How they are come to."""
+
+    @property
     def description(self) -> str:
         """What messages call it."""
 
     device: torch.device
     states_begun: int
-    sharding: Sharding | None
 
 
 class TableEntry(NeverWritten):

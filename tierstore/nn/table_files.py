@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 
 from tierstore.errors import BackendError, ConfigError, UsageError
 from tierstore.formats.row_files import SUFFIXES, MatrixLook, check_format, open_rows, write_rows
-from tierstore.nn.row_blocks import blocks_of, described, parts_of, write_part
+from tierstore.nn.row_blocks import described, parts_of, write_part
 from tierstore.quoting import listed, quoted
 from tierstore.tables import ROWS, RowStore
 
@@ -37,7 +37,7 @@ class _Shard(NamedTuple):
     span: slice
 
 
-Blocks = Callable[[str, list[slice]], Iterator[tuple[slice, torch.Tensor]]]
+Blocks = Callable[[str, Iterable[slice]], Iterator[tuple[slice, torch.Tensor]]]
 """Yields all rows of a column in some spans of ids, which ascend."""
 
 
@@ -47,7 +47,7 @@ def export_table(
     format_: str,
     shard_bytes: int,
     state: bool,
-    blocks: Blocks | None = None,
+    blocks: Blocks,
 ) -> None:
     """Write a table into a new directory.
 
@@ -57,7 +57,7 @@ def export_table(
         format_: ``"npy"`` or ``"safetensors"``.
         shard_bytes: what the rows of a file come to at most, but for one row.
         state: whether to write the states of its optimizer, too.
-        blocks: brings rows that are not all here.
+        blocks: reads all of its rows, wherever they are.
 
     Raises:
         ConfigError: the format is unknown, or the size is not above 0.
@@ -110,12 +110,11 @@ def load_table(store: RowStore, path: Path, state: bool) -> None:
 
 
 def _write_shards(
-    store: RowStore, column: str, directory: Path, suffix: str, shard_bytes: int, brought: Blocks | None
+    store: RowStore, column: str, directory: Path, suffix: str, shard_bytes: int, blocks_of: Blocks
 ) -> None:
     rows = max(1, shard_bytes // (store.width * store.dtype.itemsize))
     spans = [slice(begin, min(begin + rows, store.num_rows)) for begin in range(0, store.num_rows, rows)]
-    parts = (part for span in spans for part in parts_of(store, span))
-    blocks = blocks_of(store, column, parts) if brought is None else brought(column, list(parts))
+    blocks = blocks_of(column, (part for span in spans for part in parts_of(store, span)))
     for number, span in enumerate(spans, 1):
         look = MatrixLook(span.stop - span.start, store.width, store.dtype)
         file = directory / f"{column}-{number:05}-of-{len(spans):05}{suffix}"

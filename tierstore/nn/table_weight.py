@@ -26,9 +26,10 @@ from torch.optim.swa_utils import AveragedModel
 from tierstore.errors import UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.calling import caller_of
+from tierstore.nn.local_rows import LocalRows
 from tierstore.nn.looks import CONVERSIONS, LIKE, is_look, name_of, sets_gradient
+from tierstore.nn.row_access import RowAccess
 from tierstore.nn.row_blocks import blocks_of, described, write_all, write_part
-from tierstore.nn.sharding import Act, Sharding
 from tierstore.nn.table_entry import TableEntry
 from tierstore.tables import ROWS, DeviceHome, RowStore
 from tierstore.torch_private import tree_map_only
@@ -44,13 +45,11 @@ class TableWeight(nn.Parameter):
         stepped_by: the optimizer that steps it, as long as there is one.
         states_begun: how often the columns of states were begun anew.
         begun_for: the optimizer that has columns of states in the table which nobody has written yet.
-        sharding: in a run of several processes, which each have a part of the rows.
     """
 
     stepped_by: weakref.ref[torch.optim.Optimizer] | None
     states_begun: int
     begun_for: weakref.ref[torch.optim.Optimizer] | None
-    sharding: Sharding | None
 
     def __new__(cls, row_store: RowStore, requires_grad: bool = True) -> Self:
         """Make the parameter of a store's rows."""
@@ -60,7 +59,6 @@ class TableWeight(nn.Parameter):
         weight.row_store = row_store
         weight.stepped_by = None
         weight.states_begun = 0
-        weight.sharding = None
         return weight
 
     @classmethod
@@ -88,8 +86,8 @@ class TableWeight(nn.Parameter):
             return args[0] if func is not torch.Tensor.type or args[1:] or kwargs else _type_of(args[0])
         if not is_look(func) and not _is_like(func, args, kwargs):
             raise UsageError(_refusal(func, [*args, *kwargs.values()]))
-        if sets_gradient(func) and args[0].sharding is not None:
-            args[0].sharding.forget_gradient(args[0])
+        if sets_gradient(func):
+            args[0].access.forget_gradient()
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -117,25 +115,37 @@ class TableWeight(nn.Parameter):
         return TableWeight, (self.row_store, self.requires_grad)
 
     @property
+    def access(self) -> RowAccess:
+        """How its rows are come to.  May be set to another access to the same rows."""
+        return self._access
+
+    @access.setter
+    def access(self, access: RowAccess) -> None:
+        self._access = access
+        self.begun_for = None
+        self._owed: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+
+    @property
     def row_store(self) -> RowStore:
-        """Where its rows are.  May be set to another store of the same rows.
+        """Those of its rows that are here.  May be set to another store of the same rows, with all of them.
 
         Raises:
             CapacityError, BackendError: cells that are owed (see `owe`) cannot be written.
         """
-        if self._owed:
-            with self._store.lock, Unseen():
-                self._settle()
+        self._settle()
         return self._store
 
     @row_store.setter
     def row_store(self, row_store: RowStore) -> None:
-        self._store = row_store
-        self.begun_for = None
-        self._owed: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+        self.access = LocalRows(row_store)
 
-    def rows_for(self, what: str) -> RowStore:
-        """Return where its rows are, for whoever is about to use them.
+    @property
+    def _store(self) -> RowStore:
+        """The same, whatever is owed."""
+        return self._access.store
+
+    def rows_for(self, what: str) -> RowAccess:
+        """Return how its rows are come to, for whoever is about to use them.
 
         Args:
             what: is done with the table, such as ``"is stepped"``.
@@ -145,7 +155,8 @@ class TableWeight(nn.Parameter):
             CapacityError, BackendError: as of `row_store`.
         """
         self._store.require(f"the table {self.table_name!r} {what}")
-        return self.row_store
+        self._settle()
+        return self._access
 
     @property
     def is_released(self) -> bool:
@@ -153,22 +164,16 @@ class TableWeight(nn.Parameter):
         return self._store.why_ended is not None
 
     @contextlib.contextmanager
-    def loading(self, act: Act | None = None) -> Iterator[RowStore]:
+    def loading(self) -> Iterator[RowStore]:
         """Yield where all rows are about to be written.
 
         They are where they were, or, if they were released, in a table of their own, which nobody sees before
         all of them are there.
 
-        Args:
-            act: what all processes that have a part of the rows call, before any is written; ``None``: they
-                have agreed about it.
-
         Raises:
-            UsageError: as of `rows_for`; or the processes do different things.
+            UsageError: as of `rows_for`.
         """
-        store = self.rows_for("is loaded")
-        if act is not None and self.sharding is not None:
-            self.sharding.agree(self, act)
+        store = self.rows_for("is loaded").store
         if store.why_ended is None:
             yield store
             return
@@ -180,8 +185,15 @@ class TableWeight(nn.Parameter):
         """Let the rows not be asked for any more; see `RowStore.end`.  What is owed is of no use then."""
         self._owed.clear()
         self._store.end(why)
+        self._access = LocalRows(self._store)  # nobody else has a part of nothing
 
     def _settle(self) -> None:
+        """Write what is owed."""
+        if self._owed:
+            with self._store.lock, Unseen():
+                self._write_owed()
+
+    def _write_owed(self) -> None:
         while self._owed:
             ids, cells = self._owed[-1]
             for visit in self._store.visit(ids):
@@ -385,7 +397,8 @@ def _copied(weight: TableWeight, values: torch.Tensor, non_blocking: bool = Fals
     del non_blocking
     if values.shape != weight.shape:
         raise UsageError(f"copy_: values of shape {list(values.shape)} for the {weight.description}")
-    with weight.loading(Act.COPY) as store:
+    weight.rows_for("is loaded").begin_copy()
+    with weight.loading() as store:
         if not isinstance(values, TableEntry):
             write_all(store, ROWS, values)
         elif values.weight.row_store is not store or values.column != ROWS:

@@ -64,10 +64,8 @@ class RowOptimizer(TableOptimizer):
         if isinstance(parameter, TableWeight):
             check_gradient(parameter, gradient)
             touched = TouchedRows.of(gradient)
-            if parameter.sharding is not None and group.get("weight_decay", 0.0):
-                assert touched.numbers is not None
-                times = parameter.sharding.occurrences(parameter, touched.numbers)
-                touched = touched._replace(named=touched.numbers.repeat_interleave(times))
+            if touched.numbers is not None and group.get("weight_decay", 0.0):
+                touched = touched._replace(named=parameter.access.named(touched.numbers, touched.named))
             self._step_table(parameter, touched, group)
             return
         touched = TouchedRows.of(gradient)

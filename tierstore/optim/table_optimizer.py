@@ -98,8 +98,7 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
         """See PyTorch."""
         for group in self.param_groups:
             for weight in tables_of(group):
-                if weight.sharding is not None:
-                    weight.sharding.forget_gradient(weight)  # which a pass that failed may have put aside
+                weight.access.forget_gradient()  # which a pass that failed may have put aside
         super().zero_grad(set_to_none)
 
     def take_target(self, target: str | None) -> None:
@@ -235,15 +234,14 @@ def tables_of(group: Options) -> Iterator[TableWeight]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the gradient that a parameter has: of a table that is spread over processes, of the rows here.
+    """Return the gradient that a parameter has: of a table, of the rows that are here.
 
     Raises:
-        UsageError: the processes have not averaged it.
+        UsageError: others have a part of it, which has not come.
     """
     assert parameter.grad is not None
-    if isinstance(parameter, TableWeight) and parameter.sharding is not None:
-        return parameter.sharding.own_gradient(parameter)
-    return parameter.grad
+    gradient = parameter.grad
+    return parameter.access.own_gradient(gradient) if isinstance(parameter, TableWeight) else gradient
 
 
 def check_gradient(weight: TableWeight, gradient: torch.Tensor) -> None:
@@ -276,7 +274,7 @@ def change_rows(
     Raises:
         CapacityError, BackendError: pages could not be brought, or others not be put away.
     """
-    store = weight.rows_for("is stepped")
+    store = weight.rows_for("is stepped").store
     with store.lock, Unseen():  # what is made on the way is nothing of the program's
         if ids is None:
             ids = torch.arange(store.num_rows, device="cpu")

@@ -137,7 +137,8 @@ class Leaving:
             found = None if choice is not OnClose.AUTO else self.shortage()
             is_kept = choice is OnClose.RELEASE or found is not None
             if not is_kept:
-                self._say_if_spread()
+                tables = self._session.tables
+                tables.division.say_released(list(tables.attached().values()), self._what_is_kept)
             if is_kept:
                 self._release(ending, found)
             elif (failure := self._restore(ending)) is not None:
@@ -149,19 +150,6 @@ class Leaving:
                 self._session.buffers.end(ending)
         self._session.end(ending)
         return None
-
-    def _say_if_spread(self) -> None:
-        """Log which tables are not brought back, as other processes have a part of their rows."""
-        tables = self._session.tables
-        if tables.sharding is not None and (names := list(tables.attached().values())):
-            log.warning(
-                "the run is closed, and the rows of %d tables (%s) are released, as they are spread over %d "
-                "processes. %s",
-                len(names),
-                ", ".join(map(repr, names[:3])),
-                tables.sharding.processes,
-                self._what_is_kept(),
-            )
 
     def _parts(self) -> Iterator[_LeavingKey]:
         """Yield what is in the store: parameters first, then the optimizers' state, then gradients."""
@@ -180,11 +168,11 @@ class Leaving:
             )
         tables = self._session.tables
         for weight, name in tables.attached().items():
-            release = functools.partial(tables.release, weight, self._where_table_is(name))
+            where = self._where_table_is(name)
             yield _LeavingKey(
-                functools.partial(tables.restore, weight) if tables.sharding is None else release,
+                functools.partial(tables.bring_back, weight, where),
                 functools.partial(self._lose_table, weight, name),
-                release,
+                functools.partial(tables.release, weight, where),
             )
 
     # --- back ---------------------------------------------------------------------------------
@@ -380,10 +368,8 @@ class Leaving:
 
     def _where_table_is(self, name: str) -> str:
         durable = self._session.durable
-        begin = f"the table {name!r} was released when its run was closed, and"
-        sharding = self._session.tables.sharding
-        if sharding is not None:
-            begin += f" of the {sharding.processes} processes each had a part:"
+        parts = self._session.tables.division.said_of_parts
+        begin = f"the table {name!r} was released when its run was closed, and{parts}"
         if durable is not None and name in durable.kept:
             return (
                 f"{begin} its rows are in {durable.directory}, as run.checkpoint() number "
@@ -408,7 +394,7 @@ class Leaving:
             assert gradient.binding is not None
             device = origins.get(gradient.parameter, torch.device("cpu"))
             yield Need(_in_the_end(device), gradient.binding.nbytes)
-        for weight in self._session.tables.attached() if self._session.tables.sharding is None else ():
+        for weight in self._session.tables.coming_back():
             yield Need(torch.device("cpu"), self._session.tables.needed_bytes(weight))
 
 

@@ -54,6 +54,7 @@ from tierstore.training.run_stats import RunStats
 from tierstore.training.selection import SelectedTensors, patterns, select
 from tierstore.training.session import Session
 from tierstore.training.suspension import Suspension
+from tierstore.training.tables.division import AllHere, TableDivision
 from tierstore.training.tables.found_tables import refuse_norms_of_parts
 from tierstore.training.telling import say_ended, say_opened
 
@@ -560,11 +561,13 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
         has_weights = source is not None or former is not None
         check_model(model, optimizers, has_weights=has_weights, ignored=selection.ignored)
         session: Session | None = None
-        spread = None if ranks is None or not selection.tables else ranks.spread(model, selection.tables)
+        division: TableDivision = AllHere()
+        if ranks is not None and selection.tables:
+            division = ranks.spread(model, selection.tables)
         try:
             with let_go(model, optimizers, is_resumed=former is not None):
                 marks = marks_of(model, *activations)
-                others = Others(agreement, spread)
+                others = Others(agreement, division)
                 session = open_session(
                     model, optimizers, settings, store, former or source, selection, marks, others
                 )
@@ -572,8 +575,7 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
                 say_opened(session)
                 resumed = None if former is None else former.resumed
                 run = Offload(model, optimizers, session, resumed, on_close=on_close, ranks=ranks)
-                if spread is not None:
-                    spread.opened()
+                division.opened()
         except BaseException:
             if session is not None:
                 session.undo()

@@ -62,12 +62,11 @@ from tierstore.training.session import Session
 from tierstore.training.tables.cache_wishes import (
     CacheWishes,
     cache_wishes,
-    refuse_cached_rows,
     require_targets,
 )
+from tierstore.training.tables.division import TableDivision
 from tierstore.training.tables.found_tables import lookups_on_host
 from tierstore.training.tables.run_tables import RunTables
-from tierstore.training.tables.spread_tables import SpreadTables
 from tierstore.training.totals import require_together
 from tierstore.units import MIB, format_bytes, parse_bytes
 
@@ -201,11 +200,11 @@ class Others(NamedTuple):
 
     Attributes:
         agreement: with them, about checkpoints.
-        spread: spreads tables over them; ``None``: there are no tables, or no others.
+        division: of the rows of tables among them.
     """
 
     agreement: Agreement
-    spread: SpreadTables | None
+    division: TableDivision
 
 
 def open_session(
@@ -243,8 +242,8 @@ def open_session(
             group.is_pinned = placement.bundles[group.key].is_pinned
         sets = working_sets(groups, optimizers, former)
     require_together(groups, optimizers, store, has_state=former is not None)
-    wishes = _cache_wishes(model, optimizers, config, store, placed, is_spread=others.spread is not None)
-    tables = RunTables(store, selection.tables, wishes, others.spread)
+    wishes = _cache_wishes(model, optimizers, config, store, placed, others.division)
+    tables = RunTables(store, selection.tables, wishes, others.division)
     looks = {} if former is None else former.table_looks()
     frames = tables.divide(optimizers, sets, placement.tables, without_host_modules(groups, sets), looks)
     placement = replace(placement, tables=frames)
@@ -295,8 +294,7 @@ def _cache_wishes(
     config: OffloadConfig,
     store: Store,
     placed: PlacedModules,
-    *,
-    is_spread: bool,
+    division: TableDivision,
 ) -> CacheWishes:
     """Return what tables keep on the device; without one all of their rows are in host memory anyway."""
     wishes = cache_wishes(model, placed.is_on_host)
@@ -304,8 +302,7 @@ def _cache_wishes(
         for wish in wishes.values():
             log.info("cache_rows=%d of %r: there is no device in this run", wish.rows, wish.module)
         return {}
-    if is_spread:
-        refuse_cached_rows(wishes)
+    division.check_caches(wishes)
     targets = targets_of(optimizers, first_names(model), placed.tensors_on_host(model))
     require_targets(wishes, targets, config.optimizer_target)
     return wishes
@@ -513,11 +510,8 @@ def _make_way_for_wrappers(session: Session, sets: Sequence[WorkingSet], capacit
         reduced = [each for each in wrapper.parameters() if each not in tables]
         room.refuse_gradients(reduced, are_views=wrapper.gradient_as_bucket_view)
         keep(reduced)
-    told: Callable[[nn.parallel.DistributedDataParallel], None] | None = None
-    if tables.sharding is not None:
-        told = tables.sharding.is_wrapped_by
-        for wrapper in replicas.wrappers_of(session.model):
-            told(wrapper)
+    tables.division.follow_wrappers(session.model)
+    told = tables.division.is_wrapped_by
     wrapping = replicas.Wrapping(session.model, keep, session.buffers.release, room, tables, told)
     session.hold(replicas.LeftOut(session.model, tables))
     session.hold(wrapping.watch())

@@ -573,4 +573,4 @@ class Session:
     def access(self) -> BundleAccess:
         """Return how a checkpoint gets at the bytes."""
         parts = [*(b.tensors for b in self.bundles), *([each] for each in self.ignored)]
-        return access_to(parts, self.state_dicts, self.bindings, self.steps)
+        return access_to(parts, self.state_dicts, self.bindings, self.steps, self.tables)

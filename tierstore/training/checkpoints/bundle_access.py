@@ -13,6 +13,7 @@ from tierstore.training.faults import guard
 from tierstore.training.optimizers.adapters import Taken
 from tierstore.training.optimizers.state_dicts import StateDicts
 from tierstore.training.optimizers.step_units import Steps
+from tierstore.training.tables.run_tables import RunTables
 
 
 def access_to(
@@ -20,6 +21,7 @@ def access_to(
     state_dicts: StateDicts,
     bindings: Bindings,
     steps: Sequence[Steps],
+    tables: RunTables,
 ) -> BundleAccess:
     """Return how a checkpoint reads and writes.
 
@@ -28,6 +30,7 @@ def access_to(
         state_dicts: of the run, which read.
         bindings: of the model.
         steps: of its optimizers, by number.
+        tables: of the run.
     """
 
     def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -47,4 +50,4 @@ def access_to(
         if guarded_tensor is not None:
             steps[index].state.take_in_loaded(guarded_tensor.binding, Taken.ALL)
 
-    return BundleAccess(parts, read, write, settle)
+    return BundleAccess(parts, read, write, settle, tables.saving)

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ from tierstore.training.formats.json_codec import (
 )
 from tierstore.training.modules.tensor_names import all_names, persistent_buffers
 from tierstore.training.optimizers.state import order_entries
-from tierstore.training.tables.streamed import agree_to_load, load_rows, load_states, saving, table_rows
+from tierstore.training.tables.streamed import begin_load, load_rows, load_states, table_rows
 
 MODEL = "model.safetensors"
 STATE = "optimizer.safetensors"
@@ -62,12 +63,14 @@ class BundleAccess(NamedTuple):
         read: return independent copies, in host memory, of tensors of one part, or of a buffer.
         write: give the tensors of one part, or a buffer, new values.
         settle: take in the optimizer's state of one part, which was replaced.
+        saving: return a context that says whether all rows of tables can be read here, or others write them.
     """
 
     parts: Sequence[Parameters]
     read: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     write: Callable[[Parameters, Sequence[torch.Tensor]], None]
     settle: Callable[[int, Parameters], None]
+    saving: Callable[[], AbstractContextManager[bool]]
 
 
 def ordinary_access(model: nn.Module) -> BundleAccess:
@@ -78,7 +81,8 @@ def ordinary_access(model: nn.Module) -> BundleAccess:
             for parameter, value in zip(part, values, strict=True):
                 fill(parameter, value)
 
-    return BundleAccess([[p] for p in model.parameters()], list, write, lambda *_: None)
+    parts = [[p] for p in model.parameters()]
+    return BundleAccess(parts, list, write, lambda *_: None, lambda: nullcontext(enter_result=True))
 
 
 class Checkpoint:
@@ -108,12 +112,9 @@ class Checkpoint:
             OSError: the file system failed; a former checkpoint is unharmed.
             TierStoreError: another process could not read its rows, or the first could not write them.
         """
-        with saving(self._tensors()) as is_first:
-            if is_first:
+        with self._access.saving() as is_mine:
+            if is_mine:
                 self._save(path)
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        return (tensor for part in self._access.parts for tensor in part)
 
     def _save(self, path: Path) -> None:
         path = path.absolute()
@@ -196,7 +197,7 @@ class Checkpoint:
         Raises:
             UsageError: it cannot be read or does not fit; every fault is listed, and nothing was changed.
         """
-        agree_to_load(self._tensors())
+        begin_load(tensor for part in self._access.parts for tensor in part)
         document = _read_document(path / SCALARS)
         with TensorFile(path / MODEL) as weights, TensorFile(path / STATE) as state:
             found = self._check(weights)

@@ -226,7 +226,7 @@ class Wrapping:
         release: lets buffers be.
         room: for what a wrapper needs.
         left_out: parameters that it neither sends nor averages; see `LeftOut`.
-        told: is told of it; ``None``: nobody is.
+        told: is told of it.
     """
 
     def __init__(
@@ -235,8 +235,8 @@ class Wrapping:
         keep: LetBe,
         release: LetBe,
         room: ComputeRoom,
-        left_out: Container[object] = (),
-        told: Callable[[nn.parallel.DistributedDataParallel], None] | None = None,
+        left_out: Container[object],
+        told: Callable[[nn.parallel.DistributedDataParallel], None],
     ) -> None:
         self._left_out = left_out
         self._told = told
@@ -265,7 +265,7 @@ class Wrapping:
             self._room.refuse_parameters()
         self._keep(reduced)
         self._release(part.buffers())
-        if self._told is not None and isinstance(module, _Replicated):
+        if isinstance(module, _Replicated):
             self._told(module)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 
 from tierstore.errors import TierStoreError, UsageError
-from tierstore.nn.sharding import Act
+from tierstore.training.ranks.acts import Act
 from tierstore.training.ranks.where import RankPlace
 
 T = TypeVar("T")

@@ -12,15 +12,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from tierstore.errors import UsageError
 from tierstore.modes import Unseen
-from tierstore.nn.sharding import Act
 from tierstore.nn.table_weight import TableWeight
 from tierstore.torch_private import call_after_backward, current_graph_task
+from tierstore.training.ranks.acts import Act
 from tierstore.training.ranks.row_exchange import RowExchange
 from tierstore.training.ranks.row_slices import RowSlice
 
@@ -42,6 +44,28 @@ class ShardedGradients:
         self._is_synced = False
         self._aside: dict[TableWeight, torch.Tensor] = {}
         self._named: dict[TableWeight, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._wrappers: list[DistributedDataParallel] = []
+        self._pauses = 0
+
+    # --- whether they are averaged ------------------------------------------------------------
+
+    @property
+    def are_synced(self) -> bool:
+        """Whether gradients of lookups that are made now are averaged in backward: not inside ``no_sync``."""
+        return not self._pauses and all(each.require_backward_grad_sync for each in self._wrappers)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context in which backward passes only accumulate."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def are_paused_by(self, wrapper: DistributedDataParallel) -> None:
+        """Note that a wrapper's ``no_sync`` is about the tables, too."""
+        self._wrappers.append(wrapper)
 
     # --- a pass -------------------------------------------------------------------------------
 
@@ -177,14 +201,16 @@ class ShardedGradients:
         """Whether the gradient of a table is one that was averaged."""
         return hasattr(weight.grad, _IS_AVERAGE)
 
-    def own(self, weight: TableWeight) -> torch.Tensor:
+    def own(self, weight: TableWeight, gradient: torch.Tensor) -> torch.Tensor:
         """Return the averaged gradient of the rows that this process has.
+
+        Args:
+            weight: of the table.
+            gradient: of it.
 
         Raises:
             UsageError: it was not averaged.
         """
-        gradient = weight.grad
-        assert gradient is not None
         if not hasattr(gradient, _IS_AVERAGE):
             raise UsageError(
                 f"table {weight.table_name!r}, whose rows are spread over {self._exchange.where.world_size} "

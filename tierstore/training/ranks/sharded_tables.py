@@ -1,86 +1,102 @@
-"""Tables whose rows are spread over the processes of a run: who has which, and how others come to them.
+"""Tables whose rows are spread over the processes of a run: who has which.
 
-1. Each process has a `RowStore` of its own rows, in its own store: the ids are the table's, the pages of
-   others are never touched there.
-2. A lookup sends the distinct ids of a batch to those that have their rows, which send copies back.  They
-   come into the order of their ids, so what is computed of them is bit for bit that of one process.
-3. One that cannot read rows sends a mark instead: all processes raise, and the lookup can be made again.
+Each process has a `RowStore` of its own rows, in its own store: the ids are the table's, the pages of others
+are never touched there.  How others come to them: `tierstore.training.ranks.sharded_rows`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tierstore import sides
-from tierstore.errors import TierStoreError
-from tierstore.modes import Unseen
-from tierstore.nn.lookup import read_rows, write_rows
-from tierstore.nn.sharding import Act
 from tierstore.nn.table_weight import TableWeight
-from tierstore.sides import Side
 from tierstore.tables import RowStore
+from tierstore.tables.layout import PageLayout
+from tierstore.training.modules import replicas
+from tierstore.training.ranks.acts import Act
 from tierstore.training.ranks.row_exchange import RowExchange
 from tierstore.training.ranks.row_slices import RowSlice
 from tierstore.training.ranks.sharded_gradients import ShardedGradients
+from tierstore.training.ranks.sharded_rows import ShardedRows
 from tierstore.training.ranks.where import RankPlace
 from tierstore.training.ranks.whole_tables import WholeTables
+from tierstore.training.tables.cache_wishes import CacheWishes, refuse_cached_rows
 from tierstore.training.tables.found_tables import Tables
+from tierstore.training.tables.kept_tables import TableLook
+
+log = logging.getLogger("tierstore")
 
 
 class ShardedTables:
-    """The tables of one run, of which this process has a part of the rows.
+    """The tables of one run, of which this process has a part of the rows; see `TableDivision`.
 
     Args:
         where: which process this is.
         tables: of the model, with their names.
+
+    Attributes:
+        are_all_here: they are not.
 
     Raises:
         UsageError: the processes have other tables; all raise the same.
         TierStoreError: another process has ended.
     """
 
+    are_all_here = False
+
     def __init__(self, where: RankPlace, tables: Tables) -> None:
         self._where = where
-        self._names = list(tables.values())
         self._numbers = {weight: number for number, weight in enumerate(tables)}
-        self._exchange = RowExchange(where, self._names)
+        self._exchange = RowExchange(where, list(tables.values()))
         self._slices: dict[TableWeight, RowSlice] = {}
         self._former: dict[TableWeight, RowStore] = {}
         self._gradients = ShardedGradients(self._exchange, self._slices)
         self._wholes = WholeTables(self._exchange, self._numbers, self._slices)
-        self._wrappers: list[DistributedDataParallel] = []
-        self._pauses = 0
 
     @property
-    def processes(self) -> int:
-        """How many have a part each."""
-        return self._where.world_size
+    def said_of_parts(self) -> str:
+        """Say that others have a part of the rows of a table."""
+        return f" of the {self._where.world_size} processes each had a part:"
 
     # --- who has which ------------------------------------------------------------------------
 
-    def divide(self, weight: TableWeight, rows_per_slice: int) -> None:
-        """Decide who has which rows of a table.
+    def check_caches(self, wishes: CacheWishes) -> None:
+        """Refuse tables that keep rows on the device.
+
+        Raises:
+            UsageError: it names the first, and says what to do instead.
+        """
+        refuse_cached_rows(wishes)
+
+    def check_former(self, former: Mapping[str, TableLook]) -> None:
+        """All processes have compared theirs."""
+
+    def divide(self, weight: TableWeight, layout: PageLayout, former: TableLook | None) -> int:
+        """Decide who has which rows of a table; return how many pages are here.
 
         Args:
             weight: of the table.
-            rows_per_slice: how many consecutive ids go together.
+            layout: of its pages: ids of one page go together.
+            former: what a checkpoint has of it, which goes on as it is there.
         """
-        self._slices[weight] = RowSlice(self._where.rank, self._where.world_size, rows_per_slice)
+        part = None if former is None else former.part
+        per_slice = layout.rows_per_page if part is None else part[-1]
+        self._slices[weight] = RowSlice(self._where.rank, self._where.world_size, per_slice)
+        return -(-layout.pages_of(weight.row_store.num_rows) // self._where.world_size)
 
-    def slice_of(self, weight: TableWeight) -> RowSlice:
+    def own_rows(self, weight: TableWeight) -> RowSlice:
         """Return which rows of a table are here."""
         return self._slices[weight]
 
-    def own_part(self, weight: TableWeight) -> RowStore:
+    def rows_at_first(self, weight: TableWeight) -> RowStore:
         """Return what this process has of a table that lies in its memory as a whole: copies."""
         return weight.row_store.part(self._slices[weight])
 
-    def shard(self, weight: TableWeight, part: RowStore) -> None:
+    def take(self, weight: TableWeight, part: RowStore) -> None:
         """Let a table have its rows here and in the other processes from now on.
 
         Args:
@@ -88,157 +104,69 @@ class ShardedTables:
             part: what is here.
         """
         self._former.setdefault(weight, weight.row_store)
-        weight.row_store = part
-        weight.sharding = self
+        weight.access = ShardedRows(
+            weight,
+            self._numbers[weight],
+            part,
+            self._slices[weight],
+            self._exchange,
+            self._gradients,
+            self._wholes,
+        )
 
     def opened(self) -> None:
         """There is no way back any more: forget what the tables were before."""
         self._former.clear()
 
-    def give_back(self, weight: TableWeight) -> bool:
-        """Let a table be what it was before, as the run could not be opened; return whether there is that."""
-        weight.sharding = None
+    def bring_home(self, weight: TableWeight) -> None:
+        """Let a table be what it was before: what is here was copied, and never used."""
+        if weight.access.are_all_here:
+            return  # it was not taken yet
+        part = weight.row_store
+        assert weight in self._former, "only what was never used is brought back"
+        self.forget(weight)
+        part.end(f"the run that had rows of the table {part.name!r} could not be opened")
+
+    def forget(self, weight: TableWeight) -> None:
+        """Let a table be what it was before, if the run was not opened."""
         former = self._former.pop(weight, None)
         if former is not None:
             weight.row_store = former
-        return former is not None
 
-    # --- rows ---------------------------------------------------------------------------------
-
-    def read(self, weight: nn.Parameter, ids: torch.Tensor, more: int, act: Act) -> torch.Tensor:
-        """See `tierstore.nn.sharding.Sharding.read`.
-
-        Raises:
-            UsageError: the processes do different things.
-            TierStoreError: another could not read what it has, or has ended.
-            CapacityError, BackendError: this one could not; the others raise, too; all can call again.
-        """
-        assert isinstance(weight, TableWeight)
-        with self._exchange.alone(), Unseen():
-            found = self._read(weight, ids, more, act)
-        sides.note(found.untyped_storage(), Side.HOST)
-        return found
-
-    def _read(self, weight: TableWeight, ids: torch.Tensor, more: int, act: Act) -> torch.Tensor:
-        order, counts = self._by_owner(weight, ids)
-        store = weight.row_store
-        theirs = self._begin(act, weight, store.num_rows, counts)
-        asked = self._exchange.send(ids[order], counts, theirs)
-        distinct, inverse = torch.unique(asked, return_inverse=True)
-        failure: Exception | None = None
-        try:
-            rows = read_rows(store, distinct, more=1)
-        except Exception as error:  # noqa: BLE001 - raised below, after the others have heard of it
-            failure = error
-            rows = torch.zeros(len(distinct) + 1, store.width, dtype=store.dtype, device="cpu")
-            rows[-1] = 1
-        # Behind the rows for each process one more, which says whether they could be read.
-        ends = theirs.cumsum(0)
-        places = torch.tensor_split(inverse, ends[:-1])
-        last = torch.tensor([len(distinct)], device="cpu")
-        rows = rows.index_select(0, torch.cat([each for place in places for each in (place, last)]))
-        got = self._exchange.send(rows, theirs + 1, counts + 1)
-        marks = (counts + 1).cumsum(0) - 1
-        failed = got[marks, 0].nonzero().flatten().tolist()
-        if failure is not None:
-            raise failure
-        if failed:
-            raise TierStoreError(
-                f"rank {failed[0]} could not read rows of table {store.name!r}, which this process asked it "
-                "for; it says why. No process has them: the lookup can be made again."
+    def say_released(self, names: Sequence[str], kept: Callable[[], str]) -> None:
+        """Say which tables are not brought back, as other processes have a part of their rows."""
+        if names:
+            log.warning(
+                "the run is closed, and the rows of %d tables (%s) are released, as they are spread over %d "
+                "processes. %s",
+                len(names),
+                ", ".join(map(repr, names[:3])),
+                self._where.world_size,
+                kept(),
             )
-        is_row = torch.ones(len(got), dtype=torch.bool, device="cpu")
-        is_row[marks] = False
-        found = torch.zeros(len(ids) + more, store.width, dtype=store.dtype, device="cpu")
-        found[order] = got[is_row]
-        return found
 
-    def write(self, weight: nn.Parameter, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """See `tierstore.nn.sharding.Sharding.write`.
+    # --- all together -------------------------------------------------------------------------
 
-        Raises:
-            UsageError: the processes do different things; nothing was written.
-            TierStoreError: another has ended.
-            CapacityError, BackendError: this one could not write its rows; the others have written theirs.
-        """
-        assert isinstance(weight, TableWeight)
-        with self._exchange.alone(), Unseen():
-            order, counts = self._by_owner(weight, ids)
-            store = weight.row_store
-            theirs = self._begin(Act.SET_ROWS, weight, store.num_rows, counts)
-            named = self._exchange.send(ids[order], counts, theirs)
-            rows = self._exchange.send(values[order], counts, theirs)
-            write_rows(store, named, rows)
+    def saving(self) -> AbstractContextManager[bool]:
+        """Return a context in which all rows can be read by the first process, which the others serve."""
+        return self._wholes.reading(Act.SAVE, 0)
 
-    def agree(self, weight: nn.Parameter, act: Act) -> None:
-        """See `tierstore.nn.sharding.Sharding.agree`."""
-        assert isinstance(weight, TableWeight)
-        with self._exchange.alone():
-            none = torch.zeros(self.processes, dtype=torch.int64, device="cpu")
-            self._begin(act, weight, weight.row_store.num_rows, none)
-
-    def reading(self, weight: nn.Parameter | None, act: Act) -> contextlib.AbstractContextManager[bool]:
-        """See `tierstore.nn.sharding.Sharding.reading`."""
-        assert weight is None or isinstance(weight, TableWeight)
-        return self._wholes.reading(act, 0 if weight is None else self._numbers[weight])
-
-    def blocks(
-        self, weight: nn.Parameter, column: str, parts: Sequence[slice]
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """See `tierstore.nn.sharding.Sharding.blocks`."""
-        assert isinstance(weight, TableWeight)
-        return self._wholes.blocks(weight, column, parts)
-
-    def _by_owner(self, weight: TableWeight, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the order in which ids are sent, and how many go to each rank."""
-        owners = self._slices[weight].owner_of(ids)
-        return owners.argsort(stable=True), torch.bincount(owners, minlength=self.processes)
-
-    def _begin(self, act: Act, weight: TableWeight, detail: int, counts: torch.Tensor) -> torch.Tensor:
-        return self._exchange.begin(act, self._numbers[weight], detail, counts)
-
-    # --- gradients ----------------------------------------------------------------------------
-
-    def is_synced(self) -> bool:
-        """See `tierstore.nn.sharding.Sharding.is_synced`."""
-        return not self._pauses and all(each.require_backward_grad_sync for each in self._wrappers)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate."""
-        self._pauses += 1
-        try:
-            yield
-        finally:
-            self._pauses -= 1
+        return self._gradients.paused()
+
+    def follow_wrappers(self, model: nn.Module) -> None:
+        """Note that ``no_sync`` of every wrapper that there is is about the tables, too."""
+        for wrapper in replicas.wrappers_of(model):
+            self.is_wrapped_by(wrapper)
 
     def is_wrapped_by(self, wrapper: DistributedDataParallel) -> None:
         """Note that a wrapper's ``no_sync`` is about the tables, too."""
-        self._wrappers.append(wrapper)
+        self._gradients.are_paused_by(wrapper)
 
-    def begin_backward(self, weight: nn.Parameter, *, is_synced: bool) -> None:
-        """See `tierstore.nn.sharding.Sharding.begin_backward`."""
-        assert isinstance(weight, TableWeight)
-        self._gradients.begin(weight, is_synced=is_synced)
-
-    def forget_gradient(self, weight: nn.Parameter) -> None:
-        """See `tierstore.nn.sharding.Sharding.forget_gradient`."""
-        assert isinstance(weight, TableWeight)
-        self._gradients.forget(weight)
-
-    def has_average(self, weight: TableWeight) -> bool:
-        """See `tierstore.training.tables.spread_tables.SpreadTables.has_average`."""
+    def has_own_gradient(self, weight: TableWeight) -> bool:
+        """Whether the gradient of a table was averaged."""
         return self._gradients.has_average(weight)
-
-    def own_gradient(self, weight: nn.Parameter) -> torch.Tensor:
-        """See `tierstore.nn.sharding.Sharding.own_gradient`."""
-        assert isinstance(weight, TableWeight)
-        return self._gradients.own(weight)
-
-    def occurrences(self, weight: nn.Parameter, ids: torch.Tensor) -> torch.Tensor:
-        """See `tierstore.nn.sharding.Sharding.occurrences`."""
-        assert isinstance(weight, TableWeight)
-        return self._gradients.occurrences(weight, ids)
 
     def close(self) -> None:
         """Exchange no more.  Idempotent."""

@@ -17,8 +17,8 @@ import torch
 from tierstore.errors import TierStoreError
 from tierstore.modes import Unseen
 from tierstore.nn.row_blocks import own_blocks_of, own_of
-from tierstore.nn.sharding import Act
 from tierstore.nn.table_weight import TableWeight
+from tierstore.training.ranks.acts import Act
 from tierstore.training.ranks.row_exchange import RowExchange
 from tierstore.training.ranks.row_slices import RowSlice
 

@@ -76,7 +76,9 @@ def refuse_norms_of_parts(model: nn.Module) -> None:
         UsageError: it names the first, and says what to do instead.
     """
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, TableWeight) and parameter.sharding and parameter.grad is not None:
+        if not isinstance(parameter, TableWeight) or parameter.grad is None:
+            continue
+        if not parameter.access.are_all_here:
             raise UsageError(
                 f"the gradient of the table {name!r} is spread over the processes, and none has the norm of "
                 "all of it. Clip those of other parameters with torch.nn.utils.clip_grad_norm_, or give the "

@@ -48,6 +48,7 @@ from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.tables.cache_wishes import CacheWishes, require_cache_room
 from tierstore.training.tables.device_caches import DeviceCaches, SideLink
+from tierstore.training.tables.division import TableDivision
 from tierstore.training.tables.found_tables import Tables
 from tierstore.training.tables.kept_tables import (
     PREFIX,
@@ -55,10 +56,8 @@ from tierstore.training.tables.kept_tables import (
     TableLook,
     log_prefix,
     map_key,
-    refuse_parts,
 )
 from tierstore.training.tables.shares import shares
-from tierstore.training.tables.spread_tables import SpreadTables
 from tierstore.training.tables.steppers import refuse_strangers
 from tierstore.units import align_up
 
@@ -85,24 +84,24 @@ class RunTables:
         store: of the run.
         tables: of the model.
         wishes: what of them is kept on the device.
-        sharding: spreads their rows over several processes; ``None``: all are here.
+        division: which of their rows are here.
 
     Attributes:
         whole_bytes: what all rows of each table that are here come to with their state, by its name.
-        sharding: see there.
+        division: see there.
     """
 
     def __init__(
         self,
         store: Store,
         tables: Tables,
-        wishes: CacheWishes = MappingProxyType({}),
-        sharding: SpreadTables | None = None,
+        wishes: CacheWishes,
+        division: TableDivision,
     ) -> None:
         self._store = store
         self._tables = tables
         self.whole_bytes: Mapping[str, int] = {}
-        self.sharding = sharding
+        self.division = division
         self._wishes = wishes
         self._caches = DeviceCaches(store, {})
         self._shares: Mapping[str, int] = {}
@@ -143,8 +142,7 @@ class RunTables:
                 checkpoint has a part of one, and here all rows would be.
         """
         self._require_tables(given)
-        if self.sharding is None:
-            refuse_parts(former)
+        self.division.check_former(former)
         if not self._tables:
             return {}
         self._optimizers = optimizers
@@ -177,12 +175,7 @@ class RunTables:
     def _divided_bytes(self, weight: TableWeight, states: int, former: TableLook | None) -> int:
         """Decide which rows of a table are here; return what they come to with their state."""
         layout = weight.row_store.layout_with(states)
-        pages = layout.pages_of(weight.row_store.num_rows)
-        if self.sharding is None:
-            return pages * layout.page_bytes
-        part = None if former is None else former.part
-        self.sharding.divide(weight, layout.rows_per_page if part is None else part[-1])
-        return -(-pages // self.sharding.processes) * layout.page_bytes
+        return self.division.divide(weight, layout, former) * layout.page_bytes
 
     @property
     def fit(self) -> bool:
@@ -234,25 +227,20 @@ class RunTables:
         home = TableHome(memory, self._log_place(name), setting=_SETTING, name=name, use=use)
         begun_for = weight.begun_for
         if former is not None:
-            rows, begun_for = _restored(former, weight.row_store, home, self._own_rows(weight)), None
+            own_rows = self.division.own_rows(weight)
+            rows, begun_for = _restored(former, weight.row_store, home, own_rows), None
         else:
             rows = self._rows_at_first(weight)
             rows.attach(home)
-        if self.sharding is not None:
-            self.sharding.shard(weight, rows)
-        elif rows is not weight.row_store:
-            weight.row_store = rows
+        self.division.take(weight, rows)
         weight.begun_for = begun_for  # its columns came along
 
     def _rows_at_first(self, weight: TableWeight) -> RowStore:
         """Return those rows of a table which will lie here, and which no checkpoint has."""
         if (why := weight.row_store.why_ended) is not None:
             self._released_before[weight] = why
-            return weight.row_store.anew(self._own_rows(weight))
-        return weight.row_store if self.sharding is None else self.sharding.own_part(weight)
-
-    def _own_rows(self, weight: TableWeight) -> OwnRows | None:
-        return None if self.sharding is None else self.sharding.slice_of(weight)
+            return weight.row_store.anew(self.division.own_rows(weight))
+        return self.division.rows_at_first(weight)
 
     # --- the device -----------------------------------------------------------------------------
 
@@ -343,16 +331,16 @@ class RunTables:
         for weight, snapshot in kept.snapshots.items():
             weight.row_store.keep(snapshot)
 
+    def saving(self) -> contextlib.AbstractContextManager[bool]:
+        """See `TableDivision.saving`."""
+        return self.division.saving()
+
     # --- while the run is suspended -------------------------------------------------------------
 
     def keep_gradients(self) -> None:
-        """Let gradients be memory of their own: values in them may be lent by the store.
-
-        Averages of several processes are that already.
-        """
+        """Let gradients be memory of their own: values in them may be lent by the store."""
         for weight in self._leases:
-            is_average = self.sharding is not None and self.sharding.has_average(weight)
-            if weight.grad is not None and not is_average:
+            if weight.grad is not None and not self.division.has_own_gradient(weight):
                 weight.grad = weight.grad.clone()
 
     def unwritten_bytes(self) -> int:
@@ -406,6 +394,17 @@ class RunTables:
         """Return the tables whose rows lie in the store."""
         return {weight: self._tables[weight] for weight in self._leases}
 
+    def coming_back(self) -> dict[TableWeight, str]:
+        """Return those that are memory of the process again when everything is brought back."""
+        return self.attached() if self.division.are_all_here else {}
+
+    def bring_back(self, weight: TableWeight, why: str) -> None:
+        """Bring a table back to memory of the process, or release it where that cannot be."""
+        if weight in self.coming_back():
+            self.restore(weight)
+        else:
+            self.release(weight, why)
+
     def needed_bytes(self, weight: TableWeight) -> int:
         """Return what it takes at most to have every row of a table that was touched in memory."""
         stats = weight.row_store.stats()
@@ -418,14 +417,8 @@ class RunTables:
             MemoryError: there is too little.
             BackendError: a medium failed.
         """
-        if weight.sharding is None:
-            self._caches.detach(weight)
-            weight.row_store.detach()
-        else:
-            assert self.sharding is not None
-            part = weight.row_store
-            assert self.sharding.give_back(weight), "only what was never used is brought back"
-            part.end(f"the run that had rows of the table {part.name!r} could not be opened")
+        self._caches.detach(weight)
+        self.division.bring_home(weight)
         self._let_go(weight)
 
     def undo(self, weight: TableWeight) -> None:
@@ -443,8 +436,7 @@ class RunTables:
             why: they cannot be read any more.
         """
         weight.release(why)
-        if self.sharding is not None:
-            self.sharding.give_back(weight)
+        self.division.forget(weight)
         self._let_go(weight)
 
     def _let_go(self, weight: TableWeight) -> None:

@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from tierstore.formats.safetensors_files import TensorFile, TensorSource
-from tierstore.nn.row_blocks import blocks_of, parts_of, write_part
-from tierstore.nn.sharding import Act, Sharding
+from tierstore.nn.row_blocks import parts_of, write_part
 from tierstore.nn.table_entry import Table, TableEntry
 from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.table_optimizer import TableOptimizer
 from tierstore.tables import ROWS, Column
 
 
-@contextlib.contextmanager
-def saving(tensors: Iterable[torch.Tensor]) -> Iterator[bool]:
-    """Return a context in which all rows can be read: by the first process, where several have a part each.
+def begin_load(tensors: Iterable[torch.Tensor]) -> None:
+    """Return when whoever has a part of the rows of tables is about to load them, too.
 
     Args:
         tensors: among which the tables are.
-
-    Yields:
-        whether this is it; the others come to it when that one is done.
-
-    Raises:
-        UsageError: the processes do different things.
-        TierStoreError: another process could not read its rows, or the first could not write them.
     """
-    spread = next(_spread(tensors), None)
-    if spread is None:
-        yield True
-        return
-    with spread.reading(None, Act.SAVE) as is_first:
-        yield is_first
-
-
-def agree_to_load(tensors: Iterable[torch.Tensor]) -> None:
-    """Return when all processes that have a part of the rows are about to load the same."""
     for each in tensors:
-        for sharding in _spread([each]):
-            assert isinstance(each, TableWeight)
-            each.rows_for("is loaded")
-            sharding.agree(each, Act.LOAD)
-
-
-def _spread(tensors: Iterable[torch.Tensor]) -> Iterator[Sharding]:
-    for each in tensors:
-        if isinstance(each, TableWeight) and each.sharding is not None:
-            yield each.sharding
+        if isinstance(each, TableWeight):
+            each.rows_for("is loaded").begin_load()
 
 
 def table_rows(weight: Table, column: str = ROWS) -> Iterator[torch.Tensor]:
     """Yield all rows of a table, or one of its states, in blocks."""
-    if weight.sharding is None:
-        return (rows for _, rows in blocks_of(weight.row_store, column))
-    assert isinstance(weight, TableWeight)
-    return (rows for _, rows in weight.sharding.blocks(weight, column, list(parts_of(weight.row_store))))
+    return (rows for _, rows in weight.access.blocks(column, parts_of(weight.row_store)))
 
 
 def load_rows(weight: TableWeight, file: TensorSource, name: str, column: str = ROWS) -> None:
