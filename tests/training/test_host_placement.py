@@ -159,12 +159,6 @@ def with_two_names() -> nn.Module:
     return model
 
 
-def on_both_sides() -> nn.Module:
-    model = Net()
-    model.layer1.matmul = model.layer2.matmul
-    return model
-
-
 def scripted() -> nn.Module:
     model = Net()
     with warnings.catch_warnings():
@@ -189,12 +183,6 @@ REFUSED: dict[str, tuple[object, Mapping[str, object], type[Exception], str]] = 
         {"layer1": "cpu"},
         UsageError,
         "'layer1' is also 'layer2': it would compute on 'cpu' and on 'device'",
-    ),
-    "on both sides": (
-        on_both_sides,
-        {r"layer2\.matmul": "cpu", r"layer1": "cpu", "layer2": "device"},
-        UsageError,
-        "is in a module that computes on 'cpu' and in one that computes on 'device'",
     ),
     "a script": (scripted, {"relu1": "cpu"}, UsageError, "'relu1' is a script of torch.jit"),
 }

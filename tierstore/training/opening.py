@@ -329,7 +329,6 @@ def placed_by(model: nn.Module, given: Mapping[str, str], *, lookups: bool = Fal
         matched = {**lookups_on_host(model), **matched}
     placed = place_modules(model, matched)
     if placed.are_any:
-        placed.borders(model)  # refuses what nobody could bring its values
         placed.require_one_side(model)
     return placed
 

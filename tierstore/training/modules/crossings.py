@@ -7,8 +7,9 @@ the host, ``y.to(device, copy=True)`` after it): one node at each border, whose 
    tensor that it returns is brought back: once in a call, however often it is there.  Tensors in fields of
    dataclasses are brought, too, and packed sequences as their ``to`` does.  Numbers, ``None`` and other
    objects that PyTorch does not look into stay as they are.
-2. What is on the right side already is passed as it is.  Whose call it is counts: a module on the host that
-   is called past the one around it is as one at a border, and one that its own side calls is not.
+2. What is on the right side already is passed as it is.  Whose call it is counts, not where a module is
+   kept: one that the other side calls is at a border, by whatever reference, and one that its own side calls
+   is not.
 3. Users' own hooks on the module are inside: they see what the module sees.  So is a region that is
    recomputed: it keeps what has crossed.
 4. Nothing is cast, added up or put into another order by a crossing.
@@ -140,15 +141,17 @@ def _with_bytes(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Entered(NamedTuple):
-    """A module at a border that runs.
+    """A module that runs.
 
     Attributes:
+        border: whose hooks have said so: a run inside `place` has its own on the same module.
         module: which.
         side: where.
         is_crossing: whether values cross as it is called.
         given: containers that were made for it, as values in them have crossed, with what was in each.
     """
 
+    border: _Border
     module: nn.Module
     side: str
     is_crossing: bool
@@ -156,7 +159,7 @@ class _Entered(NamedTuple):
 
 
 class _Sides(threading.local):
-    """The modules at borders that run in this thread, outermost first."""
+    """The modules that run in this thread, outermost first: from the first on that is on the host."""
 
     def __init__(self) -> None:
         self.entered: list[_Entered] = []
@@ -165,13 +168,22 @@ class _Sides(threading.local):
 _here = _Sides()
 
 
-def _innermost() -> _Entered | None:
+def _innermost(border: _Border) -> _Entered | None:
     """Return the innermost module that runs around the one that a hook is of; forget what was interrupted."""
-    while _here.entered:
-        if _is_running(_here.entered[-1].module):
-            return _here.entered[-1]
-        _here.entered.pop()
+    for index in reversed(range(len(_here.entered))):
+        entered = _here.entered[index]
+        if _is_running(entered.module):
+            return entered
+        if entered.border is border or entered.module is not border.module:  # else of this very call
+            del _here.entered[index]
     return None
+
+
+def _entered_by(border: _Border) -> _Entered | None:
+    """Return what the hooks of a module have noted of its call that ends now."""
+    if not _here.entered:
+        return None
+    return next((each for each in reversed(_here.entered) if each.border is border), None)
 
 
 def _is_running(module: nn.Module) -> bool:
@@ -201,25 +213,25 @@ class Crossings:
 
     Args:
         link: that carries.
-        borders: the modules at which values cross, with the side of each.
-        inside: modules on the host at which they cross only where somebody calls them directly.
+        sides: of the modules that can be called.
+        borders: those of them that the other side calls, as they are kept in the model.
     """
 
     def __init__(
-        self, link: Carrier, borders: Mapping[nn.Module, str], inside: Sequence[nn.Module] = ()
+        self, link: Carrier, sides: Mapping[nn.Module, str], borders: Mapping[nn.Module, str]
     ) -> None:
         self.link = link
+        self._sides = sides
         self._borders = borders
-        self._hooked = {**borders, **dict.fromkeys(inside, CPU)}
 
     def register(self, chosen: Callable[[nn.Module], bool]) -> Iterator[RemovableHandle]:
-        """Hook some of the modules at borders, before all hooks that they have and after them."""
-        for module, side in self._hooked.items():
+        """Hook some of the modules, before all hooks that they have and after them."""
+        for module, side in self._sides.items():
             if chosen(module):
                 border = _Border(self.link, module, side, self._borders)
                 last = module.register_forward_hook(_CrossOut(border))
                 yield last
-                left = module.register_forward_hook(_Leave(module), always_call=True)
+                left = module.register_forward_hook(_Leave(border), always_call=True)
                 yield left
                 first = _CrossIn(border, (last.id, left.id))
                 yield module.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
@@ -231,7 +243,7 @@ class Crossings:
 
 
 class _Border:
-    """One module at a border, and what brings its values.
+    """One module that both sides may call, and what brings its values.
 
     Args:
         link: that carries.
@@ -251,30 +263,42 @@ class _Border:
         self.module = module
         self.side = side
         self._borders = borders
+        self._known: set[bool] = set()  # what `is_crossed` has said in forward passes
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether nothing around the module, as it is called now, is on the host, and it is not either."""
+        return self.side == DEVICE and not _here.entered and not is_in_backward()
 
     def is_crossed(self, given: object) -> bool:
         """Whether values cross as the module is called now, in a hook of it.
 
-        They do where the innermost module around it, of those with hooks, is on the other side.  Where there
-        is none it is as the model says; but as a region of a module on the host is computed again in
-        backward, nothing crosses inside of it: what is given tells.
+        They do where the innermost module around it is on the other side; where there is none, the program
+        calls it, which is on the device.  But as a region is computed again in backward, nobody is around
+        what was called in it: then it is as in forward, and if that was now so and now so, what is given
+        tells.
         """
-        around = _innermost()
+        around = _innermost(self)
         if around is not None:
             return around.side != self.side
-        if self.module in self._borders or not is_in_backward():
-            return True
-        return any(
-            _is_there(each, self.link, _other(self.side))
-            for each in tree_flatten(given)[0]
-            if isinstance(each, torch.Tensor)
-        )
+        if not is_in_backward():
+            return self.side == CPU
+        if len(self._known) == 1:
+            return next(iter(self._known))
+        given = [each for each in tree_flatten(given)[0] if isinstance(each, torch.Tensor)]
+        is_from_elsewhere = any(_is_there(each, self.link, _other(self.side)) for each in given)
+        return is_from_elsewhere and not any(_is_there(each, self.link, self.side) for each in given)
+
+    def note_forward(self, *, is_crossing: bool) -> None:
+        """Take in whether values cross in a call, unless it is made again in backward."""
+        if not is_in_backward():
+            self._known.add(is_crossing)
 
     def is_crossing(self) -> bool:
         """Whether values cross in the call of the module that ends now, in a hook of it."""
-        entered = _here.entered[-1] if _here.entered else None
-        if entered is None or entered.module is not self.module:  # another call of the model has begun inside
-            return self.module in self._borders
+        entered = _entered_by(self)
+        if entered is None:  # at home, or another call of the model has begun inside
+            return self.side == CPU
         return entered.is_crossing
 
     def bring_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -313,8 +337,7 @@ class _CrossIn(Hook):
         self._last = last  # of our hooks after it, in this order
 
     def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
-        del memo
-        return require_side_of_copy
+        return require_side_of_copy if self._border.side == CPU else super().__deepcopy__(memo)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
@@ -323,9 +346,13 @@ class _CrossIn(Hook):
         """Return the arguments on the module's side."""
         if module is not self._border.module:
             return None
+        if self._border.is_at_home:
+            self._border.note_forward(is_crossing=False)
+            return None
         is_crossing = self._border.is_crossed((args, kwargs))
+        self._border.note_forward(is_crossing=is_crossing)
         given: list[tuple[Any, Sequence[object]]] = []
-        _here.entered.append(_Entered(module, self._border.side, is_crossing, given))
+        _here.entered.append(_Entered(self._border, module, self._border.side, is_crossing, given))
         if not is_crossing:
             return None
         hooks: Any = module._forward_hooks  # noqa: SLF001 - users' own hooks come before ours
@@ -359,15 +386,17 @@ def require_side_of_copy(module: nn.Module, args: object, kwargs: object) -> Non
 class _Leave(Hook):
     """Takes in that a module has run, well or badly."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, border: _Border) -> None:
+        self._border = border
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         """See above."""
         del args, output
-        if module is self._module and _here.entered and _here.entered[-1].module is module:
-            _require_unwritten(_here.entered.pop())
+        entered = _entered_by(self._border) if module is self._border.module else None
+        if entered is not None:
+            _here.entered = [each for each in _here.entered if each is not entered]
+            _require_unwritten(entered)
 
 
 def _require_unwritten(left: _Entered) -> None:

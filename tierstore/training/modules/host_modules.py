@@ -7,8 +7,8 @@ r"""Which modules of a model compute on the host, beside a device: patterns over
 3. What is shared is on one side: a module with two names, a parameter or buffer of two modules, and tensors
    that have memory in common.  Anything else is refused by name.
 4. A list of parameters is no module that computes: what it has belongs to the module around it.
-5. Where values cross is known before the first step: at a module that computes elsewhere than the module
-   around it that is called (`PlacedModules.borders`).
+5. Values cross where one side calls a module of the other: as the model is made, a module that computes
+   elsewhere than the module around it (`PlacedModules.borders`), and whatever a forward calls otherwise.
 
 Patterns are those of swap marks (`tierstore.training.activations.config.patterns`), read from the model down.
 Knows nothing of stores.
@@ -61,13 +61,13 @@ class PlacedModules:
         """Whether one does."""
         return CPU in self.devices.values()
 
-    def borders(self, model: nn.Module) -> dict[nn.Module, str]:
-        """Return the modules at which values cross, each with the device that it computes on.
+    def sides(self, model: nn.Module) -> dict[nn.Module, str]:
+        """Return the modules that can be called, with their devices; none if none is on the host."""
+        return {each: self.devices[each] for each in model.modules() if self.are_any and has_forward(each)}
 
-        Raises:
-            UsageError: one is within modules on both: it would be given values of both.
-        """
-        around_of: dict[nn.Module, str] = {}
+    def borders(self, model: nn.Module) -> dict[nn.Module, str]:
+        """Return the modules in one that computes elsewhere, each with the device that it computes on."""
+        found: dict[nn.Module, str] = {}
         stack = [(model, DEVICE)] if self.are_any else []
         seen = set(stack)
         while stack:
@@ -75,28 +75,12 @@ class PlacedModules:
             own = around
             if has_forward(module):
                 own = self.devices[module]
-                if around_of.setdefault(module, around) != around:
-                    raise UsageError(
-                        f"placement: a {type(module).__name__} is in a module that computes on 'cpu' and in "
-                        "one that computes on 'device': place these alike, or give each its own."
-                    )
+                if own != around:
+                    found[module] = own
             inner = [(child, own) for child in module.children() if (child, own) not in seen]
             seen.update(inner)
             stack += inner
-        return {
-            module: self.devices[module]
-            for module, around in around_of.items()
-            if self.devices[module] != around
-        }
-
-    def inside(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules on the host at which values cross only where somebody calls them directly."""
-        borders = self.borders(model)
-        return [
-            module
-            for module in dict.fromkeys(model.modules())
-            if self.is_on_host(module) and module not in borders and has_forward(module)
-        ]
+        return found
 
     def tensors_on_host(self, model: nn.Module) -> set[torch.Tensor]:
         """Return the parameters and buffers that modules on the host use."""
