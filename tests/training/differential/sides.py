@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -52,8 +53,8 @@ _copy: Callable[[Tensor], Tensor] = _Copy.apply
 
 
 def _copied(value: Tensor) -> Tensor:
-    if _innermost() is not None:
-        return value.clone()
+    if _innermost() is not None or forward_ad.unpack_dual(value).tangent is not None:
+        return value.clone()  # a tangent goes along, as with ``Tensor.to``; ``detach`` would drop it
     if torch.is_grad_enabled() and value.requires_grad:
         return _copy(value)
     with ordinary_mode(), torch.no_grad():

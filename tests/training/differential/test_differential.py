@@ -70,6 +70,12 @@ def test_what_the_compiler_asks_for_while_it_compiles_is_no_difference() -> None
     check(replace(_with(Piece("action", "function mode")), parts=(Piece("part", "compiled"),)))
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_tangent_goes_along_where_the_only_part_is_on_the_host(which: int) -> None:
+    program = _with(Piece("action", "forward ad", which))
+    check(replace(program, layout=Layout("device", room=3, side=1), knots=()))
+
+
 # ---------------------------------------------------------------------- the tables
 
 
