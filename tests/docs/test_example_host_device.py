@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from torch import distributed
 from host_device import PLACEMENT, Network
 from host_device_job import MEAN, Job, Share, command_line, enlarged_digits, mnist, read_job
 from idx_files import read_idx
+from tests.docs.torchruns import torchrun
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import offload
 from train_host_device import main
@@ -206,15 +205,10 @@ def test_under_torchrun_every_process_equals_plain_data_parallelism(tmp_path: Pa
     write_mnist(tmp_path / "mnist", 64 * processes)
     words = ["--compare", "--data", str(tmp_path / "mnist"), "--batch-size", "8", "--told-every", "4"]
     words += ["--offload-path", str(tmp_path / "tiers"), "--offload-cpu-size", f"{16 * processes}MB"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(processes), "--redirects", "3", "--log-dir", str(tmp_path / "log")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    run = subprocess.run(
-        [*launcher, str(EXAMPLES / "train_host_device.py"), *TINY, *words],
-        env=environment, capture_output=True, text=True, check=False, timeout=1500,
-    )  # fmt: skip
+    launcher = ["--standalone", "--nproc-per-node", str(processes), "--redirects", "3"]
+    launcher += ["--log-dir", str(tmp_path / "log"), str(EXAMPLES / "train_host_device.py")]
+    torchrun((tmp_path, [*launcher, *TINY, *words]))
     outputs = [path.read_text() for path in sorted((tmp_path / "log").rglob("stdout.log"))]
-    assert run.returncode == 0, (run.stderr, outputs)
     assert len(outputs) == processes
     for rank, text in enumerate(outputs):
         assert f"process {rank} of {processes} learns MNIST" in text

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torch import distributed
 
 from tests.docs import blocks
+from tests.docs.torchruns import torchrun
 
 PAGE = blocks.ROOT / "docs" / "how-to" / "run-on-several-processes.md"
 
@@ -29,43 +27,49 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def torchrun(folder: Path, program: str) -> tuple[dict[int, tuple[int, float]], str]:
-    """Run a program in two processes; return where each began and what it came to, and all that was said."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(blocks.ROOT), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see the page
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--max-restarts=1"]
-    command += ["--rdzv-endpoint=localhost:0", "--nnodes=1", "--nproc-per-node=2", program]
-    done = subprocess.run(command, check=False, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+WORDS = ["--rdzv-backend=c10d", "--max-restarts=1", "--rdzv-endpoint=localhost:0", "--nnodes=1"]
+RUNS = [("whole", "train.py"), ("killed", "killed.py")]
+
+Said = dict[str, tuple[Path, str, str]]
+"""Of each run its folder, and what it said on stdout and stderr."""
+
+
+@pytest.fixture(scope="module", name="said")
+def _said(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """Run both programs in two processes, each to its end, and killed on the way."""
+    programs = [each.text for each in blocks.blocks(PAGE) if "def main" in each.text]
+    assert len(programs) == 2
+    runs = {}
+    for what, program in zip(("dense", "tables"), programs, strict=True):
+        for name, start in RUNS:
+            folder = tmp_path_factory.mktemp(f"{what}-{name}")
+            (folder / "train.py").write_text(program, encoding="utf-8")
+            (folder / "killed.py").write_text(KILLED, encoding="utf-8")
+            runs[f"{what} {name}"] = folder, [*WORDS, "--nproc-per-node=2", str(folder / start)]
+    said = torchrun(*runs.values())
+    return {name: (runs[name][0], *each) for name, each in zip(runs, said, strict=True)}
+
+
+def ends(stdout: str) -> dict[int, tuple[int, float]]:
+    """Return of each process where it began, and what it came to."""
     # Nothing but the number: of two processes, one may write between the other's line and its end.
-    found = re.findall(r"rank (\d) began at step (\d+): (-?\d+\.\d+(?:e[-+]\d+)?)", done.stdout)
-    return {int(rank): (int(step), float(total)) for rank, step, total in found}, done.stderr
+    found = re.findall(r"rank (\d) began at step (\d+): (-?\d+\.\d+(?:e[-+]\d+)?)", stdout)
+    return {int(rank): (int(step), float(total)) for rank, step, total in found}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
 @pytest.mark.parametrize("what", ["dense", "tables"])
 def test_a_process_that_is_killed_is_started_again_and_goes_on_from_the_last_checkpoint(
-    tmp_path: Path, what: str
+    said: Said, what: str
 ) -> None:
-    programs = [each.text for each in blocks.blocks(PAGE) if "def main" in each.text]
-    assert len(programs) == 2
-    program = programs[what == "tables"]
-    ends = {}
-    for name, start in (("whole", "train.py"), ("killed", "killed.py")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "train.py").write_text(program, encoding="utf-8")
-        (folder / "killed.py").write_text(KILLED, encoding="utf-8")
-        ends[name], said = torchrun(folder, start)
+    found = {}
+    for name, _ in RUNS:
+        folder, stdout, stderr = said[f"{what} {name}"]
+        found[name] = ends(stdout)
         assert sorted(each.name for each in (folder / "offload").iterdir()) == ["rank-0", "rank-1"]
-        assert ("exitcode: -9" in said) == (name == "killed")
-    assert {rank: step for rank, (step, _) in ends["whole"].items()} == {0: 0, 1: 0}
-    assert {rank: step for rank, (step, _) in ends["killed"].items()} == {0: 4, 1: 4}
-    (total,) = {total for each in ends.values() for _, total in each.values()}
+        assert ("exitcode: -9" in stderr) == (name == "killed")
+    assert {rank: step for rank, (step, _) in found["whole"].items()} == {0: 0, 1: 0}
+    assert {rank: step for rank, (step, _) in found["killed"].items()} == {0: 4, 1: 4}
+    (total,) = {total for each in found.values() for _, total in each.values()}
     assert total
