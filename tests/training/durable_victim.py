@@ -1,9 +1,10 @@
 """Trains in a child process that is killed again and again, until it comes to its end.
 
-``python -m tests.training.durable_victim SUBJECT FOLDER SEED KILLS LAYOUT...``: one life after another goes
-on from the last checkpoint, each under one of the layouts; a life ends by SIGKILL at some operation of the
-store or of the disk (a write may be torn then), or with the training's end, whose outcome is written to the
-folder.  The next training begins in a directory of its own.  ``kills.txt`` tells what each life was at.
+``python -m tests.training.durable_victim JOBS``, of each job of a JSON list the subject, the folder, a seed,
+how many kills, and the layouts: one life after another goes on from the last checkpoint, each under one of
+the layouts; a life ends by SIGKILL at some operation of the store or of the disk (a write may be torn then;
+each phase has its turn), or with the training's end, whose outcome is written to the folder.  The next
+training begins in a directory of its own.  ``kills.txt`` tells what each life was at.
 
 Lives are forked from one process that has imported everything and started no thread.
 """
@@ -262,7 +263,7 @@ class Trainings:
 
 
 def main(subject: Subject, folder: Path, seed: int, kills: int, layouts: Sequence[str]) -> None:
-    """Let trainings be killed so many times, and then the last one come to its end.
+    """Let trainings be killed so many times, in one phase after the other, and then the last come to its end.
 
     Raises:
         RuntimeError: a life ended in another way.
@@ -272,11 +273,15 @@ def main(subject: Subject, folder: Path, seed: int, kills: int, layouts: Sequenc
     live(trainings.expect)
     trainings.lead(layouts[0])
     phases = trainings.operations
-    while kills:
-        fatal = chance.choice(list(phases))
-        # What is left of a training that goes on has fewer of them.
-        number = chance.randint(1, max(1, phases[fatal] // 2))
-        kills -= trainings.lead(chance.choice(layouts), fatal, number)
+    left: list[str] = []
+    for _ in range(kills):
+        left = left or chance.sample(sorted(phases), len(phases))
+        fatal = left.pop()
+        is_killed = False
+        while not is_killed:
+            # What is left of a training that goes on has fewer of them.
+            number = chance.randint(1, max(1, phases[fatal] // 2))
+            is_killed = trainings.lead(chance.choice(layouts), fatal, number)
     trainings.lead(layouts[-1])
 
 
@@ -288,4 +293,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # no life looks for referrers, or for tensors, among all that is imported
-    main(SUBJECTS[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    for subject, folder, seed, kills, layouts in json.loads(sys.argv[1]):
+        main(SUBJECTS[subject], Path(folder), seed, kills, layouts)
