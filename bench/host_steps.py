@@ -12,8 +12,6 @@ import contextlib
 import functools
 import statistics
 import sys
-from collections.abc import Iterator
-from unittest import mock
 
 import tierstore as ts
 from bench import simulated
@@ -24,19 +22,12 @@ from bench.rates import STATE_OVER_PARAMETERS
 from bench.record import Better, Figure
 from bench.training import SETTLING_TURNS, STATE_TENSORS, STEPS_A_TURN
 from bench.workload import Trainee, Workload
-from tierstore.training.optimizers.host_stepper import HostStepper
+from tierstore.training.optimizers.host_stepper import steps_in_their_time
 
 BAR, AIM = 1.0, 0.8
 """Of the time that a step takes whose host steps when it is asked to."""
 
 _PACING_STEPS = 3
-
-
-@contextlib.contextmanager
-def in_their_time() -> Iterator[None]:
-    """Let runs that are opened inside the context hand nothing over to a thread."""
-    with mock.patch.object(HostStepper, "is_on", new=False):
-        yield
 
 
 def stepped_on_the_host(
@@ -70,7 +61,7 @@ def on_emulated_device(settings: Settings) -> Figure:
     link = round(STATE_OVER_PARAMETERS * workload.parameter_bytes / step_s)
     config = stepped_on_the_host(workload, "emulated", link)
     with contextlib.ExitStack() as stack:
-        with in_their_time():
+        with steps_in_their_time():
             later = stack.enter_context(Trainee(workload, config))
         ahead = stack.enter_context(Trainee(workload, config))
         runs = [

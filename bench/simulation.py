@@ -26,7 +26,7 @@ import tierstore as ts
 from bench import workload as steps
 from bench.activations import FULL, GPU_SHARE, PLAIN, all_marked, mix
 from bench.command import Question, Settings
-from bench.host_steps import AIM, BAR, in_their_time, stepped_on_the_host
+from bench.host_steps import AIM, BAR, stepped_on_the_host
 from bench.llamas import MIB, Manner, Size, Trainee, marks
 from bench.measure import Run, Spread, ratios, take_turns
 from bench.paced import NONE, equal_losses
@@ -34,6 +34,7 @@ from bench.rates import Rates, for_llama, for_workload
 from bench.record import Better, Figure
 from bench.training import STATE_TENSORS, STEPS_A_TURN
 from bench.workload import Workload
+from tierstore.training.optimizers.host_stepper import steps_in_their_time
 
 try:
     from tests import accelerator
@@ -271,7 +272,7 @@ def host_steps(settings: Settings) -> Figure:
     with contextlib.ExitStack() as stack:
         taken: dict[str, steps.Trainee] = {}
         for name, around in (
-            ("in their time", in_their_time()),
+            ("in their time", steps_in_their_time()),
             ("during backward", contextlib.nullcontext()),
         ):
             beside_bytes = torch.accelerator.memory_allocated()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -11,7 +12,12 @@ import pytest
 import torch
 
 from tests import forked
-from tierstore.training.optimizers.host_stepper import THREAD_NAME, HostStepper, HostTask
+from tierstore.training.optimizers.host_stepper import (
+    THREAD_NAME,
+    HostStepper,
+    HostTask,
+    steps_in_their_time,
+)
 
 PATIENCE_S = 30.0
 
@@ -221,3 +227,19 @@ def test_what_can_be_spared_is_let_go_of_once() -> None:
     assert not stepper.make_room()
     assert not stepper.withdraw("b")
     assert gone == ["b"]
+
+
+def test_steppers_that_are_made_in_the_context_are_not_wanted_and_others_are() -> None:
+    of_others: list[bool] = []
+    other = threading.Thread(target=lambda: of_others.append(HostStepper().is_wanted))
+    before = HostStepper()
+    with steps_in_their_time():
+        inside = HostStepper()
+        other.start()
+        other.join(PATIENCE_S)
+        with contextlib.suppress(ValueError), steps_in_their_time():
+            raise ValueError
+        still = HostStepper()
+    found = [each.is_wanted for each in (before, inside, still, HostStepper())]
+    assert found == [True, False, False, True]
+    assert of_others == [True]

@@ -48,7 +48,7 @@ from tests.training.twins import (
 from tierstore.leases import Lease
 from tierstore.training import Offload, offload
 from tierstore.training.optimizers import steps_aside
-from tierstore.training.optimizers.host_stepper import THREAD_NAME, HostStepper
+from tierstore.training.optimizers.host_stepper import THREAD_NAME, steps_in_their_time
 
 __all__ = ["count_asides", "gate", "waited"]  # fixtures
 
@@ -114,12 +114,12 @@ def test_without_a_device_there_is_nothing_beside_which_to_step(tmp_path: Path, 
     assert asides.handed == 0
 
 
-def test_with_the_thread_switched_off_bits_are_the_same(
-    tmp_path: Path, asides: Asides, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostStepper, "is_on", False)
-    assert_same(build_blocks, quiet_steps, "device", tmp_path, ON_HOST)
+def test_with_steps_in_their_time_bits_are_the_same(tmp_path: Path, asides: Asides) -> None:
+    with steps_in_their_time():
+        assert_same(build_blocks, quiet_steps, "device", tmp_path / "off", ON_HOST)
     assert asides.handed == 0
+    assert_same(build_blocks, quiet_steps, "device", tmp_path / "on", ON_HOST)
+    assert asides.handed
 
 
 def test_where_new_values_find_no_room_beside_old_ones_steps_are_made_in_their_time(

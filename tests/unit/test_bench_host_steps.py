@@ -9,7 +9,6 @@ import pytest
 
 from bench import host_steps
 from bench.command import Settings, UnmeasurableError
-from tierstore.training.optimizers.host_stepper import HostStepper
 
 
 @pytest.mark.slow
@@ -23,9 +22,3 @@ def test_each_question_yields_its_figure_with_equal_losses(name: str, tmp_path: 
     assert figure.name == name
     assert figure.reached > 0
     assert any("bit for bit" in each for each in figure.details.values())
-
-
-def test_the_thread_is_switched_off_inside_the_context_alone() -> None:
-    with host_steps.in_their_time():
-        assert not HostStepper.is_on
-    assert HostStepper.is_on

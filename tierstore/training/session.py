@@ -110,7 +110,7 @@ class Session:
         )
         self._reclaimers.add(self.bindings)
         self.host_stepper = HostStepper()
-        self._steps_aside = HostStepper.is_on and store.tier_names[0] != HOST
+        self._steps_aside = self.host_stepper.is_wanted and store.tier_names[0] != HOST
         self._expectations = Expectations(self.host_stepper)
         self.gradients = Gradients(
             store,

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import logging
 import threading
 import weakref
@@ -35,6 +36,21 @@ from tierstore import forks
 log = logging.getLogger("tierstore")
 
 THREAD_NAME = "tierstore-host-steps"
+
+_hands_over: contextvars.ContextVar[bool] = contextvars.ContextVar("hands_over", default=True)
+
+
+@contextlib.contextmanager
+def steps_in_their_time() -> Iterator[None]:
+    """Return a context in which runs are opened that hand no step over: to compare with those that do.
+
+    It holds for the thread that enters it.  What a run does is decided when it is opened, and stays so.
+    """
+    before = _hands_over.set(False)
+    try:
+        yield
+    finally:
+        _hands_over.reset(before)
 
 
 class HostTask:
@@ -128,13 +144,12 @@ class HostStepper:
     """Runs tasks in a thread of its own.  Safe from any thread.
 
     Attributes:
-        is_on: whether there is such a thread for runs that are opened from now on.
+        is_wanted: whether steps are to be handed over to it: see `steps_in_their_time`.
         turn: held by whoever lets an optimizer's double step: one does at a time.
     """
 
-    is_on = True
-
     def __init__(self) -> None:
+        self.is_wanted = _hands_over.get()
         self._work = _Work()
         self._end = weakref.finalize(self, _Work.end, self._work)  # also as the interpreter ends
         self.turn = forks.free_in_child(threading.RLock())  # nothing else is taken while it is held
