@@ -103,7 +103,7 @@ def put_cells(matrix: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) ->
         values: ``[n, width]``.
     """
     if matrix.is_cpu:
-        put_rows(matrix, rows, values)
+        put_rows(matrix, rows.numpy(), values)
     else:
         matrix.index_copy_(_ROWS, rows, values)
 

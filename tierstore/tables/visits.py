@@ -70,7 +70,7 @@ class Visit:
         cells = self._cells_of(column)
         self._check(values, "values")
         self._pages.change(self._frames)
-        put_rows(self._pages.cells, cells, values.detach())
+        put_rows(self._pages.cells, cells.numpy(), values.detach())
 
     def _cells_of(self, column: str) -> torch.Tensor:
         if self._visit != self._pages.visit:
