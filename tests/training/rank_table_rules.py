@@ -38,9 +38,9 @@ from tierstore.errors import BackendError
 from tierstore.formats.safetensors_files import HeaderEntry, write_file
 from tierstore.nn import EmbeddingTable, row_blocks
 from tierstore.optim import SGD, LazyAdam
-from tierstore.tables import RowStore
 from tierstore.training import offload
 from tierstore.training.checkpoints import files as files_of_run
+from tierstore.training.ranks.beginnings import FirstRows
 from tierstore.training.session import Session
 
 
@@ -186,10 +186,10 @@ def broken(rank: int, processes: int, folder: Path) -> object:
     Session.adopt = failing  # type: ignore[method-assign]
     found["undone"] = said(lambda: offload(model, None, settings("host", folder, 2)))
     Session.adopt = take_in  # type: ignore[method-assign]
-    part = RowStore.part
-    RowStore.part = failing  # type: ignore[method-assign]
+    bring = FirstRows.bring
+    FirstRows.bring = failing  # type: ignore[method-assign]
     found["not copied"] = said(lambda: offload(model, None, settings("host", folder, 2)))
-    RowStore.part = part  # type: ignore[method-assign]
+    FirstRows.bring = bring  # type: ignore[method-assign]
     found["whole"] = [same(table.rows(ids), torch.ones(400, 16)), table.weight.access.are_all_here]
     with offload(model, None, settings("host", folder, 2)):
         found["kept"] = same(table.rows(ids), torch.ones(400, 16))

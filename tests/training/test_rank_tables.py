@@ -28,6 +28,7 @@ _SCENARIOS = (
     "failed:2",
     "suspended:2",
     "gone_on_with:2",
+    "tables_begin:2",
 )
 
 
@@ -136,7 +137,7 @@ def test_one_that_cannot_read_its_rows_tells_those_who_asked(found: Found) -> No
     [
         ("in the midst", "UsageError: rows of tables are on their way between processes"),
         ("not the same", "UsageError: the processes have different tables: ('weight', {'num_rows': 40,"),
-        ("not as large", "Build the same model everywhere, with the same seed of each table"),
+        ("not as large", "Build the same model everywhere: give each table the same seed, or none."),
         ("dense gradient", "UsageError: '' has sparse=False: its rows are spread over the processes"),
         (
             "on the device",
@@ -200,6 +201,23 @@ def test_a_step_that_fails_is_gone_on_with_in_columns_that_were_begun_before(fou
             "weights": [True, True],
             "parts": [True, True],
         }
+
+
+# ---------------------------------------------------------------------- what they begin with
+
+
+def test_tables_begin_as_the_first_process_has_made_and_written_them(found: Found) -> None:
+    first, second = found["tables_begin:2"]
+    assert (any(first["others"]), all(second["others"])) == (False, True)
+    assert first["seeds"] == second["seeds"]
+    for each in (first, second):
+        assert (each["rows"], each["states"]) == ([True] * 5, [True] * 2)
+        assert "the medium is gone" in each["undone"]
+        assert each["as before"]
+        assert each["gone on with"] == [True, True]
+        assert "the processes have different tables: ('weight', {'num_rows': 40," in each["one seed"]
+        assert "'begins': 'NormalRows(width=4, dtype=torch.float32, seed drawn" in each["one seed"]
+        assert "the processes have different tables: ('weight'" in each["one state"]
 
 
 # ---------------------------------------------------------------------- files

@@ -16,6 +16,7 @@ from tierstore.tables.initial_rows import (
     InitialRows,
     NormalRows,
     UniformRows,
+    has_drawn_seed,
     seed_of,
     with_seed,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "TableHome",
     "UniformRows",
     "Visit",
+    "has_drawn_seed",
     "seed_of",
     "with_seed",
 ]

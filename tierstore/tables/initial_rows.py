@@ -87,6 +87,11 @@ def seed_of(initial_rows: InitialRows) -> int | None:
     return initial_rows.seed if isinstance(initial_rows, NormalRows | UniformRows) else None
 
 
+def has_drawn_seed(initial_rows: InitialRows) -> bool:
+    """Return whether rows have a seed that nobody has given."""
+    return isinstance(initial_rows, NormalRows | UniformRows) and initial_rows.is_drawn
+
+
 def with_seed(initial_rows: InitialRows, seed: int | None) -> InitialRows:
     """Return rows whose seed was drawn with another one; those whose seed was given stay as they are."""
     if seed is None or not isinstance(initial_rows, NormalRows | UniformRows) or not initial_rows.is_drawn:

@@ -17,3 +17,4 @@ class Act(enum.IntEnum):
     COPY = 6
     EXPORT = 7
     SAVE = 8
+    FIRST_ROWS = 9

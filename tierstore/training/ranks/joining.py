@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import psutil
 import torch
@@ -19,6 +19,7 @@ from tierstore.training import processes
 from tierstore.training.checkpoints.agreement import Agreement
 from tierstore.training.modules import replicas
 from tierstore.training.ranks.averaging import GradientAverages
+from tierstore.training.ranks.beginnings import agree_on_beginnings
 from tierstore.training.ranks.checkpoints import AgreedCheckpoints
 from tierstore.training.ranks.introductions import Introduction, judge, locals_of
 from tierstore.training.ranks.meeting import Meeting
@@ -26,7 +27,6 @@ from tierstore.training.ranks.sharded_tables import ShardedTables
 from tierstore.training.ranks.shares import directory_of, roots_of, share_of
 from tierstore.training.ranks.where import RankPlace, here
 from tierstore.training.tables.found_tables import Tables, refuse_dense_gradients
-from tierstore.training.tables.kept_tables import TableLook
 from tierstore.units import format_bytes, parse_bytes
 
 log = logging.getLogger("tierstore")
@@ -129,18 +129,8 @@ class Ranks:
                 "torch.distributed.init_process_group before offload(...)."
             )
         refuse_dense_gradients(model)
-        looks = {name: replace(TableLook.of(weight.row_store), part=None) for weight, name in tables.items()}
-        mine = [(name, asdict(look)) for name, look in looks.items()]
-        for rank, theirs in enumerate(self.meeting.exchange(mine, "offload(...), to spread tables")):
-            if theirs != mine:
-                one, other = next(
-                    ((a, b) for a, b in zip(mine, theirs, strict=False) if a != b), (len(mine), len(theirs))
-                )
-                raise UsageError(
-                    f"the processes have different tables: {one} on {self.where.name}, and {other} on rank "
-                    f"{rank}. Build the same model everywhere, with the same seed of each table."
-                )
-        self._tables = ShardedTables(self.where, tables)
+        beginnings = agree_on_beginnings(self.where, self.meeting, tables)
+        self._tables = ShardedTables(self.where, tables, beginnings)
         return self._tables
 
     @contextlib.contextmanager

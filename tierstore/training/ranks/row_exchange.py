@@ -35,6 +35,7 @@ _SAID: Final = {
     Act.COPY: "load a state dict into {table}",
     Act.EXPORT: "export {table}",
     Act.SAVE: "call run.save",
+    Act.FIRST_ROWS: "open a run with rows of table {name!r} that rank 0 has written, in {detail} columns",
 }
 
 
@@ -135,8 +136,12 @@ class RowExchange:
         )
 
     def _in_words(self, header: Announcement) -> str:
+        name = self._names[header.table]
         words = _SAID[Act(header.act)].format(
-            table=f"table {self._names[header.table]!r} of {header.detail} rows", number=header.number
+            table=f"table {name!r} of {header.detail} rows",
+            number=header.number,
+            name=name,
+            detail=header.detail,
         )
         return words if header.act in (Act.LOOKUP, Act.GRADIENTS) else f"{words} (call {header.number})"
 

@@ -18,6 +18,7 @@ from tierstore.tables import RowStore
 from tierstore.tables.layout import PageLayout
 from tierstore.training.modules import replicas
 from tierstore.training.ranks.acts import Act
+from tierstore.training.ranks.beginnings import FirstRows, TableBeginning
 from tierstore.training.ranks.row_exchange import RowExchange
 from tierstore.training.ranks.row_slices import RowSlice
 from tierstore.training.ranks.sharded_gradients import ShardedGradients
@@ -37,6 +38,7 @@ class ShardedTables:
     Args:
         where: which process this is.
         tables: of the model, with their names.
+        beginnings: what each begins with.
 
     Attributes:
         are_all_here: they are not.
@@ -48,13 +50,17 @@ class ShardedTables:
 
     are_all_here = False
 
-    def __init__(self, where: RankPlace, tables: Tables) -> None:
+    def __init__(
+        self, where: RankPlace, tables: Tables, beginnings: Mapping[TableWeight, TableBeginning]
+    ) -> None:
         self._where = where
         self._numbers = {weight: number for number, weight in enumerate(tables)}
         self._exchange = RowExchange(where, list(tables.values()))
         self._slices: dict[TableWeight, RowSlice] = {}
         self._former: dict[TableWeight, RowStore] = {}
         self._gradients = ShardedGradients(self._exchange, self._slices)
+        self._beginnings = beginnings
+        self._first_rows = FirstRows(self._exchange, self._numbers)
         self._wholes = WholeTables(self._exchange, self._numbers, self._slices)
 
     @property
@@ -93,8 +99,21 @@ class ShardedTables:
         return self._slices[weight]
 
     def rows_at_first(self, weight: TableWeight) -> RowStore:
-        """Return what this process has of a table that lies in its memory as a whole: copies."""
-        return weight.row_store.part(self._slices[weight])
+        """Return what this process will have of a table: rows of the first process, with their state.
+
+        Raises:
+            UsageError: the processes keep other states beside the rows.
+            TierStoreError: another process has ended.
+            CapacityError: there is no memory for them.
+        """
+        made, beginning, own = weight.row_store, self._beginnings[weight], self._slices[weight]
+        like = made.num_rows, made.width, made.dtype, beginning.rows
+        part = RowStore(*like, name=made.name, own_rows=own)
+        if made.why_ended is None:
+            part.ensure_columns(made.columns)
+        if beginning.are_written:
+            self._first_rows.bring(weight, own, part)
+        return part
 
     def take(self, weight: TableWeight, part: RowStore) -> None:
         """Let a table have its rows here and in the other processes from now on.

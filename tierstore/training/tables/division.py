@@ -65,7 +65,7 @@ class TableDivision(Protocol):
         ...
 
     def rows_at_first(self, weight: TableWeight) -> RowStore:
-        """Return those rows of a table that are here, which lies in memory as a whole."""
+        """Return those rows of a table that will be here; of one that was released none is written."""
         ...
 
     def take(self, weight: TableWeight, rows: RowStore) -> None:
@@ -147,8 +147,9 @@ class AllHere:
         return None
 
     def rows_at_first(self, weight: TableWeight) -> RowStore:
-        """Return the table's rows."""
-        return weight.row_store
+        """Return the table's rows, or new ones if they were released."""
+        store = weight.row_store
+        return store if store.why_ended is None else store.anew()
 
     def take(self, weight: TableWeight, rows: RowStore) -> None:
         """Let a table have its rows in ``rows``."""

@@ -239,7 +239,6 @@ class RunTables:
         """Return those rows of a table which will lie here, and which no checkpoint has."""
         if (why := weight.row_store.why_ended) is not None:
             self._released_before[weight] = why
-            return weight.row_store.anew(self.division.own_rows(weight))
         return self.division.rows_at_first(weight)
 
     # --- the device -----------------------------------------------------------------------------
