@@ -11,7 +11,10 @@ from torch import nn
 
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
+from tierstore.training.activations import Sections, read_sections, sections_of
+from tierstore.training.activations.config.sections import SECTIONS
 
+Config = OffloadConfig | Mapping[str, object] | str | Path | None
 log = logging.getLogger("tierstore")
 
 _OF_MANY_PROCESSES = "torch.distributed."
@@ -117,3 +120,16 @@ def _why_not(given: object) -> str:
 
 def _what(given: object) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+
+
+def settings_of(config: Config) -> tuple[OffloadConfig, Sections]:
+    """Return what a configuration says, whatever form it came in."""
+    if config is None:
+        return OffloadConfig(), Sections()
+    if isinstance(config, OffloadConfig):
+        return config, Sections()
+    if isinstance(config, str | Path):
+        return OffloadConfig.from_yaml(config), read_sections(config)
+    if any(section in config for section in SECTIONS):
+        return OffloadConfig.from_document(config), sections_of(config)
+    return OffloadConfig.from_mapping(config), Sections()

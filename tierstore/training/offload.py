@@ -30,10 +30,9 @@ from tierstore.planning.rules import HOST
 from tierstore.signals import interruptible
 from tierstore.store import Store
 from tierstore.training import again, processes
-from tierstore.training.activations import Sections, apply, read_sections, sections_of
+from tierstore.training.activations import Sections, apply
 from tierstore.training.activations.apply import Activations
 from tierstore.training.activations.config.layers import Names
-from tierstore.training.activations.config.sections import SECTIONS
 from tierstore.training.activations.swapping.run_store import RunStore
 from tierstore.training.autograd.clipping import clip_gradients
 from tierstore.training.bundles.bundle_tiers import named_by_settings
@@ -42,7 +41,7 @@ from tierstore.training.checkpoints.agreement import Agreement, OneProcess
 from tierstore.training.checkpoints.files import Checkpoint, ordinary_access
 from tierstore.training.checkpoints.resumed import Resumed
 from tierstore.training.checkpoints.weights import Weights
-from tierstore.training.given import check_is_model, optimizers_of
+from tierstore.training.given import Config, check_is_model, optimizers_of, settings_of
 from tierstore.training.leaving import OnClose, choice_of, on_close_of
 from tierstore.training.left_behind import let_go
 from tierstore.training.modules.replicas import refuse_to_average
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 log = logging.getLogger("tierstore")
-
-Config = OffloadConfig | Mapping[str, object] | str | Path | None
 
 
 class Offload:
@@ -465,7 +462,7 @@ def offload(  # noqa: PLR0913 - each has a default, and a name
         CapacityError: the tiers together cannot hold it, or one module does not fit on the device, beside
             what is pinned.
     """
-    settings, sections = _read(config)
+    settings, sections = settings_of(config)
     own = given_patterns(placement)
     placement = {**own, **placement_around(model, but=own)}
     if placement:
@@ -584,16 +581,3 @@ def _open(  # noqa: PLR0913 - what `offload` was given, and what was made of it
         store.close(flush=False)
         raise
     return run
-
-
-def _read(config: Config) -> tuple[OffloadConfig, Sections]:
-    """Return what a configuration says, whatever form it came in."""
-    if config is None:
-        return OffloadConfig(), Sections()
-    if isinstance(config, OffloadConfig):
-        return config, Sections()
-    if isinstance(config, str | Path):
-        return OffloadConfig.from_yaml(config), read_sections(config)
-    if any(section in config for section in SECTIONS):
-        return OffloadConfig.from_document(config), sections_of(config)
-    return OffloadConfig.from_mapping(config), Sections()
