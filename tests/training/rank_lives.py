@@ -1,9 +1,9 @@
 """Processes that train together, forked from one that has imported everything and started no thread.
 
 ``python -m tests.training.rank_lives FOLDER SCENARIO...`` leads each scenario, a function of
-`tests.training.rank_scenarios`, ``rank_replicas``, ``rank_tables``, ``rank_table_rules`` or
-``rank_beginnings``, in as many processes as its name says (``name:PROCESSES``, 2 without), and writes what
-each process found, or how it failed, to ``FOLDER/NAME-PROCESSES.json``.
+`tests.training.rank_scenarios`, ``rank_replicas``, ``rank_tables``, ``rank_table_rules``,
+``rank_beginnings`` or ``rank_endings``, in as many processes as its name says (``name:PROCESSES``, 2
+without), and writes what each process found, or how it failed, to ``FOLDER/NAME-PROCESSES.json``.
 """
 
 from __future__ import annotations
@@ -92,14 +92,28 @@ def _fork(work: Callable[[int], object], rank: int, out: Path) -> int:
 
 def main(folder: Path, names: list[str]) -> None:
     """Lead every scenario."""
-    from tests.training import rank_beginnings, rank_replicas, rank_scenarios, rank_table_rules, rank_tables
+    from tests.training import (
+        rank_beginnings,
+        rank_endings,
+        rank_replicas,
+        rank_scenarios,
+        rank_table_rules,
+        rank_tables,
+    )
 
     gc.collect()
     gc.freeze()
     for name in names:
         which, _, count = name.partition(":")
         processes = int(count or 2)
-        rooms = (rank_scenarios, rank_replicas, rank_tables, rank_table_rules, rank_beginnings)
+        rooms = (
+            rank_scenarios,
+            rank_replicas,
+            rank_tables,
+            rank_table_rules,
+            rank_beginnings,
+            rank_endings,
+        )
         scenario: Scenario = next(getattr(each, which) for each in rooms if which in vars(each))
         place = folder / f"{which}-{processes}"
         place.mkdir()

@@ -29,6 +29,9 @@ _SCENARIOS = (
     "suspended:2",
     "gone_on_with:2",
     "tables_begin:2",
+    "ends:3",
+    "acts:2",
+    "killed:3",
 )
 
 
@@ -218,6 +221,70 @@ def test_tables_begin_as_the_first_process_has_made_and_written_them(found: Foun
         assert "the processes have different tables: ('weight', {'num_rows': 40," in each["one seed"]
         assert "'begins': 'NormalRows(width=4, dtype=torch.float32, seed drawn" in each["one seed"]
         assert "the processes have different tables: ('weight'" in each["one state"]
+
+
+# ---------------------------------------------------------------------- one that ends or fails
+
+_LOOKUP = "is to look up table 'weight' of 400 rows (lookup {})"
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "why"),
+    [
+        ("closed", _LOOKUP.format(2), "rank 2 has closed its run. All have to make the same calls"),
+        ("lookup", _LOOKUP.format(2), "rank 2 has left its run with Stopped: no more data ....."),
+        (
+            "backward",
+            "is to average the gradients of tables at the end of backward pass 1",
+            "rank 2 has left",
+        ),
+        ("midway", _LOOKUP.format(1), "rank 2 has left its run with Stopped: just now"),
+    ],
+)
+def test_others_are_told_who_has_ended_and_why_and_do_not_wait(
+    found: Found, how: str, what: str, why: str
+) -> None:
+    *others, last = found["ends:3"]
+    kind = "UsageError" if how == "closed" else "TierStoreError"
+    for rank, each in enumerate(others):
+        assert each[how].startswith(f"{kind}: rank {rank} of 3 {what}, and {why}")
+        assert len(each[how]) < 600  # whatever another's error says
+    assert last["closed"] == "nothing"
+    assert last["midway"] == "Stopped: just now"
+
+
+def test_who_was_interrupted_in_an_exchange_exchanges_nothing_any_more(found: Found) -> None:
+    *others, last = found["ends:3"]
+    assert last["closed, again"].startswith("StoreClosed: ")
+    for each, how in ((others[0], "closed"), (others[1], "midway"), (last, "midway")):
+        assert "exchanges no rows of tables any more: it was interrupted" in each[f"{how}, again"]
+        assert each[how].partition(". All")[0] in each[f"{how}, again"]
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (
+            "suspend",
+            "rank 0 is to look up table '0.weight' of 400 rows (lookup 1); rank 1 is to call run.suspend",
+        ),
+        ("checkpoint", "(lookup 1); rank 1 is to call run.checkpoint (call 1)"),
+        ("resume", "rank 0 is to call run.checkpoint (call 1); rank 1 is to call run.resume (call 1)"),
+        ("join", "table '0.weight' is looked up inside of torch's Join"),
+    ],
+)
+def test_what_one_process_does_alone_is_said_by_all_and_they_go_on(found: Found, act: str, said: str) -> None:
+    for each in found["acts:2"]:
+        assert each[act].startswith("UsageError: ")
+        assert said in each[act]
+        assert (each["on"], each["stepped"]) == (True, True)
+
+
+def test_a_process_that_is_killed_is_noticed_at_once(found: Found) -> None:
+    for rank, each in enumerate(found["killed:3"][:2]):
+        assert each["said"].startswith(f"TierStoreError: rank {rank} of 3 {_LOOKUP.format(2)} and waited")
+        assert "one of them has ended" in each["said"]
+        assert "Timed out" not in each["said"]
 
 
 # ---------------------------------------------------------------------- files

@@ -272,6 +272,7 @@ class Offload:
                 "the disk tier is scratch space: a checkpoint would not survive. Set durable=True in the "
                 "configuration, or use run.save(path)."
             )
+        session.tables.division.begin_checkpoint()
         session.leaving.go_on()
         session.host_stepper.finish()
         session.durable.commit({} if extra is None else extra)
@@ -382,6 +383,8 @@ class Offload:
     ) -> None:
         """Close it as `close` does, also where that is interrupted; an exception of the block is raised."""
         self.is_entered = False
+        if error is not None and self._ranks is not None:
+            self._ranks.leave_with(error)
         try:
             try:
                 self.close()
@@ -524,7 +527,8 @@ def _joined(settings: OffloadConfig, given: Mapping[str, object], *, alone: bool
     try:
         with ranks.explained():
             yield ranks
-    except BaseException:
+    except BaseException as error:
+        ranks.leave_with(error)
         ranks.close()
         raise
 

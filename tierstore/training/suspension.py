@@ -67,6 +67,7 @@ class Suspension:
     def suspend(self, to: str) -> None:
         """Empty every tier above ``to``.  Blocks until that is done.  See `Offload.suspend`."""
         tiers = self._tiers_above(to)
+        self._session.tables.division.begin_suspend()
         if self._bindings.leasing.state is LeasingState.ALLOWED:
             self._session.leaving.go_on()
         self._session.host_stepper.finish()
@@ -158,10 +159,10 @@ class Suspension:
     def resume(self) -> None:
         """Let the run go on.  Blocks for what is pinned; the rest is on its way.  See `Offload.resume`."""
         tables = self._session.tables
+        tables.division.begin_resume()
         if self._bindings.leasing.state is LeasingState.ALLOWED:
             tables.take_frames()
             return
-        tables = self._session.tables
         with tables.held(), self._bindings.alone(), contextlib.ExitStack() as undo:
             for tier in reversed(list(self._emptied)):
                 undo.callback(self._empty, tier)

@@ -18,3 +18,6 @@ class Act(enum.IntEnum):
     EXPORT = 7
     SAVE = 8
     FIRST_ROWS = 9
+    SUSPEND = 10
+    RESUME = 11
+    CHECKPOINT = 12

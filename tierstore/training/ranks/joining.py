@@ -171,6 +171,11 @@ class Ranks:
         self._averages = averages
         return averages
 
+    def leave_with(self, error: BaseException) -> None:
+        """Let the others know that an error ends the run: whoever waits for rows of its tables raises."""
+        if self._tables is not None:
+            self._tables.leave_with(error)
+
     def close(self) -> None:
         """Meet no more.  Idempotent."""
         if self._averages is not None:

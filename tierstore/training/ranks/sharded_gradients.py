@@ -67,6 +67,19 @@ class ShardedGradients:
         """Note that a wrapper's ``no_sync`` is about the tables, too."""
         self._wrappers.append(wrapper)
 
+    def refuse_joins(self, weight: TableWeight) -> None:
+        """Raise inside of PyTorch's ``Join``, which lets some processes come to their end before others.
+
+        A wrapper that was in one once says so for good.
+        """
+        if any(each._join_config.enable for each in self._wrappers):  # noqa: SLF001 - no other way
+            raise UsageError(
+                f"table {weight.table_name!r} is looked up inside of torch's Join, and its rows are spread "
+                f"over {self._exchange.where.world_size} processes: one without a batch would not send the "
+                "others rows. Leave Join out, and let that process look up an empty batch, or end all at the "
+                "same step."
+            )
+
     # --- a pass -------------------------------------------------------------------------------
 
     def begin(self, weight: TableWeight, *, is_synced: bool) -> None:
@@ -147,6 +160,7 @@ class ShardedGradients:
             values = self._exchange.send(each.values, counts[:, number], theirs[:, number])
             found.append(_added(weight, named, values, theirs[:, number]) if whose[number] else None)
         strange = self._strange(found)
+        self._exchange.end()
         for weight, average, ids in zip(weights, found, strange, strict=True):
             if average is not None:
                 self._give(weight, average, ids)

@@ -73,6 +73,7 @@ class ShardedRows:
             TierStoreError: another could not read what it has, or has ended.
             CapacityError, BackendError: this one could not; the others raise, too; all can call again.
         """
+        self._gradients.refuse_joins(self._weight)
         return self._read(ids, more, Act.LOOKUP), ids
 
     def read(self, ids: torch.Tensor, more: int) -> torch.Tensor:
@@ -104,6 +105,7 @@ class ShardedRows:
         last = torch.tensor([len(distinct)], device="cpu")
         rows = rows.index_select(0, torch.cat([each for place in places for each in (place, last)]))
         got = self._exchange.send(rows, theirs + 1, counts + 1)
+        self._exchange.end()
         marks = (counts + 1).cumsum(0) - 1
         failed = got[marks, 0].nonzero().flatten().tolist()
         if failure is not None:
@@ -133,6 +135,7 @@ class ShardedRows:
             theirs = self._begin(Act.SET_ROWS, counts)
             named = self._exchange.send(ids[order], counts, theirs)
             rows = self._exchange.send(values[order], counts, theirs)
+            self._exchange.end()
             write_rows(self.store, named, rows)
 
     def grow(self, num_rows: int) -> None:
@@ -150,8 +153,7 @@ class ShardedRows:
 
     def _agree(self, act: Act) -> None:
         """Return when all processes have come to call the same."""
-        with self._exchange.alone():
-            self._begin(act, torch.zeros(self._slice.processes, dtype=torch.int64, device="cpu"))
+        self._exchange.agree(act, self._number, self.store.num_rows)
 
     # --- all rows -----------------------------------------------------------------------------
 

@@ -187,6 +187,24 @@ class ShardedTables:
         """Whether the gradient of a table was averaged."""
         return self._gradients.has_average(weight)
 
+    def begin_suspend(self) -> None:
+        """Return when all processes are about to suspend their runs."""
+        self._exchange.agree(Act.SUSPEND)
+
+    def begin_resume(self) -> None:
+        """Return when all processes are about to resume their runs."""
+        self._exchange.agree(Act.RESUME)
+
+    def begin_checkpoint(self) -> None:
+        """Return when all processes are about to make a checkpoint."""
+        self._exchange.agree(Act.CHECKPOINT)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def leave_with(self, error: BaseException) -> None:
+        """Exchange no more, as something has failed, and tell the others what.  Idempotent."""
+        self._exchange.leave_with(error)
+
     def close(self) -> None:
         """Exchange no more.  Idempotent."""
         self._exchange.close()

@@ -93,6 +93,7 @@ class WholeTables:
             finally:
                 self._stop()
                 exchange.share(_Wish(-1, fault=fault))
+                exchange.end()
 
     def blocks(
         self, weight: TableWeight, column: str, parts: Sequence[slice]
@@ -142,6 +143,7 @@ class WholeTables:
                 counts = torch.zeros(self._exchange.where.world_size, dtype=torch.int64, device="cpu")
                 counts[0] = len(rows)
                 self._exchange.send(rows, counts, torch.zeros_like(counts))
+        self._exchange.end()
         if mine is not None:
             raise mine
         if wish.fault:

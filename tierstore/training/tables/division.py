@@ -90,6 +90,23 @@ class TableDivision(Protocol):
         """Return a context that says whether all rows can be read here, or others write them."""
         ...
 
+    def begin_suspend(self) -> None:
+        """The run is about to be suspended, with those of others.
+
+        Raises:
+            UsageError: they do something else; all raise the same, and nothing has changed.
+            TierStoreError: another has ended.
+        """
+        ...
+
+    def begin_resume(self) -> None:
+        """The run is about to be resumed; otherwise as `begin_suspend`."""
+        ...
+
+    def begin_checkpoint(self) -> None:
+        """A checkpoint is about to be made; otherwise as `begin_suspend`."""
+        ...
+
     def has_own_gradient(self, weight: TableWeight) -> bool:
         """Whether the gradient of a table is memory of its own, whatever a lookup was lent."""
         ...
@@ -168,6 +185,15 @@ class AllHere:
     def saving(self) -> contextlib.AbstractContextManager[bool]:
         """Return a context that says that all rows can be read."""
         return contextlib.nullcontext(enter_result=True)
+
+    def begin_suspend(self) -> None:
+        """Nobody has to know."""
+
+    def begin_resume(self) -> None:
+        """Nobody has to know."""
+
+    def begin_checkpoint(self) -> None:
+        """Nobody has to know."""
 
     def has_own_gradient(self, weight: TableWeight) -> bool:
         """Nobody knows."""
