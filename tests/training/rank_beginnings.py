@@ -11,7 +11,7 @@ from tests.training.rank_table_rules import failing
 from tests.training.rank_tables import cells, gathered, said, settings
 from tests.training.twins import same
 from tierstore.nn import EmbeddingTable, Normal, Uniform
-from tierstore.optim import LazyAdam
+from tierstore.optim import SGD, LazyAdam
 from tierstore.training import offload
 from tierstore.training.session import Session
 
@@ -84,6 +84,37 @@ def tables_begin(rank: int, processes: int, folder: Path) -> object:
     )
     found["one state"] = said(lambda: offload(stepped(rank), None, settings("host", folder, 2)))
     found["gone on with"] = gone_on_with(rank, processes, folder)
+    return found
+
+
+def tables_differ(rank: int, processes: int, folder: Path) -> object:
+    """What is not the same everywhere is refused by all of them, with what each has."""
+
+    def opened(table: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+        return said(lambda: offload(table, optimizer, settings("host", folder, processes)).close())
+
+    def table(**more: object) -> EmbeddingTable:
+        return EmbeddingTable(400, 4, **{"seed": 3, **more})  # type: ignore[arg-type]
+
+    found: dict[str, str] = {}
+    found["functions"] = opened(table(init=lambda ids: torch.full((len(ids), 4), float(rank))))
+    made = table()
+    found["optimizers"] = opened(made, (SGD, LazyAdam)[rank](made.parameters(), lr=0.5))
+    made = table()
+    found["one optimizer"] = opened(made, SGD(made.parameters(), lr=0.5) if rank else None)
+    made = table()
+    found["rates"] = opened(made, SGD(made.parameters(), lr=0.5 + rank))
+    made = table()
+    made.weight.requires_grad_(rank == 0)
+    found["frozen"] = opened(made)
+    found["dense"] = opened(table(target="device", sparse=rank == 0))
+    found["order"] = opened(nn.ModuleDict({name: table() for name in ("ab" if rank else "ba")}))
+    made = table()
+    if rank:  # in a circle that the collector has not come to
+        former = SGD(made.parameters(), lr=0.5)
+        former.itself = former  # type: ignore[attr-defined]
+        del former
+    found["nothing"] = opened(made)
     return found
 
 

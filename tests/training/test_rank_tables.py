@@ -32,6 +32,7 @@ _SCENARIOS = (
     "ends:3",
     "acts:2",
     "killed:3",
+    "tables_differ:2",
 )
 
 
@@ -140,7 +141,10 @@ def test_one_that_cannot_read_its_rows_tells_those_who_asked(found: Found) -> No
     [
         ("in the midst", "UsageError: rows of tables are on their way between processes"),
         ("not the same", "UsageError: the processes have different tables: ('weight', {'num_rows': 40,"),
-        ("not as large", "Build the same model everywhere: give each table the same seed, or none."),
+        (
+            "not as large",
+            "Build the same model everywhere: give each table the same seed, or none, and the same",
+        ),
         ("dense gradient", "UsageError: '' has sparse=False: its rows are spread over the processes"),
         (
             "on the device",
@@ -285,6 +289,33 @@ def test_a_process_that_is_killed_is_noticed_at_once(found: Found) -> None:
         assert each["said"].startswith(f"TierStoreError: rank {rank} of 3 {_LOOKUP.format(2)} and waited")
         assert "one of them has ended" in each["said"]
         assert "Timed out" not in each["said"]
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("functions", "'begins': 'a function, 01c88af0015f7556'", "'begins': 'a function, ca23c62a92842405'"),
+        ("optimizers", "'optimizer': 'SGD(lr=0.5, momentum=0.0,", "'optimizer': 'LazyAdam(lr=0.5, betas="),
+        ("one optimizer", "'optimizer': 'none'", "'optimizer': 'SGD(lr=0.5,"),
+        ("rates", "'optimizer': 'SGD(lr=0.5,", "'optimizer': 'SGD(lr=1.5,"),
+        ("frozen", "'requires_grad': True", "'requires_grad': False"),
+        ("dense", "'sparse': True", "'sparse': False"),
+        ("order", "('b.weight', {", "('a.weight', {"),
+    ],
+)
+def test_tables_that_differ_are_refused_by_all_with_what_each_has(
+    found: Found, what: str, first: str, second: str
+) -> None:
+    said = [each[what] for each in found["tables_differ:2"]]
+    begin = "UsageError: the processes have different tables: "
+    for each, (mine, theirs) in zip(said, ((first, second), (second, first)), strict=True):
+        assert each.startswith(begin)
+        one, _, other = each.partition(" of 2, and ")
+        assert (mine in one, theirs in other) == (True, True)
+
+
+def test_an_optimizer_that_nobody_has_any_more_is_no_difference(found: Found) -> None:
+    assert [each["nothing"] for each in found["tables_differ:2"]] == ["nothing", "nothing"]
 
 
 # ---------------------------------------------------------------------- files

@@ -128,8 +128,8 @@ class Ranks:
                 "spread over the processes, and the process group is not initialised. Call "
                 "torch.distributed.init_process_group before offload(...)."
             )
+        beginnings = agree_on_beginnings(self.where, self.meeting, model, tables)
         refuse_dense_gradients(model)
-        beginnings = agree_on_beginnings(self.where, self.meeting, tables)
         self._tables = ShardedTables(self.where, tables, beginnings)
         return self._tables
 
