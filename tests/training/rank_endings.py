@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.training.rank_table_rules import small
-from tests.training.rank_tables import said, settings
+from tests.training.rank_table_rules import failing, small
+from tests.training.rank_tables import cells, said, settings
 from tests.training.twins import same
 from tierstore.nn import EmbeddingTable
-from tierstore.optim import SGD
-from tierstore.training import offload
+from tierstore.optim import SGD, LazyAdam
+from tierstore.training import leaving, offload
+from tierstore.training.budgets.host_room import Shortage
 
 IDS = torch.arange(400)
 
@@ -36,7 +40,7 @@ def ends(rank: int, processes: int, folder: Path) -> object:
     is_last = rank == processes - 1
     with small(folder, processes) as (table, _, run):
         table(IDS)
-        found["closed"] = alone(is_last, run.close, table)
+        found["closed"] = alone(is_last, lambda: run.close(restore=False), table)
         found["closed, again"] = said(lambda: table(IDS))
     for name in ("lookup", "backward"):
 
@@ -76,6 +80,7 @@ def acts(rank: int, processes: int, folder: Path) -> object:
         found["suspend"] = alone(is_last, run.suspend, table)
         found["checkpoint"] = alone(is_last, run.checkpoint, table)
         found["on"] = same(table.rows(IDS), before)
+        found["close"] = alone(is_last, run.close, table)
         run.suspend()
         found["resume"] = said(run.resume if is_last else run.checkpoint)
         run.resume()
@@ -96,3 +101,98 @@ def killed(rank: int, processes: int, folder: Path) -> object:
         found = {} if rank == processes - 1 else {"said": said(lambda: table(IDS))}
         folder.with_suffix(f".{rank}").write_text(json.dumps(found))
         os._exit(0)
+
+
+class Pair(torch.nn.Module):
+    """Two tables, one of them of two columns of states, and something dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = EmbeddingTable(900, 1, mode="sum", seed=1)
+        self.deep = EmbeddingTable(900, 24, seed=2)
+        self.dense = torch.nn.Linear(24, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map ``[batch, fields]`` ids to ``[batch]``."""
+        found: Tensor = self.dense(self.deep(ids).mean(1)) + self.wide(ids)
+        return found.squeeze(1)
+
+
+def step(model: Pair, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Train one step, with batches that are the same everywhere: their average is each of them."""
+    ids = torch.randint(0, 900, (16, 3), generator=torch.Generator().manual_seed(number))
+    model(ids).square().sum().backward()
+    for each in model.dense.parameters():
+        each.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def returns(rank: int, processes: int, folder: Path) -> object:
+    """Tables come back whole at the end of a run that all processes end, if they fit."""
+    found: dict[str, object] = {}
+    config = settings("disk", folder, processes)
+    torch.manual_seed(0)
+    model, twin = Pair(), Pair()
+    twin.dense.load_state_dict(model.dense.state_dict())
+    optimizer, other = (LazyAdam([each.wide.weight, each.deep.weight], lr=0.1) for each in (model, twin))
+    for number in range(2):
+        step(twin, other, number)
+    with offload(model, optimizer, config) as run:
+        for number in range(2):
+            step(model, optimizer, number)
+        model.deep(IDS[:5]).sum().backward()
+        run.suspend(to="disk")
+    found["back"] = [
+        *equal(model, twin),
+        model.deep.weight.grad is None,
+        model.deep.weight.access.are_all_here,
+    ]
+    for number in range(2, 4):
+        step(model, optimizer, number)
+        step(twin, other, number)
+    found["goes on"] = equal(model, twin)
+    with offload(model, optimizer, config) as run:
+        visit = model.deep.weight.row_store.visit
+        if rank:
+            model.deep.weight.row_store.visit = failing  # type: ignore[method-assign]
+        found["cannot read"] = said(run.close)
+        model.deep.weight.row_store.visit = visit  # type: ignore[method-assign]
+        found["stays"] = [
+            model.wide.weight.access.are_all_here,
+            same(model.deep.rows(IDS), twin.deep.rows(IDS)),
+        ]
+    found["then"] = equal(model, twin)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tierstore").addHandler(handler)
+    with mock.patch.object(leaving, "shortage", no_room if rank else enough):
+        offload(model, optimizer, config).close()
+    logging.getLogger("tierstore").removeHandler(handler)
+    found["logged"] = [each for each in messages if "released" in each]
+    found["released"] = said(lambda: model.deep(IDS))
+    found["dense"] = all(map(same, model.dense.parameters(), twin.dense.parameters()))
+    return found
+
+
+def equal(model: Pair, twin: Pair) -> list[bool]:
+    """Return whether tables are the same, with what is kept beside them."""
+    every = torch.arange(900)
+    pairs = [(model.wide, twin.wide), (model.deep, twin.deep)]
+    found = []
+    for one, two in pairs:
+        stores = one.weight.row_store, two.weight.row_store
+        found.append(same(one.rows(every), two.rows(every)) and stores[0].columns == stores[1].columns)
+        found[-1] &= all(map(same, cells(stores[0], every), cells(stores[1], every)))
+    return found
+
+
+def enough(*_: object) -> None:
+    """Say that there is room."""
+
+
+def no_room(store: object, needs: Iterable[object]) -> Shortage | None:
+    """Say that there is none for more than two dozen kilobytes."""
+    nbytes = sum(need.nbytes for need in needs)  # type: ignore[attr-defined]
+    return Shortage(nbytes, 0, 0, 0, "nothing") if nbytes > 24 << 10 else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import os
 import pickle
 import random
@@ -55,10 +54,6 @@ def small(folder: Path, processes: int, **more: object) -> Iterator[tuple[Embedd
 def rules(rank: int, processes: int, folder: Path) -> object:
     """What the processes have to do alike, and what a table in parts refuses."""
     found: dict[str, object] = {}
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("tierstore").addHandler(handler)
     ids = torch.arange(400)
     whole = EmbeddingTable(400, 4, seed=3).rows(ids)
     with small(folder, processes) as (table, optimizer, run):
@@ -106,10 +101,8 @@ def rules(rank: int, processes: int, folder: Path) -> object:
         found["a million times"] = same(table.rows(ids[5]), whole[5] - 0.5 * 1_000_000 / processes)
         found["grows"] = said(lambda: table.grow(500 + rank))
         found["then"] = said(lambda: table(ids))
-        found["closed"] = table
-    logging.getLogger("tierstore").removeHandler(handler)
-    found["logged"] = [each for each in messages if "released" in each]
-    table = found.pop("closed")  # type: ignore[assignment]
+        found["cannot return"] = said(run.close)
+        run.close(restore=False)
     found["released"] = said(lambda: table.rows(ids))
     return found
 
@@ -399,7 +392,7 @@ def gone_on_with(rank: int, processes: int, folder: Path) -> object:
     optimizer = LazyAdam(model.parameters(), lr=0.5)
     twin = copy.deepcopy(model)
     other = LazyAdam(twin.parameters(), lr=0.5)
-    with offload(model, optimizer, settings("host", folder, processes)):
+    with offload(model, optimizer, settings("host", folder, processes)) as run:
         stores = [each.weight.row_store for each in tables]
         found["begun"] = [len(each.columns) for each in stores]
         begins = [each.weight.states_begun for each in tables]
@@ -417,12 +410,13 @@ def gone_on_with(rank: int, processes: int, folder: Path) -> object:
             if isinstance(one, EmbeddingTable)
         )
         found["anew"] = [each.weight.states_begun for each in tables] != begins
+        run.close(restore=False)
     # What was released begins with other weights, spread again.
     rows = torch.arange(1600.0).view(400, 4)
     made = {"0.weight": rows, "1.weight": rows + 1}
     path = folder / f"{rank}.safetensors"
     write_file(path, [HeaderEntry.of(*each) for each in made.items()], made.values(), {})
-    del optimizer
+    del optimizer, run
     with offload(
         model,
         LazyAdam(model.parameters(), lr=0.5),

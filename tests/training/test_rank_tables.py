@@ -33,6 +33,7 @@ _SCENARIOS = (
     "acts:2",
     "killed:3",
     "tables_differ:2",
+    "returns:2",
 )
 
 
@@ -85,6 +86,7 @@ def test_with_one_process_nothing_is_spread_and_nothing_of_it_imported(found: Fo
         ("not averaged", "spread over 2 processes, has a gradient that was not averaged"),
         ("on average", "would add one that was not; it was left out. Begin to accumulate after zero_grad()"),
         ("then", "rank 0 is to look up table 'weight' of 500 rows (lookup 7); rank 1 is to look up"),
+        ("cannot return", "rank 1 is to close the run, and bring table 'weight' of 501 rows back (call 1)"),
         (
             "released",
             "StoreClosed: the table 'weight' was released when its run was closed, and of the 2 processes",
@@ -96,15 +98,6 @@ def test_what_the_processes_have_to_do_alike_and_what_parts_refuse(
 ) -> None:
     for each in found["rules:2"]:
         assert said in each[what]
-
-
-def test_it_is_said_at_the_end_that_tables_are_not_brought_back(found: Found) -> None:
-    for each in found["rules:2"]:
-        (line,) = each["logged"]
-        assert line.startswith(
-            "the run is closed, and the rows of 1 tables ('weight') are released, as they are"
-        )
-        assert "spread over 2 processes. They are gone: the tiers were scratch space. Next time save" in line
 
 
 @pytest.mark.parametrize("what", ["rows", "rows after", "loaded", "last writer", "a million times"])
@@ -273,6 +266,7 @@ def test_who_was_interrupted_in_an_exchange_exchanges_nothing_any_more(found: Fo
             "rank 0 is to look up table '0.weight' of 400 rows (lookup 1); rank 1 is to call run.suspend",
         ),
         ("checkpoint", "(lookup 1); rank 1 is to call run.checkpoint (call 1)"),
+        ("close", "(lookup 1); rank 1 is to close the run (call 1)"),
         ("resume", "rank 0 is to call run.checkpoint (call 1); rank 1 is to call run.resume (call 1)"),
         ("join", "table '0.weight' is looked up inside of torch's Join"),
     ],
@@ -316,6 +310,31 @@ def test_tables_that_differ_are_refused_by_all_with_what_each_has(
 
 def test_an_optimizer_that_nobody_has_any_more_is_no_difference(found: Found) -> None:
     assert [each["nothing"] for each in found["tables_differ:2"]] == ["nothing", "nothing"]
+
+
+def test_tables_come_back_whole_to_every_process_with_their_state_and_are_trained_on(found: Found) -> None:
+    for each in found["returns:2"]:
+        assert each["back"] == [True] * 4
+        assert (each["goes on"], each["then"]) == ([True, True], [True, True])
+
+
+def test_a_run_stays_open_in_all_processes_if_one_cannot_give_back_its_rows(found: Found) -> None:
+    first, second = (each["cannot read"] for each in found["returns:2"])
+    assert first.startswith("TierStoreError: rank 1 could not bring the rows of table 'deep.weight' back")
+    assert second == "BackendError: the medium is gone"
+    assert [each["stays"] for each in found["returns:2"]] == [[True, True]] * 2
+
+
+def test_tables_that_one_process_has_no_room_for_are_released_by_all_and_it_is_said(found: Found) -> None:
+    for each in found["returns:2"]:
+        (line,) = each["logged"]
+        assert line.startswith(
+            "the run is closed, and the rows of 2 tables ('wide.weight', 'deep.weight') are released: they "
+            "are spread over 2 processes, and do not fit into the memory of every process with room to "
+            "spare. They are gone: the tiers were scratch space. Next time save them with run.save(path)"
+        )
+        assert each["released"].startswith("StoreClosed: the table 'deep.weight' was released when its run")
+        assert each["dense"]
 
 
 # ---------------------------------------------------------------------- files

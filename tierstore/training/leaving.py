@@ -45,6 +45,7 @@ log = logging.getLogger("tierstore")
 
 _MOST_INTERRUPTS = 1
 _GONE = (KeyNotFound, StoreClosed)  # there is nothing to read, and there will not be
+_BLOCK_BYTES = 64 * MIB  # in which rows are counted that come back from others
 _SHRINK_BYTES = 64 * MIB  # so much has left the store before its tiers give memory back
 
 
@@ -136,9 +137,10 @@ class Leaving:
             self._session.come_to_rest(ending)
             found = None if choice is not OnClose.AUTO else self.shortage()
             is_kept = choice is OnClose.RELEASE or found is not None
-            if not is_kept:
-                tables = self._session.tables
-                tables.division.say_released(list(tables.attached().values()), self._what_is_kept)
+            if choice is not OnClose.RELEASE:
+                failure = self._bring_shared_tables_back(choice, found)
+                if failure is not None:
+                    return failure
             if is_kept:
                 self._release(ending, found)
             elif (failure := self._restore(ending)) is not None:
@@ -149,6 +151,29 @@ class Leaving:
                 ending.attempt(give_buffers_back)
                 self._session.buffers.end(ending)
         self._session.end(ending)
+        return None
+
+    def _bring_shared_tables_back(self, choice: OnClose, found: Shortage | None) -> BaseException | None:
+        """Bring tables back of which others have a part, with them; return why the run stays open.
+
+        Args:
+            choice: what this process does.
+            found: what does not fit, beside tables; then it does not bring them back, and says so later.
+        """
+
+        def fits(nbytes: int) -> bool:
+            if choice is OnClose.RESTORE or found is not None:
+                return found is None
+            more = [Need(torch.device("cpu"), _BLOCK_BYTES)] * -(-nbytes // _BLOCK_BYTES)
+            return shortage(self._session.store, [*self._needs(), *more]) is None
+
+        tables = self._session.tables
+        try:
+            why = tables.bring_shared_back(fits)
+        except Exception as error:  # noqa: BLE001 - of whatever part; nothing is lost
+            return self._stay_open([error])
+        if found is None:
+            tables.division.say_released(list(tables.attached().values()), why, self._what_is_kept)
         return None
 
     def _parts(self) -> Iterator[_LeavingKey]:

@@ -21,3 +21,5 @@ class Act(enum.IntEnum):
     SUSPEND = 10
     RESUME = 11
     CHECKPOINT = 12
+    CLOSE = 13
+    RETURN = 14

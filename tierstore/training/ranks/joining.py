@@ -130,7 +130,7 @@ class Ranks:
             )
         beginnings = agree_on_beginnings(self.where, self.meeting, model, tables)
         refuse_dense_gradients(model)
-        self._tables = ShardedTables(self.where, tables, beginnings)
+        self._tables = ShardedTables(self.where, tables, beginnings, self._local)
         return self._tables
 
     @contextlib.contextmanager

@@ -42,6 +42,8 @@ _SAID: Final = {
     Act.SUSPEND: "call run.suspend",
     Act.RESUME: "call run.resume",
     Act.CHECKPOINT: "call run.checkpoint",
+    Act.CLOSE: "close the run",
+    Act.RETURN: "close the run, and bring {table} back",
     Act.FIRST_ROWS: "open a run with rows of table {name!r} that rank 0 has written, in {detail} columns",
 }
 
@@ -124,6 +126,10 @@ class RowExchange:
             raise
         finally:
             self._is_busy = self._is_midway = False
+
+    def is_over(self) -> bool:
+        """Whether this process has left: no rows can be exchanged any more."""
+        return self._group is None
 
     def end(self) -> None:
         """All that belongs to what was begun is sent and there: whatever is raised now, others can go on."""

@@ -19,6 +19,7 @@ from tierstore.tables.layout import PageLayout
 from tierstore.training.modules import replicas
 from tierstore.training.ranks.acts import Act
 from tierstore.training.ranks.beginnings import FirstRows, TableBeginning
+from tierstore.training.ranks.returning import ReturningTables
 from tierstore.training.ranks.row_exchange import RowExchange
 from tierstore.training.ranks.row_slices import RowSlice
 from tierstore.training.ranks.sharded_gradients import ShardedGradients
@@ -39,6 +40,7 @@ class ShardedTables:
         where: which process this is.
         tables: of the model, with their names.
         beginnings: what each begins with.
+        local: how many of the processes are on this machine.
 
     Attributes:
         are_all_here: they are not.
@@ -51,7 +53,7 @@ class ShardedTables:
     are_all_here = False
 
     def __init__(
-        self, where: RankPlace, tables: Tables, beginnings: Mapping[TableWeight, TableBeginning]
+        self, where: RankPlace, tables: Tables, beginnings: Mapping[TableWeight, TableBeginning], local: int
     ) -> None:
         self._where = where
         self._numbers = {weight: number for number, weight in enumerate(tables)}
@@ -61,6 +63,8 @@ class ShardedTables:
         self._gradients = ShardedGradients(self._exchange, self._slices)
         self._beginnings = beginnings
         self._first_rows = FirstRows(self._exchange, self._numbers)
+        self._local = local
+        self._returning = ReturningTables(self._exchange, self._numbers)
         self._wholes = WholeTables(self._exchange, self._numbers, self._slices)
 
     @property
@@ -152,15 +156,52 @@ class ShardedTables:
         if former is not None:
             weight.row_store = former
 
-    def say_released(self, names: Sequence[str], kept: Callable[[], str]) -> None:
+    def bring_shared_back(
+        self,
+        needed: Mapping[TableWeight, int],
+        fits: Callable[[int], bool],
+        came_back: Callable[[TableWeight], None],
+    ) -> str:
+        """Bring all rows of all tables to every process, if all have room; return why not.
+
+        Raises:
+            UsageError: the processes do different things; all raise the same.
+            TierStoreError, MemoryError: one could not bring the rows of a table, or keep them; all raise.
+        """
+        if not needed:
+            return ""
+        if self._exchange.is_over():
+            return "cannot come back after an error"
+        try:
+            if not self._returning.agree(sum(needed.values()), lambda nbytes: fits(nbytes * self._local)):
+                return "do not fit into the memory of every process with room to spare"
+            for weight in needed:
+                self._bring_back(weight)
+                came_back(weight)
+        except Exception as error:
+            if not self._exchange.is_over():
+                raise
+            return f"cannot come back: {error}"
+        return ""
+
+    def _bring_back(self, weight: TableWeight) -> None:
+        """Let a table have all rows, in memory of the process, and no gradient: that is of a part."""
+        whole = self._returning.bring(weight)
+        part, begun_for = weight.row_store, weight.begun_for
+        weight.grad = None
+        weight.row_store, weight.begun_for = whole, begun_for
+        part.end(f"the rows of the table {part.name!r} were brought back when its run was closed")
+
+    def say_released(self, names: Sequence[str], why: str, kept: Callable[[], str]) -> None:
         """Say which tables are not brought back, as other processes have a part of their rows."""
         if names:
             log.warning(
-                "the run is closed, and the rows of %d tables (%s) are released, as they are spread over %d "
-                "processes. %s",
+                "the run is closed, and the rows of %d tables (%s) are released: they are spread over %d "
+                "processes, and %s. %s",
                 len(names),
                 ", ".join(map(repr, names[:3])),
                 self._where.world_size,
+                why,
                 kept(),
             )
 

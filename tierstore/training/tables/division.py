@@ -126,8 +126,23 @@ class TableDivision(Protocol):
         """A table was released: let it be what it was before, if the run was not opened."""
         ...
 
-    def say_released(self, names: Sequence[str], kept: Callable[[], str]) -> None:
-        """Say which tables are not brought back though everything else is, and what there is of them."""
+    def bring_shared_back(
+        self,
+        needed: Mapping[TableWeight, int],
+        fits: Callable[[int], bool],
+        came_back: Callable[[TableWeight], None],
+    ) -> str:
+        """Let tables of which others have a part have all rows, here and there.
+
+        Args:
+            needed: bytes that the rows of each take which are here.
+            fits: see `RunTables.bring_shared_back`, as is what it returns and raises.
+            came_back: told of each.
+        """
+        ...
+
+    def say_released(self, names: Sequence[str], why: str, kept: Callable[[], str]) -> None:
+        """Say which tables are not brought back though everything else is, why, and what there is of them."""
         ...
 
 
@@ -207,5 +222,15 @@ class AllHere:
     def forget(self, weight: TableWeight) -> None:
         """There is nothing."""
 
-    def say_released(self, names: Sequence[str], kept: Callable[[], str]) -> None:
+    def bring_shared_back(
+        self,
+        needed: Mapping[TableWeight, int],
+        fits: Callable[[int], bool],
+        came_back: Callable[[TableWeight], None],
+    ) -> str:
+        """There are none."""
+        del needed, fits, came_back
+        return ""
+
+    def say_released(self, names: Sequence[str], why: str, kept: Callable[[], str]) -> None:
         """There are none."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
@@ -106,6 +106,7 @@ class RunTables:
         self._caches = DeviceCaches(store, {})
         self._shares: Mapping[str, int] = {}
         self._released_before: dict[TableWeight, str] = {}  # this run, with what they say
+        self._returned: set[TableWeight] = set()  # whole, and none of this run's any more
         self._leases: dict[TableWeight, Lease | None] = {}  # None: host memory is emptied
         self._media: dict[str, StoreBlocks] = {}
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -218,7 +219,7 @@ class RunTables:
                 if isinstance(optimizer, TableOptimizer):
                     optimizer.begin_tables()
         for weight, name in self._tables.items():
-            if weight not in self._leases:
+            if weight not in self._leases and weight not in self._returned:
                 self._take_in(weight, name, use, former.get(name))
         self.go_to_device()
 
@@ -408,6 +409,30 @@ class RunTables:
         """Return what it takes at most to have every row of a table that was touched in memory."""
         stats = weight.row_store.stats()
         return (stats.log_pages + stats.pages) * stats.page_bytes
+
+    def bring_shared_back(self, fits: Callable[[int], bool]) -> str:
+        """Let tables of which others have a part have all rows, here and there, if all have room.  Blocks.
+
+        All of them call it.
+
+        Args:
+            fits: whether there is room for so many bytes.
+
+        Returns:
+            why they are where they were, as a clause; "": they are whole, or there are none.
+
+        Raises:
+            UsageError: others do something else; all raise the same.
+            TierStoreError, MemoryError: the rows of one could not be brought; all raise.  It stays where it
+                is, and those before are whole.
+        """
+
+        def came_back(weight: TableWeight) -> None:
+            self._returned.add(weight)
+            self._let_go(weight)
+
+        needed = {weight: self.needed_bytes(weight) for weight in self._leases}
+        return self.division.bring_shared_back(needed, fits, came_back)
 
     def restore(self, weight: TableWeight) -> None:
         """Bring a table back to memory of the process.  Blocks.  If that fails it stays as it is.
