@@ -34,6 +34,7 @@ _SCENARIOS = (
     "killed:3",
     "tables_differ:2",
     "returns:2",
+    "averaged_again:2",
 )
 
 
@@ -400,6 +401,16 @@ def test_a_wrapper_that_would_send_tables_is_refused(found: Found, how: str) -> 
 def test_wrappers_ignore_tables_as_long_as_the_run_lasts(found: Found) -> None:
     names = ["wide.weight", "deep.weight", "bags.weight"]
     assert [each["ignored"] for each in found["around:2"]] == [[names, False]] * 2
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def test_a_gradient_that_a_program_averages_once_more_is_refused_and_nothing_is_stepped(found: Found) -> None:
+    for each in found["averaged_again:2"]:
+        assert each["step"].startswith("UsageError: the gradient of table 'weight' names ")
+        assert "rows that other processes have, such as " in each["step"]
+        assert (each["rows"], each["stepped"]) == (True, True)
 
 
 # ---------------------------------------------------------------------- stories

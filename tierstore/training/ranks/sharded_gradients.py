@@ -223,7 +223,7 @@ class ShardedGradients:
             gradient: of it.
 
         Raises:
-            UsageError: it was not averaged.
+            UsageError: it was not averaged, or somebody has averaged it once more.
         """
         if not hasattr(gradient, _IS_AVERAGE):
             raise UsageError(
@@ -232,10 +232,20 @@ class ShardedGradients:
                 "somebody has set it. Let the last pass before a step be outside of no_sync(), and change "
                 "gradients in place."
             )
-        is_own = self._slices[weight].own(gradient.indices()[0])
+        gradient = gradient.coalesce()
+        ids, values = gradient.indices()[0], gradient.values()
+        is_own = self._slices[weight].own(ids)
         if is_own.all():
             return gradient
-        return _sparse(gradient.indices()[0][is_own], gradient.values()[is_own], weight)
+        strangers = ids[~is_own & values.isfinite().any(1)]
+        if len(strangers):
+            raise UsageError(
+                f"the gradient of table {weight.table_name!r} names {len(strangers)} rows that other "
+                f"processes have, such as {strangers[0].item()}: it was averaged when backward was "
+                "over, and somebody has averaged it over the processes once more, or added another one. "
+                "Leave tables out where a program averages gradients itself."
+            )
+        return _sparse(ids[is_own], values[is_own], weight)
 
     def occurrences(self, weight: TableWeight, ids: torch.Tensor) -> torch.Tensor:
         """Return how often ids were named in all processes; those that somebody else has set count once."""
