@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.rank_table_rules import small
-from tests.training.rank_tables import said
+from tests.training.rank_tables import said, settings
 from tests.training.twins import same
+from tierstore.nn import EmbeddingTable
+from tierstore.optim import SGD
+from tierstore.training import offload
 
 IDS = torch.arange(400)
 
@@ -30,4 +34,27 @@ def averaged_again(rank: int, processes: int, folder: Path) -> object:
         optimizer.step()
         before[:300] -= 0.5
         found["stepped"] = same(table.rows(IDS), before)
+    return found
+
+
+def over_some(rank: int, processes: int, folder: Path) -> object:
+    """What would average over other processes than tables do, or step before they do, is refused."""
+    groups = [distributed.new_group([0]), distributed.new_group([1, 2])]
+    group = groups[rank > 0]
+    found: dict[str, object] = {}
+    table = EmbeddingTable(400, 4, seed=3)
+    before = table.rows(IDS)
+    model = nn.Sequential(table, nn.Linear(4, 4))
+    with offload(model, None, settings("host", folder, processes)):
+        found["after"] = said(lambda: DistributedDataParallel(model, process_group=group))
+        found["over all"] = said(lambda: DistributedDataParallel(model)(IDS).sum().backward())
+    kept = EmbeddingTable(400, 4, seed=3)
+    model = nn.Sequential(kept, nn.Linear(4, 4))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    wrapper = DistributedDataParallel(model, process_group=group)
+    found["before"] = said(lambda: offload(wrapper, None, settings("host", folder, processes)))
+    early = {**settings("host", folder, processes), "optimizer_in_backward": True}
+    table = EmbeddingTable(400, 4, seed=3)
+    found["early"] = said(lambda: offload(table, SGD(table.parameters(), lr=0.5), early))
+    found["rows"] = [same(each.rows(IDS), before) for each in (kept, table)]
     return found

@@ -35,6 +35,7 @@ _SCENARIOS = (
     "tables_differ:2",
     "returns:2",
     "averaged_again:2",
+    "over_some:3",
 )
 
 
@@ -411,6 +412,18 @@ def test_a_gradient_that_a_program_averages_once_more_is_refused_and_nothing_is_
         assert each["step"].startswith("UsageError: the gradient of table 'weight' names ")
         assert "rows that other processes have, such as " in each["step"]
         assert (each["rows"], each["stepped"]) == (True, True)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_wrapper_that_averages_over_some_of_the_processes_is_refused(found: Found, when: str) -> None:
+    for count, each in zip((1, 2, 2), found["over_some:3"], strict=True):
+        assert f"averages over a process group of {count} processes, and the rows of its tables" in each[when]
+        assert (each["over all"], each["rows"]) == ("nothing", [True, True])
+
+
+def test_steps_during_backward_are_refused_where_tables_are_averaged_at_its_end(found: Found) -> None:
+    for each in found["over_some:3"]:
+        assert each["early"].startswith("UsageError: optimizer_in_backward steps each parameter during backw")
 
 
 # ---------------------------------------------------------------------- stories

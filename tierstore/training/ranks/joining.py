@@ -119,7 +119,8 @@ class Ranks:
             tables: its tables; at least one.
 
         Raises:
-            UsageError: there is no process group, they have other tables, or one has dense gradients.
+            UsageError: there is no process group, optimizer_in_backward is set, they have other tables, or
+                one has dense gradients.
             TierStoreError: another process has ended.
         """
         if self.meeting is None:
@@ -127,6 +128,13 @@ class Ranks:
                 f"the model has tables ({', '.join(map(repr, list(tables.values())[:3]))}), whose rows are "
                 "spread over the processes, and the process group is not initialised. Call "
                 "torch.distributed.init_process_group before offload(...)."
+            )
+        if self.settings.optimizer_in_backward:
+            raise UsageError(
+                f"optimizer_in_backward steps each parameter during backward, and the gradients of tables "
+                f"({', '.join(map(repr, list(tables.values())[:3]))}) are averaged over the processes at its "
+                "end: rows would be stepped with the gradients of one process alone. Leave "
+                "optimizer_in_backward out."
             )
         beginnings = agree_on_beginnings(self.where, self.meeting, model, tables)
         refuse_dense_gradients(model)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tierstore.errors import UsageError
 from tierstore.nn.table_weight import TableWeight
 from tierstore.tables import RowStore
 from tierstore.tables.layout import PageLayout
@@ -216,12 +217,24 @@ class ShardedTables:
         return self._gradients.paused()
 
     def follow_wrappers(self, model: nn.Module) -> None:
-        """Note that ``no_sync`` of every wrapper that there is is about the tables, too."""
+        """Note that ``no_sync`` of every wrapper that there is is about the tables; see `is_wrapped_by`."""
         for wrapper in replicas.wrappers_of(model):
             self.is_wrapped_by(wrapper)
 
     def is_wrapped_by(self, wrapper: DistributedDataParallel) -> None:
-        """Note that a wrapper's ``no_sync`` is about the tables, too."""
+        """Note that a wrapper's ``no_sync`` is about the tables, too.
+
+        Raises:
+            UsageError: it averages over some of the processes, and tables are averaged over all of them.
+        """
+        count = wrapper.process_group.size()
+        if count != self._where.world_size:
+            raise UsageError(
+                f"a DistributedDataParallel of the model averages over a process group of {count} processes, "
+                f"and the rows of its tables are spread, and their gradients averaged, over all "
+                f"{self._where.world_size}. Leave process_group out, or call offload(..., alone=True), which "
+                "keeps all rows in each process."
+            )
         self._gradients.are_paused_by(wrapper)
 
     def has_own_gradient(self, weight: TableWeight) -> bool:
