@@ -24,7 +24,7 @@ For none of the attributes there is a public alternative, unless the list names 
   open. In: crossings, hooks, neighbours.
 - ``_cdata``: a storage has no identity: who shares memory is not known. In: binding, bindings, gradient,
   guarded_tensors, host_modules, layout, lease_storages, link, memory_meters, memory_parts, offloaded_storage,
-  poisons, reclaimed_tensors, shared_memory, state, state_dict_entries, state_dicts.
+  poisons, reclaimed_tensors, rows_memory, shared_memory, state, state_dict_entries, state_dicts.
 - ``_current_level``: forward-mode derivatives are recomputed in another order. In: forward_conditions.
 - ``_ddp_params_and_buffers_to_ignore``: a wrapper sends all rows of tables. In: replicas.
 - ``_destroy``: subclasses made from ``empty`` fail while operators are observed. In: operator_observers.

@@ -2,14 +2,14 @@
 
 1. An operator that would write to a copy, or to a view of one, is refused before it is run, whichever
    function of PyTorch runs it: ``out=``, ``torch._foreach_*_``, ``embedding`` with ``max_norm``.
-2. What a function returns of a copy's own memory is a `RowsView`, of which the same is true, or an array of
-   NumPy that cannot be written.
+2. What a function returns of a copy's own memory is a `RowsView`, of which the same is true, a `RowsMemory`,
+   or an array of NumPy that cannot be written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ import torch
 from tierstore.errors import UsageError
 from tierstore.modes import run_operator
 from tierstore.nn.looks import is_in_place, name_of, written_by
-from tierstore.torch_private import TorchDispatchMode, tree_map_only
+from tierstore.nn.rows_memory import RowsMemory
+from tierstore.torch_private import TorchDispatchMode, make_subclass, throw_on_write, tree_map_only
 
-_EXPORTS: Final = frozenset({"__dlpack__", "to_dlpack", "share_memory_"})
+_EXPORTS: Final = frozenset({"__dlpack__", "share_memory_", "storage", "to_dlpack"})
 _SHARING: Final = frozenset(
     getattr(torch.ops.aten.set_, name)
     for name in torch.ops.aten.set_.overloads()
@@ -92,15 +93,28 @@ def answered(
         found = func(*args, **kwargs)
     if isinstance(found, Iterator):
         return map(guard.read_only, found)
-    return tree_map_only((torch.Tensor, np.ndarray), guard.read_only, found)
+    return tree_map_only((torch.Tensor, torch.UntypedStorage, np.ndarray), guard.read_only, found)
 
 
 class NeverWritten(torch.Tensor):
-    """What cannot be written to: an entry of a state dict, or rows of one."""
+    """What cannot be written to: an entry of a state dict, or rows of one.
+
+    It has no memory.  What would take that without asking it, as ``other.data = entry`` does, is refused by
+    PyTorch.
+    """
+
+    @classmethod
+    def like(cls, look: torch.Tensor) -> Self:
+        """Make one that looks as a tensor on the meta device, but for the device that its class says."""
+        made = make_subclass(cls, look, require_grad=False, dispatch_device=True)
+        if throw_on_write is not None:
+            throw_on_write(made)
+        assert isinstance(made, cls)
+        return made
 
 
 class RowsView(NeverWritten):
-    """Rows of an entry, in the memory of a copy: what PyTorch would return as a view of all rows.
+    """Rows of an entry, in the memory of a copy: stands for what PyTorch would return as a view of all rows.
 
     Attributes:
         rows: the view itself.
@@ -141,6 +155,8 @@ class RowsView(NeverWritten):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operator returns
         """Answer operators that are given a view by a function that nobody may override: as above."""
+        if func is torch.ops.prim.device.default:
+            return args[0].rows.device
         return cls.__torch_function__(func, types, args, kwargs)
 
 
@@ -173,14 +189,18 @@ class _Guard(TorchDispatchMode):
         if isinstance(found, np.ndarray):
             found.flags.writeable = False
             return found
+        if isinstance(found, torch.UntypedStorage):
+            return RowsMemory(found, self._what)
         rows = found.detach()
-        view = rows.as_subclass(RowsView)
+        view = RowsView.like(torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device="meta"))
         view.rows, view.what = rows, self._what
         return view
 
     def _is_ours(self, found: object) -> bool:
         if isinstance(found, np.ndarray):
             address = found.__array_interface__["data"][0]
+        elif isinstance(found, torch.UntypedStorage):
+            address = found.data_ptr()
         elif isinstance(found, torch.Tensor) and found.layout is torch.strided and not found.is_meta:
             address = _span(found).start
         else:

@@ -49,8 +49,11 @@ _BINARY: Final = frozenset(
 )
 _SETTABLE: Final = frozenset({"grad", "requires_grad"})
 OF_MEMORY: Final = frozenset(
-    {"data_ptr", "is_contiguous", "is_shared", "is_pinned", "storage_offset", "stride", "untyped_storage"}
-)
+    {
+        "const_data_ptr", "data_ptr", "is_contiguous", "is_shared", "is_pinned", "storage_offset", "stride",
+        "untyped_storage",
+    }
+)  # fmt: skip
 """What is said of memory: of a tensor that is made when it is read, only then."""
 
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, Self
 
@@ -66,8 +65,8 @@ class TableEntry(NeverWritten):
     def of(cls, weight: Table, column: str = ROWS) -> Self:
         """Make the entry of a column."""
         store = weight.row_store
-        element = torch.full((1,), math.nan, dtype=store.dtype, device="cpu")  # seen by nobody, or noticed
-        entry = element.expand(store.num_rows, store.width).as_subclass(cls)
+        element = torch.empty(1, dtype=store.dtype, device="meta")
+        entry = cls.like(element.expand(store.num_rows, store.width))
         entry.weight, entry.column, entry.held = weight, column, None
         entry.states_begun = weight.states_begun
         return entry
@@ -114,6 +113,8 @@ class TableEntry(NeverWritten):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operator returns
         """Answer operators that are given an entry by a function that nobody may override: as above."""
+        if func is torch.ops.prim.device.default:
+            return torch.device("cpu")
         return cls.__torch_function__(func, types, args, kwargs)
 
     def again(self) -> TableEntry:
