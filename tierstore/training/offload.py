@@ -45,7 +45,8 @@ from tierstore.training.given import Config, check_is_model, optimizers_of, sett
 from tierstore.training.leaving import OnClose, choice_of, on_close_of
 from tierstore.training.left_behind import let_go
 from tierstore.training.modules.replicas import refuse_to_average
-from tierstore.training.opening import Others, check_model, find_former, open_session
+from tierstore.training.offloadable import check_model
+from tierstore.training.opening import Others, find_former, open_session
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.place import given_patterns, placement_around
 from tierstore.training.placing import marks_of

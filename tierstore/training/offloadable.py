@@ -1,0 +1,104 @@
+"""What of a model and its optimizers can be offloaded; whatever cannot is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+from torch import nn
+
+from tierstore.errors import UsageError
+from tierstore.nn.table_weight import TableWeight
+from tierstore.torch_private import RecursiveScriptModule, is_traceable_wrapper_subclass
+from tierstore.training.autograd.shared_memory import require_sole_reference
+from tierstore.training.bundles.placeholders import placeholder_of
+from tierstore.training.faults import guard
+from tierstore.training.modules import replicas
+
+
+def check_model(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    has_weights: bool,
+    ignored: Container[torch.Tensor] = (),
+) -> None:
+    """Raise if something cannot be offloaded.  What is ignored has to have values, and no more.
+
+    Raises:
+        UsageError: it names what, and says why.
+    """
+    for name, module in model.named_modules():
+        replicas.refuse(module, f"the module {name!r}" if name else "the model")
+    for name, parameter in model.named_parameters():
+        if parameter in ignored:
+            reason = None if has_weights else _why_no_values(parameter)
+        else:
+            reason = _why_not(parameter, has_weights=has_weights)
+        if reason is not None:
+            raise UsageError(f"the parameter {name!r} cannot be offloaded: {reason}.", key=name)
+    _check_scripts(model, ignored)
+    for name, buffer in model.named_buffers():
+        if not has_weights and (reason := _why_no_values(buffer)) is not None:
+            raise UsageError(f"the buffer {name!r} has no values: {reason}.", key=name)
+    require_sole_reference(model, ignored)
+    for optimizer in optimizers:
+        _refuse_other_runs(optimizer)
+
+
+def _refuse_other_runs(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of parameters that another run has: its step would be made by both."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (guarded_tensor := guard.guarded_tensor_of(parameter)) is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__} also trains {guarded_tensor.place.name!r}, which another "
+                    "run has offloaded: both would step it. Give each run an optimizer of its own, or "
+                    "offload one model that holds both.",
+                    key=guarded_tensor.binding.key,
+                )
+
+
+_IN_PARTS = (
+    "it is a DTensor, whose parts are on several processes (fully_shard, parallelize_module). Offload the "
+    "model without that; to train in several processes wrap it in DistributedDataParallel"
+)
+
+
+def _why_no_values(tensor: torch.Tensor) -> str | None:
+    is_released = isinstance(tensor, TableWeight) and tensor.is_released
+    if is_released or placeholder_of(tensor) is not None:
+        return (
+            "it was released when a former run was closed, and has no values; go on from the checkpoint of "
+            "that run with durable=True and its offload_path, pass weights=..., or give it values with "
+            "p.data = values"
+        )
+    return "it is on the meta device and has no values; pass weights=..." if tensor.is_meta else None
+
+
+def _check_scripts(model: nn.Module, ignored: Container[torch.Tensor]) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, RecursiveScriptModule) and any(p not in ignored for p in module.parameters()):
+            raise UsageError(
+                f"the module {name!r} is a script of torch.jit, which takes no hooks: nobody can tell when "
+                "it is run. Offload the module that it was made of, make it with torch.jit.trace, or leave "
+                "it out with ignored=[...].",
+                key=name,
+            )
+
+
+def _why_not(parameter: nn.Parameter, *, has_weights: bool) -> str | None:
+    is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+    is_wrapper: bool = is_traceable_wrapper_subclass(parameter)
+    reasons = {
+        "it is offloaded already; close that run first": guard.guarded_tensor_of(parameter) is not None,
+        "it has no shape yet; run the model once before": is_lazy,
+        _IN_PARTS: type(parameter).__name__ == "DTensor",  # by name: importing it takes a second
+        f"it is a {type(parameter).__name__}, a wrapper without plain bytes": is_wrapper,
+        f"it is sparse ({parameter.layout})": parameter.layout is not torch.strided,
+        f"it is quantised ({parameter.dtype})": parameter.is_quantized,
+        "it was made under torch.inference_mode(), and nobody can tell when it is written to; make the model "
+        "outside, or under torch.no_grad()": not is_lazy and parameter.is_inference(),
+    }
+    found = next((reason for reason, applies in reasons.items() if applies), None)
+    return found if found is not None or has_weights or is_lazy else _why_no_values(parameter)
