@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tierstore.errors import ConfigError
+from tierstore.nn.repeats import Repeats
 from tierstore.quoting import quoted
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -19,12 +20,17 @@ class DistinctIds(NamedTuple):
         ids: int64 in host memory, ascending, distinct, all in range.
         inverse: of the shape of the batch: where each one's id stands in ``ids``; ``len(ids)`` for those out
             of range.
-        has_strangers: whether some are out of range.
+        repeats: of the batch in one dimension; ``None``: some ids are out of range.
     """
 
     ids: torch.Tensor
     inverse: torch.Tensor
-    has_strangers: bool
+    repeats: Repeats | None
+
+    @property
+    def has_strangers(self) -> bool:
+        """Whether some are out of range."""
+        return self.repeats is None
 
 
 def checked(ids: object, what: str = "ids") -> torch.Tensor:
@@ -52,14 +58,15 @@ def distinct(ids: torch.Tensor, num_rows: int, name: str, takes_strangers: bool)
     Raises:
         IndexError: some are out of range.
     """
-    found, inverse = torch.unique(ids, return_inverse=True)
+    repeats = Repeats.of(ids.reshape(-1))
+    found, inverse = repeats.ids, repeats.inverse.view(ids.shape)
     if not len(found) or (found[0] >= 0 and found[-1] < num_rows):
-        return DistinctIds(found, inverse, has_strangers=False)
+        return DistinctIds(found, inverse, repeats)
     strange = (ids < 0) | (ids >= num_rows)
     if not takes_strangers:
         raise IndexError(_out_of_range(ids, strange, num_rows, name))
     found, inverse = torch.unique(ids.masked_fill(strange, num_rows), return_inverse=True)
-    return DistinctIds(found[:-1], inverse, has_strangers=True)
+    return DistinctIds(found[:-1], inverse, None)
 
 
 def in_range(ids: torch.Tensor, num_rows: int, name: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from tierstore.errors import UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.ids import DistinctIds
+from tierstore.nn.repeats import KnownRepeats, Repeats
 from tierstore.nn.table_weight import TableWeight
 from tierstore.tables import RowStore
 
@@ -27,6 +28,7 @@ class _Context(Protocol):
     is_sparse: bool
     has_strangers: bool
     is_synced: bool
+    repeats: Repeats | None
 
 
 def on_device_of(store: RowStore, numbers: torch.Tensor) -> torch.Tensor:
@@ -60,6 +62,7 @@ class _Gather(torch.autograd.Function):
         ctx.shape, ctx.is_sparse, ctx.has_strangers = weight.shape, is_sparse, distinct.has_strangers
         ctx.weight, ctx.is_synced = weight, access.is_synced()
         rows, ctx.ids = access.look_up(distinct.ids, more)
+        ctx.repeats = distinct.repeats if ctx.ids is distinct.ids else None
         return rows
 
     @staticmethod
@@ -83,6 +86,8 @@ class _Gather(torch.autograd.Function):
                 is_ours = index < len(ids)
                 index, values = index[is_ours], values[is_ours]
             index = ids[index]
+            if ctx.repeats is not None:
+                ctx.weight.known_repeats = KnownRepeats(index.clone(), ctx.repeats)
         if not ctx.is_sparse:
             return values.new_zeros(ctx.shape).index_copy_(0, index, values), None, None
         # Ids were checked to be in range before they were looked up.

@@ -28,6 +28,7 @@ from tierstore.modes import Unseen
 from tierstore.nn.calling import caller_of
 from tierstore.nn.local_rows import LocalRows
 from tierstore.nn.looks import CONVERSIONS, LIKE, is_look, name_of, sets_gradient
+from tierstore.nn.repeats import KnownRepeats
 from tierstore.nn.row_access import RowAccess
 from tierstore.nn.row_blocks import blocks_of, described, write_all, write_part
 from tierstore.nn.table_entry import TableEntry
@@ -45,11 +46,13 @@ class TableWeight(nn.Parameter):
         stepped_by: the optimizer that steps it, as long as there is one.
         states_begun: how often the columns of states were begun anew.
         begun_for: the optimizer that has columns of states in the table which nobody has written yet.
+        known_repeats: those of the last backward pass: of its gradient, if no other is added.
     """
 
     stepped_by: weakref.ref[torch.optim.Optimizer] | None
     states_begun: int
     begun_for: weakref.ref[torch.optim.Optimizer] | None
+    known_repeats: KnownRepeats | None
 
     def __new__(cls, row_store: RowStore, requires_grad: bool = True) -> Self:
         """Make the parameter of a store's rows."""
@@ -59,6 +62,7 @@ class TableWeight(nn.Parameter):
         weight.row_store = row_store
         weight.stepped_by = None
         weight.states_begun = 0
+        weight.known_repeats = None
         return weight
 
     @classmethod

@@ -8,6 +8,7 @@ from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.beside_tables import BesideTables
 from tierstore.optim.row_optimizer import Parameters
 from tierstore.optim.table_optimizer import Cells, Options, change_rows, rate_of
+from tierstore.optim.touched_rows import TouchedRows
 from tierstore.tables import ROWS
 
 
@@ -81,7 +82,6 @@ class Adagrad(BesideTables, torch.optim.Adagrad):
             cells[ROWS].addcdiv_(gradient, cells["sum"].sqrt().add_(group["eps"]), value=size)
 
         def change_some(cells: Cells) -> None:
-            values = gradient.values()
             cells["sum"].add_(values.pow(2))
             scaled = values / cells["sum"].sqrt().add_(group["eps"])
             everyone = torch.arange(len(values), device=values.device)[None]
@@ -93,9 +93,7 @@ class Adagrad(BesideTables, torch.optim.Adagrad):
                 alpha=size,
             )
 
-        if gradient.is_sparse:
-            gradient = gradient.coalesce()
-            change_rows(weight, gradient.indices()[0], [ROWS, "sum"], change_some)
-        else:
-            change_rows(weight, None, [ROWS, "sum"], change)
+        touched = TouchedRows.of(gradient, weight.known_repeats)
+        values = touched.gradient
+        change_rows(weight, touched.numbers, [ROWS, "sum"], change_some if gradient.is_sparse else change)
         state["step"] += 1

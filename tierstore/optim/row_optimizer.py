@@ -63,7 +63,7 @@ class RowOptimizer(TableOptimizer):
     def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Options) -> None:
         if isinstance(parameter, TableWeight):
             check_gradient(parameter, gradient)
-            touched = TouchedRows.of(gradient)
+            touched = TouchedRows.of(gradient, parameter.known_repeats)
             if touched.numbers is not None and group.get("weight_decay", 0.0):
                 touched = touched._replace(named=parameter.access.named(touched.numbers, touched.named))
             self._step_table(parameter, touched, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tierstore.nn.repeats import repeats_of
 from tierstore.nn.table_weight import TableWeight
 from tierstore.optim.beside_tables import BesideTables
 from tierstore.optim.row_optimizer import Parameters
@@ -83,7 +84,8 @@ class SGD(BesideTables, torch.optim.SGD):
 
             change_rows(weight, None, [ROWS], change)
             return
-        ids, inverse = torch.unique(gradient._indices()[0], return_inverse=True)  # noqa: SLF001 - with repeats
+        repeats = repeats_of(gradient._indices()[0], weight.known_repeats)  # noqa: SLF001 - with repeats
+        ids, inverse = repeats.ids, repeats.inverse
         compact = torch.sparse_coo_tensor(
             inverse[None], gradient._values(), (len(ids), weight.shape[1]),  # noqa: SLF001
             device=gradient.device, is_coalesced=gradient.is_coalesced(), check_invariants=False,

@@ -6,6 +6,8 @@ from typing import NamedTuple, Self
 
 import torch
 
+from tierstore.nn.repeats import KnownRepeats, can_sum, repeats_of
+
 
 class TouchedRows(NamedTuple):
     """The rows that a gradient touches: those of a sparse one's first dimension, or all.
@@ -22,12 +24,22 @@ class TouchedRows(NamedTuple):
     named: torch.Tensor | None
 
     @classmethod
-    def of(cls, gradient: torch.Tensor) -> Self:
-        """Read a gradient, which PyTorch lets be strided or COO."""
+    def of(cls, gradient: torch.Tensor, known: KnownRepeats | None = None) -> Self:
+        """Read a gradient, which PyTorch lets be strided or COO.
+
+        Args:
+            gradient: of a parameter.
+            known: the repeats of rows that may be those of the gradient.
+        """
         if gradient.layout is torch.strided:
             return cls(None, gradient, None)
         if gradient.sparse_dim() == 0:  # of a parameter without dimensions
             return cls(None, gradient.to_dense(), None)
+        if gradient.sparse_dim() == 1 and not gradient.is_coalesced() and can_sum(gradient._values()):  # noqa: SLF001
+            named = gradient._indices()[0]  # noqa: SLF001 - `indices()` refuses repeats
+            repeats = repeats_of(named, known)
+            sums = repeats.sums(gradient._values())  # noqa: SLF001 - likewise
+            return cls(repeats.ids, sums, None if len(named) == len(sums) else named)
         summed = gradient.coalesce()
         numbers = summed.indices()[0]
         if gradient.sparse_dim() > 1:
