@@ -27,6 +27,7 @@ from tierstore.training.faults.state_dict_entries import entry_for, whole_of
 from tierstore.training.modules.adopter import Adopter
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.optimizers.adapters import Taken
+from tierstore.training.optimizers.kept_numbers import KeptNumbers
 from tierstore.training.optimizers.state import OptimizerState, is_unshared, order_entries
 from tierstore.training.pytorch.function_modes import out_of_sight
 from tierstore.training.pytorch.own_work import ordinary_mode
@@ -56,6 +57,7 @@ class StateDicts:
         self._bindings = bindings
         self._making = _Making()
         self._pending: dict[torch.optim.Optimizer, StateDict] = {}
+        self._numbers: dict[torch.optim.Optimizer, KeptNumbers] = {}
 
     # --- the model ----------------------------------------------------------------------------
 
@@ -134,25 +136,29 @@ class StateDicts:
         def put(optimizer: torch.optim.Optimizer) -> None:
             self._load(kept, self._pending.pop(optimizer, {}))
 
-        yield optimizer.register_state_dict_post_hook(lambda _, state_dict: self._copy_state(state_dict))
+        yield optimizer.register_state_dict_post_hook(self._copy_state)
         yield optimizer.register_load_state_dict_pre_hook(take)
         yield optimizer.register_load_state_dict_post_hook(put)
 
-    def _copy_state(self, state_dict: StateDict) -> StateDict:
+    def _copy_state(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """Return the state dict with entries in the place of guarded tensors."""
         with out_of_sight():
-            return self._with_entries(state_dict)
+            return self._with_entries(optimizer, state_dict)
 
-    def _with_entries(self, state_dict: StateDict) -> StateDict:
+    def _with_entries(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+        numbers = self._numbers.setdefault(optimizer, KeptNumbers())
+        numbers.refresh()
+        state = dict(state_dict["state"])
         try:
-            state = {
-                parameter: self._linked_entries(entries) for parameter, entries in state_dict["state"].items()
-            }
+            for parameter, entries in state_dict["state"].items():
+                linked = state[parameter] = self._linked_entries(entries)
+                if linked is not entries:
+                    numbers.follow(optimizer, entries, linked)
         finally:
             self._making.copies.clear()
         return {**state_dict, "state": state}
 
-    def _linked_entries(self, entries: object) -> object:
+    def _linked_entries(self, entries: Any) -> Any:  # noqa: ANN401 - whatever an optimizer keeps
         """Return the state of a parameter; the optimizer's own dict where nothing in it is the store's."""
         if not isinstance(entries, dict):
             return entries
