@@ -79,9 +79,7 @@ def place(model: nn.Module, placement: Mapping[str, str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if device.type != CPU:
             _require_on_host(model, placed)
-            for handle in Crossings(PlainLink(device), placed.sides(model), placed.borders(model)).register(
-                lambda _: True
-            ):
+            for handle in Crossings(PlainLink(device), model, placed).register(lambda _: True):
                 stack.callback(handle.remove)
             say_placed(model, placed, device)
         given = _placements.setdefault(model, [])

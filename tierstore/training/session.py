@@ -146,7 +146,7 @@ class Session:
         store.begin_hosting(self._activation_host, self.host_stepper)
         self.link = Link(store, self._activation_host, self.bindings.leasing.require)
         tables.travel_over(self.link)
-        self.crossings = Crossings(self.link, self.placed.sides(model), self.placed.borders(model))
+        self.crossings = Crossings(self.link, model, self.placed)
         self._reclaimers.add(self.link)
         self._handles: list[Removable] = []
         self._watched: set[torch.Tensor] = set()

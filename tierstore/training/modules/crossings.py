@@ -40,6 +40,7 @@ from tierstore.torch_private import innermost_transform, tree_flatten
 from tierstore.training.autograd.accumulation import is_in_backward
 from tierstore.training.faults import guard
 from tierstore.training.modules.hooks import Hook
+from tierstore.training.modules.host_modules import PlacedModules
 from tierstore.training.modules.neighbours import (
     exchanged,
     is_exchangeable,
@@ -47,6 +48,7 @@ from tierstore.training.modules.neighbours import (
     spares_its_input,
 )
 from tierstore.training.modules.nested_values import are_same, brought, content_of, made_anew
+from tierstore.training.modules.plain_attributes import note_mixture
 from tierstore.training.pytorch.function_modes import out_of_sight
 
 
@@ -200,6 +202,19 @@ def _is_running(module: nn.Module) -> bool:
     return False
 
 
+def _has_come_out_of(error: BaseException, frame: FrameType | None) -> bool:
+    """Whether an error has ended the call that a hook is called for: not one that is handled around it."""
+    call = nn.Module._call_impl.__code__  # noqa: SLF001
+    while frame is not None and frame.f_code is not call:
+        frame = frame.f_back
+    traceback = error.__traceback__
+    while traceback is not None:
+        if frame is not None and traceback.tb_frame is frame:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
 def is_inside_host_module() -> bool:
     """Whether this thread runs a module that computes on the host."""
     return bool(_here.entered) and _here.entered[-1].side == CPU
@@ -213,22 +228,21 @@ class Crossings:
 
     Args:
         link: that carries.
-        sides: of the modules that can be called.
-        borders: those of them that the other side calls, as they are kept in the model.
+        model: whose.
+        placed: where its modules compute.
     """
 
-    def __init__(
-        self, link: Carrier, sides: Mapping[nn.Module, str], borders: Mapping[nn.Module, str]
-    ) -> None:
+    def __init__(self, link: Carrier, model: nn.Module, placed: PlacedModules) -> None:
         self.link = link
-        self._sides = sides
-        self._borders = borders
+        self._sides = placed.sides(model)
+        self._borders = placed.borders(model)
+        self._names = {module: name for name, module in model.named_modules()} if self._sides else {}
 
     def register(self, chosen: Callable[[nn.Module], bool]) -> Iterator[RemovableHandle]:
         """Hook some of the modules, before all hooks that they have and after them."""
         for module, side in self._sides.items():
             if chosen(module):
-                border = _Border(self.link, module, side, self._borders)
+                border = _Border(self.link, module, side, self._borders, self._names[module])
                 last = module.register_forward_hook(_CrossOut(border))
                 yield last
                 left = module.register_forward_hook(_Leave(border), always_call=True)
@@ -250,15 +264,13 @@ class _Border:
         module: whose.
         side: of the module.
         borders: of the model.
+        name: of the module in it.
     """
 
     def __init__(
-        self,
-        link: Carrier,
-        module: nn.Module,
-        side: str,
-        borders: Mapping[nn.Module, str],
+        self, link: Carrier, module: nn.Module, side: str, borders: Mapping[nn.Module, str], name: str
     ) -> None:
+        self.name = name
         self.link = link
         self.module = module
         self.side = side
@@ -313,6 +325,13 @@ class _Border:
         if _is_there(tensor, self.link, around):
             return tensor
         return cross(tensor, self.link, around)
+
+    def explain(self, error: BaseException) -> None:
+        """Say whose tensors an error is about, if the module's call has ended with it."""
+        if _has_come_out_of(error, sys._getframe()):  # noqa: SLF001 - the hook is called in that frame
+            there = _other(self.side)
+            device = self.link.device_of(self.side)
+            note_mixture(error, self.module, self.name, device, lambda t: _is_there(t, self.link, there))
 
     def exchange(self, output: object) -> torch.Tensor | None:
         """Return the output for a neighbour on the host, which is given it next; ``None``: none is."""
@@ -392,8 +411,12 @@ class _Leave(Hook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         """See above."""
-        del args, output
-        entered = _entered_by(self._border) if module is self._border.module else None
+        del args
+        if module is not self._border.module:
+            return
+        if output is None and (error := sys.exception()) is not None:
+            self._border.explain(error)
+        entered = _entered_by(self._border)
         if entered is not None:
             _here.entered = [each for each in _here.entered if each is not entered]
             _require_unwritten(entered)

@@ -26,10 +26,11 @@ from torch import nn
 from tierstore.config.checks import near
 from tierstore.errors import UsageError
 from tierstore.planning.placement import CPU, DEVICE
-from tierstore.quoting import quoted
+from tierstore.quoting import listed, quoted
 from tierstore.torch_private import RecursiveScriptModule
 from tierstore.training.bundles.placeholders import has_no_values
 from tierstore.training.modules.forward_needs import has_forward
+from tierstore.training.modules.plain_attributes import tensors_kept_by
 
 log = logging.getLogger("tierstore")
 
@@ -273,7 +274,7 @@ def _is_list_of_parameters(module: nn.Module) -> bool:
 
 
 def say_placed(model: nn.Module, placed: PlacedModules, device: torch.device) -> None:
-    """Log each module that a pattern puts on the host, as the original system does.
+    """Log each module that a pattern puts on the host, as the original system does; warn of plain attributes.
 
     Args:
         model: whose modules.
@@ -288,6 +289,15 @@ def say_placed(model: nn.Module, placed: PlacedModules, device: torch.device) ->
                 "primitive target does not match backend: %s, primitive_target: CPU, node name: %s",
                 backend,
                 _node(name, module, number),
+            )
+
+    for name, module in model.named_modules():
+        kept = [own for own, each in tensors_kept_by(module) if each.device.type == device.type != CPU]
+        if kept and placed.is_on_host(module):
+            log.warning(
+                "placement: '%s' computes on the host, and keeps %s on %s in plain attributes, which nobody "
+                "moves: register them as buffers, or give them to it as arguments",
+                *(name, listed(kept, show=str), device.type),
             )
 
 
