@@ -7,7 +7,8 @@ Rule 2: slots of the rows in hand, and those that a prefetch has brought, stay. 
 that are used least; what has changed of these and of those that go next is written to the pages in one go.
 Rule 3: rows for which there is no slot pass by: they are gathered into the same result, and what becomes of
 them is written to the pages.  So a batch may be larger than the cache, and there may be no slot at all.
-Rule 4: whatever fails, no row that was written is lost, and the call can be made again.
+Rule 4: whatever fails, no row that was written is lost, and the call can be made again.  So where there is
+no log, the page of a row that has changed in a slot stays in memory, as if the row had changed there.
 
 The life of a slot is that of a frame (`tierstore.tables.frames`), with a row in the place of a page.
 """
@@ -156,9 +157,23 @@ class DeviceRows:
         if len(passing):
             self._scatter_past(pages, ids, slots, passing, cells, owe)
         elif len(slots):
+            self._claim_pages(pages, slots)
             (at,) = self.link.bring_places(slots)
             self._write(slots, at, cells)
         self._slots.hold(_NONE)
+
+    def _claim_pages(self, pages: TablePages, slots: Slots) -> None:
+        """Let pages of rows that are about to change stay in memory, where there is nothing below it.
+
+        Or they would have left, for want of room, when the rows come back.
+
+        Raises:
+            CapacityError: there is no room for them.
+        """
+        if pages.is_fixed and pages.log is None:
+            clean = slots[self._slots.states[slots] == FrameState.CLEAN]
+            for visit in visits(pages, np.sort(self._slots.pages[clean])):
+                visit.claim()
 
     def _scatter_past(
         self, pages: TablePages, ids: Ids, slots: Slots, passing: Slots, cells: Cells, owe: Owe
@@ -168,6 +183,7 @@ class DeviceRows:
         if len(passing) < len(slots):
             staying = np.flatnonzero(slots >= 0)
             slots = slots[staying]
+            self._claim_pages(pages, slots)
             at, from_, others = self.link.bring_places(slots, staying, passing)
             going = [each.index_select(0, others) for each in going]
             cells_there = {name: each.index_select(0, from_) for name, each in cells.items()}

@@ -357,6 +357,7 @@ class RowStore:
                 f"the rows of the table {self.name!r}, as another run calls it, lie in the store of that "
                 "run: close it first, or offload both models as one, such as an nn.ModuleList of them"
             )
+        self._bring_back()
         old, self._traits = self._pages, home.traits_of(self._traits, self._executor)
         try:
             new = new_pages(

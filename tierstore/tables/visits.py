@@ -72,6 +72,15 @@ class Visit:
         self._pages.change(self._frames)
         put_rows(self._pages.cells, cells.numpy(), values.detach())
 
+    def claim(self) -> None:
+        """Let the pages of these rows count as written.
+
+        Raises:
+            UsageError: other rows have been asked for.
+        """
+        self._cells_of(ROWS)
+        self._pages.change(self._frames)
+
     def _cells_of(self, column: str) -> torch.Tensor:
         if self._visit != self._pages.visit:
             name = self._pages.traits.name

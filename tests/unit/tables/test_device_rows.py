@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.row_carriers import CopyingCarrier, device_home
-from tests.unit.tables.homes import Sometimes, attached, faulty_store, write
-from tierstore.errors import BackendError, StoreClosed, UsageError
-from tierstore.tables import CacheStats, Column, DeviceHome, NormalRows, RowStore
+from tests.unit.tables.homes import INITIAL, WIDTH, Sometimes, attached, faulty_store, read, write
+from tierstore.errors import BackendError, CapacityError, StoreClosed, UsageError
+from tierstore.tables import CacheStats, Column, DeviceHome, NormalRows, RowStore, TableHome
 from tierstore.tables.frames import Policy
 from tierstore.tables.slot_map import SlotMap
 from tierstore.testing.faults import Faulty
@@ -254,6 +254,35 @@ def test_a_write_that_fails_at_any_page_owes_what_was_there(slots: int) -> None:
             else:
                 break
     assert calls > 3
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_without_a_log_rows_change_only_where_their_pages_have_room(slots: int) -> None:
+    """A row on the device, too, or there would be no way back for it."""
+    table = attached(4, None)  # each page is a row
+    home, _ = device_home(slots, table.width)
+    table.attach_device(home)
+    step(table, 0, 1)
+    look_up(table, 10, 11)
+    step(table, 2, 3)
+    with pytest.raises(CapacityError, match=r"5 pages .* are in use and its share leaves it"):
+        step(table, 4)
+    step(table, 0, 3)
+    table.detach_device()
+    expected = table.initial_rows(torch.arange(4)) + 1
+    expected[[0, 3]] += 1
+    assert torch.equal(read(table, *range(4)), expected)
+
+
+def test_rows_that_have_changed_on_a_device_need_their_room_where_a_table_is_attached() -> None:
+    table = RowStore(1000, WIDTH, torch.float32, INITIAL, name="deep")
+    home, _ = device_home(8, WIDTH)
+    table.attach_device(home)
+    step(table, *range(5))
+    with pytest.raises(CapacityError, match=r"5 pages .* are in use"):
+        table.attach(TableHome(torch.empty(4 * WIDTH), None, "lru", "its share", Sometimes()))
+    table.detach_device()
+    assert torch.equal(read(table, *range(5)), INITIAL(torch.arange(5)) + 1)
 
 
 def test_a_snapshot_is_refused_while_rows_on_the_device_differ() -> None:
