@@ -14,7 +14,7 @@ class RowCarrier(Protocol):
     """Carries tensors of rows, and of their places, between host memory and the device.
 
     A table calls it with its lock held, in the order of the program, and never with an empty tensor.  On the
-    device everything that a table does is queued on the current stream.
+    device everything that a table does is queued on the current stream, behind what it did on others.
     """
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -93,6 +93,10 @@ class DeviceLink:
             self._last = places[0].copy(), brought
         return torch.split(brought, [len(each) for each in places])
 
+    def forget_places(self) -> None:
+        """Carry the next places, whichever they are."""
+        self._last = None
+
 
 def put_cells(matrix: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
     """Write rows of a contiguous matrix on any device.

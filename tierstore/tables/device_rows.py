@@ -34,6 +34,7 @@ from tierstore.tables.page_changes import Cells, Owe, change_pages
 from tierstore.tables.page_numbers import Pages
 from tierstore.tables.pages import TablePages
 from tierstore.tables.slot_map import Ids, SlotMap, Slots
+from tierstore.tables.stream_order import StreamOrder
 from tierstore.tables.visits import Visit, are_in_memory, visits, visits_in_memory
 
 _SHARE: Final = 16
@@ -78,6 +79,7 @@ class DeviceRows:
         self._name = name
         self._process = forks.here()
         self.link = DeviceLink(home.carrier, self._cells.device)
+        self._order = StreamOrder(self._cells.device)
         self._hits = self._misses = self._bypassed = self._evictions = self._prefetched = self._declined = 0
         self._begin(layout, num_rows)
 
@@ -125,7 +127,7 @@ class DeviceRows:
         self, pages: TablePages, ids: Ids, names: Sequence[str], *, more: int, is_lookup: bool
     ) -> Cells:
         """See `tierstore.tables.RowStore.gather`."""
-        self._require_here()
+        self._begin_use()
         columns = [self._layout.place_of(name) for name in names]
         slots = self._map.slots_of(ids)
         missing = np.flatnonzero(slots < 0)
@@ -150,7 +152,7 @@ class DeviceRows:
 
     def scatter(self, pages: TablePages, ids: Ids, cells: Cells, owe: Owe) -> None:
         """See `tierstore.tables.RowStore.scatter`."""
-        self._require_here()
+        self._begin_use()
         self._check(cells, len(ids))
         slots = self._map.slots_of(ids)
         passing = np.flatnonzero(slots < 0)
@@ -214,7 +216,7 @@ class DeviceRows:
             ids: ascending, distinct.
             in_hand: pages of which somebody reads and writes rows: these stay there alone.
         """
-        self._require_here()
+        self._begin_use()
         slots = self._map.slots_of(ids)
         self._slots.keep(slots[slots >= 0])
         self._lookups = 0
@@ -252,6 +254,10 @@ class DeviceRows:
             self._write_back(pages, slots)
             self._forget(slots)
 
+    def end_use(self) -> None:
+        """See the function of this name."""
+        self._order.take_up()
+
     def write_back(self, pages: TablePages) -> None:
         """Let pages have what slots have; all slots stay.  Blocks; raises as `give_back`."""
         self._write_back(pages, self._slots.are_in(FrameState.DIRTY))
@@ -268,7 +274,7 @@ class DeviceRows:
         """Write to the pages what is DIRTY of these slots, which is CLEAN then: in parts."""
         slots = slots[self._slots.states[slots] == FrameState.DIRTY]
         if len(slots):
-            self._require_here()
+            self._begin_use()
         slots = slots[np.argsort(self._slots.pages[slots])]
         step = max(_LEAST_PART, len(self._slots) // _SHARE)
         for begin in range(0, len(slots), step):
@@ -405,9 +411,21 @@ class DeviceRows:
         shape = columns, rows, self._layout.width
         return torch.empty(shape, dtype=self._layout.dtype, device=device or self.device)
 
-    def _require_here(self) -> None:
-        """Raise `StoreForked` where the device is another process's."""
+    def _begin_use(self) -> None:
+        """Let the current stream use the slots.
+
+        Raises:
+            StoreForked: the device is another process's.
+        """
         forks.require_here(self._process, f"the table {self._name!r}")
+        if self._order.take_up():
+            self.link.forget_places()  # the other stream's memory
+
+
+def end_use(rows: DeviceRows | None) -> None:
+    """Let the current stream be behind all that was queued with rows: their memory is another's then."""
+    if rows is not None:
+        rows.end_use()
 
 
 def _copy_from(rows: Iterator[Visit], names: Sequence[str], into: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from tierstore import signals
 from tierstore.errors import StoreClosed, UsageError
 from tierstore.tables.copied_pages import copied, drop_log, new_pages, relay, staging_of
 from tierstore.tables.device_home import DeviceHome
-from tierstore.tables.device_rows import DeviceRows
+from tierstore.tables.device_rows import DeviceRows, end_use
 from tierstore.tables.initial_rows import InitialRows
 from tierstore.tables.layout import ROWS, Column, PageLayout
 from tierstore.tables.memory import FixedMemory, GrowingMemory
@@ -285,6 +285,7 @@ class RowStore:
                 It is attached still, and nothing is lost.
         """
         self._bring_back()
+        end_use(self._device_rows)
         self._device_rows = None
 
     @locked
@@ -506,6 +507,7 @@ class RowStore:
         if not self._pages.is_here:
             return
         self._ended, self._use = why, None
+        end_use(self._device_rows)
         self._device_rows = None  # what has changed there is lost as what is dirty in pages
         self._pages.settle()
         self._executor.shutdown()
