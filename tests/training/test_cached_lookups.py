@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.training.table_models import ROWS, WIDTH, HotClicks, step
-from tests.training.twins import Trial, config_of
+from tests.training.twins import Trial, config_of, is_on_accelerator
+from tierstore.errors import UsageError
 from tierstore.optim import SparseAdam
 from tierstore.training import offload
 
@@ -61,3 +63,30 @@ def test_a_table_is_trained_where_its_rows_are(layout: str, tmp_path: Path) -> N
     (one, rows), (other, others) = trials
     assert all(map(torch.equal, map(torch.as_tensor, one.logged), map(torch.as_tensor, other.logged)))
     assert torch.equal(rows, others)
+
+
+@pytest.mark.skipif(not is_on_accelerator, reason="tensors of an emulated device are of the host's type")
+@pytest.mark.parametrize("layout", ["device"])
+@pytest.mark.parametrize("is_opened", [True, False], ids=["opened", "closed"])
+def test_no_gradient_is_added_to_a_table_that_is_elsewhere_by_now(
+    is_opened: bool, layout: str, tmp_path: Path
+) -> None:
+    """Autograd would set it, of the wrong device, and the step raise what nobody understands."""
+    model = HotClicks(20, 20)
+    optimizer = SparseAdam(model.parameters(), lr=0.05)
+    ids = torch.arange(5)
+    with contextlib.ExitStack() as stack:
+        found = model.deep(ids) if is_opened else None
+        run = stack.enter_context(offload(model, optimizer, config_of(layout, tmp_path, ROOM)))
+        if found is None:
+            found = model.deep(ids)
+            run.suspend()
+            with pytest.raises(UsageError, match=r"the run is suspended.*run\.resume\(\)"):
+                found.sum().backward(retain_graph=True)
+            run.resume()
+            run.close()
+        with pytest.raises(UsageError, match=r"'.*' of .* was looked up on .* and is on .* now"):
+            found.sum().backward()
+        assert model.deep.weight.grad is None
+        model.deep(ids).sum().backward()
+        optimizer.step()

@@ -71,6 +71,7 @@ class _Gather(torch.autograd.Function):
         """Say of which rows of the table the gradient is, in the order in which the batch names them."""
         ctx.weight.access.begin_backward(is_synced=ctx.is_synced)
         ids = ctx.ids
+        _require_on_device_of(ctx.weight, ids.device)
         there = ctx.weight.grad
         if there is not None and there.shape != ctx.shape:
             raise UsageError(
@@ -95,6 +96,17 @@ class _Gather(torch.autograd.Function):
             index[None], values, ctx.shape, device=values.device, check_invariants=False
         )
         return found, None, None
+
+
+def _require_on_device_of(weight: TableWeight, device: torch.device) -> None:
+    """Raise unless a gradient of a lookup that was made on a device can be the table's."""
+    if device != weight.device:
+        weight.rows_for("gets a gradient")
+        raise UsageError(
+            f"the {weight.description} was looked up on {device} and is on {weight.device} now: a run that "
+            "keeps rows on a device was opened or closed between a forward and its backward. Go backward "
+            "before, or look the rows up again."
+        )
 
 
 def clipped(rows: torch.Tensor, max_norm: float) -> torch.Tensor:
