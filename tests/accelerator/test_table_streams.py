@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -68,6 +67,6 @@ def test_memory_is_given_back_behind_what_another_stream_does_with_it(
         assert callable(ends)
         ends(table)
         given_back = torch.accelerator.current_stream().record_event()
-        time.sleep(_HELD_S / 4)  # a stream that waits for nothing has come there by then
+        threading.Event().wait(_HELD_S / 4)  # a stream that waits for nothing has come there by then
         assert not given_back.query()
     given_back.synchronize()
