@@ -17,6 +17,7 @@ from tierstore.config import OffloadConfig
 from tierstore.errors import ConfigError, UsageError
 from tierstore.training import processes
 from tierstore.training.ranks.introductions import Introduction, judge, locals_of
+from tierstore.training.ranks.partings import Parting, Partings
 from tierstore.training.ranks.shares import share_of
 from tierstore.training.ranks.where import RankPlace, here
 from tierstore.units import GIB, MIB
@@ -179,6 +180,47 @@ def test_torchrun_s_variables_are_numbers_that_can_be_true(
     else:
         found = here(variables)
         assert (found.rank, found.world_size, found.told_local) == expected
+
+
+class Group:
+    """A process group of which only the store is asked for."""
+
+    def __init__(self, store: Any) -> None:  # noqa: ANN401 - one of PyTorch's, or what fails as one
+        self.get_group_store = lambda: store
+
+
+class GoneStore:
+    """A store whose process has ended: every call fails, and is counted."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a store has
+        self.calls += 1
+        raise distributed.DistNetworkError(f"{name}: connection reset by peer")
+
+
+def test_who_leaves_is_heard_of_by_others_and_those_first_who_left_by_themselves() -> None:
+    group = Group(distributed.HashStore())  # type: ignore[attr-defined]
+    first, second, third = (Partings(RankPlace(rank, 3, "a", None), group) for rank in range(3))  # type: ignore[arg-type]
+    assert third.others() == []
+    first.say(Parting(0, "has waited in vain, too", is_by_error=True, is_first=False))
+    second.say(Parting(1, "has closed its run"))
+    assert [(each.rank, each.is_first, each.is_by_error) for each in third.others()] == [
+        (1, True, False),
+        (0, False, True),
+    ]
+    assert [each.why for each in first.others()] == ["has closed its run"]
+    again = Partings(RankPlace(1, 3, "a", None), group)  # type: ignore[arg-type]
+    assert [each.rank for each in third.others()] == [0]
+    assert [each.rank for each in again.others()] == [0]
+
+
+def test_a_store_that_is_gone_is_done_without_and_asked_once() -> None:
+    store = GoneStore()
+    partings = Partings(RankPlace(0, 8, "a", None), Group(store))  # type: ignore[arg-type]
+    partings.say(Parting(0, "has closed its run"))
+    assert (partings.others(), store.calls) == ([], 2)  # the first one was to forget
 
 
 def test_a_world_size_alone_is_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import distributed
 from tierstore.training.ranks.where import RankPlace
 
 _KEY = "tierstore/parting"
+_FAILURES = (RuntimeError, OSError, ValueError)
 
 
 class Parting(NamedTuple):
@@ -45,8 +46,9 @@ class Partings:
     def __init__(self, where: RankPlace, group: distributed.ProcessGroup) -> None:
         self._where = where
         self._store = group.get_group_store()
-        with _without_store():
-            self._store.delete_key(self._key(where.rank))  # of another life in the same store
+        self._is_lost = False  # PyTorch logs every call that finds it gone
+        with contextlib.suppress(*_FAILURES):  # of another life in the same store; not all can forget
+            self._store.delete_key(self._key(where.rank))
 
     @staticmethod
     def _key(rank: int) -> str:
@@ -54,7 +56,9 @@ class Partings:
 
     def say(self, parting: Parting) -> None:
         """Let the others know that this process has left; it is known when this returns."""
-        with _without_store():
+        if self._is_lost:
+            return
+        with self._while_it_lasts():
             self._store.set(self._key(self._where.rank), json.dumps(parting))
             self._store.check([self._key(self._where.rank)])  # which is answered when that is done
 
@@ -62,15 +66,16 @@ class Partings:
         """Return what the others have said so far: those first who have left by themselves."""
         found: list[Parting] = []
         for rank in range(self._where.world_size):
-            if rank != self._where.rank:
-                with _without_store():
+            if rank != self._where.rank and not self._is_lost:
+                with self._while_it_lasts():
                     if self._store.check([self._key(rank)]):
                         found.append(Parting(*json.loads(self._store.get(self._key(rank)))))
         return sorted(found, key=lambda each: not each.is_first)
 
-
-@contextlib.contextmanager
-def _without_store() -> Iterator[None]:
-    """Do without it where it is gone, with the process that had it or with the group."""
-    with contextlib.suppress(RuntimeError, OSError, ValueError):
-        yield
+    @contextlib.contextmanager
+    def _while_it_lasts(self) -> Iterator[None]:
+        """Do without the store once it is gone, with the process that had it or with the group."""
+        try:
+            yield
+        except _FAILURES:
+            self._is_lost = True
