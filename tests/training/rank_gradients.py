@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.training.rank_table_rules import small
+from tests.training.rank_table_rules import failing, small
 from tests.training.rank_tables import said, settings
 from tests.training.twins import same
 from tierstore.nn import EmbeddingTable
@@ -57,4 +57,30 @@ def over_some(rank: int, processes: int, folder: Path) -> object:
     table = EmbeddingTable(400, 4, seed=3)
     found["early"] = said(lambda: offload(table, SGD(table.parameters(), lr=0.5), early))
     found["rows"] = [same(each.rows(IDS), before) for each in (kept, table)]
+    return found
+
+
+def put_aside(rank: int, processes: int, folder: Path) -> object:
+    """A pass that fails before it has a gradient leaves the one that was there, for whoever looks at it."""
+    found: dict[str, object] = {}
+    whole = EmbeddingTable(400, 4, seed=3).rows(IDS)
+    with small(folder, processes) as (table, optimizer, _):
+        for what in ("stepped", "cleared by the module", "seen"):
+            table.load_state_dict({"weight": whole})
+            table(IDS[:20]).sum().backward()
+            # Called before anything is accumulated.
+            handle = table.weight.register_hook(failing)  # type: ignore[no-untyped-call]
+            found[f"{what}, said"] = said(table(IDS[:300]).sum().backward)
+            handle.remove()
+            if what == "seen":
+                assert table.weight.grad is not None
+                found["rows there"] = len(table.weight.grad.values())
+            if what == "cleared by the module":
+                table.zero_grad()
+                table(IDS[:20]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected = whole.clone()
+            expected[:20] -= 0.5
+            found[what] = same(table.rows(IDS), expected)
     return found

@@ -36,6 +36,7 @@ _SCENARIOS = (
     "returns:2",
     "averaged_again:2",
     "over_some:3",
+    "put_aside:2",
 )
 
 
@@ -424,6 +425,15 @@ def test_a_wrapper_that_averages_over_some_of_the_processes_is_refused(found: Fo
 def test_steps_during_backward_are_refused_where_tables_are_averaged_at_its_end(found: Found) -> None:
     for each in found["over_some:3"]:
         assert each["early"].startswith("UsageError: optimizer_in_backward steps each parameter during backw")
+
+
+@pytest.mark.parametrize("what", ["stepped", "cleared by the module", "seen"])
+def test_an_average_is_there_after_a_pass_that_has_failed_until_somebody_clears_it(
+    found: Found, what: str
+) -> None:
+    for each, count in zip(found["put_aside:2"], (20, 0), strict=True):
+        assert each[f"{what}, said"] == "BackendError: the medium is gone"
+        assert (each[what], each["rows there"]) == (True, count)
 
 
 # ---------------------------------------------------------------------- stories

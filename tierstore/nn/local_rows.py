@@ -114,6 +114,9 @@ class LocalRows:
     def begin_backward(self, *, is_synced: bool) -> None:
         """Nobody has to know."""
 
+    def show_gradient(self) -> None:
+        """It is there."""
+
     def forget_gradient(self) -> None:
         """Nobody has to know."""
 

@@ -57,10 +57,10 @@ OF_MEMORY: Final = frozenset(
 """What is said of memory: of a tensor that is made when it is read, only then."""
 
 
-def sets_gradient(func: Callable[..., Any]) -> bool:
-    """Whether a function sets the gradient of a parameter, or clears it."""
+def is_of_gradient(func: Callable[..., Any]) -> bool:
+    """Whether a function gets the gradient of a parameter, sets or clears it."""
     owner = getattr(func, "__self__", None)
-    return inspect.isgetsetdescriptor(owner) and owner.__name__ == "grad" and func.__name__ != "__get__"
+    return inspect.isgetsetdescriptor(owner) and owner.__name__ == "grad"
 
 
 def is_look(func: Callable[..., Any]) -> bool:

@@ -90,6 +90,10 @@ class RowAccess(Protocol):
         """Backward has come to a lookup, whose gradient is about to be accumulated."""
         ...
 
+    def show_gradient(self) -> None:
+        """Somebody asks for the gradient of the table."""
+        ...
+
     def forget_gradient(self) -> None:
         """Somebody sets the gradient of the table, or clears it."""
         ...

@@ -27,7 +27,7 @@ from tierstore.errors import UsageError
 from tierstore.modes import Unseen
 from tierstore.nn.calling import caller_of
 from tierstore.nn.local_rows import LocalRows
-from tierstore.nn.looks import CONVERSIONS, LIKE, is_look, name_of, sets_gradient
+from tierstore.nn.looks import CONVERSIONS, LIKE, is_look, is_of_gradient, name_of
 from tierstore.nn.repeats import KnownRepeats
 from tierstore.nn.row_access import RowAccess
 from tierstore.nn.row_blocks import blocks_of, described, write_all, write_part
@@ -90,8 +90,9 @@ class TableWeight(nn.Parameter):
             return args[0] if func is not torch.Tensor.type or args[1:] or kwargs else _type_of(args[0])
         if not is_look(func) and not _is_like(func, args, kwargs):
             raise UsageError(_refusal(func, [*args, *kwargs.values()]))
-        if sets_gradient(func):
-            args[0].access.forget_gradient()
+        if is_of_gradient(func):
+            access = args[0].access
+            access.show_gradient() if func.__name__ == "__get__" else access.forget_gradient()
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

@@ -13,6 +13,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -40,7 +42,7 @@ class ShardedGradients:
     def __init__(self, exchange: RowExchange, slices: Mapping[TableWeight, RowSlice]) -> None:
         self._exchange = exchange
         self._slices = slices
-        self._pass: int | None = None
+        self._pass: weakref.ref[_TablePass] | None = None
         self._is_synced = False
         self._aside: dict[TableWeight, torch.Tensor] = {}
         self._named: dict[TableWeight, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -89,10 +91,12 @@ class ShardedGradients:
             weight: of the table.
             is_synced: whether the lookup was made outside of ``no_sync``.
         """
-        if self._pass != current_graph_task():
+        now = None if self._pass is None else self._pass()
+        if now is None or now.task != current_graph_task():
             self._bring_back()  # of a pass that has failed
-            self._pass, self._is_synced = current_graph_task(), False
-            call_after_backward(self._last_of_all)
+            now, self._is_synced = _TablePass(current_graph_task()), False
+            self._pass = weakref.ref(now)
+            call_after_backward(functools.partial(self._last_of_all, now))
         self._is_synced |= is_synced
         self._put_aside(weight)
 
@@ -107,12 +111,12 @@ class ShardedGradients:
             weight.grad = None
             self._aside[weight] = gradient  # now: whoever sets a gradient lets go of what is put aside
 
-    def _last_of_all(self) -> None:
+    def _last_of_all(self, now: _TablePass) -> None:
         """The pass is over.  Whoever averages other gradients does that first, in every process."""
-        call_after_backward(self._end)
+        call_after_backward(functools.partial(self._end, now))
 
-    def _end(self) -> None:
-        self._pass = None
+    def _end(self, now: _TablePass) -> None:
+        now.task = None
         if self._is_synced:
             with self._exchange.alone(), Unseen(), torch.no_grad():
                 self._average()
@@ -129,15 +133,23 @@ class ShardedGradients:
                 "zero_grad(), or leave no_sync() out."
             )
 
+    def show(self) -> None:
+        """Somebody asks for a gradient: what a pass that has failed had put aside is there again."""
+        if self._aside and (self._pass is None or self._pass() is None):
+            self._bring_back()
+
     def forget(self, weight: TableWeight) -> None:
         """Somebody sets the gradient of a table: what was put aside of it is of no use any more."""
         self._aside.pop(weight, None)
 
     def _bring_back(self) -> None:
         """Let averages be gradients again, but where something was accumulated since: that is added later."""
-        for weight in [each for each in self._aside if each.grad is None]:
-            gradient = self._aside.pop(weight)
-            weight.grad = gradient
+        aside, self._aside = self._aside, {}  # asking for a gradient comes here
+        for weight, gradient in aside.items():
+            if weight.grad is None:
+                weight.grad = gradient
+            else:
+                self._aside[weight] = gradient
 
     # --- the average --------------------------------------------------------------------------
 
@@ -254,6 +266,17 @@ class ShardedGradients:
         if not len(known):
             return torch.ones_like(ids)
         return torch.where(known[places] == ids, times[places], 1)
+
+
+class _TablePass:
+    """A backward pass.  PyTorch has the only reference, so it is gone with the pass, however that ended.
+
+    Attributes:
+        task: its number; ``None``: it is over.
+    """
+
+    def __init__(self, task: int) -> None:
+        self.task: int | None = task
 
 
 class _Summed:

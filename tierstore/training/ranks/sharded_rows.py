@@ -183,6 +183,10 @@ class ShardedRows:
         """See `ShardedGradients.begin`."""
         self._gradients.begin(self._weight, is_synced=is_synced)
 
+    def show_gradient(self) -> None:
+        """See `ShardedGradients.show`."""
+        self._gradients.show()
+
     def forget_gradient(self) -> None:
         """See `ShardedGradients.forget`."""
         self._gradients.forget(self._weight)
