@@ -100,8 +100,15 @@ def rules(rank: int, processes: int, folder: Path) -> object:
         optimizer.zero_grad()
         found["a million times"] = same(table.rows(ids[5]), whole[5] - 0.5 * 1_000_000 / processes)
         found["grows"] = said(lambda: table.grow(500 + rank))
+        with (
+            mock.patch.object(table.weight.row_store, "grow", failing)
+            if rank == 0
+            else (contextlib.nullcontext())
+        ):
+            found["one grows"] = said(lambda: table.grow(501))
         found["then"] = said(lambda: table(ids))
         found["cannot return"] = said(run.close)
+        found["grown"] = [said(lambda: table.grow(501)), len(table.rows(torch.arange(501)))]
         run.close(restore=False)
     found["released"] = said(lambda: table.rows(ids))
     return found

@@ -88,7 +88,11 @@ def test_with_one_process_nothing_is_spread_and_nothing_of_it_imported(found: Fo
         ("state dict", "write them to files with table.export(path) or run.save(path) in all processes"),
         ("not averaged", "spread over 2 processes, has a gradient that was not averaged"),
         ("on average", "would add one that was not; it was left out. Begin to accumulate after zero_grad()"),
-        ("then", "rank 0 is to look up table 'weight' of 500 rows (lookup 7); rank 1 is to look up"),
+        (
+            "grows",
+            "rank 0 is to let table 'weight' grow to 500 rows (call 1); rank 1 is to let table 'weight' g",
+        ),
+        ("then", "rank 0 is to look up table 'weight' of 400 rows (lookup 7); rank 1 is to look up"),
         ("cannot return", "rank 1 is to close the run, and bring table 'weight' of 501 rows back (call 1)"),
         (
             "released",
@@ -101,6 +105,11 @@ def test_what_the_processes_have_to_do_alike_and_what_parts_refuse(
 ) -> None:
     for each in found["rules:2"]:
         assert said in each[what]
+
+
+def test_a_table_that_has_grown_in_one_process_alone_grows_in_the_other(found: Found) -> None:
+    assert [each["one grows"] for each in found["rules:2"]] == ["BackendError: the medium is gone", "nothing"]
+    assert [each["grown"] for each in found["rules:2"]] == [["nothing", 501]] * 2
 
 
 @pytest.mark.parametrize("what", ["rows", "rows after", "loaded", "last writer", "a million times"])

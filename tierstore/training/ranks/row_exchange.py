@@ -34,7 +34,7 @@ _SAID: Final = {
     Act.ROWS: "read rows of {table} with table.rows",
     Act.SET_ROWS: "write rows of {table} with table.set_rows",
     Act.GRADIENTS: "average the gradients of tables at the end of backward pass {number}",
-    Act.GROW: "call table.grow of {table}",
+    Act.GROW: "let table {name!r} grow to {detail} rows",
     Act.LOAD: "read files into {table}",
     Act.COPY: "load a state dict into {table}",
     Act.EXPORT: "export {table}",

@@ -139,8 +139,8 @@ class ShardedRows:
             write_rows(self.store, named, rows)
 
     def grow(self, num_rows: int) -> None:
-        """Have more rows, in all processes."""
-        self._agree(Act.GROW)
+        """Have more rows, in all processes, as many in each."""
+        self._exchange.agree(Act.GROW, self._number, num_rows)
         self.store.grow(num_rows)
 
     def _by_owner(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
