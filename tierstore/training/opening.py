@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,15 +19,10 @@ from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.training.activations.config.patterns import Pattern
 from tierstore.training.activations.swapping.run_store import RunStore
-from tierstore.training.budgets.device_quota import DeviceQuota
 from tierstore.training.budgets.memory_meters import (
-    AllocatorMeter,
-    EmulatedMeter,
-    Meter,
     beside_bytes,
     tensors_in,
 )
-from tierstore.training.budgets.prefetcher import Prefetcher, PrefetchWindow
 from tierstore.training.bundles.grouping import SMALL_BYTES, Group, first_names, group_parameters
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.checkpoints.agreement import Agreement
@@ -50,8 +45,8 @@ from tierstore.training.optimizer_needs import (
     working_sets,
 )
 from tierstore.training.optimizers.in_backward import Stepping
-from tierstore.training.placing import Placing, placement_of
-from tierstore.training.policies import Policies
+from tierstore.training.placing import placement_of
+from tierstore.training.policies import policies_for
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Session
 from tierstore.training.tables.cache_wishes import (
@@ -161,9 +156,11 @@ def open_session(
     require_room(groups, sets, optimizers, fastest, fastest_bytes, forward_sets(model, on_device))
     inventory = Inventory()
     stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
-    windows = _windows(store, placement) if rules.follows_plan(placement, facts) else None
     staying = [*sets, *tables.cache_sets()]
-    policies = _policies(optimizers, store, staying, inventory, placement, stepping, windows, placed)
+    follows_plan = rules.follows_plan(placement, facts)
+    policies = policies_for(
+        optimizers, store, staying, inventory, placement, stepping, placed, follows_plan=follows_plan
+    )
     session = Session(model, optimizers, store, policies, inventory, selection.ignored, tables)
     if placement.stashing is not Stashing.NEVER or not tables.fit:
         give_freed_memory_back()
@@ -294,66 +291,6 @@ def _taken_in(
     return [*(each for each in model.parameters() if each not in ignored), *tensors_in(entries)]
 
 
-def _policies(
-    optimizers: Sequence[torch.optim.Optimizer],
-    store: Store,
-    sets: Sequence[WorkingSet],
-    inventory: Inventory,
-    placement: Placement,
-    stepping: Stepping,
-    windows: Sequence[PrefetchWindow] | None,
-    placed: PlacedModules,
-) -> Policies:
-    """Return what decides for a session that is to be made.
-
-    Args:
-        optimizers: that train.
-        store: where to.
-        sets: what has to be together, bundle by bundle.
-        inventory: of what will be taken in.
-        placement: where everything lives.
-        stepping: when the optimizers step.
-        windows: how far ahead the plan of a step is prefetched; ``None``: no step is planned.
-        placed: which modules compute on the host.
-    """
-    fastest = store.tier_names[0]
-    placing = Placing(placement, store, inventory, stepping)
-    meter = None if fastest == HOST else _meter(store)
-    prefetcher = Prefetcher(
-        store,
-        windows,
-        inventory.nbytes_of,
-        len(optimizers),
-        placing.decide_residents,
-    )
-    quota = None
-    if meter is not None and sets:
-        quota = DeviceQuota(
-            store,
-            store.stats().tiers[fastest].capacity_bytes,
-            sets,
-            meter,
-            lambda quota_bytes: prefetcher.set_limit(fastest, placement.ahead_bytes(fastest, quota_bytes)),
-            inventory.gradients.staying_bytes,
-        )
-    return Policies(
-        placing,
-        prefetcher,
-        meter,
-        quota,
-        _must_stash(placement.stashing, quota),
-        stepping,
-        placed,
-    )
-
-
-def _must_stash(stashing: Stashing, quota: DeviceQuota | None) -> Callable[[], bool]:
-    """Return what says whether gradients that backward makes are to go to the store."""
-    if stashing is Stashing.WITHOUT_ROOM:
-        return lambda: quota is None or not quota.has_room_for_gradients
-    return lambda: stashing is Stashing.ALWAYS
-
-
 def _say_if_elsewhere(
     store: Store, ignored: Mapping[torch.Tensor, str], on_host: Container[torch.Tensor]
 ) -> None:
@@ -441,19 +378,6 @@ def give_freed_memory_back() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, MIB)
-
-
-def _meter(store: Store) -> Meter:
-    if store.device.type == "cpu":
-        return EmulatedMeter(store)
-    return AllocatorMeter(store, store.device)
-
-
-def _windows(store: Store, placement: Placement) -> list[PrefetchWindow]:
-    """Return how far ahead is prefetched: to the fastest tier first."""
-    tiers = store.stats().tiers
-    names = [name for name in store.tier_names if name in placement.ahead]
-    return [PrefetchWindow(name, placement.ahead_bytes(name, tiers[name].capacity_bytes)) for name in names]
 
 
 def _say_if_small(store: Store, sets: Sequence[WorkingSet], tables: RunTables) -> None:

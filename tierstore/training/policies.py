@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from tierstore.planning import Placement, Stashing
+from tierstore.planning.rules import HOST
+from tierstore.store import Store
 from tierstore.training.budgets.device_quota import DeviceQuota
-from tierstore.training.budgets.memory_meters import Meter
-from tierstore.training.budgets.prefetcher import Prefetcher
+from tierstore.training.budgets.memory_meters import AllocatorMeter, EmulatedMeter, Meter
+from tierstore.training.budgets.prefetcher import Prefetcher, PrefetchWindow
+from tierstore.training.bundles.working_sets import WorkingSet
+from tierstore.training.inventory import Inventory
 from tierstore.training.modules.host_modules import PlacedModules
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.placing import Placing
@@ -34,3 +41,77 @@ class Policies:
     must_stash: Callable[[], bool]
     stepping: Stepping
     placed: PlacedModules
+
+
+def policies_for(
+    optimizers: Sequence[torch.optim.Optimizer],
+    store: Store,
+    sets: Sequence[WorkingSet],
+    inventory: Inventory,
+    placement: Placement,
+    stepping: Stepping,
+    placed: PlacedModules,
+    *,
+    follows_plan: bool,
+) -> Policies:
+    """Return what decides for a session that is to be made.
+
+    Args:
+        optimizers: that train.
+        store: where to.
+        sets: what has to be together, bundle by bundle.
+        inventory: of what will be taken in.
+        placement: where everything lives.
+        stepping: when the optimizers step.
+        placed: which modules compute on the host.
+        follows_plan: whether what steps need is fetched ahead.
+    """
+    fastest = store.tier_names[0]
+    placing = Placing(placement, store, inventory, stepping)
+    meter = None if fastest == HOST else _meter(store)
+    prefetcher = Prefetcher(
+        store,
+        _windows(store, placement) if follows_plan else None,
+        inventory.nbytes_of,
+        len(optimizers),
+        placing.decide_residents,
+    )
+    quota = None
+    if meter is not None and sets:
+        quota = DeviceQuota(
+            store,
+            store.stats().tiers[fastest].capacity_bytes,
+            sets,
+            meter,
+            lambda quota_bytes: prefetcher.set_limit(fastest, placement.ahead_bytes(fastest, quota_bytes)),
+            inventory.gradients.staying_bytes,
+        )
+    return Policies(
+        placing,
+        prefetcher,
+        meter,
+        quota,
+        _must_stash(placement.stashing, quota),
+        stepping,
+        placed,
+    )
+
+
+def _must_stash(stashing: Stashing, quota: DeviceQuota | None) -> Callable[[], bool]:
+    """Return what says whether gradients that backward makes are to go to the store."""
+    if stashing is Stashing.WITHOUT_ROOM:
+        return lambda: quota is None or not quota.has_room_for_gradients
+    return lambda: stashing is Stashing.ALWAYS
+
+
+def _meter(store: Store) -> Meter:
+    if store.device.type == "cpu":
+        return EmulatedMeter(store)
+    return AllocatorMeter(store, store.device)
+
+
+def _windows(store: Store, placement: Placement) -> list[PrefetchWindow]:
+    """Return how far ahead is prefetched: to the fastest tier first."""
+    tiers = store.stats().tiers
+    names = [name for name in store.tier_names if name in placement.ahead]
+    return [PrefetchWindow(name, placement.ahead_bytes(name, tiers[name].capacity_bytes)) for name in names]
