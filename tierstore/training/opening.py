@@ -128,12 +128,82 @@ def open_session(
         marks: what will happen to activations.
         others: who train with this process.
     """
+    former = source if isinstance(source, ResumedCheckpoint) else None
+    plan = _plan(model, optimizers, config, store, former, selection, marks, others.division)
+    inventory = Inventory()
+    policies = policies_for(
+        optimizers,
+        store,
+        [*plan.sets, *plan.tables.cache_sets()],
+        inventory,
+        plan.placement,
+        Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED,
+        plan.placed,
+        follows_plan=plan.is_followed,
+    )
+    session = Session(model, optimizers, store, policies, inventory, selection.ignored, plan.tables)
+    if plan.placement.stashing is not Stashing.NEVER or not plan.tables.fit:
+        give_freed_memory_back()
+    try:
+        on_host = {*plan.placed.tensors_on_host(model), *selection.tables}
+        _say_if_elsewhere(store, selection.ignored, on_host)
+        _say_if_another_way(model, selection.ignored)
+        _make_way_for_wrappers(session, plan.sets, plan.fastest_bytes)
+        plan.tables.take_in(session.bindings.leasing, {} if former is None else former.tables())
+        _take_in(session, plan.groups, source)
+        session.bindings.say_if_parts([*session.bundles, *session.buffers])
+        if store.is_durable:
+            session.make_durable(former, others.agreement)
+            _say_if_small(store, plan.sets, plan.tables)
+        if former is not None:
+            former.end()
+        say_placed(model, plan.placed, store.device)
+    except BaseException:
+        session.undo()
+        raise
+    return session
+
+
+# ---------------------------------------------------------------------- what goes where
+
+
+class _SessionPlan(NamedTuple):
+    """What goes where, before anything has gone there.
+
+    Attributes:
+        placed: which modules compute on the host.
+        groups: what travels together.
+        sets: what of it has to be together where the model computes.
+        fastest_bytes: what there is for it.
+        tables: whose rows are divided.
+        placement: where everything lives.
+        is_followed: whether what steps need is fetched ahead.
+    """
+
+    placed: PlacedModules
+    groups: Sequence[Group]
+    sets: Sequence[WorkingSet]
+    fastest_bytes: int
+    tables: RunTables
+    placement: Placement
+    is_followed: bool
+
+
+def _plan(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: OffloadConfig,
+    store: RunStore,
+    former: ResumedCheckpoint | None,
+    selection: SelectedTensors,
+    marks: tuple[PlacedMark, ...],
+    division: TableDivision,
+) -> _SessionPlan:
+    """Decide what goes where, and see that there is room for it; otherwise as `open_session`."""
     fastest = store.tier_names[0]
-    fastest_bytes = store.stats().tiers[fastest].capacity_bytes
     check_steps_in_backward(optimizers, config, fastest)
     placed = _place_modules(model, config, store)
     groups = _groups(model, optimizers, config, store, selection, placed)
-    former = source if isinstance(source, ResumedCheckpoint) else None
     sets = working_sets(groups, optimizers, former)
     facts, placement = placement_of(config, store, optimizers, groups, sets, marks)
     if config.placement is not None:
@@ -141,46 +211,20 @@ def open_session(
             group.is_pinned = placement.bundles[group.key].is_pinned
         sets = working_sets(groups, optimizers, former)
     require_together(groups, optimizers, store, has_state=former is not None)
-    wishes = _cache_wishes(model, optimizers, config, store, placed, others.division)
-    tables = RunTables(store, selection.tables, wishes, others.division)
+    wishes = _cache_wishes(model, optimizers, config, store, placed, division)
+    tables = RunTables(store, selection.tables, wishes, division)
     looks = {} if former is None else former.table_looks()
-    frames = tables.divide(optimizers, sets, placement.tables, without_host_modules(groups, sets), looks)
-    placement = replace(placement, tables=frames)
+    on_device = without_host_modules(groups, sets)
+    placement = replace(placement, tables=tables.divide(optimizers, sets, placement.tables, on_device, looks))
     if facts.has_device:
         host_bytes = store.stats().tiers[HOST].capacity_bytes - tables.bytes_in(HOST)
         _require_host_room(model, groups, sets, optimizers, host_bytes, placement, selection)
-    sets = without_host_modules(groups, sets)
-    fastest_bytes -= tables.bytes_in(fastest)
-    check_lbfgs(optimizers, sets, fastest, fastest_bytes)
-    on_device = [group for group in groups if not group.is_on_host]
-    require_room(groups, sets, optimizers, fastest, fastest_bytes, forward_sets(model, on_device))
-    inventory = Inventory()
-    stepping = Stepping.IN_BACKWARD if config.optimizer_in_backward else Stepping.WHEN_ASKED
-    staying = [*sets, *tables.cache_sets()]
-    follows_plan = rules.follows_plan(placement, facts)
-    policies = policies_for(
-        optimizers, store, staying, inventory, placement, stepping, placed, follows_plan=follows_plan
-    )
-    session = Session(model, optimizers, store, policies, inventory, selection.ignored, tables)
-    if placement.stashing is not Stashing.NEVER or not tables.fit:
-        give_freed_memory_back()
-    try:
-        _say_if_elsewhere(store, selection.ignored, {*placed.tensors_on_host(model), *selection.tables})
-        _say_if_another_way(model, selection.ignored)
-        _make_way_for_wrappers(session, sets, fastest_bytes)
-        tables.take_in(session.bindings.leasing, {} if former is None else former.tables())
-        _take_in(session, groups, source)
-        session.bindings.say_if_parts([*session.bundles, *session.buffers])
-        if store.is_durable:
-            session.make_durable(former, others.agreement)
-            _say_if_small(store, sets, tables)
-        if former is not None:
-            former.end()
-        say_placed(model, placed, store.device)
-    except BaseException:
-        session.undo()
-        raise
-    return session
+    fastest_bytes = store.stats().tiers[fastest].capacity_bytes - tables.bytes_in(fastest)
+    check_lbfgs(optimizers, on_device, fastest, fastest_bytes)
+    forward = forward_sets(model, [group for group in groups if not group.is_on_host])
+    require_room(groups, on_device, optimizers, fastest, fastest_bytes, forward)
+    is_followed = rules.follows_plan(placement, facts)
+    return _SessionPlan(placed, groups, on_device, fastest_bytes, tables, placement, is_followed)
 
 
 def _place_modules(model: nn.Module, config: OffloadConfig, store: Store) -> PlacedModules:
