@@ -388,7 +388,8 @@ def _make_way_for_wrappers(session: Session, sets: Sequence[WorkingSet], capacit
     if wrappers and on_host and session.store.device.type != "cpu":
         raise UsageError(
             "placement: the model is in a DistributedDataParallel, which takes parameters of one device, and "
-            f"some modules compute on the host beside {session.store.device.type!r}. Leave them on it."
+            f"{len(on_host)} tensors are used on the host beside {session.store.device.type!r}. Leave the "
+            "wrapper out and call run.average_gradients(), or leave these modules on the device."
         )
     for wrapper in wrappers:
         reduced = [each for each in wrapper.parameters() if each not in tables]

@@ -10,7 +10,8 @@ not: a gradient is averaged before it leaves for the store, and needs room for i
    first pass in that in which the first process had them ready.  One that is ready before its turn waits.
 3. At the end of a pass those that a process has no gradient for are sent as zeros.  What no process has used
    since the last average stays as it is.
-4. The process waits for each message in backward: a gradient that left for the store meanwhile would have
+4. What is sent is where the model computes, also of modules on the host: groups of NCCL send nothing else.
+5. The process waits for each message in backward: a gradient that left for the store meanwhile would have
    to be brought again.
 """
 
@@ -89,7 +90,7 @@ class GradientAverages:
         """Let parameters and buffers be those of the first process, one at a time."""
         with torch.no_grad():
             for tensor in tensors.values():
-                values = tensor.detach().clone(memory_format=torch.contiguous_format)
+                values = tensor.detach().to(self._device, copy=True, memory_format=torch.contiguous_format)
                 distributed.broadcast(values, 0)
                 if self._where.rank:
                     tensor.copy_(values)
@@ -173,7 +174,7 @@ class GradientAverages:
             if parameter in self._used:
                 self._show(parameter, values)
             else:
-                self._late.append((parameter, values.clone()))
+                self._late.append((parameter, values.to(parameter.device, copy=True)))
 
     def _in_buffer(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
         """Return room for a gradient: its elements as they lie in memory, and as they are seen.
