@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.pairs import covering
 from tests.training.one_budget import SWAPS, TIERS, Way, build, document, train
 from tests.training.recompute_models import CONFIGS, MODELS
 from tests.training.test_recompute_bits import ALL_STEPS
@@ -58,11 +59,14 @@ RECOMPUTED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     ),
 }
 WAYS = {f"{batches}, {dtype}": Way(batches, dtype) for batches in (1, 3) for dtype in (None, torch.bfloat16)}
-ALL = [
-    each
-    for each in itertools.product(TARGETS, SWAPS, RECOMPUTED, TIERS, WAYS)
-    if each[0] == "cpu" or TIERS[each[3]]["offload_disk_size"] != 0
-]
+
+
+def _is_there(case: tuple[str, ...]) -> bool:
+    return case[0] == "cpu" or TIERS[case[3]]["offload_disk_size"] != 0
+
+
+COMBINED = (TARGETS, SWAPS, RECOMPUTED, TIERS, WAYS)
+ALL = [each for each in itertools.product(*COMBINED) if _is_there(each)]
 
 
 @functools.cache
@@ -77,10 +81,13 @@ def _keys(run: Offload) -> list[str]:
     return sorted(key for key in run.store if key.startswith("activation/input/"))
 
 
-@pytest.mark.parametrize(("target", "swap", "recomputed", "tiers", "way"), ALL[::5])
+@pytest.mark.parametrize(
+    ("target", "swap", "recomputed", "tiers", "way"), covering(*COMBINED, is_there=_is_there)
+)
 def test_whatever_is_combined_the_bits_are_the_same(
     target: str, swap: str, recomputed: str, tiers: str, way: str, tmp_path: Path
 ) -> None:
+    """Every pair of values is tried; the long profile tries all combinations."""
     _assert_same(target, swap, recomputed, tiers, WAYS[way], tmp_path)
 
 
@@ -108,12 +115,13 @@ def _assert_same(target: str, swap: str, recomputed: str, tiers: str, way: Way, 
     assert_equal_states(plain.optimizer, ours.optimizer)
 
 
-@pytest.mark.parametrize("config", ["whole", "submodules", "whole but"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("steps", ALL_STEPS)
+@pytest.mark.parametrize(
+    ("steps", "model", "config"), covering(ALL_STEPS, MODELS, ["whole", "submodules", "whole but"])
+)
 def test_any_model_and_loop_have_the_same_bits_however_small_what_leaves_is(
     model: str, config: str, steps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every pair of a loop, a model and what is recomputed; test_recompute_bits has all three together."""
     monkeypatch.setattr(forward_pass, "SMALLEST_BYTES", 1)
     torch.manual_seed(0)
     plain = MODELS[model]()
