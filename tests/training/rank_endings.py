@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -15,10 +15,11 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.rank_table_rules import failing, small
-from tests.training.rank_tables import cells, said, settings
+from tests.training.rank_tables import cells, gathered, said, settings
 from tests.training.twins import same
 from tierstore.nn import EmbeddingTable
 from tierstore.optim import SGD, LazyAdam
+from tierstore.tables import Column
 from tierstore.training import leaving, offload
 from tierstore.training.budgets.host_room import Shortage
 
@@ -158,11 +159,30 @@ def returns(rank: int, processes: int, folder: Path) -> object:
             model.deep.weight.row_store.visit = failing  # type: ignore[method-assign]
         found["cannot read"] = said(run.close)
         model.deep.weight.row_store.visit = visit  # type: ignore[method-assign]
+        if rank:
+            model.deep.weight.row_store.ensure_columns([Column("more", 0.0)])
+        found["other states"] = said(run.close)
+        if rank:
+            model.deep.weight.row_store.drop_columns(["more"])
         found["stays"] = [
             model.wide.weight.access.are_all_here,
             same(model.deep.rows(IDS), twin.deep.rows(IDS)),
         ]
     found["then"] = equal(model, twin)
+    found["interrupted"] = interrupted_at_the_end(rank, config)
+    asked: list[int] = []
+    run = offload(model, optimizer, config)
+    assert run._session is not None
+    tables = run._session.tables
+    held = gathered(sum(tables.needed_bytes(each) for each in tables.attached()))
+    with (
+        mock.patch.object(
+            leaving, "shortage", lambda _, needs: asked.append(sum(each.nbytes for each in needs))
+        ),
+        mock.patch.object(leaving, "_BLOCK_BYTES", 1),
+    ):
+        run.close()
+    found["asked"] = asked[-1] - asked[0] == processes * sum(held) > 0
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -174,6 +194,28 @@ def returns(rank: int, processes: int, folder: Path) -> object:
     found["released"] = said(lambda: model.deep(IDS))
     found["dense"] = all(map(same, model.dense.parameters(), twin.dense.parameters()))
     return found
+
+
+def interrupted_at_the_end(rank: int, config: Mapping[str, object]) -> list[str]:
+    """Interrupt one process as rows come back; return what the others and it say of that, and of the rows."""
+    table = EmbeddingTable(400, 4, seed=3)
+
+    def leave() -> None:
+        with offload(table, None, config) as run:
+            table.set_rows(IDS, torch.ones(400, 4))
+            if rank:
+                run._ranks._tables._exchange.send = stopped  # type: ignore[union-attr, method-assign]
+
+    try:
+        ended = said(leave)
+    except KeyboardInterrupt:
+        ended = "interrupted"
+    return [ended, said(lambda: table.rows(IDS))]
+
+
+def stopped(*_: object) -> None:
+    """Be interrupted."""
+    raise KeyboardInterrupt
 
 
 def equal(model: Pair, twin: Pair) -> list[bool]:

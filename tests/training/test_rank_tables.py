@@ -334,7 +334,21 @@ def test_a_run_stays_open_in_all_processes_if_one_cannot_give_back_its_rows(foun
     first, second = (each["cannot read"] for each in found["returns:2"])
     assert first.startswith("TierStoreError: rank 1 could not bring the rows of table 'deep.weight' back")
     assert second == "BackendError: the medium is gone"
+    for each in found["returns:2"]:
+        assert "beside the rows of table 'deep.weight': [3, 4] columns, by rank" in each["other states"]
     assert [each["stays"] for each in found["returns:2"]] == [[True, True]] * 2
+
+
+def test_an_interrupt_as_tables_come_back_is_raised_in_one_process_and_releases_them_in_all(
+    found: Found,
+) -> None:
+    first, second = (each["interrupted"] for each in found["returns:2"])
+    assert [first[0], second[0]] == ["nothing", "interrupted"]
+    assert all("was released when its run was closed" in each[1] for each in (first, second))
+
+
+def test_whether_tables_fit_is_asked_for_all_rows_and_all_processes_of_the_machine(found: Found) -> None:
+    assert [each["asked"] for each in found["returns:2"]] == [True, True]
 
 
 def test_tables_that_one_process_has_no_room_for_are_released_by_all_and_it_is_said(found: Found) -> None:

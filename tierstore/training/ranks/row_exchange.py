@@ -290,7 +290,7 @@ class RowExchange:
 
 
 def _in_short(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
