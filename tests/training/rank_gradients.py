@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.rank_table_rules import failing, small
@@ -14,6 +15,7 @@ from tests.training.twins import same
 from tierstore.nn import EmbeddingTable
 from tierstore.optim import SGD
 from tierstore.training import offload
+from tierstore.training.ranks.acts import Act
 
 IDS = torch.arange(400)
 
@@ -83,4 +85,32 @@ def put_aside(rank: int, processes: int, folder: Path) -> object:
             expected = whole.clone()
             expected[:20] -= 0.5
             found[what] = same(table.rows(IDS), expected)
+    return found
+
+
+def paused_halves(rank: int, processes: int, folder: Path) -> object:
+    """The run's ``no_sync`` counts when backward runs, for tables, too, wherever the lookup was."""
+    found: dict[str, object] = {}
+    kept: list[list[Tensor]] = []
+    for where in ("both", "backward", "forward"):
+        torch.manual_seed(0)
+        table, head = EmbeddingTable(400, 4, seed=3), nn.Linear(4, 4)
+        model = nn.Sequential(table, head)
+        optimizers = [SGD(table.parameters(), lr=0.5), torch.optim.SGD(head.parameters(), lr=0.5)]
+        with offload(model, optimizers, settings("host", folder, processes)) as run:
+            run.average_gradients()
+            for number in range(3):
+                ids = IDS[rank * number : 90 * (number + 1) : 3]
+                is_paused = number < 2 and where != "forward"
+                with run.no_sync() if where == "both" and is_paused else contextlib.nullcontext():
+                    with run.no_sync() if where == "forward" else contextlib.nullcontext():
+                        loss = model(ids).square().sum() / 64
+                    with run.no_sync() if is_paused else contextlib.nullcontext():
+                        loss.backward()
+            found[f"averages, {where}"] = run._ranks._tables._exchange._done[Act.GRADIENTS, 0]  # type: ignore[union-attr]
+            for each in optimizers:
+                each.step()
+            kept.append([table.rows(IDS), *(each.detach().clone() for each in head.parameters())])
+    found["backward"] = all(map(same, kept[0], kept[1]))
+    found["forward"] = all(one.allclose(other) for one, other in zip(kept[0], kept[2], strict=True))
     return found

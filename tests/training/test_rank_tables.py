@@ -37,6 +37,7 @@ _SCENARIOS = (
     "averaged_again:2",
     "over_some:3",
     "put_aside:2",
+    "paused_halves:2",
 )
 
 
@@ -457,6 +458,12 @@ def test_an_average_is_there_after_a_pass_that_has_failed_until_somebody_clears_
     for each, count in zip(found["put_aside:2"], (20, 0), strict=True):
         assert each[f"{what}, said"] == "BackendError: the medium is gone"
         assert (each[what], each["rows there"]) == (True, count)
+
+
+def test_the_run_s_no_sync_counts_when_backward_runs_as_it_does_for_what_is_dense(found: Found) -> None:
+    for each in found["paused_halves:2"]:
+        assert [each[f"averages, {where}"] for where in ("both", "backward", "forward")] == [1, 1, 3]
+        assert (each["backward"], each["forward"]) == (True, True)
 
 
 # ---------------------------------------------------------------------- stories

@@ -53,8 +53,12 @@ class ShardedGradients:
 
     @property
     def are_synced(self) -> bool:
-        """Whether gradients of lookups that are made now are averaged in backward: not inside ``no_sync``."""
-        return not self._pauses and all(each.require_backward_grad_sync for each in self._wrappers)
+        """Whether gradients of lookups that are made now are averaged in backward.
+
+        Not where a wrapper's ``no_sync`` is: as for its other parameters it counts when forward runs.  The
+        run's counts when backward runs, as in `GradientAverages`.
+        """
+        return all(each.require_backward_grad_sync for each in self._wrappers)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -89,7 +93,7 @@ class ShardedGradients:
 
         Args:
             weight: of the table.
-            is_synced: whether the lookup was made outside of ``no_sync``.
+            is_synced: whether the lookup was made outside of a wrapper's ``no_sync``.
         """
         now = None if self._pass is None else self._pass()
         if now is None or now.task != current_graph_task():
@@ -97,7 +101,7 @@ class ShardedGradients:
             now, self._is_synced = _TablePass(current_graph_task()), False
             self._pass = weakref.ref(now)
             call_after_backward(functools.partial(self._last_of_all, now))
-        self._is_synced |= is_synced
+        self._is_synced |= is_synced and not self._pauses
         self._put_aside(weight)
 
     def _put_aside(self, weight: TableWeight) -> None:
