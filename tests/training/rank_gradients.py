@@ -114,3 +114,25 @@ def paused_halves(rank: int, processes: int, folder: Path) -> object:
     found["backward"] = all(map(same, kept[0], kept[1]))
     found["forward"] = all(one.allclose(other) for one, other in zip(kept[0], kept[2], strict=True))
     return found
+
+
+def at_the_end(rank: int, processes: int, folder: Path) -> object:
+    """A gradient that nobody has stepped is there when a run has ended: the whole of an average."""
+    found: dict[str, object] = {}
+    whole = EmbeddingTable(400, 4, seed=3).rows(IDS)
+    names = IDS[rank * 100 : 200 + 100 * rank]  # also such that is not the other's
+    with small(folder, processes) as (table, optimizer, _):
+        (table(names) * (1 + rank)).sum().backward()
+    optimizer.step()
+    times = torch.zeros(400)
+    for each in range(processes):
+        times[each * 100 : 200 + 100 * each] += (1 + each) / processes
+    found["averaged"] = same(table.rows(IDS), whole - 0.5 * times[:, None])
+    with small(folder, processes) as (table, optimizer, run), run.no_sync():
+        table(names).sum().backward()
+    assert table.weight.grad is not None
+    found["own"] = table.weight.grad.coalesce().indices()[0].tolist() == names.tolist()
+    with small(folder, processes) as (table, _, _):
+        pass
+    found["none"] = table.weight.grad is None
+    return found

@@ -38,6 +38,7 @@ _SCENARIOS = (
     "over_some:3",
     "put_aside:2",
     "paused_halves:2",
+    "at_the_end:2",
 )
 
 
@@ -464,6 +465,10 @@ def test_the_run_s_no_sync_counts_when_backward_runs_as_it_does_for_what_is_dens
     for each in found["paused_halves:2"]:
         assert [each[f"averages, {where}"] for where in ("both", "backward", "forward")] == [1, 1, 3]
         assert (each["backward"], each["forward"]) == (True, True)
+
+
+def test_a_gradient_that_nobody_has_stepped_is_there_when_a_run_has_ended(found: Found) -> None:
+    assert found["at_the_end:2"] == [{"averaged": True, "own": True, "none": True}] * 2
 
 
 # ---------------------------------------------------------------------- stories

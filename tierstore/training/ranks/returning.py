@@ -74,6 +74,35 @@ class ReturningTables:
                 raise blocks.failure
             return blocks.whole
 
+    def bring_gradient(self, weight: TableWeight, part: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the whole of an averaged gradient, of which each process has a part.  All processes.
+
+        Args:
+            weight: of the table.
+            part: sparse and coalesced; ``None``: this process has no average, and gets none.
+
+        Raises:
+            UsageError: the processes do different things.
+            TierStoreError: another has ended.
+        """
+        exchange, processes = self._exchange, self._exchange.where.world_size
+        ids = torch.zeros(0, dtype=torch.int64, device="cpu") if part is None else part.indices()[0]
+        values = torch.zeros(0, weight.shape[1], dtype=weight.dtype, device="cpu")
+        values = values if part is None else part.values()
+        counts = torch.full((processes,), len(ids), device="cpu")
+        with exchange.alone(), Unseen():
+            theirs = exchange.begin(Act.RETURN, self._numbers[weight], weight.shape[0], counts)
+            ids = exchange.send(ids.repeat(processes), counts, theirs)
+            values = exchange.send(values.repeat(processes, 1), counts, theirs)
+            exchange.end()
+        if part is None:
+            return None
+        order = ids.argsort()
+        return torch.sparse_coo_tensor(
+            ids[order][None], values[order], weight.shape, device="cpu", is_coalesced=True,
+            check_invariants=False,
+        )  # fmt: skip
+
     def _has_more(self, blocks: _Blocks) -> bool:
         """Send the next rows to all, and keep what comes; return whether any process had some."""
         exchange = self._exchange

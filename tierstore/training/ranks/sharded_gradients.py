@@ -231,6 +231,14 @@ class ShardedGradients:
         """Whether the gradient of a table is one that was averaged."""
         return hasattr(weight.grad, _IS_AVERAGE)
 
+    def part_of_average(self, weight: TableWeight) -> torch.Tensor:
+        """Return what an averaged gradient has of the rows that are here, whatever else it names."""
+        assert weight.grad is not None
+        gradient = weight.grad.coalesce()
+        ids, values = gradient.indices()[0], gradient.values()
+        is_own = self._slices[weight].own(ids)
+        return _sparse(ids[is_own], values[is_own], weight)
+
     def own(self, weight: TableWeight, gradient: torch.Tensor) -> torch.Tensor:
         """Return the averaged gradient of the rows that this process has.
 

@@ -186,12 +186,16 @@ class ShardedTables:
         return ""
 
     def _bring_back(self, weight: TableWeight) -> None:
-        """Let a table have all rows, in memory of the process, and no gradient: that is of a part."""
+        """Let a table have all rows, in memory of the process, and all of a gradient that was averaged."""
         whole = self._returning.bring(weight)
-        part, begun_for = weight.row_store, weight.begun_for
-        weight.grad = None
+        is_average = self._gradients.has_average(weight)
+        part = self._gradients.part_of_average(weight) if is_average else None
+        gradient = self._returning.bring_gradient(weight, part)
+        rows, begun_for = weight.row_store, weight.begun_for
         weight.row_store, weight.begun_for = whole, begun_for
-        part.end(f"the rows of the table {part.name!r} were brought back when its run was closed")
+        if is_average:
+            weight.grad = gradient
+        rows.end(f"the rows of the table {rows.name!r} were brought back when its run was closed")
 
     def say_released(self, names: Sequence[str], why: str, kept: Callable[[], str]) -> None:
         """Say which tables are not brought back, as other processes have a part of their rows."""
