@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import pickle
 import random
@@ -292,6 +293,13 @@ def files(rank: int, processes: int, folder: Path) -> object:
             ),
         ]
         model.deep.set_rows(every, torch.zeros(COUNT, WIDTH))
+        for load, name in ((model.deep.load, "deep"), (run.load, "saved")):
+            # The last process finds no file: the others wait for it, and have not begun.
+            path = folder / (name if rank < processes - 1 else "none")
+            found[f"no {name}"] = said(functools.partial(load, path))
+            if rank == processes - 1:
+                found[f"after no {name}"] = said(lambda: model.deep.rows(every[:1]))
+        found["not loaded"] = not model.deep.rows(every).any()
         model.deep.load(folder / "deep", state=True)
         found["imported"] = same(model.deep.rows(every), rows[1])
     if rank == 0:  # and a process that has all of them

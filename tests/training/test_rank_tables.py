@@ -411,6 +411,18 @@ def test_who_cannot_read_or_write_tells_the_others(found: Found, what: str, firs
     assert said[1].startswith(second)
 
 
+@pytest.mark.parametrize("what", ["deep", "saved"])
+def test_where_one_process_finds_no_file_no_other_has_begun_to_load(found: Found, what: str) -> None:
+    first, second = found["files:2"]
+    assert first["not loaded"]
+    assert second["not loaded"]
+    assert "none'" in second[f"no {what}"]
+    for each in (first[f"no {what}"], second[f"after no {what}"]):
+        assert each.startswith("UsageError: the processes do different things with tables")
+        assert "rank 0 is to read files into table" in each
+        assert "rank 1 is to read rows of table 'deep.weight'" in each
+
+
 # ---------------------------------------------------------------------- wrappers
 
 

@@ -313,9 +313,9 @@ class EmbeddingTable(nn.Module):
         """
         if state:
             self.weight.begun_for = None
-        self.weight.rows_for("is loaded").begin_load()
+        access = self.weight.rows_for("is loaded")
         with self.weight.loading() as store:
-            load_table(store, Path(path), state)
+            load_table(store, Path(path), state, access.begin_load)
 
     def stats(self) -> TableStats:
         """Return what it did so far."""

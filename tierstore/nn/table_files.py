@@ -86,13 +86,14 @@ def export_table(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def load_table(store: RowStore, path: Path, state: bool) -> None:
+def load_table(store: RowStore, path: Path, state: bool, agree: Callable[[], None]) -> None:
     """Read rows from a file, or from a directory of shards.
 
     Args:
         store: of the table.
         path: of a ``.npy`` or safetensors file, or of what `export_table` has written.
         state: whether to read the states of its optimizer, too; a directory has to have them all.
+        agree: called when all is there, before anything is changed.
 
     Raises:
         UsageError: there is nothing to read, or numbers, shapes or types are not the table's; nothing was
@@ -101,6 +102,7 @@ def load_table(store: RowStore, path: Path, state: bool) -> None:
     """
     columns = [column.name for column in store.columns] if state else [ROWS]
     shards = {column: _shards_of(store, column, path) for column in columns}
+    agree()
     for column, each in shards.items():
         for shard in each:
             with open_rows(shard.path, _names_of(column)) as rows:

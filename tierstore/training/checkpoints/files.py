@@ -197,12 +197,12 @@ class Checkpoint:
         Raises:
             UsageError: it cannot be read or does not fit; every fault is listed, and nothing was changed.
         """
-        begin_load(tensor for part in self._access.parts for tensor in part)
         document = _read_document(path / SCALARS)
         with TensorFile(path / MODEL) as weights, TensorFile(path / STATE) as state:
             found = self._check(weights)
             self._check_optimizers(document)
             _require_decodable(document, path / SCALARS, {name for name in state.names if state.dtype(name)})
+            begin_load(tensor for part in self._access.parts for tensor in part)
             self._load_model(weights, found)
             for index, optimizer in enumerate(self._optimizers):
                 self._load_optimizer(index, optimizer, document["optimizers"][index], state)
