@@ -158,6 +158,22 @@ class EmbeddingTable(nn.Module):
             ConfigError: arguments do not go together, or offsets are none.
             UsageError: a transform of ``torch.func``, or ``torch.jit.trace``, goes through it.
         """
+        self._require_lookup()
+        known = ids_of.checked(ids)
+        begins = self._checked_bags(known, offsets, per_sample_weights)
+        distinct = ids_of.distinct(
+            known, self.num_embeddings, self._name, takes_strangers=self.out_of_range == "zeros"
+        )
+        rows = gather(self.weight, distinct, self.sparse)
+        if self.max_norm is not None:
+            rows = clipped(rows, self.max_norm)
+        self._lookups += 1
+        self._ids += known.numel()
+        self._rows += len(distinct.ids)
+        return self._embedded(distinct.inverse, rows, begins, per_sample_weights).to(ids.device)
+
+    def _require_lookup(self) -> None:
+        """Raise where PyTorch would make something else of a lookup, or it would come too late."""
         through = _not_through()
         if through is not None:
             raise UsageError(
@@ -168,28 +184,31 @@ class EmbeddingTable(nn.Module):
             raise UsageError("weight was replaced: a table looks up its own rows only")
         if self.weight.requires_grad:
             require_in_time(self._name, "is looked up")
-        known = ids_of.checked(ids)
-        begins = self._checked_bags(known, offsets, per_sample_weights)
-        distinct = ids_of.distinct(
-            known, self.num_embeddings, self._name, takes_strangers=self.out_of_range == "zeros"
-        )
-        is_sparse = self.sparse and self.max_norm is None
-        rows = gather(self.weight, distinct, self.sparse)
-        if self.max_norm is not None:
-            rows = clipped(rows, self.max_norm)
-        self._lookups += 1
-        self._ids += known.numel()
-        self._rows += len(distinct.ids)
-        inverse = on_device_of(self.weight.row_store, distinct.inverse)
+
+    def _embedded(
+        self,
+        places: torch.Tensor,
+        rows: torch.Tensor,
+        begins: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return what PyTorch's own module makes of the batch's rows, by their places.
+
+        Args:
+            places: of the row of each id; in host memory, as ``begins``.
+            rows: distinct ones, where the table is computed with.
+            begins: where each bag begins; ``None``: there are none, or they are 2-D.
+            per_sample_weights: see `forward`.
+        """
+        store, is_sparse = self.weight.row_store, self.sparse and self.max_norm is None
+        places = on_device_of(store, places)
         if self.mode is None:
-            found = functional.embedding(inverse, rows, sparse=is_sparse)
-        else:
-            by = None if per_sample_weights is None else per_sample_weights.to(rows.device)
-            begins = None if begins is None else on_device_of(self.weight.row_store, begins)
-            found = functional.embedding_bag(
-                inverse, rows, begins, mode=self.mode, sparse=is_sparse, per_sample_weights=by
-            )
-        return found.to(ids.device)
+            return functional.embedding(places, rows, sparse=is_sparse)
+        by = None if per_sample_weights is None else per_sample_weights.to(rows.device)
+        begins = None if begins is None else on_device_of(store, begins)
+        return functional.embedding_bag(
+            places, rows, begins, mode=self.mode, sparse=is_sparse, per_sample_weights=by
+        )
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return copies of rows, as they are, outside of autograd.
