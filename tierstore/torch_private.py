@@ -61,7 +61,7 @@ For none of the attributes there is a public alternative, unless the list names 
 - ``_use_count``: a tensor that a graph has saved counts as nobody's; guards refuse it, so that
   ``swap_tensors`` takes no guarded tensor apart. In: guarded_classes, shared_memory.
 - ``_values``: as ``_indices``. In: device_caches, gradient, lookup, memory, sgd, sharded_gradients,
-  table_weight.
+  table_weight, touched_rows.
 - ``_version``: backward goes through changed weights in silence. In: activation_store, doubles, failed_step,
   foreseen, forward_snapshot, kept_outputs, modes, recomputed_operators, saved_tensors, sharded_gradients,
   state_dict_entries, whole_steps.

@@ -86,7 +86,7 @@ class _Gather(torch.autograd.Function):
             if ctx.has_strangers:
                 is_ours = index < len(ids)
                 index, values = index[is_ours], values[is_ours]
-            index = ids[index]
+            index = ids.index_select(0, index)
             if ctx.repeats is not None:
                 ctx.weight.known_repeats = KnownRepeats(index.clone(), ctx.repeats)
         if not ctx.is_sparse:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -102,6 +102,26 @@ class _Read:
     future: Future[None]
 
 
+class InHand(NamedTuple):
+    """Rows that were visited at once.
+
+    Attributes:
+        visit: its number.
+        ids: theirs; nobody else writes to them.
+        frames: distinct.
+        cells: of "rows".
+    """
+
+    visit: int
+    ids: Indices
+    frames: Frames
+    cells: Indices
+
+    def are(self, visit: int, ids: Indices) -> bool:
+        """Whether these are the rows that somebody asks for, and ``visit`` is the last."""
+        return self.visit == visit and np.array_equal(self.ids, ids)
+
+
 class TablePages:
     """See the module.
 
@@ -122,6 +142,7 @@ class TablePages:
         map: where each page is.
         log: see above.
         visit: the number of the rows in hand.
+        in_hand: what was visited last, for who visits it again.
         counts: what happened.
     """
 
@@ -148,6 +169,7 @@ class TablePages:
         )
         self.counts = PageCounts()
         self.visit = 0
+        self.in_hand: InHand | None = None
         self._process = forks.here()
         self._reads: deque[_Read] = deque()
         self._writer = (
@@ -212,6 +234,13 @@ class TablePages:
             self.frames.use(frames)
             self._clean_ahead()
         return frames
+
+    def bring_again(self, frames: Frames) -> None:
+        """Note that rows in hand, whose frames these are, are asked for again."""
+        self._require_here()
+        self.counts.hits += len(frames)
+        if self.is_fixed:
+            self.frames.use(frames)
 
     def change(self, frames: Frames) -> None:
         """Note that rows in these frames are about to be written."""

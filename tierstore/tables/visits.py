@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,10 @@ from tierstore.errors import UsageError
 from tierstore.tables.frames import FrameState
 from tierstore.tables.layout import ROWS, Indices
 from tierstore.tables.page_map import Frames
-from tierstore.tables.pages import TablePages, put_rows
+from tierstore.tables.pages import InHand, TablePages, put_rows
+
+_MOST_REMEMBERED: Final = 1 << 18
+"""Rows up to which a visit is remembered, for a step comes after its lookup: 24 bytes each."""
 
 
 class Visit:
@@ -120,7 +124,11 @@ def visits(pages: TablePages, ids: Indices) -> Iterator[Visit]:
     Raises:
         CapacityError, BackendError: as `TablePages.bring`.
     """
-    layout = pages.layout
+    last, layout = pages.in_hand, pages.layout
+    if last is not None and last.are(pages.visit, ids):
+        pages.bring_again(last.frames)
+        yield Visit(slice(0, len(ids)), pages, last.frames, last.cells)
+        return
     page_of, offsets = np.divmod(ids, layout.rows_per_page)
     begins = np.flatnonzero(np.concatenate(([True], page_of[1:] != page_of[:-1])))[: len(ids)]
     distinct, counts = page_of[begins], np.diff(begins, append=len(ids))
@@ -130,5 +138,7 @@ def visits(pages: TablePages, ids: Indices) -> Iterator[Visit]:
         frames = pages.bring(distinct[at:until], counts[at:until])
         part = slice(int(begins[at]), int(begins[until]) if until < len(begins) else len(ids))
         cells = layout.cells_in(np.repeat(frames, counts[at:until]), offsets[part])
+        if part == slice(0, len(ids)) and len(ids) <= _MOST_REMEMBERED:
+            pages.in_hand = InHand(pages.visit, ids.copy(), frames, cells)
         yield Visit(part, pages, frames, cells)
         at = until

@@ -23,7 +23,10 @@ from tierstore.errors import (
     UsageError,
 )
 from tierstore.tables import Column, NormalRows, RowStore, TableHome
-from tierstore.tables.frames import FrameState
+from tierstore.tables.frames import Frames, FrameState
+from tierstore.tables.layout import Indices
+from tierstore.tables.page_numbers import Pages
+from tierstore.tables.pages import TablePages
 
 # --- frames ---------------------------------------------------------------------------------
 
@@ -161,3 +164,25 @@ def test_without_a_log_other_rows_take_what_is_not_dirty(clean: int) -> None:
     parts = [len(visit.gather()) for visit in table.visit(torch.arange(20))]
     assert parts == [8] + [clean] * (12 // clean)
     assert values_of(table, *range(8 - clean)) == [1.0] * (8 - clean)
+
+
+def test_rows_asked_for_again_are_looked_for_once_and_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = attached(3, new_store())
+    write(table, 1.0, 4, 7)
+    asked: list[list[int]] = []
+    bring = TablePages.bring
+
+    def noted(pages: TablePages, wanted: Pages, rows: Indices) -> Frames:
+        asked.append(wanted.tolist())
+        return bring(pages, wanted, rows)
+
+    monkeypatch.setattr(TablePages, "bring", noted)
+    hits = table.stats().hits
+    write(table, 2.0, 4, 7)
+    assert values_of(table, 4, 7) == [2.0, 2.0]
+    assert asked == []
+    assert table.stats().hits == hits + 4
+    write(table, 3.0, 0, 1, 2, 3)  # more than fit: 4 and 7 leave
+    assert values_of(table, 4, 7) == [2.0, 2.0]
+    assert values_of(table, 0, 1, 2, 3) == [3.0] * 4
+    assert asked[:3] == [[0, 1, 2], [3], [4, 7]]
