@@ -90,3 +90,33 @@ def test_a_gradient_that_somebody_has_changed_is_stepped_as_it_is() -> None:
     optimizer.step()
     plain[8], plain[4], plain[1] = -1.0, -3.0, -1.0
     assert torch.equal(table.rows(torch.arange(10)), plain)
+
+
+def test_rows_that_were_written_between_a_lookup_and_its_step_are_stepped_as_they_are() -> None:
+    table, ids = EmbeddingTable(10, 2, mode="sum", init="zeros"), torch.tensor([[4, 1]])
+    optimizer = SGD(table.parameters(), lr=1.0)
+    out = table(ids)
+    table.set_rows(torch.tensor([1, 4]), torch.tensor([[5.0, 5.0], [6.0, 6.0]]))
+    out.sum().backward()
+    for expected in (4.0, 3.0):  # twice: the first step has changed what the lookup had copied
+        optimizer.step()
+        assert table.rows(torch.tensor([1, 4]))[:, 0].tolist() == [expected, expected + 1]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_a_step_leaves_what_another_backward_pass_needs(max_norm: float | None) -> None:
+    table = EmbeddingTable(10, 2, mode="sum", init=3.0, max_norm=max_norm)
+    optimizer = SGD(table.parameters(), lr=1.0)
+    by = torch.ones(1, 2, requires_grad=True)
+    out = table(torch.tensor([[4, 1]]), per_sample_weights=by).sum()
+    gradients = []
+    for _ in range(2):
+        out.backward(retain_graph=True)
+        assert by.grad is not None
+        assert table.weight.grad is not None
+        gradients.append((by.grad, table.weight.grad.to_dense()))
+        by.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)

@@ -164,7 +164,8 @@ class EmbeddingTable(nn.Module):
         distinct = ids_of.distinct(
             known, self.num_embeddings, self._name, takes_strangers=self.out_of_range == "zeros"
         )
-        rows = gather(self.weight, distinct, self.sparse)
+        is_saved = self.max_norm is not None or per_sample_weights is not None
+        rows = gather(self.weight, distinct, self.sparse, is_saved=is_saved)
         if self.max_norm is not None:
             rows = clipped(rows, self.max_norm)
         self._lookups += 1

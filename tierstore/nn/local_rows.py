@@ -14,13 +14,14 @@ from tierstore.sides import Side
 from tierstore.tables import ROWS, RowStore
 
 
-def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor:
+def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0, *, keeps: bool = False) -> torch.Tensor:
     """Return copies of rows.
 
     Args:
         store: of the table.
         ids: int64 in host memory, ascending, distinct, in range.
         more: how many rows of zeros to put behind them.
+        keeps: whether a step of the same rows may have the copy, and change it.
 
     Returns:
         ``[len(ids) + more, width]``.
@@ -31,7 +32,9 @@ def read_rows(store: RowStore, ids: torch.Tensor, more: int = 0) -> torch.Tensor
     ):  # frames, and what is read on the way, are nothing that a program makes
         rows = torch.empty(len(ids) + more, store.width, dtype=store.dtype, device="cpu")
         for visit in store.visit(ids):
-            visit.gather(out=rows[: len(ids)][visit.part])
+            part = visit.gather(out=rows[: len(ids)][visit.part])
+            if keeps:
+                visit.keep(part)
         rows[len(ids) :].zero_()
     sides.note(rows.untyped_storage(), Side.HOST)
     return rows
@@ -70,7 +73,7 @@ class LocalRows:
     def __init__(self, store: RowStore) -> None:
         self.store = store
 
-    def look_up(self, ids: torch.Tensor, more: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def look_up(self, ids: torch.Tensor, more: int, *, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of rows, and their ids, where the table is computed with."""
         store = self.store
         with store.lock, Unseen():
@@ -79,7 +82,7 @@ class LocalRows:
                 rows = store.gather(ids, more=more, is_lookup=True)[ROWS]
                 sides.note_allocation(rows.untyped_storage(), Side.DEVICE)
                 return rows, numbers
-        return read_rows(store, ids, more), ids
+        return read_rows(store, ids, more, keeps=keeps), ids
 
     def read(self, ids: torch.Tensor, more: int) -> torch.Tensor:
         """Return copies of rows; see `read_rows`."""

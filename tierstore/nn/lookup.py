@@ -29,6 +29,7 @@ class _Context(Protocol):
     has_strangers: bool
     is_synced: bool
     repeats: Repeats | None
+    needs_input_grad: tuple[bool, ...]
 
 
 def on_device_of(store: RowStore, numbers: torch.Tensor) -> torch.Tensor:
@@ -37,31 +38,37 @@ def on_device_of(store: RowStore, numbers: torch.Tensor) -> torch.Tensor:
         return numbers if store.device is None else store.bring_numbers(numbers)
 
 
-def gather(weight: TableWeight, distinct: DistinctIds, is_sparse: bool) -> torch.Tensor:
+def gather(
+    weight: TableWeight, distinct: DistinctIds, is_sparse: bool, *, is_saved: bool = True
+) -> torch.Tensor:
     """Return the rows of a batch, in the graph of autograd.
 
     Args:
         weight: the table's.
         distinct: the batch's ids.
         is_sparse: whether the table's gradient is sparse, or dense.
+        is_saved: whether backward needs what is returned; if not, a step changes it.
 
     Returns:
         ``[n, width]`` for n distinct ids; with one more row, of zeros, for ids out of range, or if there are
         none at all.
     """
-    return cast("torch.Tensor", _Gather.apply(weight, distinct, is_sparse))  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", _Gather.apply(weight, distinct, is_sparse, is_saved))  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
     """Rows of a table, by distinct ids."""
 
     @staticmethod
-    def forward(ctx: _Context, weight: TableWeight, distinct: DistinctIds, is_sparse: bool) -> torch.Tensor:
+    def forward(
+        ctx: _Context, weight: TableWeight, distinct: DistinctIds, is_sparse: bool, is_saved: bool
+    ) -> torch.Tensor:
         """Read the rows."""
         access, more = weight.rows_for("is looked up"), int(distinct.has_strangers or not len(distinct.ids))
         ctx.shape, ctx.is_sparse, ctx.has_strangers = weight.shape, is_sparse, distinct.has_strangers
         ctx.weight, ctx.is_synced = weight, access.is_synced()
-        rows, ctx.ids = access.look_up(distinct.ids, more)
+        keeps = ctx.needs_input_grad[0] and not is_saved
+        rows, ctx.ids = access.look_up(distinct.ids, more, keeps=keeps)
         ctx.repeats = distinct.repeats if ctx.ids is distinct.ids else None
         return rows
 
@@ -90,12 +97,12 @@ class _Gather(torch.autograd.Function):
             if ctx.repeats is not None:
                 ctx.weight.known_repeats = KnownRepeats(index.clone(), ctx.repeats)
         if not ctx.is_sparse:
-            return values.new_zeros(ctx.shape).index_copy_(0, index, values), None, None
+            return values.new_zeros(ctx.shape).index_copy_(0, index, values), None, None, None
         # Ids were checked to be in range before they were looked up.
         found = torch.sparse_coo_tensor(
             index[None], values, ctx.shape, device=values.device, check_invariants=False
         )
-        return found, None, None
+        return found, None, None, None
 
 
 def _require_on_device_of(weight: TableWeight, device: torch.device) -> None:

@@ -33,12 +33,13 @@ class RowAccess(Protocol):
 
     # --- rows ---------------------------------------------------------------------------------
 
-    def look_up(self, ids: torch.Tensor, more: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def look_up(self, ids: torch.Tensor, more: int, *, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of rows, and their ids, where the table is computed with.
 
         Args:
             ids: int64 in host memory, ascending, distinct, in range.
             more: how many rows of zeros to put behind them.
+            keeps: whether a step of the same rows may have the copies, and change them.
 
         Returns:
             ``[len(ids) + more, width]``, and ``[len(ids)]``.

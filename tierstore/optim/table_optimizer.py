@@ -306,7 +306,7 @@ def _change_rows(
     if first is None:
         return
     if first.part == slice(0, len(ids)):
-        cells = {name: first.gather(name) for name in names}
+        cells = {name: first.take() if name == ROWS else first.gather(name) for name in names}
         change(cells)
         _scatter(first, cells)
         return

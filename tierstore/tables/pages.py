@@ -110,12 +110,14 @@ class InHand(NamedTuple):
         ids: theirs; nobody else writes to them.
         frames: distinct.
         cells: of "rows".
+        copy: of the rows, of which nobody else knows; ``None``: there is none.
     """
 
     visit: int
     ids: Indices
     frames: Frames
     cells: Indices
+    copy: torch.Tensor | None = None
 
     def are(self, visit: int, ids: Indices) -> bool:
         """Whether these are the rows that somebody asks for, and ``visit`` is the last."""

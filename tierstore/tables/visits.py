@@ -31,7 +31,8 @@ class Visit:
         self._pages = pages
         self._visit = pages.visit
         self._frames = frames  # distinct
-        self._cells = torch.from_numpy(cells)  # of "rows"
+        self._numbers = cells  # of "rows"
+        self._cells = torch.from_numpy(cells)
 
     @property
     def pages_in_hand(self) -> Indices:
@@ -60,6 +61,29 @@ class Visit:
         torch.index_select(self._pages.cells, 0, cells, out=out.detach())
         return out
 
+    def keep(self, rows: torch.Tensor) -> None:
+        """Let who visits the same rows next, before anybody has written to them, have a copy that there is.
+
+        Args:
+            rows: what `gather` has returned; nobody writes to it any more.
+        """
+        last = self._pages.in_hand
+        if last is not None and last.cells is self._numbers and last.visit == self._visit:
+            self._pages.in_hand = last._replace(copy=rows)
+
+    def take(self) -> torch.Tensor:
+        """Return a copy of the rows, as `gather` does: what somebody has kept, if there is such."""
+        last = self._pages.in_hand
+        if last is None or last.copy is None or last.cells is not self._numbers or last.visit != self._visit:
+            return self.gather()
+        self._forget_copy()
+        return last.copy
+
+    def _forget_copy(self) -> None:
+        last = self._pages.in_hand
+        if last is not None and last.copy is not None:
+            self._pages.in_hand = last._replace(copy=None)
+
     def scatter(self, column: str, values: torch.Tensor) -> None:
         """Write cells of these rows.
 
@@ -73,6 +97,7 @@ class Visit:
         """
         cells = self._cells_of(column)
         self._check(values, "values")
+        self._forget_copy()
         self._pages.change(self._frames)
         put_rows(self._pages.cells, cells.numpy(), values.detach())
 

@@ -65,7 +65,7 @@ class ShardedRows:
 
     # --- rows ---------------------------------------------------------------------------------
 
-    def look_up(self, ids: torch.Tensor, more: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def look_up(self, ids: torch.Tensor, more: int, *, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of rows, and their ids; all processes, each with ids of its own.
 
         Raises:
