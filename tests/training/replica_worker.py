@@ -1,16 +1,18 @@
-"""One process of replicas that are trained together; `test_replicas` starts several.
+"""Replicas that are trained together, in processes forked from one that has imported everything.
 
-``python -m tests.training.replica_worker LAYOUT RANK PROCESSES FOLDER`` writes what it found to ``FOLDER``.
+``python -m tests.training.replica_worker PROCESSES FOLDER LAYOUT...`` writes what each process found, or how
+it failed, to ``FOLDER/LAYOUT.json``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.training.rank_lives import begin_group, lead
 from tests.training.twins import WIDTH, Block, config_of, same, with_device
 from tierstore.training import offload
 from tierstore.training.pytorch.own_work import ordinary_mode
@@ -128,30 +131,46 @@ def step(
             yield None if parameter.grad is None else torch.tensor(parameter.grad.stride())
 
 
-def main(layout: str, rank: int, processes: int, folder: Path) -> None:
-    """Train each kind plain and offloaded, wrapped at every time."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    gc.freeze()  # nobody looks for referrers, or for tensors, among all that is imported
-    store = distributed.FileStore(str(folder / "store"), processes)  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+Case = tuple[str, str]
+"""Of `KINDS` and `WRAPPED`."""
+
+
+def differences(
+    cases: Sequence[Case], layout: str, processes: int, folder: Path, rank: int
+) -> dict[str, list[str]]:
+    """Train plain and offloaded; return what differs in each case."""
+    begin_group(rank, processes, folder / "store")
     more = {**with_device(layout, "512KB"), "buffer_min_size": 0}
     one = config_of(layout, folder / "files", more)
     config = {**one, "offload_cpu_size": processes * parse_bytes(str(one["offload_cpu_size"]))}
     found: dict[str, list[str]] = {}
-    for kind in KINDS:
+    for kind, group in itertools.groupby(cases, key=lambda case: case[0]):
         plain = train(kind, "after", lambda _model, _optimizer: contextlib.nullcontext())
-        for wrapped in WRAPPED:
+        for _, wrapped in group:
             ours = train(kind, wrapped, lambda model, optimizer: offload(model, optimizer, config))
             found[f"{kind}, {wrapped}"] = [
                 f"{number} of {len(plain)}"
                 for number, (a, b) in enumerate(zip(plain, ours, strict=True))
                 if (a is None) != (b is None) or (a is not None and b is not None and not same(a, b))
             ]
-    (folder / f"{rank}.json").write_text(json.dumps(found))
     distributed.barrier()
     distributed.destroy_process_group()
+    return found
+
+
+def main(processes: int, folder: Path, layouts: Sequence[str]) -> None:
+    """Train each kind wrapped at each time, the cases by turns in the layouts; write what differs."""
+    gc.collect()
+    gc.freeze()  # nobody looks for referrers, or for tensors, among all that is imported
+    cases = [*itertools.product(KINDS, WRAPPED)]
+    for number, layout in enumerate(layouts):
+        place = folder / layout
+        place.mkdir()
+        some = cases[number :: len(layouts)]
+        found = lead(partial(differences, some, layout, processes, place), processes, place / "found")
+        (folder / f"{layout}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
