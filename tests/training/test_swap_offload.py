@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.pairs import covering
 from tests.training.swap_models import DIM, Llama, assert_same_bits, config, inputs, operators, whole_layers
 from tests.training.twins import LATE_AND_OVERWRITTEN, Trial, assert_equal_lists, assert_equal_models
 from tierstore.training import ActivationStore, Offload, offload, swap
@@ -62,15 +63,11 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("is_swap_first", [False, True], ids=["offload first", "swap first"])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("marks", MARKS)
+@pytest.mark.parametrize(("marks", "size", "first"), covering(MARKS, SIZES, ["offload", "swap"]))
 def test_offload_and_swap_together_are_the_same_bits(
-    tmp_path: Path,
-    marks: str,
-    size: str,
-    is_swap_first: bool,
+    tmp_path: Path, marks: str, size: str, first: str
 ) -> None:
+    """Every pair of what is swapped, of the room that there is, and of who was first."""
     plain, ours = _plain(), _trial()
     settings = {
         "device": "emulated",
@@ -83,7 +80,7 @@ def test_offload_and_swap_together_are_the_same_bits(
         del settings["device_options"]
     swap_config = {"swap": True, **MARKS[marks]}
     torch.manual_seed(1)
-    if is_swap_first:
+    if first == "swap":
         with swap(ours.model, config(tmp_path / "swap", MARKS[marks])) as active:
             with offload(ours.model, ours.optimizers, settings):
                 _train(ours)
