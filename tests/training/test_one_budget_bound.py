@@ -235,9 +235,9 @@ DEEP = Net(64, 96, (("relu",),) * 30, is_residual=True, optimizer="momentum in t
 @pytest.mark.parametrize(
     ("net", "prefetch", "kib"),
     [
-        *((TWELVE, 1, kib) for kib in (295, 300, 350, 400, 450, 500, 700, 1000, 3000)),
-        *((TWELVE, 40, kib) for kib in (600, 710, 730, 760, 800, 900)),
-        *((DEEP, 1, kib) for kib in (210, 250, 300, 400, 600, 1000)),
+        *((TWELVE, 1, kib) for kib in (295, 350, 450, 700, 3000)),
+        *((TWELVE, 40, kib) for kib in (600, 730, 800)),
+        *((DEEP, 1, kib) for kib in (210, 300, 600)),
     ],
 )
 def test_more_room_is_never_too_little(net: Net, prefetch: int, kib: int) -> None:
@@ -302,9 +302,9 @@ def _all_bytes(net: Net) -> int:
 @given(
     net=_nets(),
     marks=st.sampled_from([{}, whole_layers(1), whole_layers(3), whole_layers(40), operators("linear")]),
-    shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=5, unique=True).map(sorted),
+    shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=3, unique=True).map(sorted),
 )
-@settings(max_examples=max(5, settings().max_examples // 5))
+@settings(max_examples=max(5, settings().max_examples // 8))
 def test_what_trains_within_a_budget_trains_within_every_larger_one(
     net: Net, marks: dict[str, object], shares: list[float]
 ) -> None:
