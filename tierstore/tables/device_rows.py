@@ -28,7 +28,7 @@ from tierstore.signals import uninterrupted
 from tierstore.tables.cache_stats import CacheStats
 from tierstore.tables.device_home import DeviceHome
 from tierstore.tables.device_link import DeviceLink, put_cells, take_cells
-from tierstore.tables.frames import FrameEvent, FrameState, FrameTable
+from tierstore.tables.frames import FORESIGHT, FrameEvent, FrameState, FrameTable
 from tierstore.tables.layout import PageLayout
 from tierstore.tables.page_changes import Cells, Owe, change_pages
 from tierstore.tables.page_numbers import Pages
@@ -148,7 +148,7 @@ class DeviceRows:
         self._bypassed += bypassed
         self._lookups += 1
         if self._lookups > _LOOKUPS:
-            self._slots.keep(_NONE)  # those that prefetches have brought grow older
+            self._slots.begin_prefetch(FORESIGHT // _LOOKUPS)  # what the last ones have brought grows older
 
     def scatter(self, pages: TablePages, ids: Ids, cells: Cells, owe: Owe) -> None:
         """See `tierstore.tables.RowStore.scatter`."""
@@ -218,6 +218,7 @@ class DeviceRows:
         """
         self._begin_use()
         slots = self._map.slots_of(ids)
+        self._slots.begin_prefetch()
         self._slots.keep(slots[slots >= 0])
         self._lookups = 0
         missing = ids[slots < 0]
@@ -314,12 +315,15 @@ class DeviceRows:
 
     def _make_room_ahead(self, pages: TablePages, wanted: int) -> int:
         """As `_make_room`, waiting for no medium: a row goes only if its page is in memory."""
-        victims = self._slots.victims(wanted - self._slots.free) if self._slots.free < wanted else _NONE
-        is_dirty = self._slots.states[victims] == FrameState.DIRTY
-        may_go = ~is_dirty | are_in_memory(pages, self._slots.pages[victims])
-        self._write_back(pages, victims[may_go & is_dirty], visits_in_memory)
-        self._forget(victims[may_go])
-        self._evictions += int(np.count_nonzero(may_go))
+        while self._slots.free < wanted:
+            victims = self._slots.victims(wanted - self._slots.free)
+            is_dirty = self._slots.states[victims] == FrameState.DIRTY
+            may_go = ~is_dirty | are_in_memory(pages, self._slots.pages[victims])
+            if not may_go.any():
+                break
+            self._write_back(pages, victims[may_go & is_dirty], visits_in_memory)
+            self._forget(victims[may_go])
+            self._evictions += int(np.count_nonzero(may_go))
         return min(wanted, self._slots.free)
 
     def _bring(

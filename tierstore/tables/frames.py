@@ -33,7 +33,9 @@ _REMEMBERED: Final = 2
 _SHARE: Final = 16
 """One victim in so many frames is chosen at once: a choice looks at all of them."""
 _PREFETCHES: Final = 4
-"""A prefetch after whose call so many others came was for nothing, and its frames are free to go."""
+"""A prefetch was for nothing, and its frames are free to go, once one is used that came so much later."""
+FORESIGHT: Final = 16
+"""Or once so many others have come."""
 
 
 class FrameState(enum.IntEnum):
@@ -119,7 +121,8 @@ class FrameTable:
         self._kept = np.zeros(0, dtype=np.int64)  # by which prefetch
         self._held = np.zeros(0, dtype=np.bool_)
         self._now = 0
-        self._prefetches = _PREFETCHES
+        self._prefetches = FORESIGHT
+        self._reached = 0  # the last prefetch of which a frame was used
         self._victims = np.zeros(0, dtype=np.int64)  # chosen at _chosen_at, not yet taken
         self._chosen_at = 0
         self._past: PastUses | None = None  # of pages that have left, once one has
@@ -189,21 +192,27 @@ class FrameTable:
     def use(self, frames: Frames) -> None:
         """Note that rows of these frames are visited: once a visit."""
         self._now += 1
+        kept = self._kept[frames]
+        used = int(kept[kept > 0].min(initial=self._prefetches))  # others are named by later ones, too
+        self._reached = max(self._reached, used if kept.any() else 0)
         self._counts[frames] = self._aged(frames) + 1
         self._used_at[frames] = self._now
-        self._kept[frames] = 0
+        self._kept[frames] = np.where(kept > used, kept, 0)
 
     def hold(self, frames: Frames) -> None:
         """Let these frames be no victims until others are held."""
         self._held[:] = False
         self._held[frames] = True
 
+    def begin_prefetch(self, times: int = 1) -> None:
+        """Let former prefetches be older: another one has come, or as good as several."""
+        self._prefetches += times
+
     def keep(self, frames: Frames) -> None:
-        """Let these frames be victims only where there are no others: they were prefetched.
+        """Let these frames be victims only where there are no others: this prefetch names them.
 
         Until they are used, or for as long as it takes to see that nobody will.
         """
-        self._prefetches += 1
         self._kept[frames] = self._prefetches
 
     # --- who goes ------------------------------------------------------------------------------
@@ -258,7 +267,7 @@ class FrameTable:
         return may_go | (states == _S.DIRTY) if self._can_write else may_go
 
     def _are_kept(self, frames: Frames) -> npt.NDArray[np.bool_]:
-        return self._kept[frames] > self._prefetches - _PREFETCHES
+        return self._kept[frames] > max(self._prefetches - FORESIGHT, self._reached - _PREFETCHES)
 
     def _aged(self, frames: Frames) -> npt.NDArray[np.float64]:
         """Return how often each frame was used, of which uses long ago count less."""

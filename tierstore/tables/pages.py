@@ -283,6 +283,7 @@ class TablePages:
         self._require_here()
         self._take_note_of_reads()
         frames = self.map.frames_of(pages)
+        self.frames.begin_prefetch()
         self.frames.keep(frames[frames >= 0])
         wanted = pages[frames < 0]
         wanted = wanted[self.map.places_of(wanted) != NOWHERE]

@@ -191,6 +191,25 @@ def test_what_a_prefetch_has_brought_makes_room_once_nobody_comes_for_it() -> No
     assert hits_of(table, 10, 11) == 0
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3, 6])
+def test_however_far_ahead_batches_are_told_their_rows_are_there(depth: int) -> None:
+    """And none is carried twice."""
+    table, _ = table_of(16 * (depth + 2), "lfu")
+    look_up(table, *range(1000))  # all pages are in memory
+    look_up(table, 0)  # they are in hand no more
+    chance = torch.Generator().manual_seed(2)
+    batches = [torch.randperm(1000, generator=chance)[:8].sort().values.tolist() for _ in range(40)]
+    for number in range(-depth, len(batches)):
+        if number + depth < len(batches):
+            table.prefetch(torch.tensor(batches[number + depth]))
+        if number >= 0:
+            assert hits_of(table, *batches[number]) == 8
+            step(table, *batches[number])
+    cache = cache_of(table)
+    assert cache.evictions
+    assert cache.prefetches_declined == 0
+
+
 def test_rows_that_have_changed_make_room_for_prefetched_ones() -> None:
     table, _ = table_of(4)
     look_up(table, *range(20))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import InvariantError
-from tierstore.tables.frames import STEPS, FrameEvent, FrameState, FrameTable
+from tierstore.tables.frames import FORESIGHT, STEPS, FrameEvent, FrameState, FrameTable
 
 _E, _S = FrameEvent, FrameState
 
@@ -161,8 +161,22 @@ def test_what_was_prefetched_and_then_used_goes_like_others() -> None:
 
 def test_a_prefetch_that_nobody_came_for_is_forgotten() -> None:
     table = _filled(2)
+    table.begin_prefetch()
     table.keep(_frames(0))
+    for _ in range(FORESIGHT - 1):
+        table.begin_prefetch()
     assert table.victims(2).tolist() == [1]
-    for _ in range(4):
-        table.keep(_frames())
+    table.begin_prefetch()
     assert sorted(table.victims(2).tolist()) == [0, 1]
+
+
+def test_a_prefetch_was_for_nothing_once_a_much_later_one_is_used() -> None:
+    table = _filled(6)
+    for frame in range(5):
+        table.begin_prefetch()
+        table.keep(_frames(frame))
+    table.keep(_frames(3))  # the last one names it, too
+    table.use(_frames(2, 3))
+    assert sorted(table.victims(6).tolist()) == [2, 5], "the first two may still be used, 3 once more"
+    table.use(_frames(3, 4))
+    assert sorted(table.victims(6).tolist()) == [0, 2, 3, 4, 5]
