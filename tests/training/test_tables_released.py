@@ -22,7 +22,9 @@ from tests.training.table_models import (
 from tests.training.twins import Trial, every_layout
 from tierstore.errors import BackendError, StoreClosed, UsageError
 from tierstore.formats.safetensors_files import HeaderEntry, TensorFile, write_file
-from tierstore.training import offload
+from tierstore.nn import EmbeddingTable
+from tierstore.optim import SGD, LazyAdam
+from tierstore.training import Offload, offload
 
 
 def released(layout: str, path: Path) -> tuple[Trial, Clicks]:
@@ -157,3 +159,17 @@ def test_a_run_that_could_not_be_opened_leaves_it_released(
     for table in (model.wide, model.deep):
         with pytest.raises(StoreClosed, match=r"was released when its run was closed"):
             table.rows(torch.arange(2))
+
+
+def test_a_closed_run_has_its_optimizers_still_and_that_is_said(tmp_path: Path) -> None:
+    """So that it can be saved: whoever makes another optimizer has to let go of the run."""
+    table = EmbeddingTable(100, 4)
+    optimizer: SGD | None = SGD(table.parameters(), lr=0.1)
+    run: Offload | None = offload(table, optimizer, table_config("host", tmp_path))
+    assert run is not None
+    run.close()
+    optimizer = None
+    with pytest.raises(UsageError, match=r"has it as long as anybody has the run.*\(run = None\)"):
+        LazyAdam(table.parameters(), lr=0.1)
+    run = None
+    LazyAdam(table.parameters(), lr=0.1)

@@ -205,8 +205,9 @@ class TableOptimizer(torch.optim.Optimizer, metaclass=abc.ABCMeta):
             if self._is_of_another(weight):
                 raise UsageError(
                     f"{type(self).__name__} cannot step the {weight.description}: another optimizer "
-                    "does, whose state lies beside its rows. Let go of that one first: a run that was given "
-                    "it has it until it is closed, so open another run with the new one."
+                    "does, whose state lies beside its rows. Let go of that one first. A run that was given "
+                    "it has it as long as anybody has the run, closed or not: close it, and let go of it "
+                    "(run = None)."
                 )
 
     def _is_of_another(self, weight: TableWeight) -> bool:
