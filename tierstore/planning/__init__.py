@@ -6,7 +6,8 @@ them; `tierstore.planning.rules` decide it.  Pure: no torch, threads, clocks or 
 """
 
 from tierstore.core.model import Plan
-from tierstore.planning.placement import BundleHomes, Home, PlacedMark, Placement, Stashing, Treatment
+from tierstore.planning.homes import BundleHomes, Home, PlacedMark, Stashing, Treatment
+from tierstore.planning.placement import Placement
 from tierstore.planning.planner import plan_from
 from tierstore.planning.residents import Trained, choose_residents
 from tierstore.planning.table_frames import TableFrames

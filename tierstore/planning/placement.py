@@ -12,7 +12,6 @@ Pure: no torch, threads, clocks or files.
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
@@ -24,179 +23,28 @@ import yaml
 
 from tierstore.config import yaml_text
 from tierstore.errors import ConfigError
+from tierstore.planning.homes import (
+    DEVICES,
+    DEVICES_LISTED,
+    BundleHomes,
+    Home,
+    PlacedMark,
+    Stashing,
+    Treatment,
+    WrongPlacement,
+    is_name,
+    values_of,
+)
 from tierstore.planning.table_frames import TableFrames
 from tierstore.quoting import listed, named, quoted
-
-DEVICE = "device"
-CPU = "cpu"
-DEVICES = (DEVICE, CPU)
-_DEVICES_LISTED = listed(DEVICES)
 
 V = TypeVar("V")
 
 _SHOWN = 3
-_MOST_FAULTS = 32
-
-
-class Stashing(enum.Enum):
-    """When a gradient that backward makes becomes the store's."""
-
-    ALWAYS = "always"  # under a key of its own
-    WITHOUT_ROOM = "without-room"  # until it is known that the device has room for all of them
-    NEVER = "never"  # it is autograd's own
-
-
-class Treatment(enum.Enum):
-    """What becomes of activations between forward and backward."""
-
-    KEEP = "keep"  # they stay
-    SWAP = "swap"  # they leave the device and come back
-    RECOMPUTE = "recompute"  # they are made again
-
-
-class _WrongPlacement:
-    """Gathers what is wrong, so that one error says all of it."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def add(self, name: str, value: object, accepted: str) -> None:
-        """Note that something cannot be so."""
-        self.lines.append(f"{name}={quoted(value)}: accepted: {accepted}")
-
-    def add_unless(self, is_right: bool, name: str, value: object, accepted: str) -> None:
-        """Note it if it is not right."""
-        if not is_right:
-            self.add(name, value, accepted)
-
-    def raise_if_any(self, owner: str) -> None:
-        """Raise one error that lists everything."""
-        if self.lines:
-            more = len(self.lines) - _MOST_FAULTS
-            shown = [*self.lines[:_MOST_FAULTS], *[f"and {more} more"] * (more > 0)]
-            raise ConfigError(f"{owner}: " + "\n  ".join(shown))
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-
-
-@functools.cache
-def _values(kind: type[enum.Enum]) -> str:
-    return listed([each.value for each in kind])
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where one kind of a bundle's bytes lives.
-
-    Args:
-        tier: where they are put first; ``None``: as fast as there is room.
-        device: what computes with them: ``"device"``, the one that the model runs on, or ``"cpu"``.
-        returns: whether they go back to ``tier`` after every use; else quotas and the plan decide.
-
-    Raises:
-        ConfigError: lists every fault.
-    """
-
-    tier: str | None = None
-    device: str = DEVICE
-    returns: bool = False
-
-    def __post_init__(self) -> None:
-        faults = _WrongPlacement()
-        faults.add_unless(
-            self.tier is None or _is_name(self.tier), "tier", self.tier, "a tier's name, or null"
-        )
-        faults.add_unless(self.device in DEVICES, "device", self.device, _DEVICES_LISTED)
-        faults.add_unless(isinstance(self.returns, bool), "returns", self.returns, "true or false")
-        faults.add_unless(
-            not (self.returns is True and self.tier is None),
-            "returns",
-            self.returns,
-            "false, where no tier is named",
-        )
-        faults.raise_if_any("Home")
-
-    def __str__(self) -> str:
-        where = self.tier or "any tier"
-        return f"{where}{' after every use' if self.returns else ''} for the {self.device}"
-
-
-@dataclass(frozen=True, slots=True)
-class BundleHomes:
-    """Where all of one bundle lives.
-
-    Args:
-        parameters: its own bytes (of a bundle of buffers, theirs); ``device`` runs the modules.
-        gradients: those of its parameters that are stashed; ``device`` is the state's, and in plain values
-            follows it.
-        state: what optimizers keep for it; ``device`` makes the step.
-        is_pinned: whether its own bytes never leave the fastest tier.
-    """
-
-    parameters: Home = Home()
-    gradients: Home = Home()
-    state: Home = Home()
-    is_pinned: bool = False
-
-    def __post_init__(self) -> None:
-        faults = _WrongPlacement()
-        for name in ("parameters", "gradients", "state"):
-            faults.add_unless(isinstance(getattr(self, name), Home), name, getattr(self, name), "a Home")
-        faults.add_unless(isinstance(self.is_pinned, bool), "is_pinned", self.is_pinned, "true or false")
-        faults.add_unless(
-            self.gradients.device == self.state.device,
-            "gradients.device",
-            self.gradients.device,
-            f"{self.state.device!r}, as of the state: one device makes the step",
-        )
-        faults.raise_if_any("BundleHomes")
-
-    def __str__(self) -> str:
-        pinned = "pinned; " if self.is_pinned else ""
-        return (
-            f"{pinned}parameters in {self.parameters}; gradients in {self.gradients}; state in {self.state}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedMark:
-    """What happens to activations that one mark means.
-
-    Args:
-        layer: its number.
-        operators: the pattern of those of the layer; empty: the whole of it.
-        treatment: what becomes of their activations.
-        ahead: how many nodes of the backward graph before their use they come back.
-    """
-
-    layer: int
-    operators: str
-    treatment: Treatment
-    ahead: int = 0
-
-    def __post_init__(self) -> None:
-        faults = _WrongPlacement()
-        faults.add_unless(_is_count(self.layer), "layer", self.layer, "an int of at least 0")
-        faults.add_unless(isinstance(self.operators, str), "operators", self.operators, "a pattern, or ''")
-        faults.add_unless(
-            isinstance(self.treatment, Treatment), "treatment", self.treatment, _values(Treatment)
-        )
-        faults.add_unless(_is_count(self.ahead), "ahead", self.ahead, "an int of at least 0")
-        faults.raise_if_any("PlacedMark")
-
-    def __str__(self) -> str:
-        ahead = f", {self.ahead} nodes ahead" if self.treatment is Treatment.SWAP else ""
-        return f"layer {self.layer} {self.operators or 'as a whole'}: {self.treatment.value}{ahead}"
 
 
 class FrozenMapping(Mapping[str, V]):
@@ -251,23 +99,23 @@ class Placement:
     tables: Mapping[str, TableFrames] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        faults = _WrongPlacement()
+        faults = WrongPlacement()
         for key, homes in self.bundles.items():
-            is_right = _is_name(key) and isinstance(homes, BundleHomes)
+            is_right = is_name(key) and isinstance(homes, BundleHomes)
             faults.add_unless(is_right, f"bundles[{named(key)}]", homes, "BundleHomes under a key")
-        faults.add_unless(isinstance(self.stashing, Stashing), "stashing", self.stashing, _values(Stashing))
+        faults.add_unless(isinstance(self.stashing, Stashing), "stashing", self.stashing, values_of(Stashing))
         for tier, share in self.ahead.items():
-            is_right = _is_name(tier) and _is_share(share)
+            is_right = is_name(tier) and _is_share(share)
             faults.add_unless(
                 is_right, f"ahead[{named(tier)}]", share, "a share greater than 0 and at most 1"
             )
-        is_set = isinstance(self.residents, Set | list | tuple) and all(map(_is_name, self.residents))
+        is_set = isinstance(self.residents, Set | list | tuple) and all(map(is_name, self.residents))
         faults.add_unless(
             self.residents is None or is_set, "residents", self.residents, "keys of bundles, or null"
         )
         are_marks = all(isinstance(each, PlacedMark) for each in self.marks)
         faults.add_unless(are_marks, "marks", self.marks, "a list of PlacedMark")
-        is_tier = self.inputs is None or _is_name(self.inputs)
+        is_tier = self.inputs is None or is_name(self.inputs)
         faults.add_unless(is_tier, "inputs", self.inputs, "a tier's name, or null")
         self._check_modules(faults)
         faults.raise_if_any("Placement")
@@ -279,12 +127,12 @@ class Placement:
         object.__setattr__(self, "modules", FrozenMapping(self.modules))
         object.__setattr__(self, "tables", FrozenMapping(self.tables))
 
-    def _check_modules(self, faults: _WrongPlacement) -> None:
+    def _check_modules(self, faults: WrongPlacement) -> None:
         for pattern, device in self.modules.items():
-            is_right = _is_name(pattern) and device in DEVICES
-            faults.add_unless(is_right, f"modules[{named(pattern)}]", device, _DEVICES_LISTED)
+            is_right = is_name(pattern) and device in DEVICES
+            faults.add_unless(is_right, f"modules[{named(pattern)}]", device, DEVICES_LISTED)
         for name, table in self.tables.items():
-            is_right = _is_name(name) and isinstance(table, TableFrames)
+            is_right = is_name(name) and isinstance(table, TableFrames)
             faults.add_unless(is_right, f"tables[{named(name)}]", table, "TableFrames under a name")
 
     def ahead_bytes(self, tier: str, quota_bytes: int) -> int:
@@ -346,7 +194,7 @@ class Placement:
         Raises:
             ConfigError: lists every fault by the path of its name.
         """
-        faults = _WrongPlacement()
+        faults = WrongPlacement()
         given = _by_key(_in_full(mapping), faults)
         own = {**self.to_mapping(), "bundles": {key: _plain(homes) for key, homes in self.bundles.items()}}
         found = _read_placement(_overlaid(own, given, _OVERLAID_LEVELS), "placement", faults)
@@ -372,7 +220,7 @@ class Placement:
 # ---------------------------------------------------------------------- reading plain values
 
 
-Reader = Callable[[object, str, _WrongPlacement], object]
+Reader = Callable[[object, str, WrongPlacement], object]
 """Takes a value, what it is called, and where faults go."""
 
 _KEYS = "keys"
@@ -384,7 +232,7 @@ def _made(kind: type[Any], readers: Mapping[str, Reader]) -> Reader:
     known = [each.name for each in fields(kind)]
     accepted = f"the keys {listed(known)}"
 
-    def read(given: object, where: str, faults: _WrongPlacement) -> object:
+    def read(given: object, where: str, faults: WrongPlacement) -> object:
         if isinstance(given, Mapping):
             for key in given:
                 if key not in known:
@@ -407,22 +255,22 @@ def _made(kind: type[Any], readers: Mapping[str, Reader]) -> Reader:
     return read
 
 
-def _as_given(given: object, where: str, faults: _WrongPlacement) -> object:
+def _as_given(given: object, where: str, faults: WrongPlacement) -> object:
     del where, faults
     return given
 
 
 def _enum(kind: type[enum.Enum]) -> Reader:
-    def read(given: object, where: str, faults: _WrongPlacement) -> object:
+    def read(given: object, where: str, faults: WrongPlacement) -> object:
         found = next((each for each in kind if each.value == given), None)
-        faults.add_unless(found is not None, where, given, _values(kind))
+        faults.add_unless(found is not None, where, given, values_of(kind))
         return found
 
     return read
 
 
 def _mapping_of(reader: Reader) -> Reader:
-    def read(given: object, where: str, faults: _WrongPlacement) -> object:
+    def read(given: object, where: str, faults: WrongPlacement) -> object:
         if not isinstance(given, Mapping):
             faults.add(where, given, "a mapping")
             return {}
@@ -432,7 +280,7 @@ def _mapping_of(reader: Reader) -> Reader:
 
 
 def _list_of(reader: Reader) -> Reader:
-    def read(given: object, where: str, faults: _WrongPlacement) -> object:
+    def read(given: object, where: str, faults: WrongPlacement) -> object:
         if not isinstance(given, list | tuple):
             faults.add(where, given, "a list")
             return ()
@@ -441,15 +289,15 @@ def _list_of(reader: Reader) -> Reader:
     return read
 
 
-def _names_or_none(given: object, where: str, faults: _WrongPlacement) -> object:
+def _names_or_none(given: object, where: str, faults: WrongPlacement) -> object:
     if given is None:
         return None
-    are_names = isinstance(given, list | tuple) and all(map(_is_name, given))
+    are_names = isinstance(given, list | tuple) and all(map(is_name, given))
     faults.add_unless(are_names, where, given, "a list of keys, or null")
     return frozenset(given) if are_names and isinstance(given, Sequence) else None
 
 
-def _by_key(given: object, faults: _WrongPlacement) -> object:
+def _by_key(given: object, faults: WrongPlacement) -> object:
     """Return a placement's plain values with its bundles by their keys."""
     entries = given.get("bundles") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(entries, list | tuple):
@@ -459,7 +307,7 @@ def _by_key(given: object, faults: _WrongPlacement) -> object:
     for number, entry in enumerate(entries):
         where = f"placement.bundles[{number}]"
         keys = entry.get(_KEYS) if isinstance(entry, Mapping) else None
-        are_keys = isinstance(keys, list | tuple) and all(map(_is_name, keys))
+        are_keys = isinstance(keys, list | tuple) and all(map(is_name, keys))
         faults.add_unless(are_keys, f"{where}.{_KEYS}", keys, "a list of the keys of bundles")
         for key in keys if are_keys and isinstance(keys, Sequence) else ():
             faults.add_unless(key not in bundles, f"{where}.{_KEYS}", key, "each key once")
@@ -514,7 +362,7 @@ def _with_one_device(homes: Mapping[str, object]) -> Mapping[str, object]:
 
 def pins_in(mapping: object) -> dict[str, bool]:
     """Return which bundles plain values pin and unpin, by key; of what is wrong, nothing."""
-    given = _by_key(mapping, _WrongPlacement())
+    given = _by_key(mapping, WrongPlacement())
     bundles = given.get("bundles") if isinstance(given, Mapping) else None
     pins = {
         key: homes.get("is_pinned") for key, homes in (bundles.items() if isinstance(bundles, dict) else ())

@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.errors import ConfigError
-from tierstore.planning.placement import CPU, DEVICE, BundleHomes, Home, Placement, Stashing, pins_in
+from tierstore.planning.homes import CPU, DEVICE, BundleHomes, Home, Stashing
+from tierstore.planning.placement import Placement, pins_in
 from tierstore.quoting import listed, named, quoted
 from tierstore.units import format_bytes
 

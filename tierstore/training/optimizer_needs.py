@@ -11,7 +11,7 @@ from torch import nn
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
 from tierstore.planning import Placement
-from tierstore.planning.placement import CPU, DEVICE
+from tierstore.planning.homes import CPU, DEVICE
 from tierstore.planning.rules import HOST
 from tierstore.quoting import quoted
 from tierstore.training.bundles.grouping import Content, Group

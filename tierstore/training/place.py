@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from tierstore.errors import UsageError
-from tierstore.planning.placement import CPU, patterns_in
+from tierstore.planning.homes import CPU
+from tierstore.planning.placement import patterns_in
 from tierstore.quoting import quoted
 from tierstore.training.faults import guard
 from tierstore.training.given import check_is_model

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.nn.table_weight import TableWeight
-from tierstore.planning.placement import CPU
+from tierstore.planning.homes import CPU
 from tierstore.planning.rules import HOST
 from tierstore.training.activation_host import RunHost
 from tierstore.training.activations import apply

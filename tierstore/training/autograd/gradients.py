@@ -24,7 +24,7 @@ import torch
 
 from tierstore.errors import UsageError
 from tierstore.planning import Home
-from tierstore.planning.placement import CPU
+from tierstore.planning.homes import CPU
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.training.autograd.gradient import (

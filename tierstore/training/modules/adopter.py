@@ -17,7 +17,7 @@ import torch
 from tierstore.errors import BackendError, CapacityError, KeyNotFound
 from tierstore.output_buffers import host_memory
 from tierstore.planning import Home
-from tierstore.planning.placement import CPU
+from tierstore.planning.homes import CPU
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.training.autograd.shared_memory import aliases_of, has_bytes

@@ -34,7 +34,7 @@ from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import UsageError
-from tierstore.planning.placement import CPU, DEVICE
+from tierstore.planning.homes import CPU, DEVICE
 from tierstore.quoting import quoted
 from tierstore.torch_private import innermost_transform, tree_flatten
 from tierstore.training.autograd.accumulation import is_in_backward

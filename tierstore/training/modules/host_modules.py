@@ -25,7 +25,7 @@ from torch import nn
 
 from tierstore.config.checks import near
 from tierstore.errors import UsageError
-from tierstore.planning.placement import CPU, DEVICE
+from tierstore.planning.homes import CPU, DEVICE
 from tierstore.quoting import listed, quoted
 from tierstore.torch_private import RecursiveScriptModule
 from tierstore.training.bundles.placeholders import has_no_values

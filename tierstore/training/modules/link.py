@@ -29,7 +29,7 @@ import torch
 from tierstore import sides
 from tierstore.errors import CapacityError, KeyNotFound, StoreClosed
 from tierstore.leases import Lease
-from tierstore.planning.placement import CPU
+from tierstore.planning.homes import CPU
 from tierstore.planning.rules import HOST
 from tierstore.sides import Side
 from tierstore.store import Store

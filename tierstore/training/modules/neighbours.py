@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-from tierstore.planning.placement import CPU
+from tierstore.planning.homes import CPU
 from tierstore.torch_private import global_forward_hooks, global_forward_pre_hooks
 from tierstore.training.bundles.unseen_writes import is_pytorchs_own
 from tierstore.training.pytorch.own_work import ordinary_mode

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from tierstore.planning.placement import CPU
+from tierstore.planning.homes import CPU
 from tierstore.torch_private import tree_map
 
 

@@ -19,7 +19,7 @@ import torch
 from tierstore.errors import CapacityError, KeyNotFound, StoreClosed
 from tierstore.leases import Lease
 from tierstore.nn.table_weight import TableWeight
-from tierstore.planning.placement import CPU, DEVICE
+from tierstore.planning.homes import CPU, DEVICE
 from tierstore.store import Store
 from tierstore.tables import DeviceHome
 from tierstore.torch_private import DisableTorchDispatch

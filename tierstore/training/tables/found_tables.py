@@ -12,7 +12,7 @@ from torch import nn
 from tierstore.errors import UsageError
 from tierstore.nn import EmbeddingTable
 from tierstore.nn.table_weight import TableWeight
-from tierstore.planning.placement import CPU
+from tierstore.planning.homes import CPU
 from tierstore.tables import RowStore
 
 Tables = Mapping[TableWeight, str]
