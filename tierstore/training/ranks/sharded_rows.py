@@ -73,6 +73,7 @@ class ShardedRows:
             TierStoreError: another could not read what it has, or has ended.
             CapacityError, BackendError: this one could not; the others raise, too; all can call again.
         """
+        del keeps  # a step reads the rows that this process has, which are others
         self._gradients.refuse_joins(self._weight)
         return self._read(ids, more, Act.LOOKUP), ids
 
