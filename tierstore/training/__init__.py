@@ -12,9 +12,10 @@ from tierstore.training.activations.swapping.activation_store import ActivationS
 from tierstore.training.activations.swapping.selective_checkpoint import create_selective_checkpoint_contexts
 from tierstore.training.activations.swapping.swap import Swap, SwapStats, swap
 from tierstore.training.checkpoints.resumed import Resumed
-from tierstore.training.offload import Offload, offload
+from tierstore.training.offload import offload
 from tierstore.training.optimizers.registered import register_optimizer
 from tierstore.training.place import place
+from tierstore.training.run import Offload
 from tierstore.training.run_stats import RunStats
 
 __all__ = [
