@@ -33,7 +33,9 @@ def test_a_run_keeps_its_optimizer_and_the_next_one_may_have_another(layout: str
     own, its = SparseAdam(ours.parameters(), lr=0.1), SparseAdam(twin.parameters(), lr=0.1)
     with offload(ours, own, config_of(layout, tmp_path)):
         _step(ours, own, 0)
-        with pytest.raises(UsageError, match=r"until it is closed, so open another run with the new one"):
+        with pytest.raises(
+            UsageError, match=r"A run that was given it has it as long as anybody has the run"
+        ):
             Adagrad(ours.parameters(), lr=0.1)
         _step(ours, own, 1)
     for number in range(2):
