@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,13 +88,36 @@ def acts(rank: int, processes: int, folder: Path) -> object:
         found["resume"] = said(run.resume if is_last else run.checkpoint)
         run.resume()
         run.checkpoint()
-        table(IDS).sum().backward()
-        optimizer.step()
+        calls: Counter[str] = Counter()
+        with counted(calls):
+            loss = table(IDS).sum()
+            found["messages of a lookup"] = calls.total()
+            loss.backward()
+            found["messages of backward"] = calls.total() - 3
+            optimizer.step()
+            found["messages of a step"] = calls.total() - 7
         found["stepped"] = same(table.rows(IDS), before - 0.5)
         wrapper = DistributedDataParallel(model)
         with Join([wrapper]):
             found["join"] = said(lambda: wrapper(IDS))
     return found
+
+
+@contextlib.contextmanager
+def counted(calls: Counter[str]) -> Iterator[None]:
+    """Count what is sent, inside the context."""
+    with contextlib.ExitStack() as patches:
+        for name in ("all_to_all_single", "all_gather", "broadcast", "all_reduce", "barrier"):
+            call = getattr(distributed, name)
+
+            def count(
+                *given: object, call: Callable[..., object] = call, name: str = name, **more: object
+            ) -> object:
+                calls[name] += 1
+                return call(*given, **more)
+
+            patches.enter_context(mock.patch.object(distributed, name, count))
+        yield
 
 
 def killed(rank: int, processes: int, folder: Path) -> object:

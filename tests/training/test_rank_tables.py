@@ -292,6 +292,13 @@ def test_what_one_process_does_alone_is_said_by_all_and_they_go_on(found: Found,
         assert (each["on"], each["stepped"]) == (True, True)
 
 
+def test_a_lookup_takes_three_messages_a_backward_pass_three_and_one_a_table_a_step_none(
+    found: Found,
+) -> None:
+    for each in found["acts:2"]:
+        assert [each[f"messages of {what}"] for what in ("a lookup", "backward", "a step")] == [3, 4, 0]
+
+
 def test_a_process_that_is_killed_is_noticed_at_once(found: Found) -> None:
     for rank, each in enumerate(found["killed:3"][:2]):
         assert each["said"].startswith(f"TierStoreError: rank {rank} of 3 {_LOOKUP.format(2)} and waited")

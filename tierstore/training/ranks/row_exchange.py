@@ -207,6 +207,15 @@ class RowExchange:
         """
         return self._all_to_all(values, counts.tolist(), theirs.tolist())
 
+    def send_both(
+        self, one: torch.Tensor, two: torch.Tensor, counts: torch.Tensor, theirs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send rows of two tensors with as many in one message; otherwise as `send`."""
+        parts = _bytes(one), _bytes(two)
+        got = self.send(torch.cat(parts, 1), counts, theirs)
+        first, second = got.split([each.shape[1] for each in parts], 1)
+        return _rows(first, one), _rows(second, two)
+
     def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return what each gave, by rank: small tensors of one shape and type."""
         found = [torch.empty_like(mine) for _ in range(self.where.world_size)]
@@ -301,6 +310,13 @@ def _timeout() -> timedelta:
     options = distributed.group.WORLD._get_backend(torch.device(device)).options  # noqa: SLF001 - no other way
     timeout: timedelta = options._timeout  # noqa: SLF001
     return timeout
+
+
+def _rows(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return rows of bytes as rows of another tensor are."""
+    made = like.new_empty((len(rows), *like.shape[1:]))
+    _bytes(made).copy_(rows)
+    return made
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -172,8 +172,9 @@ class ShardedGradients:
         found: list[_Averaged | None] = []
         for number, weight in enumerate(weights):
             each = sums[number]
-            named = self._exchange.send(each.named, counts[:, number], theirs[:, number])
-            values = self._exchange.send(each.values, counts[:, number], theirs[:, number])
+            named, values = self._exchange.send_both(
+                each.named, each.values, counts[:, number], theirs[:, number]
+            )
             found.append(_added(weight, named, values, theirs[:, number]) if whose[number] else None)
         strange = self._strange(found)
         self._exchange.end()
