@@ -96,6 +96,11 @@ class RowExchange:
             self._group = distributed.new_group(backend="gloo", timeout=_timeout())
         assert self._group is not None
         self._partings = Partings(where, self._group)
+        try:  # who left at once, as what it opens is refused, would end what others connect to still
+            self.swap(torch.zeros(where.world_size, 1, dtype=torch.int64, device="cpu"))
+        except BaseException as error:
+            self.leave_with(error)
+            raise
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
