@@ -101,6 +101,20 @@ def test_a_sparse_tensor_is_added_to_some_rows_as_to_all(
 
 
 @every_dtype
+@pytest.mark.parametrize("alpha", [1.0, -0.1, -1e-3])
+@pytest.mark.parametrize("width", [64, 128, 192])
+def test_rows_without_remainder_are_added_several_at_once_as_one_at_a_time(
+    dtype: torch.dtype, alpha: float, width: int
+) -> None:
+    chance = torch.Generator().manual_seed(0)
+    rows, values = torch.randn(2, 320, width, dtype=torch.float64, generator=chance).to(dtype)
+    one, several = rows.clone(), rows.clone()
+    one.add_(_sparse(torch.arange(320), values, 320), alpha=alpha)
+    several.view(20, -1).add_(_sparse(torch.arange(20), values.view(20, -1), 20), alpha=alpha)
+    assert _same(several, one)
+
+
+@every_dtype
 def test_adding_a_sparse_tensor_once_is_adding_its_values(dtype: torch.dtype) -> None:
     rows, values = torch.randn(2, 100, 7, dtype=torch.float64).to(dtype)
     added = rows.clone().add_(_sparse(torch.arange(100), values, 100))

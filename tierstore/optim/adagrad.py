@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from tierstore.nn.table_weight import TableWeight
@@ -10,6 +12,10 @@ from tierstore.optim.row_optimizer import Parameters
 from tierstore.optim.table_optimizer import Cells, Options, change_rows, rate_of
 from tierstore.optim.touched_rows import TouchedRows
 from tierstore.tables import ROWS
+
+_WHOLE_WIDTH: Final = 64
+"""Elements of which vectorised routines leave no remainder."""
+_ROWS_AT_ONCE: Final = 16
 
 
 class Adagrad(BesideTables, torch.optim.Adagrad):
@@ -82,18 +88,33 @@ class Adagrad(BesideTables, torch.optim.Adagrad):
             cells[ROWS].addcdiv_(gradient, cells["sum"].sqrt().add_(group["eps"]), value=size)
 
         def change_some(cells: Cells) -> None:
-            cells["sum"].add_(values.pow(2))
-            scaled = values / cells["sum"].sqrt().add_(group["eps"])
-            everyone = torch.arange(len(values), device=values.device)[None]
-            # A factor goes through the same routine as PyTorch's: it may round once or twice.
-            cells[ROWS].add_(
-                torch.sparse_coo_tensor(
-                    everyone, scaled, scaled.shape, device=values.device, check_invariants=False
-                ),
-                alpha=size,
-            )
+            squares = values.pow(2)
+            cells["sum"].add_(squares)
+            scaled = torch.sqrt(cells["sum"], out=squares).add_(group["eps"])
+            torch.div(values, scaled, out=scaled)
+            _add_as_sparse(cells[ROWS], scaled, size)
 
         touched = TouchedRows.of(gradient, weight.known_repeats)
         values = touched.gradient
         change_rows(weight, touched.numbers, [ROWS, "sum"], change_some if gradient.is_sparse else change)
         state["step"] += 1
+
+
+def _add_as_sparse(rows: torch.Tensor, values: torch.Tensor, factor: float) -> None:
+    """Add a factor times values to rows, by the routine that adds PyTorch's sparse ones.
+
+    It may round a product before it adds it or not, as no other routine has to.  It is called for each row;
+    several that leave no remainder of a vector are as one to it.
+    """
+    at_once = _ROWS_AT_ONCE if rows.is_cpu and rows.shape[1] % _WHOLE_WIDTH == 0 else 1
+    until = len(rows) // at_once * at_once
+    for part, each in ((slice(0, until), at_once), (slice(until, len(rows)), 1)):
+        into, some = (tensor[part].view(-1, each * rows.shape[1]) for tensor in (rows, values))
+        if len(into):
+            everyone = torch.arange(len(into), device=rows.device)[None]
+            into.add_(
+                torch.sparse_coo_tensor(
+                    everyone, some, some.shape, device=rows.device, check_invariants=False
+                ),
+                alpha=factor,
+            )
