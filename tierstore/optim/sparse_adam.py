@@ -66,8 +66,10 @@ class SparseAdam(RowOptimizer):
         """See `RowOptimizer.update`."""
         beta1, beta2 = group["betas"]
         mean, square = kept["exp_avg"], kept["exp_avg_sq"]
-        mean.add_(gradient.sub(mean).mul_(1 - beta1))
-        square.add_(gradient.pow(2).sub_(square).mul_(1 - beta2))
+        change = gradient.sub(mean).mul_(1 - beta1)  # one temporary for all: each is as large as the gradient
+        mean.add_(change)
+        square.add_(torch.pow(gradient, 2, out=change).sub_(square).mul_(1 - beta2))
         lr = rate_of(group, rows.device)
         size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        rows.add_(-size * mean.div(square.sqrt().add_(group["eps"])))
+        scale = torch.sqrt(square, out=change).add_(group["eps"])
+        rows.add_(torch.div(mean, scale, out=change).mul_(-size))
