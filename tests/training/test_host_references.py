@@ -13,12 +13,14 @@ from torch.utils import checkpoint
 
 from tests import target
 from tests.training.host_models import WIDTH, has_device
-from tests.training.twins import assert_equal_lists, config_of, every_layout, with_device, with_rest
+from tests.training.twins import LAYOUTS, assert_equal_lists, config_of, with_device, with_rest
 from tierstore.testing.memory import DeviceBudget
 from tierstore.training import offload
 from tierstore.training.activations.swapping import forward_pass
 
 Call = Callable[[nn.Module, Tensor], Tensor]
+
+on_a_device = pytest.mark.parametrize("layout", [each for each in LAYOUTS if has_device(each)])
 
 
 def line() -> nn.Linear:
@@ -159,7 +161,7 @@ def _assert_equal(
     sections: Mapping[str, object] | None = None,
 ) -> None:
     torch.manual_seed(0)
-    plain, expected = build(Across if has_device(layout) else _as_it_is), list[Tensor | None]()
+    plain, expected = build(Across), list[Tensor | None]()
     for name, side in reversed(list(placement.items())):
         plain.get_submodule(name.replace("\\", "")).to("cpu" if side == "cpu" else target.accelerator)
     _train(plain, expected)
@@ -173,8 +175,7 @@ def _assert_equal(
         DeviceBudget("1GiB", mixing="raise"),
     ):
         _train(ours, found)
-        if has_device(layout):
-            assert run.stats().traffic[("host", "device")].nbytes
+        assert run.stats().traffic[("host", "device")].nbytes
         run.store.check()
     if target.accelerator is None:
         assert_equal_lists(expected, found)
@@ -184,7 +185,7 @@ def _assert_equal(
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
-@every_layout
+@on_a_device
 def test_each_side_calls_what_is_on_the_other(way: str, layout: str, tmp_path: Path) -> None:
     _assert_equal(lambda across: Net(WAYS[way], across), layout, tmp_path, PLACEMENT)
 
@@ -196,7 +197,7 @@ SECTIONS: dict[str, Mapping[str, object]] = {
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-@every_layout
+@on_a_device
 def test_what_the_other_side_calls_is_computed_again_or_swapped(
     section: str, layout: str, tmp_path: Path
 ) -> None:
@@ -238,9 +239,33 @@ class Sharing(nn.Module):
 
 
 @pytest.mark.parametrize("side", ["cpu", "device"])
-@every_layout
+@on_a_device
 def test_a_module_within_modules_of_both_sides_is_where_it_is_placed(
     side: str, layout: str, tmp_path: Path
 ) -> None:
     placement = {r"on_host\.shared": side, r"on_device\.shared": side, "on_host": "cpu"}
     _assert_equal(lambda across: Sharing(side, across), layout, tmp_path, placement)
+
+
+class Region(nn.Module):
+    """Computes a part again in which a module on the host is given what that part makes itself."""
+
+    def __init__(self, across: Wrap) -> None:
+        super().__init__()
+        self.table, self.line = nn.Embedding(8, WIDTH), line()
+        self.across = across
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform."""
+        made: Tensor = checkpoint.checkpoint(self._part, x, use_reentrant=False)
+        return made
+
+    def _part(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.across(self.table)(torch.arange(len(x)))
+        made: Tensor = self.line(x) * rows
+        return made.tanh()
+
+
+@on_a_device
+def test_in_a_part_that_is_computed_again_values_cross_as_in_forward(layout: str, tmp_path: Path) -> None:
+    _assert_equal(Region, layout, tmp_path, {"table": "cpu"})
