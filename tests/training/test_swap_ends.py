@@ -61,7 +61,7 @@ def _never_backward(model: nn.Module) -> list[Tensor]:
 
 def _half_backward(model: nn.Module) -> list[Tensor]:
     """A branch that runs backward beside one that never does."""
-    for number in range(5):
+    for number in range(2):
         scores = model(inputs(number))
         unused = model(scores @ torch.ones(7, DIM))
         scores.sum().backward()
@@ -105,7 +105,7 @@ def test_live_device_bytes_come_back_to_the_start_over_many_steps(tmp_path: Path
     train(model, 1)  # gradients are there from now on
     with swapping(model, config(tmp_path, whole_layers(prefetch))) as active, DeviceBudget("64MB") as budget:
         after: list[int] = []
-        for number in range(30):
+        for number in range(10):
             loss = model(inputs(number)).sum()
             unused = model(inputs(number))
             loss.backward()
