@@ -22,6 +22,8 @@ IN_PARALLEL := -n $(JOBS) --dist loadfile --max-worker-restart 0
 
 # OpenMP's threads wait in their sleep, not spinning: the store's own threads need the cores meanwhile.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Programs that tests start find our modules compiled: some machines ask Python to write nothing.
+export PYTHONDONTWRITEBYTECODE :=
 # PyTorch asks for huge pages: memory that is given back and taken again costs much less.
 export THP_MEM_ALLOC_ENABLE ?= 1
 
