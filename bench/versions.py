@@ -25,6 +25,21 @@ SETTLING_TURNS = 2
 MICROSECONDS_BELOW_S = 0.01
 
 
+_WHERE = "from importlib.util import find_spec; print(find_spec('tierstore').origin)"
+
+
+def place_of(python: str) -> Path:
+    """Return where the tierstore of a Python is, without importing it.
+
+    Raises:
+        RuntimeError: there is none, or no such Python; with what it said.
+    """
+    done = subprocess.run([python, "-P", "-c", _WHERE], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{python} has no tierstore:\n{done.stderr}")
+    return Path(done.stdout.strip()).parent
+
+
 class Version:
     """A process that does one scene with the tierstore of one Python; a context manager."""
 
@@ -72,10 +87,13 @@ def both(other_python: str, scene: str, settings: Settings) -> Iterator[dict[str
 
     Raises:
         ValueError: both have the same tierstore.
+        RuntimeError: one has none.
     """
+    if (place := place_of(other_python)) == place_of(sys.executable):
+        raise ValueError(f"both versions are the one in {place}")
     with Version(other_python, scene, settings) as before, Version(sys.executable, scene, settings) as after:
-        if (place := before.ready()) == after.ready():
-            raise ValueError(f"both versions are the one in {place}")
+        for each in (before, after):
+            each.ready()
         yield {BEFORE: before, AFTER: after}
 
 

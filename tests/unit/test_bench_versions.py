@@ -9,7 +9,7 @@ import pytest
 
 from bench.command import Settings
 from bench.scenes import SCENES
-from bench.versions import NAMES, Version, both, compare
+from bench.versions import NAMES, Version, both, compare, place_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +49,15 @@ def test_a_version_is_not_compared_with_itself(tmp_path: Path) -> None:
         both(sys.executable, "lease", Settings(tmp_path, scale=0.01)),
     ):
         pass
+
+
+def test_where_a_version_is_is_known_before_it_runs(other_python: str, tmp_path: Path) -> None:
+    assert place_of(other_python) == tmp_path / "other" / "tierstore"
+    empty = tmp_path / "empty"
+    empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    empty.chmod(0o755)
+    with pytest.raises(RuntimeError, match="has no tierstore"):
+        place_of(str(empty))
 
 
 def test_a_process_that_ends_is_told(tmp_path: Path) -> None:
