@@ -20,6 +20,7 @@ from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
 from tierstore.engine.dispatcher import Dispatcher
 from tierstore.engine.executor import CommandExecutor, Opening, orphaned
+from tierstore.engine.given import Given
 from tierstore.engine.holds import when_granted
 from tierstore.engine.mover import DataMover
 from tierstore.engine.part_reads import PartReads
@@ -175,7 +176,7 @@ class Engine:
         """
         number = event.request
         settled: Transfer[Sequence[m.Granted]] = Transfer((event.key,))
-        self._executor.given[number] = memory
+        self._executor.given[number] = Given.by_caller(memory)
         try:
             self.ask(event, number, settled)
             settled.result()

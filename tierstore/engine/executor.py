@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from tierstore.core import messages as m
 from tierstore.engine.batches import batches
 from tierstore.engine.dispatcher import Work
+from tierstore.engine.given import Given
 from tierstore.engine.mover import DataMover
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import BackendError
@@ -65,7 +64,7 @@ class CommandExecutor:
         self.mover = mover
         self.waiting: dict[int, Transfer[Sequence[m.Granted]]] = {}
         self.openings: dict[int, Transfer[Opening]] = {}
-        self.given: dict[int, torch.Tensor] = {}
+        self.given: dict[int, Given] = {}
         self.quotas: dict[int, int] = {}
         self._note_of = note_of
 

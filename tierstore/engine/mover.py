@@ -16,6 +16,7 @@ import torch
 
 from tierstore.core import messages as m
 from tierstore.engine.batches import SMALL_BYTES
+from tierstore.engine.given import Given
 from tierstore.errors import BackendError, CapacityError, IntegrityError
 from tierstore.spi import (
     AddressableSlot,
@@ -71,7 +72,7 @@ class DataMover:
         """Forget every slot: nothing moves any more."""
         self._slots.clear()
 
-    def reserve(self, command: m.StartCopy, given: torch.Tensor | None = None) -> Slot | None:
+    def reserve(self, command: m.StartCopy, given: Given | None = None) -> Slot | None:
         """Take room for a copy; if there is none, tell why and return ``None``.
 
         Args:
@@ -81,7 +82,7 @@ class DataMover:
         place = command.target
         backend = self._backends[place.tier]
         try:
-            slot = backend.reserve(command.nbytes) if given is None else backend.adopt(given)
+            slot = backend.reserve(command.nbytes) if given is None else given.to(backend)
         except CapacityError as error:
             # Kept by the books: its traceback would keep every frame that led here, and what they refer to.
             self.tell([m.CopyRefused(command.copy, error.with_traceback(None))])
