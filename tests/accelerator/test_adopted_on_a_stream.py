@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 
 import pytest
 import torch
@@ -36,12 +36,12 @@ def test_what_another_thread_adopts_is_read_when_the_caller_s_stream_has_written
     with ts.Store(config) as store:
         value = torch.zeros(1000, device=DEVICE)
         torch.accelerator.synchronize()
-        with held(side):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(held(side))
             with side:
                 value.fill_(7)
                 store.adopt("k", value)
-            copied = store.evict("k", to="host")
-            time.sleep(0.1)  # what does not wait for the stream has been copied by then
-        copied.result()
+            threading.Timer(0.2, stack.close).start()  # whoever waits for the stream goes on then
+            store.evict("k", to="host").result()
         with store.lease("k", tier="host") as lease:
             assert torch.equal(lease.tensor, torch.full((1000,), 7.0))
