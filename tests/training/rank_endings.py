@@ -167,11 +167,12 @@ def returns(rank: int, processes: int, folder: Path) -> object:
     with offload(model, optimizer, config) as run:
         for number in range(2):
             step(model, optimizer, number)
-        model.deep(IDS[:5]).sum().backward()
+        for each in (model, twin):
+            each.deep(IDS[:5]).sum().backward()
         run.suspend(to="disk")
     found["back"] = [
         *equal(model, twin),
-        model.deep.weight.grad is None,
+        same(gradient_of(model), gradient_of(twin)),
         model.deep.weight.access.are_all_here,
     ]
     for number in range(2, 4):
@@ -219,6 +220,13 @@ def returns(rank: int, processes: int, folder: Path) -> object:
     found["released"] = said(lambda: model.deep(IDS))
     found["dense"] = all(map(same, model.dense.parameters(), twin.dense.parameters()))
     return found
+
+
+def gradient_of(model: Pair) -> Tensor:
+    """Return the gradient of the deep table."""
+    gradient = model.deep.weight.grad
+    assert gradient is not None
+    return gradient.to_dense()
 
 
 def interrupted_at_the_end(rank: int, config: Mapping[str, object]) -> list[str]:
