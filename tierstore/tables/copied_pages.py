@@ -12,7 +12,6 @@ import torch
 
 from tierstore.tables.layout import PageLayout
 from tierstore.tables.memory import FixedMemory, FrameMemory, GrowingMemory
-from tierstore.tables.own_rows import OwnRows
 from tierstore.tables.page_log import LogPlace, PageLog
 from tierstore.tables.page_map import PageMap
 from tierstore.tables.pages import TablePages, TableTraits
@@ -47,7 +46,7 @@ def new_pages(
     return TablePages(traits, layout, num_rows, memory, page_map, log)
 
 
-def copied(old: TablePages, new: TablePages, own_rows: OwnRows | None = None) -> TablePages:
+def copied(old: TablePages, new: TablePages) -> TablePages:
     """Write to ``new`` what was written to ``old``, of the columns that it has; return it.
 
     If that fails, the blocks of ``new`` are dropped.
@@ -55,15 +54,13 @@ def copied(old: TablePages, new: TablePages, own_rows: OwnRows | None = None) ->
     Args:
         old: the table's pages.
         new: of the same rows.
-        own_rows: which of them; ``None``: all.
 
     Raises:
         CapacityError, BackendError: as `TablePages.bring`, of either.
     """
     names = [column.name for column in old.layout.columns if column in new.layout.columns]
     try:
-        for written in old.written_ids():
-            ids = written if own_rows is None else written[own_rows.own(torch.from_numpy(written)).numpy()]
+        for ids in old.written_ids():
             for source in visits(old, ids):
                 for target in visits(new, ids[source.part]):
                     for name in names:

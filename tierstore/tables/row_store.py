@@ -519,10 +519,10 @@ class RowStore:
         """Why nobody can ask for its rows any more, as a whole message; None: they can be asked for."""
         return self._ended
 
-    def anew(self, own_rows: OwnRows | None = None) -> RowStore:
+    def anew(self) -> RowStore:
         """Return a table by itself as this one was made, with as many rows: of it, none was written."""
         made = self.num_rows, self.width, self.dtype, self.initial_rows
-        return RowStore(*made, name=self.name, own_rows=own_rows)
+        return RowStore(*made, name=self.name)
 
     def _here(self) -> TablePages:
         """Return the pages.
@@ -540,19 +540,14 @@ class RowStore:
 
     # --- copies --------------------------------------------------------------------------------
 
+    @locked
     def __deepcopy__(self, memo: dict[int, object]) -> RowStore:
         """Return a table by itself with the same rows: not attached, wherever this one lies."""
         self.require_whole("deepcopy")
-        memo[id(self)] = copy = self.part(None)
-        return copy
-
-    @locked
-    def part(self, own_rows: OwnRows | None) -> RowStore:
-        """Return a table by itself with copies of some rows, ``None``: of all; it has no others."""
-        copy = self.anew(own_rows)
+        memo[id(self)] = copy = self.anew()
         copy.ensure_columns(self.columns)
         self._bring_back()
-        copy._pages = copied(self._pages, copy._pages, own_rows)  # noqa: SLF001 - one of us
+        copy._pages = copied(self._pages, copy._pages)  # noqa: SLF001 - one of us
         return copy
 
     def __reduce__(self) -> tuple[Callable[..., RowStore], tuple[object, ...]]:

@@ -24,7 +24,7 @@ from tests.unit.tables.homes import (
     values_of,
     write,
 )
-from tierstore.errors import CapacityError, UsageError
+from tierstore.errors import CapacityError
 from tierstore.spi import Backend
 from tierstore.tables import Column, LogPlace, NormalRows, RowStore, StoreBlocks, TableHome
 from tierstore.testing.faults import Gate
@@ -137,36 +137,6 @@ def test_a_copy_has_what_was_written_and_makes_the_rest(
     assert visit.gather("sum")[:, 0].tolist() == pytest.approx([0.1, 7.0, 0.1, 7.0, 0.1])
     assert torch.equal(read(twin, 9), INITIAL(torch.tensor([9])))
     assert (twin.num_rows, twin.columns, twin.name) == (table.num_rows, table.columns, "deep")
-
-
-class _Odd:
-    """Rows of odd ids."""
-
-    where = "the odd rows alone"
-
-    def own(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids % 2 == 1
-
-    def as_numbers(self) -> tuple[int, int, int]:
-        return 1, 2, 1
-
-
-def test_a_part_of_a_table_has_copies_of_its_own_rows_alone() -> None:
-    table = attached(2, new_store(), width=256)  # four rows a page
-    table.ensure_columns([Column("sum", 0.1)])
-    write(table, 1.0, 1, 2, 40, 43)
-    for visit in table.visit(torch.tensor([2, 43])):
-        visit.scatter("sum", torch.full((visit.part.stop - visit.part.start, 256), 7.0))
-    part = table.part(_Odd())
-    write(table, 2.0, 1, 43)
-    assert values_of(part, 1, 43) == [1.0] * 2
-    assert torch.equal(read(part, 2), NormalRows(256, torch.float32, 5)(torch.tensor([2])))  # not copied
-    (visit,) = part.visit(torch.tensor([1, 43]))
-    assert visit.gather("sum")[:, 0].tolist() == pytest.approx([0.1, 7.0])
-    with pytest.raises(UsageError, match="table 'deep' this process has the odd rows alone"):
-        part.require_whole("all of it")
-    table.require_whole("all of it")
-    assert table.anew(_Odd()).own_rows is not None
 
 
 def test_a_table_by_itself_can_be_copied() -> None:
