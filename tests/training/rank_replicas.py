@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
@@ -166,6 +167,38 @@ def averaged(rank: int, processes: int, folder: Path) -> object:
     found["swapped"] = [differences(expected, ours), shared(ours, 10)]
     if processes == 2:
         found["refused"] = refusals(rank, folder, processes)
+    return found
+
+
+def first_passes(rank: int, processes: int, folder: Path) -> object:
+    """Whether the first pass after a start adds up as later ones do: of the same model and batch."""
+    found: dict[str, object] = {}
+
+    def passes(around: Around, keeps_buckets: bool | None) -> list[list[Tensor | None]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 1))
+        batch = torch.randn(16, 24, generator=torch.Generator().manual_seed(rank))
+        gradients = []
+        with around(model, torch.optim.SGD(model.parameters())) as run:
+            if run is not None:
+                run.average_gradients()
+            runner: nn.Module = model
+            if keeps_buckets is not None:
+                runner = DistributedDataParallel(model, find_unused_parameters=keeps_buckets)
+            for _ in range(3):
+                model.zero_grad()
+                (runner(batch) - 1).square().mean().backward()
+                gradients.append([kept(each.grad) for each in model.parameters()])
+        return gradients
+
+    with mock.patch.object(distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20):  # as it is in programs
+        for keeps_buckets in (False, True):
+            first, *later = passes(plain, keeps_buckets)
+            name = "find_unused_parameters" if keeps_buckets else "as it is"
+            found[name] = [not differences(first, each) for each in later]
+    settings = config("disk", folder / "files", processes)
+    first, *later = passes(lambda model, optimizer: offload(model, optimizer, settings), None)
+    found["average_gradients"] = [not differences(first, each) for each in later]
     return found
 
 

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    found = led(tmp_path_factory.mktemp("ranks"), "averaged:2", "averaged:3", "hundred_steps:2")
+    found = led(
+        tmp_path_factory.mktemp("ranks"), "averaged:2", "averaged:3", "hundred_steps:2", "first_passes:3"
+    )
     failed = [each for led in found.values() for each in led if isinstance(each, str)]
     assert not failed, failed[0]
     return found
@@ -47,6 +49,18 @@ def test_gradients_averaged_one_at_a_time_are_those_of_buckets_of_one(
     found: Found, how: str, processes: int
 ) -> None:
     assert [each[how] for each in found[f"averaged:{processes}"]] == [[[], True]] * processes
+
+
+def test_ddp_adds_up_otherwise_in_the_first_pass_after_a_start_unless_it_keeps_its_buckets(
+    found: Found,
+) -> None:
+    """The how-to says what a restart needs; where PyTorch has changed, it has to be written again."""
+    for each in found["first_passes:3"]:
+        assert each == {
+            "as it is": [False, False],
+            "find_unused_parameters": [True, True],
+            "average_gradients": [True, True],
+        }
 
 
 @pytest.mark.parametrize(
