@@ -41,6 +41,8 @@ For none of the attributes there is a public alternative, unless the list names 
   state_dict_entries.
 - ``_is_view``: a buffer that cannot be made anew is let go of. In: buffers.
 - ``_is_zerotensor``: zeros of forward mode are asked for bytes, and raise. In: operators.
+- ``_join_config``: inside of ``Join``, lookups wait for a process that has no more batches. In:
+  sharded_gradients.
 - ``_non_persistent_buffers_set``: checkpoints hold buffers that a state dict leaves out; the keys of
   ``state_dict`` would tell, and run everybody's hooks. In: tensor_names.
 - ``_optimizer_step_post_hooks``: users' hooks after a step see gradients that are away. In: step_hooks.

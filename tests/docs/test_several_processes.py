@@ -68,7 +68,8 @@ def test_a_process_that_is_killed_is_started_again_and_goes_on_from_the_last_che
         folder, stdout, stderr = said[f"{what} {name}"]
         found[name] = ends(stdout)
         assert sorted(each.name for each in (folder / "offload").iterdir()) == ["rank-0", "rank-1"]
-        assert ("exitcode: -9" in stderr) == (name == "killed")
+        # Of two that fail, torchrun names the one that it notices first: who was killed, or who waited.
+        assert ("failed (exitcode: " in stderr) == (name == "killed")
     assert {rank: step for rank, (step, _) in found["whole"].items()} == {0: 0, 1: 0}
     assert {rank: step for rank, (step, _) in found["killed"].items()} == {0: 4, 1: 4}
     (total,) = {total for each in found.values() for _, total in each.values()}

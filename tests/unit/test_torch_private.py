@@ -428,5 +428,8 @@ def test_a_group_says_how_long_it_waits() -> None:
         module._ddp_params_and_buffers_to_ignore = ["left.weight", "left.bias"]
         wrapper: Any = torch.nn.parallel.DistributedDataParallel(module)
         assert wrapper.parameters_to_ignore == {"left.weight", "left.bias"}
+        assert not wrapper._join_config.enable
+        with wrapper.join():
+            assert wrapper._join_config.enable
     finally:
         distributed.destroy_process_group()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Final, NamedTuple, TypeVar
@@ -87,7 +88,7 @@ class RowExchange:
         self._names = names
         self._group: distributed.ProcessGroup | None = None
         self._done: dict[tuple[int, int], int] = {}
-        self._is_busy = False
+        self._busy = threading.Lock()
         self._is_midway = False
         self._now: Announcement | None = None  # what this process does, or did last
         self._failure: Exception | None = None  # of an exchange, for another process
@@ -111,15 +112,13 @@ class RowExchange:
         Raises:
             UsageError: an exchange is under way, or the process has left.
         """
-        if self._is_busy:
+        if not self._busy.acquire(blocking=False):
             raise UsageError(
                 "rows of tables are on their way between processes: use tables from one thread, and not in a "
                 "signal's handler"
             )
-        if self._group is None:
-            raise UsageError(self._why_left)
-        self._is_busy = True
         try:
+            self._require_group()
             yield
         except BaseException as error:
             if self._is_midway:
@@ -130,7 +129,12 @@ class RowExchange:
                 )
             raise
         finally:
-            self._is_busy = self._is_midway = False
+            self._is_midway = False
+            self._busy.release()
+
+    def _require_group(self) -> None:
+        if self._group is None:
+            raise UsageError(self._why_left)
 
     def is_over(self) -> bool:
         """Whether this process has left: no rows can be exchanged any more."""
