@@ -243,6 +243,7 @@ class TablePages:
         self.counts.hits += len(frames)
         if self.is_fixed:
             self.frames.use(frames)
+            self._clean_ahead()
 
     def change(self, frames: Frames) -> None:
         """Note that rows in these frames are about to be written."""

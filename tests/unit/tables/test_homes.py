@@ -186,3 +186,17 @@ def test_rows_asked_for_again_are_looked_for_once_and_counted_twice(monkeypatch:
     assert values_of(table, 4, 7) == [2.0, 2.0]
     assert values_of(table, 0, 1, 2, 3) == [3.0] * 4
     assert asked[:3] == [[0, 1, 2], [3], [4, 7]]
+
+
+def test_rows_asked_for_again_let_what_goes_next_be_written_as_well() -> None:
+    executor = Sometimes()
+    table = attached(512, new_store(disk_pages=1000), executor=executor)
+    write(table, 1.0, *range(512))
+    executor.is_waiting = True
+    for _ in range(2):  # a lookup and its step: as much at once as may be under way, and then the next
+        write(table, 2.0, 0)
+        assert executor.tasks
+        executor.work()
+        executor.is_waiting = True
+    executor.work()
+    assert values_of(table, *range(512)) == [2.0, *[1.0] * 511]
