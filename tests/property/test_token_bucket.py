@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.virtual_timer import S, VirtualTimer
+from tierstore.pacing import TokenBucket
 from tierstore.spi import Completion
-from tierstore.wrappers.bandwidth import TokenBucket, _LimitedLink
+from tierstore.wrappers.bandwidth import _LimitedLink
 
 RATES = st.integers(1, 10**12)
 BURSTS = st.integers(1, 10**9)
