@@ -39,16 +39,19 @@ marks = st.builds(
     st.sampled_from(Treatment),
     st.integers(0, 2**40),
 )
+shares = st.floats(0, 1, exclude_min=True)
 placements = st.builds(
     Placement,
     st.dictionaries(names, bundle_homes(), max_size=3),
     st.sampled_from(Stashing),
-    st.dictionaries(names, st.floats(0, 1, exclude_min=True), max_size=3),
+    st.dictionaries(names, shares, max_size=3),
     st.none() | st.frozensets(names, max_size=4),
     st.lists(marks, max_size=3).map(tuple),
     st.none() | names,
     st.dictionaries(names, devices, max_size=2),
     st.dictionaries(names, st.builds(TableFrames, st.integers(1, 2**50)), max_size=2),
+    st.dictionaries(names, shares, max_size=2),
+    st.dictionaries(names, shares, max_size=2),
 )
 
 

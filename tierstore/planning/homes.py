@@ -9,16 +9,14 @@ import enum
 import functools
 from dataclasses import dataclass
 
-from tierstore.errors import ConfigError
-from tierstore.quoting import listed, quoted
+from tierstore.planning.wrong_values import WrongValues
+from tierstore.quoting import listed
 
 DEVICE = "device"
 CPU = "cpu"
 DEVICES = (DEVICE, CPU)
 DEVICES_LISTED = listed(DEVICES)
 """In messages of what is accepted."""
-
-_MOST_FAULTS = 32
 
 
 class Stashing(enum.Enum):
@@ -35,29 +33,6 @@ class Treatment(enum.Enum):
     KEEP = "keep"  # they stay
     SWAP = "swap"  # they leave the device and come back
     RECOMPUTE = "recompute"  # they are made again
-
-
-class WrongPlacement:
-    """Gathers what is wrong, so that one error says all of it."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def add(self, name: str, value: object, accepted: str) -> None:
-        """Note that something cannot be so."""
-        self.lines.append(f"{name}={quoted(value)}: accepted: {accepted}")
-
-    def add_unless(self, is_right: bool, name: str, value: object, accepted: str) -> None:
-        """Note it if it is not right."""
-        if not is_right:
-            self.add(name, value, accepted)
-
-    def raise_if_any(self, owner: str) -> None:
-        """Raise one error that lists everything."""
-        if self.lines:
-            more = len(self.lines) - _MOST_FAULTS
-            shown = [*self.lines[:_MOST_FAULTS], *[f"and {more} more"] * (more > 0)]
-            raise ConfigError(f"{owner}: " + "\n  ".join(shown))
 
 
 def is_name(value: object) -> bool:
@@ -93,7 +68,7 @@ class Home:
     returns: bool = False
 
     def __post_init__(self) -> None:
-        faults = WrongPlacement()
+        faults = WrongValues()
         faults.add_unless(
             self.tier is None or is_name(self.tier), "tier", self.tier, "a tier's name, or null"
         )
@@ -130,7 +105,7 @@ class BundleHomes:
     is_pinned: bool = False
 
     def __post_init__(self) -> None:
-        faults = WrongPlacement()
+        faults = WrongValues()
         for name in ("parameters", "gradients", "state"):
             faults.add_unless(isinstance(getattr(self, name), Home), name, getattr(self, name), "a Home")
         faults.add_unless(isinstance(self.is_pinned, bool), "is_pinned", self.is_pinned, "true or false")
@@ -166,7 +141,7 @@ class PlacedMark:
     ahead: int = 0
 
     def __post_init__(self) -> None:
-        faults = WrongPlacement()
+        faults = WrongValues()
         faults.add_unless(_is_count(self.layer), "layer", self.layer, "an int of at least 0")
         faults.add_unless(isinstance(self.operators, str), "operators", self.operators, "a pattern, or ''")
         faults.add_unless(

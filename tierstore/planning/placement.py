@@ -31,16 +31,17 @@ from tierstore.planning.homes import (
     PlacedMark,
     Stashing,
     Treatment,
-    WrongPlacement,
     is_name,
     values_of,
 )
 from tierstore.planning.table_frames import TableFrames
+from tierstore.planning.wrong_values import WrongValues
 from tierstore.quoting import listed, named, quoted
 
 V = TypeVar("V")
 
 _SHOWN = 3
+_SHARES = ("ahead", "high", "shares")
 
 
 def _is_share(value: object) -> bool:
@@ -79,6 +80,9 @@ class Placement:
             later; a tier that is not named has nothing ahead.
         residents: keys of bundles that stay in the fastest tier from step to step, with their gradients and
             state, as long as anything else can go; ``None``: chosen when a step has run.
+        high: by tier, the share of it above which it writes back what is needed last before anybody waits for
+            room; a tier that is not named: as its configuration says.
+        shares: by tier, the share of its quota that the run uses at all; a tier that is not named: all of it.
         marks: what happens to activations, in the order in which later marks override.
         inputs: the tier in which what recomputed modules are given waits for backward; ``None``: it stays.
         modules: by pattern of their names, the device that modules compute on (``"cpu"`` or ``"device"``),
@@ -97,18 +101,21 @@ class Placement:
     inputs: str | None = None
     modules: Mapping[str, str] = field(default_factory=dict, hash=False)
     tables: Mapping[str, TableFrames] = field(default_factory=dict, hash=False)
+    high: Mapping[str, float] = field(default_factory=dict, hash=False)
+    shares: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        faults = WrongPlacement()
+        faults = WrongValues()
         for key, homes in self.bundles.items():
             is_right = is_name(key) and isinstance(homes, BundleHomes)
             faults.add_unless(is_right, f"bundles[{named(key)}]", homes, "BundleHomes under a key")
         faults.add_unless(isinstance(self.stashing, Stashing), "stashing", self.stashing, values_of(Stashing))
-        for tier, share in self.ahead.items():
-            is_right = is_name(tier) and _is_share(share)
-            faults.add_unless(
-                is_right, f"ahead[{named(tier)}]", share, "a share greater than 0 and at most 1"
-            )
+        for name in _SHARES:
+            for tier, share in getattr(self, name).items():
+                is_right = is_name(tier) and _is_share(share)
+                faults.add_unless(
+                    is_right, f"{name}[{named(tier)}]", share, "a share greater than 0 and at most 1"
+                )
         is_set = isinstance(self.residents, Set | list | tuple) and all(map(is_name, self.residents))
         faults.add_unless(
             self.residents is None or is_set, "residents", self.residents, "keys of bundles, or null"
@@ -123,11 +130,13 @@ class Placement:
             object.__setattr__(self, "residents", frozenset(self.residents))
         object.__setattr__(self, "marks", tuple(self.marks))
         object.__setattr__(self, "bundles", FrozenMapping(self.bundles))
-        object.__setattr__(self, "ahead", FrozenMapping({k: float(v) for k, v in self.ahead.items()}))
+        for name in _SHARES:
+            shares = {tier: float(share) for tier, share in getattr(self, name).items()}
+            object.__setattr__(self, name, FrozenMapping(shares))
         object.__setattr__(self, "modules", FrozenMapping(self.modules))
         object.__setattr__(self, "tables", FrozenMapping(self.tables))
 
-    def _check_modules(self, faults: WrongPlacement) -> None:
+    def _check_modules(self, faults: WrongValues) -> None:
         for pattern, device in self.modules.items():
             is_right = is_name(pattern) and device in DEVICES
             faults.add_unless(is_right, f"modules[{named(pattern)}]", device, DEVICES_LISTED)
@@ -147,6 +156,8 @@ class Placement:
             f"{len(self.bundles)} bundles; gradients are stashed: {self.stashing.value}",
             f"ahead: {ahead or 'nothing'}",
             f"residents: {residents}",
+            *(f"{tier} writes back above {share:.4g} of it" for tier, share in self.high.items()),
+            *(f"{share:.4g} of {tier} is used" for tier, share in self.shares.items()),
             *(f"{_some(keys)}: {homes}" for homes, keys in self._alike().items()),
             *map(str, self.marks),
             *([] if self.inputs is None else [f"what recomputed modules are given: in {self.inputs}"]),
@@ -163,6 +174,8 @@ class Placement:
             "stashing": self.stashing.value,
             "ahead": dict(self.ahead),
             "residents": None if self.residents is None else sorted(self.residents),
+            "high": dict(self.high),
+            "shares": dict(self.shares),
             "bundles": [
                 {_KEYS: list(keys), **_plain(homes)}
                 for homes, keys in groupby(self.bundles, self.bundles.__getitem__)
@@ -194,7 +207,7 @@ class Placement:
         Raises:
             ConfigError: lists every fault by the path of its name.
         """
-        faults = WrongPlacement()
+        faults = WrongValues()
         given = _by_key(_in_full(mapping), faults)
         own = {**self.to_mapping(), "bundles": {key: _plain(homes) for key, homes in self.bundles.items()}}
         found = _read_placement(_overlaid(own, given, _OVERLAID_LEVELS), "placement", faults)
@@ -220,7 +233,7 @@ class Placement:
 # ---------------------------------------------------------------------- reading plain values
 
 
-Reader = Callable[[object, str, WrongPlacement], object]
+Reader = Callable[[object, str, WrongValues], object]
 """Takes a value, what it is called, and where faults go."""
 
 _KEYS = "keys"
@@ -232,7 +245,7 @@ def _made(kind: type[Any], readers: Mapping[str, Reader]) -> Reader:
     known = [each.name for each in fields(kind)]
     accepted = f"the keys {listed(known)}"
 
-    def read(given: object, where: str, faults: WrongPlacement) -> object:
+    def read(given: object, where: str, faults: WrongValues) -> object:
         if isinstance(given, Mapping):
             for key in given:
                 if key not in known:
@@ -255,13 +268,13 @@ def _made(kind: type[Any], readers: Mapping[str, Reader]) -> Reader:
     return read
 
 
-def _as_given(given: object, where: str, faults: WrongPlacement) -> object:
+def _as_given(given: object, where: str, faults: WrongValues) -> object:
     del where, faults
     return given
 
 
 def _enum(kind: type[enum.Enum]) -> Reader:
-    def read(given: object, where: str, faults: WrongPlacement) -> object:
+    def read(given: object, where: str, faults: WrongValues) -> object:
         found = next((each for each in kind if each.value == given), None)
         faults.add_unless(found is not None, where, given, values_of(kind))
         return found
@@ -270,7 +283,7 @@ def _enum(kind: type[enum.Enum]) -> Reader:
 
 
 def _mapping_of(reader: Reader) -> Reader:
-    def read(given: object, where: str, faults: WrongPlacement) -> object:
+    def read(given: object, where: str, faults: WrongValues) -> object:
         if not isinstance(given, Mapping):
             faults.add(where, given, "a mapping")
             return {}
@@ -280,7 +293,7 @@ def _mapping_of(reader: Reader) -> Reader:
 
 
 def _list_of(reader: Reader) -> Reader:
-    def read(given: object, where: str, faults: WrongPlacement) -> object:
+    def read(given: object, where: str, faults: WrongValues) -> object:
         if not isinstance(given, list | tuple):
             faults.add(where, given, "a list")
             return ()
@@ -289,7 +302,7 @@ def _list_of(reader: Reader) -> Reader:
     return read
 
 
-def _names_or_none(given: object, where: str, faults: WrongPlacement) -> object:
+def _names_or_none(given: object, where: str, faults: WrongValues) -> object:
     if given is None:
         return None
     are_names = isinstance(given, list | tuple) and all(map(is_name, given))
@@ -297,7 +310,7 @@ def _names_or_none(given: object, where: str, faults: WrongPlacement) -> object:
     return frozenset(given) if are_names and isinstance(given, Sequence) else None
 
 
-def _by_key(given: object, faults: WrongPlacement) -> object:
+def _by_key(given: object, faults: WrongValues) -> object:
     """Return a placement's plain values with its bundles by their keys."""
     entries = given.get("bundles") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(entries, list | tuple):
@@ -362,7 +375,7 @@ def _with_one_device(homes: Mapping[str, object]) -> Mapping[str, object]:
 
 def pins_in(mapping: object) -> dict[str, bool]:
     """Return which bundles plain values pin and unpin, by key; of what is wrong, nothing."""
-    given = _by_key(mapping, WrongPlacement())
+    given = _by_key(mapping, WrongValues())
     bundles = given.get("bundles") if isinstance(given, Mapping) else None
     pins = {
         key: homes.get("is_pinned") for key, homes in (bundles.items() if isinstance(bundles, dict) else ())
@@ -400,7 +413,7 @@ _read_placement = _made(
     {
         "stashing": _enum(Stashing),
         "residents": _names_or_none,
-        "ahead": _mapping_of(_as_given),
+        **dict.fromkeys(_SHARES, _mapping_of(_as_given)),
         "bundles": _mapping_of(
             _made(BundleHomes, dict.fromkeys(("parameters", "gradients", "state"), _made(Home, {})))
         ),

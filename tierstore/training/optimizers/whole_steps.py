@@ -43,7 +43,7 @@ _REGISTER = (
 )
 
 
-class Moment(enum.Enum):
+class StepPlace(enum.Enum):
     """Where in a step the optimizer is, and what the session does for it."""
 
     AT_REST = enum.auto()  # nothing: no step is under way
@@ -60,14 +60,14 @@ class Turning(enum.Enum):
     END = enum.auto()
 
 
-_NEXT: dict[tuple[Moment, Turning], Moment] = {
-    (Moment.AT_REST, Turning.BEGIN): Moment.STEPPING,
-    (Moment.STEPPING, Turning.MODEL_BEGINS): Moment.IN_MODEL,
-    (Moment.IN_MODEL, Turning.MODEL_BEGINS): Moment.IN_MODEL,
-    (Moment.STEPPING, Turning.CLOSURE_ENDS): Moment.STEPPING,
-    (Moment.IN_MODEL, Turning.CLOSURE_ENDS): Moment.STEPPING,
-    (Moment.STEPPING, Turning.END): Moment.AT_REST,
-    (Moment.IN_MODEL, Turning.END): Moment.AT_REST,
+_NEXT: dict[tuple[StepPlace, Turning], StepPlace] = {
+    (StepPlace.AT_REST, Turning.BEGIN): StepPlace.STEPPING,
+    (StepPlace.STEPPING, Turning.MODEL_BEGINS): StepPlace.IN_MODEL,
+    (StepPlace.IN_MODEL, Turning.MODEL_BEGINS): StepPlace.IN_MODEL,
+    (StepPlace.STEPPING, Turning.CLOSURE_ENDS): StepPlace.STEPPING,
+    (StepPlace.IN_MODEL, Turning.CLOSURE_ENDS): StepPlace.STEPPING,
+    (StepPlace.STEPPING, Turning.END): StepPlace.AT_REST,
+    (StepPlace.IN_MODEL, Turning.END): StepPlace.AT_REST,
 }
 
 
@@ -85,7 +85,7 @@ class WholeSteps:
         self.state = state
         self.seconds = 0.0
         self._trainer = trainer
-        self._moment = Moment.AT_REST
+        self._moment = StepPlace.AT_REST
         self._progress = Progress.WHOLE
         self._last: Binding | None = None
         self._thread = 0
@@ -99,7 +99,7 @@ class WholeSteps:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The step begins; it is called as it was, but that its closure is watched."""
-        if self._moment is not Moment.AT_REST:
+        if self._moment is not StepPlace.AT_REST:
             self.abandon()
         self._trainer.begin_step(self)
         self.begin()
@@ -114,7 +114,7 @@ class WholeSteps:
 
     def after(self) -> bool:
         """Take in the state that there is now; return whether a step has ended."""
-        if self._moment is Moment.AT_REST:
+        if self._moment is StepPlace.AT_REST:
             return False
         self._end()
         self.state.take_in_all()
@@ -123,7 +123,7 @@ class WholeSteps:
 
     def abandon(self) -> None:
         """An exception has ended the step; remember if it has left something half done."""
-        if self._moment is Moment.AT_REST:
+        if self._moment is StepPlace.AT_REST:
             return
         if self._has_written():
             self._progress = Progress.PARTIAL
@@ -136,16 +136,16 @@ class WholeSteps:
 
     def require_whole(self) -> None:
         """See `Steps.require_whole`."""
-        if self._moment is not Moment.AT_REST and not runs_of_step(self.optimizer):
+        if self._moment is not StepPlace.AT_REST and not runs_of_step(self.optimizer):
             self.abandon()
-        if self._moment is not Moment.AT_REST or self._progress is not Progress.WHOLE:
+        if self._moment is not StepPlace.AT_REST or self._progress is not Progress.WHOLE:
             raise not_whole(self.optimizer)
 
     def _turn(self, turning: Turning) -> None:
         self._moment = _NEXT[self._moment, turning]
 
     def _end(self) -> None:
-        if self._moment is Moment.STEPPING:
+        if self._moment is StepPlace.STEPPING:
             self._stop()
         self._turn(Turning.END)
         self._last = None
@@ -169,7 +169,7 @@ class WholeSteps:
     def _watched(self, closure: Closure) -> Closure:
         @functools.wraps(closure)
         def watched(*args: object, **kwargs: object) -> object:
-            if self._moment is Moment.AT_REST:  # kept for later, when the step is over
+            if self._moment is StepPlace.AT_REST:  # kept for later, when the step is over
                 return closure(*args, **kwargs)
             self.begin_model()
             try:
@@ -180,14 +180,14 @@ class WholeSteps:
         return watched
 
     def _end_closure(self) -> None:
-        if self._moment is not Moment.AT_REST:  # as it is when somebody has called the closure too late
+        if self._moment is not StepPlace.AT_REST:  # as it is when somebody has called the closure too late
             self._turn(Turning.CLOSURE_ENDS)
             self._trainer.go_on_with_step()
             self._go_on()
 
     def begin_model(self) -> None:
         """The model begins to run: it does so where it always does."""
-        if self._moment is Moment.STEPPING:
+        if self._moment is StepPlace.STEPPING:
             if self._has_written():
                 self._writes += 1
             self._stop()
@@ -212,7 +212,7 @@ class WholeSteps:
 
         Not what is about to be used: state that has grown is bound anew, and the use knows its old binding.
         """
-        if self._moment is not Moment.STEPPING or threading.get_ident() != self._thread:
+        if self._moment is not StepPlace.STEPPING or threading.get_ident() != self._thread:
             return
         for bundle in bindings:
             if bundle is not self._last and bundle in self._trainer.order:
@@ -223,11 +223,11 @@ class WholeSteps:
 
     def note_write(self) -> None:
         """See `Steps.note_write`."""
-        self._writes += self._moment is Moment.STEPPING
+        self._writes += self._moment is StepPlace.STEPPING
 
     def _has_written(self) -> bool:
         """Whether the step may have changed parameters, gradients or state, as far as a store can tell."""
-        is_here = self._moment is Moment.STEPPING
+        is_here = self._moment is StepPlace.STEPPING
         return self._writes > 0 or (is_here and self._sum_of_versions() != self._versions)
 
     def _sum_of_versions(self) -> int:
@@ -248,7 +248,7 @@ class WholeSteps:
 
     def explain(self, error: CapacityError) -> CapacityError:
         """Say whose step needs what, whether it has changed anything, and what to do."""
-        if self._moment is not Moment.STEPPING:
+        if self._moment is not StepPlace.STEPPING:
             return error
         kind = type(self.optimizer).__name__
         consequence = (
