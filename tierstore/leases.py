@@ -104,13 +104,14 @@ class Lease:
 
         The lease goes on with the new keys; the former ones keep their other replicas and are free to
         be used.  So new bytes can be written beside the old ones, until `Store.rename` lets them take
-        their place, all at once, or `Store.drop` forgets them.
+        their place, all at once, or `Store.drop` forgets them.  Blocks while copies of the keys are under
+        way, as they could fail yet: on a device whose copies are in stream order a lease begins before that.
 
         Args:
             names: the new key for each key of the lease that is to be split.
 
         Returns:
-            False, and nothing was changed, if a key has no other ready replica.
+            False, and nothing was changed, if a key has no other ready replica, or the copy of one failed.
 
         Raises:
             KeyNotFound: a key is not in the lease.

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.test_ledger import DEVICE, DISK, HOST, Desk
 from tierstore.core import messages as m
-from tierstore.errors import KeyExists, KeyNotFound, LeaseError, UsageError
+from tierstore.errors import BackendError, KeyExists, KeyNotFound, LeaseError, UsageError
 
 
 def desk_with_two_replicas(key: str = "k") -> Desk:
@@ -81,12 +81,62 @@ def test_the_lease_goes_on_with_the_new_key_and_the_old_one_is_free() -> None:
     assert (desk.ledger.where("k"), desk.ledger.where("new")) == ((HOST,), (DEVICE,))
 
 
-def test_what_is_ready_in_stream_order_only_does_not_leave_its_key() -> None:
+def desk_whose_copy_is_ordered() -> tuple[Desk, int, int]:
+    """Return a desk, the lease of a key whose bytes are still on their way, and a split of it that waits."""
     desk = Desk()
     desk.store("k", 10, HOST)
     lease = desk.lease("k", access=m.Access.WRITE)
     desk.tell(m.CopyOrdered(desk.copies[0].copy))
-    assert not split_lease(desk, lease, k="new"), "its bytes are still on their way"
+    number = desk.next()
+    desk.tell(m.SplitRequested(number, lease, {desk.leased[lease][0].place: "new"}))
+    assert number not in desk.answers
+    return desk, lease, number
+
+
+def test_what_is_ready_in_stream_order_only_leaves_its_key_when_its_bytes_are_there() -> None:
+    desk, lease, number = desk_whose_copy_is_ordered()
+    desk.run()
+    assert desk.answers[number] == "granted"
+    desk.tell(m.LeaseReleased(lease, written=True))
+    assert (desk.ledger.where("k"), desk.ledger.where("new")) == ((HOST,), (DEVICE,))
+
+
+def test_what_never_comes_does_not_leave_its_key() -> None:
+    desk, lease, number = desk_whose_copy_is_ordered()
+    desk.tell(m.CopyDone(desk.copies.pop().copy, BackendError("the link broke")))
+    assert desk.answers[number] is None
+    assert list(desk.ledger) == ["k"]
+    desk.tell(m.LeaseReleased(lease, written=False))
+    desk.ledger.check()
+
+
+def test_a_split_whose_lease_ends_while_it_waits_changes_nothing() -> None:
+    desk, lease, number = desk_whose_copy_is_ordered()
+    desk.tell(m.LeaseReleased(lease, written=False))
+    assert number not in desk.answers
+    desk.run()
+    assert desk.answers[number] is None
+    assert list(desk.ledger) == ["k"]
+
+
+def test_a_split_whose_name_is_taken_while_it_waits_is_refused() -> None:
+    desk, lease, number = desk_whose_copy_is_ordered()
+    desk.store("new", 5, DISK)
+    desk.run()
+    assert isinstance(desk.answers[number], KeyExists)
+    desk.tell(m.LeaseReleased(lease, written=False))
+    assert set(desk.ledger) == {"k", "new"}
+
+
+def test_a_split_that_waits_is_answered_before_the_store_is_closed() -> None:
+    desk, lease, number = desk_whose_copy_is_ordered()
+    closing = desk.next()
+    desk.tell(m.CloseRequested(closing))
+    desk.run()
+    assert number in desk.answers
+    desk.tell(m.LeaseReleased(lease, written=False))
+    desk.run()
+    assert closing in desk.answers
 
 
 def test_what_is_ready_in_stream_order_only_does_not_stay_behind_alone() -> None:
@@ -95,9 +145,12 @@ def test_what_is_ready_in_stream_order_only_does_not_stay_behind_alone() -> None
     desk.tell(m.CopyOrdered(desk.copies[0].copy))
     desk.put("other", 95, HOST)  # for which the host replica goes
     assert desk.ledger.where("k") == (DEVICE, DISK)
-    assert not split(desk, k="new"), "the copy to disk may fail yet"
+    lease = desk.lease("k", access=m.Access.WRITE)
+    number = desk.next()
+    desk.tell(m.SplitRequested(number, lease, {desk.leased[lease][0].place: "new"}))
+    assert number not in desk.answers, "the copy to disk may fail yet"
     desk.run()
-    assert split(desk, k="new")
+    assert desk.answers[number] == "granted"
 
 
 def test_several_keys_are_split_together_or_not_at_all() -> None:

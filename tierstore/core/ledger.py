@@ -36,7 +36,7 @@ from tierstore.core.entry import Entry, EntryLife, Replica, Want
 from tierstore.core.eviction import Policy
 from tierstore.core.inflight import MOST_IN_FLIGHT
 from tierstore.core.model import Tier
-from tierstore.core.renaming import can_split, check_names
+from tierstore.core.renaming import can_split, check_names, is_split_to_wait
 from tierstore.core.requests import (
     EvictRequest,
     FetchRequest,
@@ -50,7 +50,15 @@ from tierstore.core.requests import (
     refuse_if_written,
 )
 from tierstore.core.tier_state import advice
-from tierstore.errors import CapacityError, KeyExists, KeyNotFound, LeaseError, StoreClosed, UsageError
+from tierstore.errors import (
+    CapacityError,
+    KeyExists,
+    KeyNotFound,
+    LeaseError,
+    StoreClosed,
+    TierStoreError,
+    UsageError,
+)
 from tierstore.units import format_bytes
 
 DEFAULT_WINDOW_BYTES = 256 * 1024**2
@@ -97,6 +105,7 @@ class Ledger:
         self._leases: dict[int, LeaseRequest] = {}
         self._reads: dict[int, Replica] = {}
         self._closing: int | None = None
+        self._splits: list[m.SplitRequested] = []  # that wait for copies
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.PutRequested: self._put,
             m.LeaseRequested: self._lease,
@@ -116,7 +125,7 @@ class Ledger:
             m.Advanced: self._advance,
             m.CopyOrdered: self.scheduler.copy_ordered,
             m.CopyRefused: self.scheduler.copy_refused,
-            m.CopyDone: self.scheduler.copy_done,
+            m.CopyDone: self._copy_done,
             m.CommitDone: self.commits.done,
             m.Freed: self._freed,
         }
@@ -301,6 +310,9 @@ class Ledger:
         replicas = [replica for replica in lease.held if replica.place in event.names]
         names = {replica.key: event.names[replica.place] for replica in replicas}
         check_names(self.books, names, replace=False)
+        if is_split_to_wait(replicas):
+            self._splits.append(event)
+            return
         if not all(can_split(replica) for replica in replicas):
             self.books.out.append(m.Settle(event.request))
             return
@@ -308,6 +320,23 @@ class Ledger:
             self.note_change(names[replica.key])
             self.books.split(replica, names[replica.key])
         self.books.out.append(m.Grant(event.request, [granted(replica) for replica in replicas]))
+
+    def _copy_done(self, event: m.CopyDone) -> None:
+        self.scheduler.copy_done(event)
+        if self._splits:
+            self._split_again(has_failed=event.error is not None)
+
+    def _split_again(self, *, has_failed: bool) -> None:
+        """Look at splits that wait for copies: at those of a copy that failed for the last time."""
+        waiting, self._splits = self._splits, []
+        for event in waiting:
+            if has_failed or event.lease not in self._leases:
+                self.books.out.append(m.Settle(event.request))
+                continue
+            try:
+                self._split(event)
+            except TierStoreError as error:  # a name was taken meanwhile
+                self.books.out.append(m.Settle(event.request, error))
 
     def _rename(self, event: m.RenameRequested) -> None:
         check_names(self.books, event.names, replace=event.replace)

@@ -155,7 +155,8 @@ class DropRequested:
 class SplitRequested:
     """Who holds the write lease ``lease`` wants replicas that it holds to be keys of their own.
 
-    ``names`` are the new keys.  Granted with the replicas, or settled without: nothing was changed.
+    ``names`` are the new keys.  Granted with the replicas, or settled without: nothing was changed.  Copies
+    of the replicas that are still under way are waited for.
     """
 
     request: int

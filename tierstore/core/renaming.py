@@ -3,14 +3,15 @@
 No byte moves in either, so both are decided at once.
 
 1. *Split*: a replica that is leased for writing leaves its key together with the lease, if another
-   READY one stays behind.  Each of the two keys then has a last copy of its own.
+   READY one stays behind.  Each of the two keys then has a last copy of its own.  What is READY in stream
+   order only, while its bytes are on their way, is waited for: the copy may fail yet.
 2. *Rename*: all of the given keys, or none.  What was under a new name before is dropped, as `drop`
    drops it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tierstore.core.books import Books
 from tierstore.core.entry import EntryLife, Replica
@@ -18,13 +19,18 @@ from tierstore.errors import KeyExists, KeyNotFound, UsageError
 
 
 def can_split(replica: Replica) -> bool:
-    """Whether a replica that is leased for writing can leave its key.
+    """Whether a replica that is leased for writing can leave its key now."""
+    return replica.copy is None and any(other.copy is None for other in _others(replica))
 
-    One that is READY in stream order only, while its bytes are still on their way, neither leaves nor
-    stays behind: the copy may fail yet.
-    """
-    others = [other for other in replica.entry.ready() if other is not replica]
-    return replica.copy is None and any(other.copy is None for other in others)
+
+def is_split_to_wait(replicas: Sequence[Replica]) -> bool:
+    """Whether replicas that cannot leave their keys now can once copies have ended."""
+    could = all(_others(replica) for replica in replicas)
+    return could and not all(can_split(replica) for replica in replicas)
+
+
+def _others(replica: Replica) -> list[Replica]:
+    return [other for other in replica.entry.ready() if other is not replica]
 
 
 def check_names(books: Books, names: Mapping[str, str], *, replace: bool) -> None:
