@@ -48,6 +48,7 @@ FIGURES = (
     "host-device-step",
     "host-steps",
     "simulated-host-steps",
+    "planned-ideal",
 )
 """Every figure of `FIGURES_PAGE`, in its order."""
 

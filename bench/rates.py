@@ -19,6 +19,9 @@ MEMORY_OVER_LINK = 1555 / 25
 STEP_S = 0.4
 """What the kernels of `simulated-step` take, and about what its bytes take each way."""
 
+IDEAL_TOKENS = 32_768
+"""In a batch of the run that is held against its ideal: as many as Llama 7B is trained with."""
+
 STATE_OVER_PARAMETERS = 4  # read in a step: parameters for forward and for backward, and two moments
 
 
@@ -69,4 +72,19 @@ def for_workload(workload: Workload) -> Rates:
     return Rates(
         operations=operations / seconds,
         link=STATE_OVER_PARAMETERS * workload.parameter_bytes / seconds,
+    )
+
+
+def for_large_batches(workload: Workload) -> Rates:
+    """Let the products take `STEP_S`, and the link be as slow beside them as 25 GB/s are beside an A100's.
+
+    The A100 trains on `IDEAL_TOKENS` tokens: six operations a parameter and token, at the utilisation of
+    `bench.links`.  What is used of a parameter, in float32, is four times 4 bytes.
+    """
+    bytes_s = STATE_OVER_PARAMETERS * 4 / (A100.link)
+    products_s = 6 * IDEAL_TOKENS / (A100.operations_a_s * A100.utilisation)
+    seconds = STEP_S * workload.share
+    return Rates(
+        operations=6 * workload.parameter_bytes / 4 * BATCH / seconds,
+        link=STATE_OVER_PARAMETERS * workload.parameter_bytes / (seconds * bytes_s / products_s),
     )

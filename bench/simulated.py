@@ -16,7 +16,13 @@ from pathlib import Path
 from bench.command import Question, Settings, UnmeasurableError, main
 from bench.record import Better, Figure
 
-NAMES = ("simulated-swap-peak", "simulated-swap-step", "simulated-swap-and-recompute", "simulated-step")
+NAMES = (
+    "simulated-swap-peak",
+    "simulated-swap-step",
+    "simulated-swap-and-recompute",
+    "simulated-step",
+    "planned-ideal",
+)
 
 
 def measure(name: str, settings: Settings) -> Figure:

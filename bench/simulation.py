@@ -30,7 +30,7 @@ from bench.host_steps import AIM, BAR, stepped_on_the_host
 from bench.llamas import MIB, Manner, Size, Trainee, marks
 from bench.measure import Run, Spread, ratios, take_turns
 from bench.paced import NONE, equal_losses
-from bench.rates import Rates, for_llama, for_workload
+from bench.rates import IDEAL_TOKENS, Rates, for_large_batches, for_llama, for_workload
 from bench.record import Better, Figure
 from bench.training import STATE_TENSORS, STEPS_A_TURN
 from bench.workload import Workload
@@ -49,6 +49,11 @@ SETTLING_TURNS = 2
 FULL_NAME = "full recompute"
 OURS_NAME = "swapped"
 MIX_NAME = "swapped and recomputed"
+IDEAL_QUOTA = 0.3
+"""Of the peak with everything on the device."""
+
+LEARNED_STEPS = 6
+"""Until a plan is made of what paced steps take."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +305,49 @@ def host_steps(settings: Settings) -> Figure:
     return Figure("simulated-host-steps", what, times.median, "x its time", BAR, AIM, Better.LOWER, details)
 
 
+def ideal(settings: Settings) -> Figure:
+    """Train through a device that has three tenths of what all takes, in turns with one that has it."""
+    workload = Workload.scaled(settings.scale)
+    rates = for_large_batches(workload)
+    with steps.Trainee(workload, device=accelerator.DEVICE) as plain:
+        plain.seconds_a_step(COMPUTED_STEPS)
+        peak_bytes = torch.accelerator.max_memory_allocated()
+        config = ts.OffloadConfig(
+            device=accelerator.DEVICE.type,
+            max_device_memory=int(IDEAL_QUOTA * peak_bytes) + torch.accelerator.memory_allocated(),
+            offload_cpu_size=2 * STATE_TENSORS * workload.parameter_bytes,
+            offload_disk_size=0,
+        )
+        with steps.Trainee(workload, config, device=accelerator.DEVICE) as ours:
+            ours.seconds_a_step(COMPUTED_STEPS)
+            said = equal_losses(ours.losses.cpu(), plain.losses.cpu())
+            work = {
+                "plain": lambda: plain.seconds_a_step(STEPS_A_TURN),
+                "offloaded": lambda: ours.seconds_a_step(STEPS_A_TURN),
+            }
+            with _pace(rates):
+                ours.seconds_a_step(LEARNED_STEPS)
+                turns = _turns(work, settings)
+            placement = str(ours.placement).splitlines()
+    share = _times(turns, "plain", "offloaded")
+    floor = statistics.median(turns["plain"].step) / turns["offloaded"].floor_s
+    details = {
+        "the device": str(rates),
+        "peak of all of it": f"{peak_bytes / MIB:.0f} MiB",
+        **{name: str(each) for name, each in turns.items()},
+        "plain, times offloaded": str(share),
+        "the same by what moves and computes": f"{floor:.3f}",
+        "placement": "; ".join(line.strip() for line in placement[:4]),
+        "losses of computed steps": said,
+    }
+    what = (
+        f"step of {workload} with all of it on the device, over that with {IDEAL_QUOTA:.0%} of its peak, "
+        f"on the simulated accelerator whose link is to its kernels as 25 GB/s are to an A100 that trains on "
+        f"{IDEAL_TOKENS} tokens"
+    )
+    return Figure("planned-ideal", what, share.median, "of the ideal", 0.8, 0.9, Better.HIGHER, details)
+
+
 def _tenth_beside(workload: Workload, beside_bytes: int) -> ts.OffloadConfig:
     """Return a device for a tenth of the state, beside so many bytes of another's."""
     state_bytes = STATE_TENSORS * workload.parameter_bytes
@@ -317,6 +365,7 @@ QUESTIONS: dict[str, Question] = {
     "simulated-swap-and-recompute": swap_and_recompute,
     "simulated-step": step,
     "simulated-host-steps": host_steps,
+    "planned-ideal": ideal,
 }
 
 if __name__ == "__main__":

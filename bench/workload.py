@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tierstore as ts
+from tierstore.planning import Placement
 from tierstore.training import Offload, offload
 
 BLOCKS, DIM, BATCH = 12, 1024, 16
@@ -133,6 +134,12 @@ class Trainee:
         """The store that an offloaded model's state is in."""
         assert self._run is not None
         return self._run.store
+
+    @property
+    def placement(self) -> Placement:
+        """Where an offloaded model's bytes live."""
+        assert self._run is not None
+        return self._run.placement
 
     def __enter__(self) -> Trainee:
         return self
