@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.planning import Placement, Stashing
+from tierstore.planning.deciding import PrefetchWindow
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.training.budgets.device_quota import DeviceQuota
 from tierstore.training.budgets.memory_meters import AllocatorMeter, EmulatedMeter, Meter
-from tierstore.training.budgets.prefetcher import Prefetcher, PrefetchWindow
+from tierstore.training.budgets.prefetcher import Prefetcher
 from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.inventory import Inventory
 from tierstore.training.modules.host_modules import PlacedModules

@@ -32,11 +32,6 @@ from tierstore.units import MIB
 SMALL_BYTES = MIB
 
 
-def next_version(key: str) -> str:
-    """Return the key that a bundle's new values are under until they take the place of the old ones."""
-    return f"{key}~next"
-
-
 class Content(enum.Enum):
     """What a bundle is made of; the value is what its key begins with."""
 

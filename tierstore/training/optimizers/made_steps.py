@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.planning.deciding import next_version
 from tierstore.training.bundles.bindings import Binding
-from tierstore.training.bundles.grouping import next_version
 from tierstore.training.optimizers.doubles import (
     Entries,
     Flat,

@@ -1,0 +1,193 @@
+"""What a follower advises: rules over any sequence of uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.planning.deciding import Advance, Advice, Follow, Follower, Prefetch, PrefetchWindow
+
+SIZES = {"a": 100, "b": 40, "c": 70, "d": 300, "activation": 0}
+PASSING = 60  # bytes of the activation
+
+steps_of_keys = st.lists(st.sampled_from(sorted(SIZES)), min_size=1, max_size=12)
+
+
+def _use(follower: Follower, key: str) -> list[Advice]:
+    if SIZES[key]:
+        return list(follower.note(key))
+    return list(follower.note_passing(key, PASSING))
+
+
+def _step(follower: Follower, keys: list[str]) -> list[Advice]:
+    advice = list(follower.begin_forward())
+    for key in keys:
+        advice += _use(follower, key)
+    follower.note_step(0)
+    return advice
+
+
+def _follower(*limits: int) -> tuple[Follower, list[PrefetchWindow]]:
+    windows = [PrefetchWindow(tier, limit) for tier, limit in zip(("device", "host"), limits, strict=True)]
+    return Follower(windows, "device", SIZES.__getitem__, optimizers=1), windows
+
+
+def _nbytes(key: str) -> int:
+    return SIZES[key] or PASSING
+
+
+def _without_repetitions(keys: list[str]) -> list[str]:
+    return [key for number, key in enumerate(keys) if not number or keys[number - 1] != key]
+
+
+@given(st.lists(steps_of_keys, min_size=2, max_size=6), st.integers(0, 500), st.integers(0, 500))
+def test_what_lies_ahead_is_within_the_window_or_one_key(
+    steps: list[list[str]], device_bytes: int, host_bytes: int
+) -> None:
+    follower, windows = _follower(device_bytes, host_bytes)
+    for keys in steps:
+        for key in keys:
+            _use(follower, key)
+            for window in windows:
+                assert window.ahead_bytes == sum(window.ahead)
+                sizes = [nbytes for nbytes in window.ahead if nbytes]
+                assert window.ahead_bytes <= window.limit_bytes or len(sizes) == 1
+        follower.note_step(0)
+        list(follower.begin_forward())
+
+
+@given(steps_of_keys, st.integers(0, 500))
+def test_a_step_that_repeats_is_followed_access_by_access(keys: list[str], limit_bytes: int) -> None:
+    follower, _ = _follower(limit_bytes, limit_bytes)
+    assert _step(follower, keys) == []  # nothing is known yet
+    accesses = _without_repetitions(keys)
+    for number in range(3):
+        advice = _step(follower, keys)
+        plans = [each.plan for each in advice if isinstance(each, Follow)]
+        assert [list(plan.accesses) for plan in plans] == ([accesses] if number == 0 else [])
+        positions = [each.position for each in advice if isinstance(each, Advance)]
+        assert positions == list(range(len(accesses)))
+
+
+@given(steps_of_keys)
+def test_with_room_for_all_every_key_is_fetched_to_where_it_goes_before_its_use(keys: list[str]) -> None:
+    follower, _ = _follower(10_000, 10_000)
+    _step(follower, keys)
+    _step(follower, keys)
+    asked: list[tuple[str, str]] = []
+    list(follower.begin_forward())
+    for number, key in enumerate(accesses := _without_repetitions(keys)):
+        advice = _use(follower, key)
+        assert advice[0] == Advance(number)
+        asked += [(each.key, each.tier) for each in advice if isinstance(each, Prefetch)]
+    # In a steady state each use lets one key in, the same one in the next cycle: all of them, once each.
+    assert (
+        sorted(asked)
+        == sorted([(key, "device") for key in accesses if SIZES[key]] + [(key, "host") for key in accesses])
+        or len(accesses) == 1
+    )
+
+
+@given(st.lists(steps_of_keys, min_size=2, max_size=6))
+def test_an_activation_is_never_fetched_to_the_first_tier(steps: list[list[str]]) -> None:
+    follower, _ = _follower(10_000, 10_000)
+    advice = [each for keys in steps for each in _step(follower, keys)]
+    assert Prefetch("activation", "device") not in advice
+
+
+@given(steps_of_keys, steps_of_keys)
+def test_a_step_that_goes_another_way_is_recorded_anew(first: list[str], second: list[str]) -> None:
+    follower, _ = _follower(100, 100)
+    _step(follower, first)
+    _step(follower, second)
+    follows = [each for each in follower.begin_forward() if isinstance(each, Follow)]
+    is_other = _without_repetitions(first) != _without_repetitions(second)
+    assert [list(each.plan.accesses) for each in follows] == (
+        [_without_repetitions(second)] if is_other else []
+    )
+
+
+def test_gradients_and_new_values_are_in_the_plan_and_residents_are_asked_for() -> None:
+    asked: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+
+    def choose(accesses: tuple[str, ...], gradients: tuple[str, ...]) -> frozenset[str]:
+        asked.append((accesses, gradients))
+        return frozenset({"a"})
+
+    follower = Follower([], "device", SIZES.__getitem__, 1, choose)  # type: ignore[arg-type]
+    list(follower.note("a"))
+    list(follower.note_gradient("b"))
+    follower.note_step(0)
+    (follow,) = follower.begin_forward()
+    assert isinstance(follow, Follow)
+    assert asked == [(("a", "b"), ("b",))]
+    assert tuple(follow.plan.accesses) == ("a", "b", "b")  # a gradient is kept to the step's end
+    assert follow.plan.aliases == {"a~next": "a", "b~next": "b"}
+    assert follow.plan.residents == {"a"}
+
+
+def test_a_plan_that_nobody_took_is_given_again() -> None:
+    follower, _ = _follower(100, 100)
+    _step(follower, ["a", "b"])
+    follower.begin_forward()  # taken by nobody: whoever asked was interrupted
+    assert not follower.has_plan
+    for key in ("a", "b"):
+        _use(follower, key)
+    follower.note_step(0)
+    assert [type(each) for each in follower.begin_forward()] == [Follow]
+    assert follower.has_plan
+
+
+def test_a_use_in_the_midst_of_advice_counts_for_the_rest_of_it() -> None:
+    keys = [f"key {number}" for number in range(6)]
+    window = PrefetchWindow("host", 1000)
+    follower = Follower([window], "device", lambda _: 64, optimizers=1)
+    for _ in range(2):
+        list(follower.begin_forward())
+        for key in keys:
+            list(follower.note(key))
+        follower.note_step(0)
+    list(follower.begin_forward())
+    window.limit_bytes = 0  # one key ahead at a time
+    advice: Iterator[Advice] = follower.note(keys[0])
+    assert next(advice) == Advance(0)
+    assert Advance(3) in list(follower.note(keys[3]))
+    assert list(advice) == []  # what comes after the other use was asked for by that one
+    assert window.ahead_bytes == sum(window.ahead)
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_step_ends_when_every_optimizer_stepped_or_one_of_them_sixteen_times(optimizers: int) -> None:
+    follower = Follower([], "device", SIZES.__getitem__, optimizers)
+    list(follower.note("a"))
+    for number in range(16):
+        assert (list(follower.begin_forward()) == []) == (number == 0 or optimizers > 1)
+        if follower.has_plan:
+            return
+        follower.note_step(0)
+    assert [type(each) for each in follower.begin_forward()] == [Follow]
+
+
+def test_where_everything_fits_nothing_is_advised() -> None:
+    follower = Follower(None, "device", SIZES.__getitem__, optimizers=1)
+    assert [each for _ in range(3) for each in _step(follower, ["a", "b"])] == []
+    assert list(follower.begin_inference()) == []
+    assert not follower.is_planning
+
+
+def test_a_model_without_an_optimizer_steps_with_each_use() -> None:
+    follower, _ = _follower(100, 100)
+    assert list(follower.begin_inference()) == []
+    list(follower.note("a"))
+    assert [type(each) for each in follower.begin_inference()] == [Follow]
+    list(follower.note("a"))
+    assert list(follower.begin_inference()) == []  # as before
+
+
+def test_a_limit_holds_from_then_on() -> None:
+    follower, (device, host) = _follower(0, 0)
+    follower.set_limit("host", 1000)
+    assert (device.limit_bytes, host.limit_bytes) == (0, 1000)

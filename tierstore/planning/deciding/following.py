@@ -1,0 +1,244 @@
+"""Where in a step a program is, and what a store is told of it: what it follows, and what it fetches ahead.
+
+1. The first step is recorded; from the second on the plan made of it is followed, and what comes next is
+   prefetched within a share of each tier.  Activations are brought to the tiers below the first only: the
+   graph tells when the device needs them.  A step that goes another way is recorded anew.
+2. Advice is carried out in order, and the next one is decided when the last was carried out: what happens
+   meanwhile counts.  So uses may come in the midst of another one's advice.
+3. A step has one order of uses.  One that turns out otherwise the next time is only advised worse.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from tierstore.core.model import Plan
+from tierstore.planning.planner import PlanPosition, plan_from
+from tierstore.planning.trace import Trace
+
+ChooseResidents = Callable[[Sequence[str], Sequence[str]], frozenset[str]]
+
+MOST_STEPS_WITHOUT_ALL = 16
+"""A step ends when every optimizer has stepped, or one of them this often."""
+
+
+def next_version(key: str) -> str:
+    """Return the key that a bundle's new values are under until they take the place of the old ones."""
+    return f"{key}~next"
+
+
+# ---------------------------------------------------------------------- advice
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """A plan is to be followed from now on, from its beginning."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """The plan's access at ``position`` happens now."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """``key`` will be needed in ``tier`` soon; it may not be there yet, or not any more: nothing to bring."""
+
+    key: str
+    tier: str
+
+
+Advice: TypeAlias = Follow | Advance | Prefetch
+
+_NONE: tuple[Advice, ...] = ()
+
+
+@dataclass(slots=True)
+class PrefetchWindow:
+    """How far ahead is prefetched into one tier.
+
+    Attributes:
+        tier: where to.
+        limit_bytes: how many bytes of keys may lie ahead.
+        turn: up to where it was prefetched, exclusive.
+        ahead: the bytes of each key between where the step is and ``turn``.
+        ahead_bytes: of them together.
+    """
+
+    tier: str
+    limit_bytes: int
+    turn: int = 0
+    ahead: collections.deque[int] = field(default_factory=collections.deque)
+    ahead_bytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """The next key lies ahead now."""
+        self.turn += 1
+        self.ahead.append(nbytes)
+        self.ahead_bytes += nbytes
+
+    def begin_at(self, turn: int) -> None:
+        """Nothing lies ahead: the step is at ``turn``."""
+        self.turn = turn
+        self.ahead.clear()
+        self.ahead_bytes = 0
+
+
+class Follower:
+    """Records steps and follows the plan made of them.
+
+    Uses are taken in at once.  What a method returns is decided as it is asked for: take all of it.
+
+    Args:
+        windows: what is prefetched where; empty: nothing, and a plan is followed all the same, for what is
+            evicted and what stays; ``None``: everything fits, and nothing needs to be known.
+        first_tier: where others tell when activations have to be there.
+        nbytes_of: the bytes of a key; 0 of one that others bring.
+        optimizers: how many there are.
+        choose_residents: says which keys stay where they are, from those that a step used and those of
+            gradients among them; ``None``: none do.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[PrefetchWindow] | None,
+        first_tier: str,
+        nbytes_of: Callable[[str], int],
+        optimizers: int,
+        choose_residents: ChooseResidents | None = None,
+    ) -> None:
+        self.is_planning = windows is not None
+        self._windows = list(windows or ())
+        self._first_tier = first_tier
+        self._nbytes_of = nbytes_of
+        self._steps = [0] * max(1, optimizers)
+        self._trace = Trace()
+        self._place: PlanPosition | None = None
+        self._followed: tuple[str, ...] = ()
+        self._last = ""
+        self._gradients: dict[str, None] = {}
+        self._passing: dict[str, int] = {}  # the bytes of activations, as they were last
+        self._choose_residents = choose_residents
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a step was recorded and is followed."""
+        return self._place is not None
+
+    def set_limit(self, tier: str, limit_bytes: int) -> None:
+        """Prefetch as far as ``limit_bytes`` into ``tier`` from now on."""
+        for window in self._windows:
+            if window.tier == tier:
+                window.limit_bytes = limit_bytes
+
+    # --- uses -----------------------------------------------------------------------------------
+
+    def note(self, key: str) -> Iterator[Advice]:
+        """Take in that ``key`` is used now; prefetch what comes after it."""
+        if not self.is_planning or key == self._last:
+            return iter(_NONE)
+        self._last = key
+        self._trace.note(key)
+        place = self._place
+        position = None if place is None else place.pass_by(key)
+        return iter(_NONE) if place is None or position is None else self._go_on(place, position)
+
+    def _go_on(self, place: PlanPosition, position: int) -> Iterator[Advice]:
+        """Go on from where the plan has a key."""
+        yield Advance(position)
+        for window in self._windows:
+            self._pass(window, place)
+            yield from self._prefetch(window, place)
+
+    def note_passing(self, key: str, nbytes: int) -> Iterator[Advice]:
+        """Take in that an activation is used now.
+
+        Its user tells when it has to be on the device; until then it is prefetched to the tiers below.
+        """
+        self._passing[key] = nbytes
+        return self.note(key)
+
+    def note_gradient(self, key: str) -> Iterator[Advice]:
+        """Take in that a gradient comes to be under ``key``: it is there until the step ends."""
+        self._gradients[key] = None
+        return self.note(key)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def note_step(self, optimizer: int) -> None:
+        """Take in that an optimizer has stepped."""
+        self._steps[optimizer] += 1
+
+    def begin_forward(self) -> Iterator[Advice]:
+        """Take in that a module is used: after the optimizers' steps a new step begins."""
+        is_over = all(self._steps) or max(self._steps) >= MOST_STEPS_WITHOUT_ALL
+        if not self.is_planning or not is_over:
+            return iter(_NONE)
+        self._steps = [0] * len(self._steps)
+        return self._end_step()
+
+    def begin_inference(self) -> Iterator[Advice]:
+        """Take in that a model without an optimizer is used: each use is a step."""
+        return self._end_step() if self.is_planning and len(self._trace) else iter(_NONE)
+
+    def _end_step(self) -> Iterator[Advice]:
+        accesses = self._trace.take()
+        gradients, self._gradients = tuple(self._gradients), {}
+        self._last = ""
+        if not accesses:
+            return iter(_NONE)
+        if accesses == self._followed and self._place is not None:
+            self._place.begin_cycle()
+            return iter(_NONE)
+        choose = self._choose_residents
+        residents = frozenset[str]() if choose is None else choose(accesses, gradients)
+        # Its end is what a gradient is kept for, whether anybody looks at it or not.
+        plan = plan_from(
+            (*accesses, *gradients),
+            {next_version(key): key for key in dict.fromkeys(accesses)},
+            residents,
+        )
+        self._followed = accesses
+        return self._follow(plan)
+
+    def _follow(self, plan: Plan) -> Iterator[Advice]:
+        yield Follow(plan)
+        self._place = PlanPosition(plan)
+        for window in self._windows:
+            window.begin_at(0)
+
+    # --- prefetch -------------------------------------------------------------------------------
+
+    def _pass(self, window: PrefetchWindow, place: PlanPosition) -> None:
+        """What was ahead has been reached.
+
+        It may have been by a use in the midst of this one: of what garbage is collected in, say.
+        """
+        while window.ahead and len(window.ahead) > window.turn - place.turn:
+            window.ahead_bytes -= window.ahead.popleft()
+        if window.turn < place.turn:
+            window.begin_at(place.turn)
+
+    def _prefetch(self, window: PrefetchWindow, place: PlanPosition) -> Iterator[Advice]:
+        """Prefetch within the window, and the next one whatever its size."""
+        last = place.turn + place.length - 1
+        while window.turn < last:
+            key = place.key_at(window.turn)
+            nbytes = self._bytes_in(window, key)
+            if window.ahead_bytes and window.ahead_bytes + nbytes > window.limit_bytes:
+                return
+            window.add(nbytes)
+            if nbytes:
+                yield Prefetch(key, window.tier)
+
+    def _bytes_in(self, window: PrefetchWindow, key: str) -> int:
+        """Return what a window has to bring for a key; nothing if somebody else tells when it comes there."""
+        nbytes = self._nbytes_of(key)
+        return nbytes if nbytes or window.tier == self._first_tier else self._passing.get(key, 0)
