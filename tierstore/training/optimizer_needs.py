@@ -11,12 +11,12 @@ from torch import nn
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
 from tierstore.planning import Placement
+from tierstore.planning.deciding import ALIGNMENT_BYTES
 from tierstore.planning.homes import CPU, DEVICE
 from tierstore.planning.rules import HOST
 from tierstore.quoting import quoted
 from tierstore.training.bundles.grouping import Content, Group
 from tierstore.training.bundles.working_sets import (
-    ALIGNMENT_BYTES,
     ForwardSet,
     Needs,
     WorkingSet,

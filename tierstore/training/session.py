@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.nn.table_weight import TableWeight
+from tierstore.planning.deciding import StepPhase
 from tierstore.planning.homes import CPU
 from tierstore.planning.rules import HOST
 from tierstore.training.activation_host import RunHost
@@ -28,7 +29,6 @@ from tierstore.training.autograd.accumulation import Accumulation, PassEnd, is_i
 from tierstore.training.autograd.gradients import Gradients
 from tierstore.training.autograd.saved_tensors import SavedTensors
 from tierstore.training.budgets.clock import Clock
-from tierstore.training.budgets.device_quota import StepPhase
 from tierstore.training.budgets.reclaimers import Reclaimers
 from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.bundles.ending import RunEnding

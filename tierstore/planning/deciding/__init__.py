@@ -7,6 +7,13 @@ nothing is decided twice.
 Pure: no torch, threads, clocks or files; one thread at a time.
 """
 
+from tierstore.planning.deciding.device_share import (
+    ALIGNMENT_BYTES,
+    DeviceShare,
+    PhasePeak,
+    StepPhase,
+    TrainedBytes,
+)
 from tierstore.planning.deciding.following import (
     Advance,
     Advice,
@@ -18,11 +25,16 @@ from tierstore.planning.deciding.following import (
 )
 
 __all__ = [
+    "ALIGNMENT_BYTES",
     "Advance",
     "Advice",
+    "DeviceShare",
     "Follow",
     "Follower",
+    "PhasePeak",
     "Prefetch",
     "PrefetchWindow",
+    "StepPhase",
+    "TrainedBytes",
     "next_version",
 ]

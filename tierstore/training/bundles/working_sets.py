@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.errors import CapacityError
+from tierstore.planning.deciding import ALIGNMENT_BYTES
 from tierstore.training.bundles.grouping import Group
 from tierstore.training.bundles.layout import lay_out
 from tierstore.units import align_up, format_bytes
-
-ALIGNMENT_BYTES = 512
-"""What devices' allocators round to."""
 
 
 def bundle_bytes(group: Group) -> int:

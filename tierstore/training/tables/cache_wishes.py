@@ -11,9 +11,10 @@ from torch import nn
 from tierstore.errors import CapacityError, UsageError
 from tierstore.nn import EmbeddingTable
 from tierstore.nn.table_weight import TableWeight
+from tierstore.planning.deciding import ALIGNMENT_BYTES
 from tierstore.planning.homes import CPU
 from tierstore.tables.frames import Policy
-from tierstore.training.bundles.working_sets import ALIGNMENT_BYTES, WorkingSet, largest_needs
+from tierstore.training.bundles.working_sets import WorkingSet, largest_needs
 from tierstore.units import align_up, format_bytes
 
 

@@ -1,0 +1,370 @@
+"""How a device is divided between a program and its store: rules over any sequence of uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tierstore.planning.deciding import ALIGNMENT_BYTES, DeviceShare, PhasePeak, StepPhase, TrainedBytes
+
+BUNDLE, STATE, GRADIENT = 8192, 16384, 8192  # bytes of each of ten bundles
+TRAINED = TrainedBytes(
+    all_bytes=10 * (BUNDLE + STATE + GRADIENT),
+    gradient_bytes=10 * GRADIENT,
+    pinned_bytes=0,
+    largest_bytes=BUNDLE + STATE + GRADIENT,
+    largest_bundle_bytes=BUNDLE,
+)
+PLENTY = 1 << 40
+
+
+def _share(
+    limit_bytes: int, below_bytes: int = PLENTY, trained: TrainedBytes = TRAINED, staying_bytes: int = 0
+) -> DeviceShare:
+    share = DeviceShare(limit_bytes, trained, below_bytes, lambda: staying_bytes)
+    share.quota_bytes = share.own_bytes
+    return share
+
+
+@dataclass
+class Use:
+    """What one step of a program takes on the device."""
+
+    model_bytes: int
+    optimizer_bytes: int = 0
+    elements: int = 1
+    standing_bytes: int = 0
+    at_gradients_bytes: int = 0
+    whole_bytes: int = 0
+
+
+def _begin(share: DeviceShare, phase: StepPhase, use: Use) -> int | None:
+    """Begin a use of the model; return what the last one took, if it was too much."""
+    share.begin_use(phase)
+    if share.phase is not phase:
+        share.enter(phase, PhasePeak())
+    needed_bytes = share.too_much(phase, use.elements)
+    if needed_bytes is None:
+        share.expect_more(phase, use.elements)
+        if share.begin_learning(phase, use.elements):
+            share.note_standing(use.standing_bytes)
+    return needed_bytes
+
+
+def _step(share: DeviceShare, use: Use) -> int | None:
+    """One step; returns as `_begin`."""
+    needed_bytes = _begin(share, StepPhase.MODEL, use)
+    if needed_bytes is not None:
+        return needed_bytes
+    if share.is_learning:
+        share.note_at_gradients(use.at_gradients_bytes)
+    share.enter(StepPhase.OPTIMIZER, PhasePeak(use.model_bytes, whole_bytes=use.whole_bytes))
+    if share.learns_from(StepPhase.MODEL):
+        share.begin_step(0)
+    share.enter(StepPhase.BETWEEN, PhasePeak(use.optimizer_bytes))
+    share.end_use(StepPhase.MODEL)
+    return None
+
+
+def _own(share: DeviceShare, use: Use) -> dict[StepPhase, int]:
+    """What the store's own is in the phases of another step."""
+    found = {}
+    _begin(share, StepPhase.MODEL, use)
+    found[StepPhase.MODEL] = share.own_bytes
+    share.enter(StepPhase.OPTIMIZER, PhasePeak(use.model_bytes))
+    found[StepPhase.OPTIMIZER] = share.own_bytes
+    share.enter(StepPhase.BETWEEN, PhasePeak(use.optimizer_bytes))
+    share.end_use(StepPhase.MODEL)
+    return found
+
+
+def test_nothing_is_the_stores_own_before_two_steps_were_measured() -> None:
+    share, use = _share(200_000), Use(50_000, 10_000)
+    seen = []
+    for _ in range(4):
+        seen.append((share.own_bytes, share.is_learning))  # what a step taught is known when the next begins
+        _step(share, use)
+    assert seen == [(0, False), (0, True), (0, True), (200_000 - 55_000, False)]
+
+
+def test_what_finds_no_room_below_is_the_stores_own_from_the_beginning() -> None:
+    below_bytes = TRAINED.all_bytes // 2
+    ahead_bytes = TRAINED.largest_bytes + TRAINED.largest_bundle_bytes
+    share = _share(400_000, below_bytes)
+    assert share.own_bytes == TRAINED.all_bytes + ahead_bytes - below_bytes
+    assert _share(50_000, below_bytes).own_bytes == 50_000  # and never more than all
+
+
+def test_what_is_pinned_is_the_stores_own_from_the_beginning() -> None:
+    pinned = TrainedBytes(TRAINED.all_bytes, TRAINED.gradient_bytes, 3 * BUNDLE, 60_000, BUNDLE)
+    assert _share(400_000, PLENTY, pinned).own_bytes == 3 * BUNDLE
+
+
+uses = st.builds(
+    Use,
+    st.integers(0, 300_000),
+    st.integers(0, 300_000),
+    st.just(1),
+    st.integers(0, 300_000),
+    st.integers(0, 300_000),
+)
+
+
+@given(uses, st.integers(60_000, 500_000), st.integers(0, 400_000), st.integers(0, 100_000))
+def test_own_bytes_and_the_programs_peaks_are_within_the_budget_or_the_floor(
+    use: Use, limit_bytes: int, below_bytes: int, staying_bytes: int
+) -> None:
+    share = _share(limit_bytes, below_bytes, staying_bytes=staying_bytes)
+    floor_bytes = share.own_bytes
+    for _ in range(3):
+        _step(share, use)
+    own = _own(share, use)
+    for phase, peak_bytes in (
+        (StepPhase.MODEL, use.model_bytes),
+        (StepPhase.OPTIMIZER, use.optimizer_bytes),
+    ):
+        varying_bytes = peak_bytes - min(use.standing_bytes, peak_bytes)
+        spared_bytes = peak_bytes + varying_bytes * 0.1
+        gradient_bytes = TRAINED.gradient_bytes if share.has_room_for_gradients else staying_bytes
+        assert own[phase] == floor_bytes or own[phase] + spared_bytes + gradient_bytes <= limit_bytes + 1
+        assert floor_bytes <= own[phase] <= limit_bytes
+
+
+@given(uses, st.integers(60_000, 500_000), st.integers(0, 200_000))
+def test_a_larger_budget_leaves_no_less_to_the_store(use: Use, limit_bytes: int, more_bytes: int) -> None:
+    small, large = _share(limit_bytes), _share(limit_bytes + more_bytes)
+    for _ in range(3):
+        _step(small, use)
+        _step(large, use)
+    if small.has_room_for_gradients == large.has_room_for_gradients and (
+        small.allows_steps_in_backward == large.allows_steps_in_backward
+    ):
+        own, more = _own(small, use), _own(large, use)
+        assert all(own[phase] <= more[phase] for phase in own)
+
+
+@given(uses)
+def test_gradients_are_the_programs_own_exactly_where_all_is_known_to_fit(use: Use) -> None:
+    varying_bytes = use.model_bytes - min(use.standing_bytes, use.model_bytes)
+    needed_bytes = TRAINED.all_bytes + use.model_bytes - varying_bytes + int(varying_bytes * 1.1)
+    for limit_bytes, fits in ((needed_bytes, True), (needed_bytes - 1, False)):
+        share = _share(limit_bytes)
+        for _ in range(3):
+            assert not share.has_room_for_gradients
+            _step(share, use)
+        assert share.has_room_for_gradients == fits
+
+
+@given(st.integers(0, 20_000), st.integers(0, 20_000), st.integers(0, 20_000))
+def test_steps_in_backward_are_allowed_where_a_bundle_and_its_new_values_fit_beside_activations(
+    model_bytes: int, at_gradients_bytes: int, optimizer_bytes: int
+) -> None:
+    use = Use(model_bytes, optimizer_bytes, at_gradients_bytes=at_gradients_bytes)
+    ahead_bytes = TRAINED.largest_bytes + TRAINED.largest_bundle_bytes
+    taken_bytes = max(int(1.1 * model_bytes), int(1.1 * (at_gradients_bytes + optimizer_bytes)))
+    assume(taken_bytes >= 1)  # a budget below what a step ahead takes is all of it
+    for limit_bytes, is_allowed in (
+        (ahead_bytes + taken_bytes + 1, True),
+        (ahead_bytes + taken_bytes - 1, False),
+    ):
+        share = _share(limit_bytes)
+        for _ in range(3):
+            assert not share.allows_steps_in_backward
+            _step(share, use)
+        assert share.allows_steps_in_backward == is_allowed
+
+
+def test_the_last_step_measured_counts_as_the_first_makes_state() -> None:
+    share = _share(380_000)
+    for model_bytes in (100_000, 50_000):
+        _step(share, Use(model_bytes))
+    assert _own(share, Use(1))[StepPhase.MODEL] == 380_000 - 55_000
+
+
+def test_room_for_gradients_is_left_where_they_are_the_programs_own() -> None:
+    share = _share(400_000, staying_bytes=7000)
+    for _ in range(2):
+        _step(share, Use(50_000))
+    assert _own(share, Use(1))[StepPhase.MODEL] == 400_000 - 55_000 - TRAINED.gradient_bytes
+    share = _share(380_000, staying_bytes=7000)
+    for _ in range(2):
+        _step(share, Use(50_000))
+    assert _own(share, Use(1))[StepPhase.MODEL] == 380_000 - 55_000 - 7000
+
+
+def test_a_peak_that_was_hidden_is_no_less_than_the_one_before() -> None:
+    share = _share(400_000)
+    _step(share, Use(100_000))
+    _begin(share, StepPhase.MODEL, Use(0))
+    share.enter(StepPhase.OPTIMIZER, PhasePeak(10_000, is_hidden=True))
+    share.end_use(StepPhase.MODEL)
+    assert _own(share, Use(1))[StepPhase.MODEL] == 400_000 - 110_000
+
+
+def test_larger_inputs_are_expected_to_take_more_in_proportion_and_are_measured_again() -> None:
+    share = _share(400_000)
+    for _ in range(3):
+        _step(share, Use(100_000, 20_000, elements=10))
+    assert not share.is_learning
+    share.begin_use(StepPhase.MODEL)
+    share.enter(StepPhase.MODEL, PhasePeak())
+    assert share.expect_more(StepPhase.MODEL, 20)
+    assert share.own_bytes == 400_000 - 220_000
+    assert share.begin_learning(StepPhase.MODEL, 20)
+    assert not share.has_room_for_gradients
+    share.enter(StepPhase.OPTIMIZER, PhasePeak(200_000))
+    assert share.own_bytes == 400_000 - 44_000
+    assert not share.expect_more(StepPhase.MODEL, 20)  # no larger than any before
+
+
+def test_smaller_inputs_teach_nothing_about_larger_ones() -> None:
+    share = _share(400_000)
+    _step(share, Use(100_000, elements=10))
+    for _ in range(4):
+        _step(share, Use(1000, elements=5))
+    assert share.is_learning  # two of the largest have not been seen
+    _step(share, Use(100_000, elements=10))
+    assert _own(share, Use(1000, elements=5))[StepPhase.MODEL] == 400_000 - 110_000
+
+
+def test_a_phase_that_had_more_than_the_budget_leaves_less_to_the_store_from_then_on() -> None:
+    share = _share(400_000)
+    for _ in range(3):
+        _step(share, Use(100_000))
+    before = _own(share, Use(100_000))[StepPhase.MODEL]
+    _step(share, Use(100_000, whole_bytes=401_000))
+    once = _own(share, Use(100_000))[StepPhase.MODEL]
+    _step(share, Use(100_000, whole_bytes=401_000))
+    twice = _own(share, Use(100_000))[StepPhase.MODEL]
+    _step(share, Use(100_000, whole_bytes=401_000))
+    thrice = _own(share, Use(100_000))[StepPhase.MODEL]
+    # The third time it is told what two times were not enough for.
+    assert (before - once, once - twice, twice - thrice) == (1000, 1000, 2000)
+
+
+def test_where_there_is_nothing_to_take_from_the_store_the_next_use_is_refused() -> None:
+    share = _share(60_000)
+    assert _step(share, Use(50_000, elements=10, whole_bytes=70_000)) is None
+    assert _step(share, Use(50_000, elements=9)) is None  # smaller
+    assert _step(share, Use(50_000, elements=10)) == 70_000
+
+
+def test_an_evaluation_is_learned_apart_and_the_step_around_it_goes_on() -> None:
+    share = _share(400_000)
+    for _ in range(3):
+        _step(share, Use(100_000))
+    share.enter(StepPhase.OPTIMIZER, PhasePeak())
+    _begin(share, StepPhase.EVALUATION, Use(0))
+    assert share.around_evaluation is StepPhase.OPTIMIZER
+    assert share.learns_from(StepPhase.EVALUATION)
+    assert not share.learns_from(StepPhase.MODEL)
+    share.enter(share.around_evaluation, PhasePeak(300_000))
+    assert share.end_use(StepPhase.EVALUATION)
+    assert not share.is_measuring
+    own = _own(share, Use(100_000))
+    assert own[StepPhase.MODEL] == 400_000 - 110_000
+
+
+def test_leases_that_need_more_than_the_stores_own_are_given_it_and_the_program_is_measured_again() -> None:
+    share, use = _share(100_000), Use(90_000)
+    for _ in range(4):
+        assert share.is_to_prepare == (_ < 3)
+        _step(share, use)
+    assert not share.is_learning
+    share.enter(StepPhase.MODEL, PhasePeak())
+    assert share.own_bytes == 1000
+    assert share.grow(5000, 0, 90_000) == 5120  # as allocators round
+    assert share.is_to_prepare
+    _step(share, use)
+    assert share.is_learning
+
+
+@given(st.integers(1, 200_000), st.integers(0, 100_000), st.integers(0, 100_000), st.integers(0, 200_000))
+def test_what_is_given_for_leases_is_never_more_than_the_program_leaves(
+    needed_bytes: int, leased_bytes: int, live_bytes: int, quota_bytes: int
+) -> None:
+    share = _share(200_000)
+    share.quota_bytes = quota_bytes
+    given_bytes = share.grow(needed_bytes, leased_bytes, live_bytes)
+    rounded_bytes = -(-needed_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    if leased_bytes + rounded_bytes + live_bytes > 200_000:
+        assert given_bytes is None
+    else:
+        assert given_bytes == max(quota_bytes, leased_bytes + rounded_bytes)
+
+
+def test_what_was_given_goes_back_as_far_as_it_is_not_leased() -> None:
+    share = _share(200_000)
+    own_bytes = share.own_bytes
+    for quota_bytes in (own_bytes, 50_000):
+        share.quota_bytes = quota_bytes
+        assert share.has_more_than_own == (quota_bytes > own_bytes)
+    assert (share.settled_bytes(0), share.settled_bytes(20_000)) == (0, 20_000)
+    assert (share.is_in_the_way(150_000), share.is_in_the_way(150_001)) == (False, True)
+
+
+@pytest.mark.parametrize("phase", [StepPhase.MODEL, StepPhase.EVALUATION])
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_nothing_is_measured_of_a_run_that_ends(phase: StepPhase, *, is_stopped: bool) -> None:
+    share = _share(200_000)
+    _begin(share, phase, Use(0))
+    if is_stopped:
+        share.stop_learning()
+    assert (share.is_learning, share.is_measuring) == (not is_stopped, not is_stopped)
+    assert share.end_use(phase) == (not is_stopped)
+
+
+class ShareMachine(RuleBasedStateMachine):
+    """Any order of events: the books stay right, whatever is measured."""
+
+    @initialize(limit_bytes=st.integers(60_000, 500_000), below_bytes=st.integers(0, 500_000))
+    def begin(self, limit_bytes: int, below_bytes: int) -> None:
+        self.share = _share(limit_bytes, below_bytes)
+        self.limit_bytes = limit_bytes
+        self.floor_bytes = self.share.own_bytes
+
+    @rule(phase=st.sampled_from([StepPhase.MODEL, StepPhase.EVALUATION]), elements=st.integers(0, 50))
+    def use(self, phase: StepPhase, elements: int) -> None:
+        _begin(self.share, phase, Use(0, elements=elements, standing_bytes=elements))
+
+    @rule(
+        phase=st.sampled_from(StepPhase),
+        peak=st.builds(
+            PhasePeak, st.integers(0, 600_000), st.booleans(), st.sampled_from([0, 0, 0, 550_000])
+        ),
+    )
+    def enter(self, phase: StepPhase, peak: PhasePeak) -> None:
+        self.share.enter(phase, peak)
+
+    @rule(needed_bytes=st.integers(0, 300_000), live_bytes=st.integers(0, 300_000))
+    def grow(self, needed_bytes: int, live_bytes: int) -> None:
+        quota_bytes = self.share.grow(needed_bytes, 0, live_bytes)
+        if quota_bytes is not None:
+            self.share.quota_bytes = quota_bytes
+            assert needed_bytes <= quota_bytes <= self.limit_bytes
+
+    @precondition(lambda self: self.share.has_more_than_own)
+    @rule()
+    def settle(self) -> None:
+        self.share.quota_bytes = self.share.settled_bytes(0)
+        assert self.share.quota_bytes == self.share.own_bytes
+
+    @rule(phase=st.sampled_from([StepPhase.MODEL, StepPhase.EVALUATION]), live_bytes=st.integers(0, 600_000))
+    def end(self, phase: StepPhase, live_bytes: int) -> None:
+        self.share.note_at_gradients(live_bytes)
+        if self.share.end_use(phase):
+            assert not self.share.is_measuring
+
+    @invariant()
+    def own_is_between_the_floor_and_the_budget(self) -> None:
+        if hasattr(self, "share"):
+            assert self.floor_bytes <= self.share.own_bytes <= self.limit_bytes
+            if self.share.has_room_for_gradients:
+                assert self.limit_bytes >= TRAINED.all_bytes
+
+
+TestShareMachine = ShareMachine.TestCase

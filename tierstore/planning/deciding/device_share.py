@@ -1,0 +1,368 @@
+"""How much of the device is the store's: what activations and workspace leave of the budget.
+
+A step has two phases with different needs: forward and backward, which make activations, and the
+optimizers' steps, which need a bundle's gradients and state beside its parameters.
+
+1. The store has at every moment its *own* bytes or what is leased, whichever is more.  Own bytes are what
+   the program, at its peak, leaves of the budget: they may be full of what is used later.
+2. What the program takes is measured in the first two steps; until then nothing is the store's own, but
+   what finds no room in the tiers below.  So a first step takes the same bytes whatever the budget is, and
+   later ones no more than the budget if they are like it: what trains within some budget trains within
+   every larger one.
+3. Where leases need more than the store's own, it is given what the program leaves at that moment, until
+   they end, and the program is measured in every step.
+4. When inputs grow, the store makes room in proportion before the model runs, and it is measured
+   again.  Smaller inputs teach nothing about larger ones.
+5. What a node of the graph will allocate cannot be known before it runs for the first time.  Beside it
+   there are then only the bytes that it asked for: where that is too much, no budget so small is enough.
+
+It is told what was measured and what is leased, and says what quota to give; who gave it says so
+(`DeviceShare.quota_bytes`).  A use of the model is `DeviceShare.begin_use`, `enter`, `too_much`,
+`expect_more` (and if it does, `enter` again), `begin_learning`; its optimizers' steps are `enter`,
+`begin_step`, `end_use`.  After every `enter` the store gets at least its own, and gives back what is more and
+not leased.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierstore.units import align_up
+
+ALIGNMENT_BYTES = 512
+"""What devices' allocators round to."""
+
+LEARNING_STEPS = 2
+MARGIN = 1.1
+"""Steps differ a little: allocations overlap otherwise, a metric is kept a while longer."""
+
+
+class StepPhase(enum.Enum):
+    """What the program does."""
+
+    MODEL = enum.auto()  # forward and backward
+    OPTIMIZER = enum.auto()
+    EVALUATION = enum.auto()  # forward alone
+    BETWEEN = enum.auto()  # nothing of the model's: inputs are made
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBytes:
+    """What the store has to hold of a run: all that is trained, and buffers.
+
+    Attributes:
+        all_bytes: parameters, buffers, gradients and state.
+        gradient_bytes: the gradients among them.
+        pinned_bytes: what always stays on the device.
+        largest_bytes: what has to be there together to train the largest bundle, with all that is pinned.
+        largest_bundle_bytes: the parameters of the largest bundle.
+    """
+
+    all_bytes: int
+    gradient_bytes: int
+    pinned_bytes: int
+    largest_bytes: int
+    largest_bundle_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePeak:
+    """What was measured of a phase that ends.
+
+    Attributes:
+        program_bytes: the most that the program had beside the store.
+        is_hidden: whether that may be too low, as an earlier peak hid it.
+        whole_bytes: the most that the whole device had; 0: it is not known.
+    """
+
+    program_bytes: int = 0
+    is_hidden: bool = False
+    whole_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Lesson:
+    """How much of one kind of use is known: of steps, or of evaluations."""
+
+    steps_to_learn: int = LEARNING_STEPS
+    seen_elements: int = 0  # of the largest inputs so far
+    elements: int = 0  # of the last inputs
+    too_many_elements: int | None = None  # of inputs that took more than the budget, with nothing to take
+    needed_bytes: int = 0  # by them
+
+
+class DeviceShare:
+    """Divides a device between the program and the store.
+
+    Args:
+        limit_bytes: all that the program may have on the device; at least ``trained.largest_bytes``.
+        trained: what the store has to hold.
+        below_bytes: what the tiers below the device can hold together.
+        staying_bytes: returns the bytes of gradients that are the program's for now.
+
+    Attributes:
+        phase: what the program does.
+        quota_bytes: what the store has; set by who gave it.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        trained: TrainedBytes,
+        below_bytes: int,
+        staying_bytes: Callable[[], int],
+    ) -> None:
+        self.phase = StepPhase.BETWEEN
+        self.quota_bytes = -1
+        self._limit_bytes = limit_bytes
+        self._step_ahead_bytes = min(limit_bytes, trained.largest_bytes + trained.largest_bundle_bytes)
+        self._all_bytes = trained.all_bytes
+        self._gradient_bytes = trained.gradient_bytes
+        # What the tiers below cannot hold has to be on the device, beside what is in use there.
+        homeless_bytes = trained.all_bytes + self._step_ahead_bytes - below_bytes
+        self._floor_bytes = min(limit_bytes, max(trained.pinned_bytes, homeless_bytes))
+        self._own = dict.fromkeys(StepPhase, self._floor_bytes)
+        self._program: dict[StepPhase, int] = {}  # its peaks in the last use that was measured
+        self._standing_bytes = 0  # what of them was there before the use, and does not vary
+        self._seen: dict[StepPhase, int] = {}  # in the one that is being measured
+        self._unseen = dict.fromkeys(StepPhase, 0)  # by the meter, as the allocator told afterwards
+        self._leased = dict.fromkeys(StepPhase, 0)  # the most that leases needed together
+        self._at_gradients_bytes = 0
+        self._step_bytes = 0
+        self._before_step_bytes = 0
+        self._around_evaluation = StepPhase.BETWEEN
+        self._lessons = {StepPhase.MODEL: _Lesson(), StepPhase.EVALUATION: _Lesson()}
+        self._learning: _Lesson | None = None
+        self._elements = 0  # the most of inputs in the use that is learned from
+        self._has_ended = False  # the use that is learned from, as far as is known
+        self._staying_bytes = staying_bytes
+
+    # --- a use of the model ---------------------------------------------------------------------
+
+    def begin_use(self, phase: StepPhase) -> None:
+        """The model begins to run: what there was to learn from the last use is known.
+
+        Args:
+            phase: in a step (``MODEL``), or for itself (``EVALUATION``).
+        """
+        self._conclude()
+        if phase is StepPhase.EVALUATION and self.phase is not phase:
+            self._around_evaluation = self.phase
+
+    def too_much(self, phase: StepPhase, elements: int) -> int | None:
+        """Return what the last use took, if inputs of that size took more than the budget then."""
+        lesson = self._lessons[phase]
+        lesson.elements = elements
+        if lesson.too_many_elements is None or elements < lesson.too_many_elements:
+            return None
+        return lesson.needed_bytes
+
+    def expect_more(self, phase: StepPhase, elements: int) -> bool:
+        """If the inputs are larger than any before, so will be what is made of them.
+
+        Returns whether the store's own is less for it.
+        """
+        lesson = self._lessons[phase]
+        if elements <= lesson.seen_elements:
+            return False
+        is_known = phase in self._program
+        if is_known:
+            # Inputs, and what was computed of them, are there as well when the optimizer steps.
+            for each in (phase, StepPhase.OPTIMIZER) if phase is StepPhase.MODEL else (phase,):
+                program_bytes = self._program.get(each, 0)
+                self._program[each] = program_bytes * elements // max(1, lesson.seen_elements)
+            lesson.steps_to_learn = LEARNING_STEPS
+            self._divide()
+        lesson.seen_elements = elements
+        return is_known
+
+    def begin_learning(self, phase: StepPhase, elements: int) -> bool:
+        """The model runs on so many elements; return whether a use is learned from."""
+        lesson = self._lessons[phase]
+        if self._learning is None and (lesson.steps_to_learn or self._is_tight):
+            self._learning = lesson
+            self._at_gradients_bytes = self._step_bytes = self._elements = 0
+        if self._learning is lesson:
+            self._elements = max(self._elements, elements)
+        return self.is_learning
+
+    def note_standing(self, nbytes: int) -> None:
+        """Take in what the program has that no use of the model makes."""
+        self._standing_bytes = nbytes
+
+    def note_at_gradients(self, nbytes: int) -> None:
+        """Take in what the program has where a gradient was accumulated."""
+        self._at_gradients_bytes = max(self._at_gradients_bytes, nbytes)
+
+    def begin_step(self, live_bytes: int) -> None:
+        """An optimizer begins to step in what is learned from, beside so much of the program's."""
+        self._has_ended = False
+        self._before_step_bytes = live_bytes
+
+    @property
+    def around_evaluation(self) -> StepPhase:
+        """What the program did before the model ran for itself, and does again when it has run."""
+        return self._around_evaluation
+
+    def end_use(self, phase: StepPhase) -> bool:
+        """A use has ended, unless another optimizer steps, too; return whether it was learned from."""
+        is_learned = self.learns_from(phase)
+        self._has_ended |= is_learned
+        return is_learned
+
+    def stop_learning(self) -> None:
+        """Nothing is measured any more."""
+        self._learning = None
+
+    def _conclude(self) -> None:
+        lesson = self._learning
+        if lesson is None or not self._has_ended:
+            return
+        self._learning, self._has_ended = None, False
+        is_like_the_largest = self._elements >= lesson.seen_elements
+        for phase, peak_bytes in self._seen.items():
+            former_bytes = 0 if is_like_the_largest else self._program.get(phase, 0)
+            self._program[phase] = max(former_bytes, peak_bytes)
+        self._seen.clear()
+        if is_like_the_largest:
+            lesson.steps_to_learn = max(0, lesson.steps_to_learn - 1)
+        if lesson.steps_to_learn == 0:
+            self._divide()
+
+    # --- phases ---------------------------------------------------------------------------------
+
+    def enter(self, phase: StepPhase, peak: PhasePeak) -> None:
+        """Another phase begins.
+
+        Args:
+            phase: that begins.
+            peak: of the one that ends.
+        """
+        self.note_peak(peak)
+        self._note_excess(peak.whole_bytes - self._limit_bytes)
+        self.phase = phase
+
+    def note_peak(self, peak: PhasePeak) -> None:
+        """Keep the peak of the phase that ends: the last use measured counts, as the first makes state."""
+        if not self.is_measuring:
+            return
+        phase = self.phase
+        former_bytes = self._program.get(phase, 0) if peak.is_hidden else 0
+        # The store had no more than its quota; what kernels take for themselves nobody else tells.
+        quota_bytes = max(self._own[phase], self._leased[phase])
+        peak_bytes = max(peak.program_bytes, former_bytes, peak.whole_bytes - quota_bytes)
+        self._seen[phase] = max(self._seen.get(phase, 0), peak_bytes)
+        if phase is StepPhase.OPTIMIZER:
+            self._step_bytes = max(self._step_bytes, peak_bytes - self._before_step_bytes)
+
+    def _note_excess(self, excess_bytes: int) -> None:
+        """Where the phase that ends had more than the budget, let the store have less from now on."""
+        phase = self.phase
+        if excess_bytes <= 0 or phase is StepPhase.BETWEEN:
+            return
+        if self._own[phase] > self._floor_bytes:
+            self._unseen[phase] += max(excess_bytes, self._unseen[phase])
+            self._divide()
+            return
+        lesson = self._lessons[StepPhase.EVALUATION if phase is StepPhase.EVALUATION else StepPhase.MODEL]
+        lesson.too_many_elements = lesson.elements
+        lesson.needed_bytes = self._limit_bytes + excess_bytes
+
+    # --- what is known --------------------------------------------------------------------------
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether a use is learned from."""
+        return self._learning is not None
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a use is learned from that has not ended: peaks of its phases count."""
+        return self._learning is not None and not self._has_ended
+
+    def learns_from(self, phase: StepPhase) -> bool:
+        """Say whether it is a use of that kind (``MODEL`` or ``EVALUATION``) that is learned from."""
+        return self._learning is self._lessons[phase]
+
+    @property
+    def own_bytes(self) -> int:
+        """The store's own in this phase."""
+        return self._own[self.phase]
+
+    @property
+    def _is_tight(self) -> bool:
+        """Whether leases may need more than the store's own: then the program is measured from then on."""
+        return any(self._leased[phase] > self._own[phase] for phase in self._program)
+
+    @property
+    def has_room_for_gradients(self) -> bool:
+        """Whether it is known that all there is fits beside the program, so that gradients may be its own."""
+        needed_bytes = self._spared(self._program.get(StepPhase.MODEL, 0)) + self._all_bytes
+        return not self._lessons[StepPhase.MODEL].steps_to_learn and needed_bytes <= self._limit_bytes
+
+    @property
+    def allows_steps_in_backward(self) -> bool:
+        """Whether an optimizer may step while there are activations: it is known what both take."""
+        return (
+            StepPhase.OPTIMIZER in self._program
+            and not self._lessons[StepPhase.MODEL].steps_to_learn
+            and min(self._own[StepPhase.MODEL], self._beside_steps_bytes) >= self._step_ahead_bytes
+        )
+
+    @property
+    def _beside_steps_bytes(self) -> int:
+        """What the program leaves where an optimizer steps in the midst of backward."""
+        return self._limit_bytes - self._spared(self._at_gradients_bytes + self._step_bytes)
+
+    def _spared(self, program_bytes: int) -> int:
+        """Return what is left to the program that had so much: more, as what varies may be more."""
+        standing_bytes = min(self._standing_bytes, program_bytes)
+        return standing_bytes + int((program_bytes - standing_bytes) * MARGIN)
+
+    # --- quotas ---------------------------------------------------------------------------------
+
+    def _divide(self) -> None:
+        """Make the store's own what the program leaves of the budget."""
+        gradient_bytes = self._gradient_bytes if self.has_room_for_gradients else self._staying_bytes()
+        for phase, program_bytes in self._program.items():
+            rest_bytes = (
+                self._limit_bytes - self._spared(program_bytes) - gradient_bytes - self._unseen[phase]
+            )
+            if phase is StepPhase.MODEL and self._beside_steps_bytes >= self._step_ahead_bytes:
+                rest_bytes = min(rest_bytes, self._beside_steps_bytes)
+            self._own[phase] = max(self._floor_bytes, rest_bytes)
+        self._own[StepPhase.BETWEEN] = self._own[StepPhase.MODEL]
+
+    @property
+    def is_to_prepare(self) -> bool:
+        """Whether leases may need more than the store has: `grow` is asked before they begin."""
+        return self.is_learning or self._is_tight or not self._program
+
+    def grow(self, needed_bytes: int, leased_bytes: int, live_bytes: int) -> int | None:
+        """Return the quota with which so much more can be leased; ``None``: the program uses it.
+
+        Args:
+            needed_bytes: together.
+            leased_bytes: by others, now.
+            live_bytes: that the program has now.
+        """
+        quota_bytes = leased_bytes + align_up(needed_bytes, ALIGNMENT_BYTES)
+        self._leased[self.phase] = max(self._leased[self.phase], quota_bytes)
+        if quota_bytes + live_bytes > self._limit_bytes:
+            return None
+        return max(self.quota_bytes, quota_bytes)
+
+    @property
+    def has_more_than_own(self) -> bool:
+        """Whether something was given for leases, which may have ended."""
+        return self.quota_bytes > self.own_bytes
+
+    def settled_bytes(self, leased_bytes: int) -> int:
+        """Return the quota without what was given for leases that have ended."""
+        return max(self.own_bytes, leased_bytes)
+
+    def is_in_the_way(self, live_bytes: int) -> bool:
+        """Say whether the store's quota and what the program has now are more than the budget."""
+        return self.quota_bytes + live_bytes > self._limit_bytes
