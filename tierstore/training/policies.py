@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tierstore.planning import Placement, Stashing
-from tierstore.planning.deciding import PrefetchWindow
+from tierstore.planning import Placement
+from tierstore.planning.deciding import PrefetchWindow, must_stash
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.training.budgets.device_quota import DeviceQuota
@@ -92,17 +92,10 @@ def policies_for(
         prefetcher,
         meter,
         quota,
-        _must_stash(placement.stashing, quota),
+        lambda: must_stash(placement.stashing, has_room=quota is not None and quota.has_room_for_gradients),
         stepping,
         placed,
     )
-
-
-def _must_stash(stashing: Stashing, quota: DeviceQuota | None) -> Callable[[], bool]:
-    """Return what says whether gradients that backward makes are to go to the store."""
-    if stashing is Stashing.WITHOUT_ROOM:
-        return lambda: quota is None or not quota.has_room_for_gradients
-    return lambda: stashing is Stashing.ALWAYS
 
 
 def _meter(store: Store) -> Meter:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, KeyNotFound
 from tierstore.nn.table_weight import TableWeight
-from tierstore.planning.deciding import StepPhase
+from tierstore.planning.deciding import StepPhase, StepTime, step_time
 from tierstore.planning.homes import CPU
 from tierstore.planning.rules import HOST
 from tierstore.training.activation_host import RunHost
@@ -361,13 +361,15 @@ class Session:
 
     def allows_step_ahead(self, bundle: Binding) -> bool:
         """Whether a bundle may be stepped during backward: there is room, and nothing is pushed out."""
-        if self.steps_aside(bundle):
-            return not self._under_way.here
         residents = self.placing.placement.residents or ()
-        if bundle.confined_to is not None:  # there is no second replica that could become the new values
-            return False
-        is_resident = bundle.key in residents  # two versions of it would push others out
-        return not is_resident and (self.budget is None or self.budget.allows_steps_in_backward)
+        # What is confined has no second replica that could become the new values.
+        when = step_time(
+            is_aside=self.steps_aside(bundle),
+            is_stepping=bool(self._under_way.here),
+            is_kept=bundle.confined_to is not None or bundle.key in residents,
+            is_allowed_in_backward=self.budget is None or self.budget.allows_steps_in_backward,
+        )
+        return when is not StepTime.IN_TIME
 
     # --- while it runs ------------------------------------------------------------------------
 

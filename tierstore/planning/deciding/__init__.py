@@ -23,6 +23,8 @@ from tierstore.planning.deciding.following import (
     PrefetchWindow,
     next_version,
 )
+from tierstore.planning.deciding.stashing import is_stashed, must_stash
+from tierstore.planning.deciding.steps_ahead import Patience, StepTime, TierRoom, has_room_ahead, step_time
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -31,10 +33,17 @@ __all__ = [
     "DeviceShare",
     "Follow",
     "Follower",
+    "Patience",
     "PhasePeak",
     "Prefetch",
     "PrefetchWindow",
     "StepPhase",
+    "StepTime",
+    "TierRoom",
     "TrainedBytes",
+    "has_room_ahead",
+    "is_stashed",
+    "must_stash",
     "next_version",
+    "step_time",
 ]

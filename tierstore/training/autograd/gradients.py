@@ -24,8 +24,7 @@ import torch
 
 from tierstore.errors import UsageError
 from tierstore.planning import Home
-from tierstore.planning.homes import CPU
-from tierstore.planning.rules import HOST
+from tierstore.planning.deciding import is_stashed
 from tierstore.store import Store
 from tierstore.training.autograd.gradient import (
     Gradient,
@@ -293,9 +292,8 @@ class Gradients:
         )
 
     def _is_to_go(self, gradient: Gradient) -> bool:
-        """Whether a gradient that autograd makes goes to the store: if the host steps, it is needed there."""
-        is_stepped_elsewhere = gradient.home.device == CPU and self._store.tier_names[0] != HOST
-        return is_stepped_elsewhere or self._must_stash()
+        """Whether a gradient that autograd makes goes to the store."""
+        return is_stashed(gradient.home, self._store.tier_names[0], must=self._must_stash())
 
     def _take_back(self, gradient: Gradient) -> None:
         assert gradient.binding is not None

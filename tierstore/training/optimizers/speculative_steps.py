@@ -36,6 +36,7 @@ import torch
 
 from tierstore.errors import KeyNotFound, LeaseError, TierStoreError
 from tierstore.leases import Lease
+from tierstore.planning.deciding import Patience, StepTime, has_room_ahead
 from tierstore.training.bundles.bindings import Binding, natively
 from tierstore.training.faults import guard
 from tierstore.training.optimizers.doubles import (
@@ -54,7 +55,6 @@ from tierstore.training.optimizers.step_units import StepTrainer, StepUnit, opti
 from tierstore.training.optimizers.steps_aside import StepAside
 from tierstore.training.pytorch.own_work import are_modes_on
 
-MOST_STEPS_TO_WAIT = 1024
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 log = logging.getLogger("tierstore")
@@ -122,9 +122,7 @@ class SpeculativeSteps:
         self._expected: dict[torch.Tensor, int] = {}
         self._made: dict[Binding, MadeStep] = {}
         self._aside: dict[Binding, StepAside] = {}  # what the host stepper makes, or has made
-        self._steps_to_wait = 0
-        self._next_wait = 1
-        self._was_wrong = False
+        self._patience = Patience()
         self._is_possible = is_known(optimizer) and len(self._store.tier_names) > 1
         self._without_others: set[Binding] = set()
         self._writers: dict[tuple[object, ...], bool] = {}
@@ -134,7 +132,7 @@ class SpeculativeSteps:
 
     def learn(self) -> None:
         """A step begins: take in what led to it, for the next one."""
-        self._steps_to_wait = max(0, self._steps_to_wait - 1)
+        self._patience.begin_step()
         for parameter in self._expected:
             self._expectations.of[parameter].pop(self, None)
         self._expected.clear()
@@ -154,16 +152,18 @@ class SpeculativeSteps:
 
     def end_step(self) -> None:
         """A step has ended: wait if something was made in vain for it."""
-        if self._was_wrong:
-            self._steps_to_wait = self._next_wait
-            self._next_wait = min(2 * self._next_wait, MOST_STEPS_TO_WAIT)
-            self._was_wrong = False
+        self._patience.end_step()
 
     # --- making -------------------------------------------------------------------------------
 
     def offer(self, parameter: torch.Tensor) -> None:
         """A gradient has been accumulated: make the bundle's step if that was the last one it needs."""
-        if not self._is_possible or self._steps_to_wait or parameter not in self._expected or are_modes_on():
+        if (
+            not self._is_possible
+            or self._patience.is_waiting
+            or parameter not in self._expected
+            or are_modes_on()
+        ):
             return
         guarded_tensor = guard.guarded_tensor_of(parameter)
         assert guarded_tensor is not None
@@ -220,21 +220,16 @@ class SpeculativeSteps:
         return [] if state is None else [state]
 
     def _has_room(self, needed: Sequence[Binding], gradient_bytes: int) -> bool:
-        """Whether the slowest tier could take all that is above it and the new values as well.
-
-        So they never stand in the way of anything else.
-        """
-        new_bytes = sum(binding.nbytes for binding in needed)
-        tiers = self._store.stats().tiers
-        *faster, slowest = tiers.values()
-        above_bytes = sum(tier.capacity_bytes for tier in faster) + self._expectations.stepper.pending_bytes
-        if slowest.capacity_bytes - slowest.charged_bytes < above_bytes + new_bytes:
-            return False
-        where = tiers[self._trainer.step_tier(needed[0])]
-        if not self._trainer.steps_aside(needed[0]):
-            return where.capacity_bytes >= new_bytes + gradient_bytes
-        # Beside what others lease there, and the old values.
-        return where.capacity_bytes - where.leased_bytes >= 2 * new_bytes + gradient_bytes
+        """Whether new values never stand in the way of anything else."""
+        bundle = needed[0]
+        return has_room_ahead(
+            StepTime.ASIDE if self._trainer.steps_aside(bundle) else StepTime.AHEAD,
+            self._store.stats().tiers,
+            self._trainer.step_tier(bundle),
+            new_bytes=sum(binding.nbytes for binding in needed),
+            gradient_bytes=gradient_bytes,
+            pending_bytes=self._expectations.stepper.pending_bytes,
+        )
 
     def _make_or_leave(self, turn: StepUnit) -> None:
         """Make a step; leave it to its own time if the store cannot help, and all of them if it fails."""
@@ -324,7 +319,7 @@ class SpeculativeSteps:
             return False
         with self._bindings.alone():
             if not self._put_in_place(made, turn):
-                self._was_wrong = True
+                self._patience.note_wrong()
                 return False
             for parameter, entries in made.later.items():
                 put_small(self.optimizer.state[parameter], entries)
@@ -336,7 +331,7 @@ class SpeculativeSteps:
                 binding.writes += 1
                 if binding.after_use is not None:
                     binding.after_use(binding)
-        self._next_wait = 1
+        self._patience.note_right()
         return True
 
     def _put_in_place(self, made: MadeStep, turn: StepUnit) -> bool:
@@ -392,7 +387,8 @@ class SpeculativeSteps:
 
     def forget(self, bundle: Binding) -> None:
         """A gradient changes or goes: what was made from it is worth nothing.  Waits for hardware only."""
-        self._was_wrong |= bundle in self._made or bundle in self._aside
+        if bundle in self._made or bundle in self._aside:
+            self._patience.note_wrong()
         made = self._pop(bundle)
         if made is not None:
             self._drop(made)
