@@ -59,6 +59,7 @@ class Store:
 
     def __init__(self, config: StoreConfig) -> None:
         self.config = config
+        self._quotas = list(config.tiers)  # with the shares that resizes gave; each written as a whole
         self._lock = threading.Lock()  # guards the next
         self._stall_seconds = 0.0
         self._closing = threading.RLock()  # held by whoever closes
@@ -363,18 +364,33 @@ class Store:
         """
         self._engine.turn(m.RenameRequested(check_names(names), replace))
 
-    def resize(self, tier: str, capacity: int | str) -> None:
+    def resize(
+        self, tier: str, capacity: int | str, *, high: float | None = None, low: float | None = None
+    ) -> None:
         """Give ``tier`` a new quota at once; evict down to it.  Blocks until it fits.
+
+        Args:
+            tier: its name.
+            capacity: the new quota, as a size.
+            high: the share of it above which eviction begins from now on; ``None``: the one before, which a
+                former call gave, or the configuration.
+            low: the share down to which it goes on; ``None``: the one before, if that is not above ``high``,
+                else ``high``.
 
         Raises:
             CapacityError: leases hold more, or the tiers below cannot take the rest: no change.
+            ConfigError: it is no size, or no share: no change.
         """
         index = self._index(tier)
-        new = replace(self.config.tiers[index], capacity=capacity)
+        former = self._quotas[index]
+        new = replace(former, capacity=capacity, high=former.high if high is None else high, low=low)
+        if low is None and former.low is not None and former.low <= new.high:
+            new = replace(new, low=former.low)
         number = self._engine.number()
         self._engine.resize(
             m.ResizeRequested(number, index, new.capacity_bytes, new.high_bytes, new.low_bytes)
         )
+        self._quotas[index] = new
 
     def follow(self, plan: Plan | None) -> None:
         """Take ``plan`` as advice about what is used when; None: know nothing.

@@ -380,6 +380,57 @@ def test_resize_evicts_down_and_grows_again(store: ts.Store) -> None:
     assert store.stats().tiers["device"].charged_bytes == 300
 
 
+def _charged_bytes(store: ts.Store, tier: str) -> int:
+    return store.stats().tiers[tier].charged_bytes
+
+
+def test_a_resize_says_above_which_share_a_tier_writes_back_and_later_ones_keep_it() -> None:
+    with make_store(1000, 10_000) as store:
+        for number in range(6):
+            store.put(f"k{number}", numbered(number), tier="host")
+        store.resize("host", 800, high=0.5)
+        assert _charged_bytes(store, "host") == 400
+        store.resize("host", 400)
+        assert _charged_bytes(store, "host") == 200
+        store.resize("host", 0)
+        store.resize("host", 1000)
+        store.fetch(*(f"k{number}" for number in range(6))).result(10)
+        assert _charged_bytes(store, "host") <= 500
+        for number in range(6):
+            assert torch.equal(store.get(f"k{number}"), numbered(number))
+
+
+def test_a_resize_says_down_to_which_share_a_tier_writes_back() -> None:
+    with make_store(1000, 10_000) as store:
+        for number in range(9):
+            store.put(f"k{number}", numbered(number), tier="host")
+        store.resize("host", 1000, high=0.75, low=0.5)
+        assert _charged_bytes(store, "host") == 500
+        for number in range(3):
+            store.put(f"more{number}", numbered(number), tier="host")
+        assert _charged_bytes(store, "host") == 500  # and so it is from then on
+        store.resize("host", 1000, high=0.625)
+        for number in range(2):
+            store.put(f"others{number}", numbered(number), tier="host")
+        assert _charged_bytes(store, "host") == 500
+        store.resize("host", 1000, high=0.25)  # below what low was: as high then
+        assert _charged_bytes(store, "host") == 200
+
+
+def test_a_resize_that_fails_leaves_the_shares_as_they_were(store: ts.Store) -> None:
+    store.put("k", numbered(1))
+    with store.lease("k"), pytest.raises(ts.CapacityError):
+        store.resize("device", 50, high=0.1)
+    with pytest.raises(ts.ConfigError, match="high"):
+        store.resize("device", 300, high=1.5)
+    with pytest.raises(ts.ConfigError, match="low"):
+        store.resize("device", 300, high=0.5, low=0.6)
+    store.resize("device", 300)
+    store.put("l", numbered(2), tier="device")
+    store.put("m", numbered(3), tier="device")
+    assert _charged_bytes(store, "device") == 300
+
+
 def test_resize_below_what_is_leased_changes_nothing(store: ts.Store) -> None:
     store.put("k", numbered(1))
     with store.lease("k"), pytest.raises(ts.CapacityError) as caught:

@@ -107,9 +107,11 @@ class PatientStore(Store):
         """See `tierstore.Store.rename`."""
         self.patiently(lambda: Store.rename(self, names, replace=replace))
 
-    def resize(self, tier: str, capacity: int | str) -> None:
+    def resize(
+        self, tier: str, capacity: int | str, *, high: float | None = None, low: float | None = None
+    ) -> None:
         """See `tierstore.Store.resize`."""
-        self.patiently(lambda: Store.resize(self, tier, capacity))
+        self.patiently(lambda: Store.resize(self, tier, capacity, high=high, low=low))
 
 
 def patiently(store: Store, act: Callable[[], Result]) -> Result:
