@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
 from tierstore.planning import columns
-from tierstore.planning.columns import BYTES, Table
+from tierstore.planning.columns import BYTES, ColumnTable
 from tierstore.planning.program import is_figure
 from tierstore.planning.timeline import COMPUTE, HOST, WAITING, Interval, Timeline
 from tierstore.planning.timeline_text import timeline_from_mapping, timeline_to_mapping
@@ -105,7 +105,7 @@ def trace_from_chrome(text: str) -> TraceParts:
             "tierstore writes it"
         )
     faults = WrongValues()
-    table = Table(document[_OURS], _OURS, faults)
+    table = ColumnTable(document[_OURS], _OURS, faults)
     faults.raise_if_any(_OWNER)
     table.require_version(TRACE_VERSION, _OWNER)
     base_time_ns = table.value("base_time_ns", columns.perhaps(BYTES), None)

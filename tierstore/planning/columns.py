@@ -29,7 +29,7 @@ _MESSAGE_CHARS = 300
 # ---------------------------------------------------------------------- writing
 
 
-class Texts:
+class NumberedTexts:
     """Numbers texts in the order in which they come."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell(Generic[T]):
+class CellReader(Generic[T]):
     """What stands in a cell.
 
     Attributes:
@@ -91,14 +91,14 @@ def _truth(value: object) -> bool:
     return _checked(value, lambda each: isinstance(each, bool))  # type: ignore[return-value]
 
 
-FIGURES = Cell(_figure, FIGURE_LISTED)
-BYTES = Cell(_bytes, BYTES_LISTED)
-COUNTS = Cell(_count, "an int of at least 1 and less than 2**63")
-TEXTS = Cell(_text, "a text")
-TRUTHS = Cell(_truth, "true or false")
+FIGURES = CellReader(_figure, FIGURE_LISTED)
+BYTES = CellReader(_bytes, BYTES_LISTED)
+COUNTS = CellReader(_count, "an int of at least 1 and less than 2**63")
+TEXTS = CellReader(_text, "a text")
+TRUTHS = CellReader(_truth, "true or false")
 
 
-def chosen(kind: type[E]) -> Cell[E]:
+def chosen(kind: type[E]) -> CellReader[E]:
     """Return a cell that is a value of an enum."""
     members = {member.value: member for member in kind}
 
@@ -107,10 +107,10 @@ def chosen(kind: type[E]) -> Cell[E]:
             raise ValueError
         return members[value]
 
-    return Cell(read, values_of(kind))
+    return CellReader(read, values_of(kind))
 
 
-def numbered(texts: Sequence[str], cell: Cell[T]) -> Cell[T]:
+def numbered(texts: Sequence[str], cell: CellReader[T]) -> CellReader[T]:
     """Return a cell that is the number of a text which another kind of cell would be."""
     found: dict[int, T] = {}
 
@@ -121,15 +121,15 @@ def numbered(texts: Sequence[str], cell: Cell[T]) -> Cell[T]:
             found[value] = cell.read(texts[value])
         return found[value]
 
-    return Cell(read, f"the number, below {len(texts)}, of one of the texts: {cell.accepted}")
+    return CellReader(read, f"the number, below {len(texts)}, of one of the texts: {cell.accepted}")
 
 
-def perhaps(cell: Cell[T]) -> Cell[T | None]:
+def perhaps(cell: CellReader[T]) -> CellReader[T | None]:
     """Return a cell that may be null."""
-    return Cell(lambda value: None if value is None else cell.read(value), f"{cell.accepted}, or null")
+    return CellReader(lambda value: None if value is None else cell.read(value), f"{cell.accepted}, or null")
 
 
-def several(cell: Cell[T]) -> Cell[tuple[T, ...]]:
+def several(cell: CellReader[T]) -> CellReader[tuple[T, ...]]:
     """Return a cell that is a list of cells."""
 
     def read(value: object) -> tuple[T, ...]:
@@ -137,10 +137,10 @@ def several(cell: Cell[T]) -> Cell[tuple[T, ...]]:
             raise ValueError  # noqa: TRY004 - one kind of refusal
         return tuple(map(cell.read, value))
 
-    return Cell(read, f"a list, each of it {cell.accepted}")
+    return CellReader(read, f"a list, each of it {cell.accepted}")
 
 
-def by_name(cell: Cell[T]) -> Cell[dict[str, T]]:
+def by_name(cell: CellReader[T]) -> CellReader[dict[str, T]]:
     """Return a cell that is a mapping of texts to cells."""
 
     def read(value: object) -> dict[str, T]:
@@ -148,20 +148,20 @@ def by_name(cell: Cell[T]) -> Cell[dict[str, T]]:
             raise ValueError  # noqa: TRY004 - one kind of refusal
         return {_text(name): cell.read(each) for name, each in value.items()}
 
-    return Cell(read, f"a mapping of names, each to {cell.accepted}")
+    return CellReader(read, f"a mapping of names, each to {cell.accepted}")
 
 
-def by_member(kind: type[E], cell: Cell[T]) -> Cell[dict[E, T]]:
+def by_member(kind: type[E], cell: CellReader[T]) -> CellReader[dict[E, T]]:
     """Return a cell that is a mapping of values of an enum to cells."""
     member, mapping = chosen(kind), by_name(cell)
 
     def read(value: object) -> dict[E, T]:
         return {member.read(name): each for name, each in mapping.read(value).items()}
 
-    return Cell(read, f"a mapping of {member.accepted}, each to {cell.accepted}")
+    return CellReader(read, f"a mapping of {member.accepted}, each to {cell.accepted}")
 
 
-class Table:
+class ColumnTable:
     """Reads a mapping of columns; what is wrong is noted, and read as nothing.
 
     Args:
@@ -178,7 +178,7 @@ class Table:
         self._rows: int | None = None
         self._is_whole = isinstance(given, Mapping)
 
-    def column(self, name: str, cell: Cell[T]) -> list[T]:
+    def column(self, name: str, cell: CellReader[T]) -> list[T]:
         """Return the values of one column."""
         given = self._given.get(name)
         where = f"{self.where}.{name}"
@@ -198,7 +198,7 @@ class Table:
             return []
         return values
 
-    def value(self, name: str, cell: Cell[T], default: T) -> T:
+    def value(self, name: str, cell: CellReader[T], default: T) -> T:
         """Return what stands under a name that is no column; the default where nothing does."""
         if name not in self._given:
             return default
@@ -208,28 +208,29 @@ class Table:
             self._note(f"{self.where}.{name}", self._given[name], cell.accepted)
             return default
 
-    def table(self, name: str) -> Table:
+    def table(self, name: str) -> ColumnTable:
         """Return the table that stands under a name."""
-        return Table(self._given.get(name), f"{self.where}.{name}", self._faults)
+        return ColumnTable(self._given.get(name), f"{self.where}.{name}", self._faults)
 
-    def lists(self, name: str) -> list[Table]:
+    def lists(self, name: str) -> list[ColumnTable]:
         """Return the mappings of the list that stands under a name."""
         given = self._given.get(name)
         if not isinstance(given, list):
             self._note(f"{self.where}.{name}", given, "a list")
             return []
         return [
-            Table(each, f"{self.where}.{name}[{number}]", self._faults) for number, each in enumerate(given)
+            ColumnTable(each, f"{self.where}.{name}[{number}]", self._faults)
+            for number, each in enumerate(given)
         ]
 
-    def tables(self, name: str) -> dict[str, Table]:
+    def tables(self, name: str) -> dict[str, ColumnTable]:
         """Return the tables of the mapping that stands under a name, by theirs."""
         given = self._given.get(name)
         if not isinstance(given, Mapping):
             self._note(f"{self.where}.{name}", given, "a mapping")
             return {}
         return {
-            str(each): Table(value, f"{self.where}.{name}[{each}]", self._faults)
+            str(each): ColumnTable(value, f"{self.where}.{name}[{each}]", self._faults)
             for each, value in given.items()
         }
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from tierstore.planning import columns
-from tierstore.planning.columns import BYTES, COUNTS, FIGURES, TEXTS, Table, Texts
+from tierstore.planning.columns import BYTES, COUNTS, FIGURES, TEXTS, ColumnTable, NumberedTexts
 from tierstore.planning.program import ByteKind
 from tierstore.planning.timeline import (
     TIMELINE_VERSION,
@@ -24,7 +24,7 @@ _EMPTY = Account(0.0, 0, {})
 
 def timeline_to_mapping(timeline: Timeline) -> dict[str, object]:
     """Return a timeline as plain values, which JSON can say; `timeline_from_mapping` reads them."""
-    texts = Texts()
+    texts = NumberedTexts()
     intervals, steps = timeline.intervals, timeline.steps
     return {
         "version": TIMELINE_VERSION,
@@ -77,7 +77,7 @@ def timeline_from_mapping(given: object) -> Timeline:
         ConfigError: they are of another version, or something in them cannot be so: every fault is listed.
     """
     faults = WrongValues()
-    table = Table(given, _OWNER, faults)
+    table = ColumnTable(given, _OWNER, faults)
     faults.raise_if_any(_OWNER)
     table.require_version(TIMELINE_VERSION, _OWNER)
     texts = table.value("texts", columns.several(TEXTS), ())
@@ -100,7 +100,7 @@ def _plain(mapping: Mapping[StallCause, float] | Mapping[ByteKind, int]) -> dict
     return {each.value: value for each, value in mapping.items()}
 
 
-def _intervals(table: Table, texts: Sequence[str], faults: WrongValues) -> tuple[Interval, ...]:
+def _intervals(table: ColumnTable, texts: Sequence[str], faults: WrongValues) -> tuple[Interval, ...]:
     text = columns.numbered(texts, TEXTS)
     found = (
         table.column("begin_s", FIGURES),
@@ -115,7 +115,7 @@ def _intervals(table: Table, texts: Sequence[str], faults: WrongValues) -> tuple
     return tuple(Interval(*row) for row in zip(*found, strict=False))
 
 
-def _steps(table: Table, faults: WrongValues) -> tuple[StepTotals, ...]:
+def _steps(table: ColumnTable, faults: WrongValues) -> tuple[StepTotals, ...]:
     begin_s, end_s = table.column("begin_s", FIGURES), table.column("end_s", FIGURES)
     moved = table.column("moved_bytes", columns.by_name(BYTES))
     stalls = table.column("stall_s", columns.by_member(StallCause, FIGURES))
@@ -125,7 +125,7 @@ def _steps(table: Table, faults: WrongValues) -> tuple[StepTotals, ...]:
     return tuple(StepTotals(*row) for row in rows)
 
 
-def _account(table: Table, texts: Sequence[str]) -> Account:
+def _account(table: ColumnTable, texts: Sequence[str]) -> Account:
     nothing: dict[ByteKind, int] = {}
     kinds = table.value("kinds", columns.by_member(ByteKind, BYTES), nothing)
     largest = table.table("largest")
@@ -139,7 +139,7 @@ def _account(table: Table, texts: Sequence[str]) -> Account:
     )
 
 
-def _charges(table: Table, faults: WrongValues) -> dict[str, tuple[tuple[float, int], ...]]:
+def _charges(table: ColumnTable, faults: WrongValues) -> dict[str, tuple[tuple[float, int], ...]]:
     found: dict[str, tuple[tuple[float, int], ...]] = {}
     for tier, changes in table.tables("charges").items():
         at_s = changes.column("at_s", FIGURES)
@@ -148,7 +148,7 @@ def _charges(table: Table, faults: WrongValues) -> dict[str, tuple[tuple[float, 
     return found
 
 
-def _held(table: Table, faults: WrongValues) -> tuple[tuple[float, Mapping[ByteKind, int]], ...]:
+def _held(table: ColumnTable, faults: WrongValues) -> tuple[tuple[float, Mapping[ByteKind, int]], ...]:
     at_s = table.column("at_s", FIGURES)
     _note_order(table.where, at_s, faults)
     by_kind = {kind: table.column(kind.value, columns.perhaps(BYTES)) for kind in ByteKind}
