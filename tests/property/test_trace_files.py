@@ -7,6 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.damaged import damaged
 from tests.fuzz import see_that_it_is_short
 from tests.planning_data import timelines
 from tierstore.errors import ConfigError
@@ -29,37 +30,13 @@ def test_every_interval_is_a_slice_in_the_lane_of_its_name(timeline: Timeline) -
     assert slices == told
 
 
-_WRONG: list[object] = [
-    *(None, True, -1, 1.5, 2**63, 10**400, "x", "", [], {}, [[]], [-1], ["x"], {"a": -1}),
-    *(float("nan"), float("inf"), -0.5, 10**6),
-]
-
-
-def _paths(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
-    """Return the way to everything in plain values."""
-    found = [path]
-    if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, each in pairs:
-            found += _paths(each, (*path, name))
-    return found
-
-
 @given(timelines(), st.data())
 def test_a_damaged_trace_is_refused_with_a_short_message_or_read(
     timeline: Timeline, data: st.DataObject
 ) -> None:
     document = json.loads(timeline_to_chrome(timeline))
     del document["traceEvents"]
-    *way, last = data.draw(st.sampled_from([path for path in _paths(document) if path]))
-    inner = document
-    for name in way:
-        inner = inner[name]
-    if data.draw(st.booleans()):
-        inner[last] = data.draw(st.sampled_from(_WRONG))
-    else:
-        del inner[last]
     try:
-        timeline_from_chrome(json.dumps(document))
+        timeline_from_chrome(json.dumps(damaged(document, data)))
     except ConfigError as refused:
         see_that_it_is_short(refused)

@@ -51,8 +51,8 @@ def test_counters_show_bytes_by_tier_and_by_kind() -> None:
     assert [(each["name"], each["ts"], each["args"]) for each in counted] == [
         ("device bytes", 0.0, {"bytes": 4096}),
         ("device bytes", 250_000.0, {"bytes": 8192}),
-        ("first tier's bytes by kind", 0.0, {"parameters": 4096}),
-        ("first tier's bytes by kind", 250_000.0, {"parameters": 8192, "workspace": 16}),
+        ("bytes by kind", 0.0, {"parameters": 4096}),
+        ("bytes by kind", 250_000.0, {"parameters": 8192, "workspace": 16}),
     ]
 
 

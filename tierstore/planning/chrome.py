@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tierstore.errors import ConfigError
 from tierstore.planning import columns
 from tierstore.planning.columns import BYTES, ColumnTable
-from tierstore.planning.program import is_figure
-from tierstore.planning.timeline import COMPUTE, HOST, WAITING, Interval, Timeline
+from tierstore.planning.machine import Machine
+from tierstore.planning.machine_text import machine_from_mapping, machine_to_mapping
+from tierstore.planning.placement import Placement
+from tierstore.planning.program import ByteKind, Does, Program, is_figure
+from tierstore.planning.program_text import program_from_mapping, program_to_mapping
+from tierstore.planning.timeline import COMPUTE, HOST, WAITING, Account, Interval, Timeline
 from tierstore.planning.timeline_text import timeline_from_mapping, timeline_to_mapping
 from tierstore.planning.wrong_values import WrongValues
 from tierstore.quoting import quoted
@@ -36,6 +41,8 @@ _FIRST_PID = 1  # 0 is the idle process to those who look
 _LANES_PER_PROCESS = 1000
 _FIRST_LANES = (COMPUTE, HOST, WAITING)
 
+T = TypeVar("T")
+
 Event = dict[str, object]
 
 
@@ -44,11 +51,17 @@ class TraceParts:
     """What one trace file holds.
 
     Attributes:
-        timeline: what happened when; ``None``: the file has none.
+        timeline: what happened when; ``None``: the file has none, and so on.
+        program: what a step does.
+        machine: on what.
+        placement: what went where.
         base_time_ns: when it began, in nanoseconds since 1970; ``None``: at no time, it was simulated.
     """
 
     timeline: Timeline | None = None
+    program: Program | None = None
+    machine: Machine | None = None
+    placement: Placement | None = None
     base_time_ns: int | None = None
 
 
@@ -59,7 +72,7 @@ def timeline_to_chrome(timeline: Timeline, *, base_time_ns: int | None = None) -
         timeline: simulated or measured.
         base_time_ns: of a measured one: when second 0 of it was, in nanoseconds since 1970.
     """
-    return trace_to_chrome(TraceParts(timeline, base_time_ns))
+    return trace_to_chrome(TraceParts(timeline, base_time_ns=base_time_ns))
 
 
 def timeline_from_chrome(text: str) -> Timeline:
@@ -72,6 +85,23 @@ def timeline_from_chrome(text: str) -> Timeline:
     found = trace_from_chrome(text).timeline
     if found is None:
         raise ConfigError(f"{_OWNER}: it holds no timeline; accepted: what a run or a simulation recorded")
+    return found
+
+
+def program_to_chrome(program: Program) -> str:
+    """Return a program as a text of Chrome's trace JSON: its moments in a row, without copies or waits."""
+    return trace_to_chrome(TraceParts(program=program))
+
+
+def program_from_chrome(text: str) -> Program:
+    """Return the program that a text of trace JSON holds.
+
+    Raises:
+        ConfigError: as `timeline_from_chrome`.
+    """
+    found = trace_from_chrome(text).program
+    if found is None:
+        raise ConfigError(f"{_OWNER}: it holds no program; accepted: what a run recorded of its steps")
     return found
 
 
@@ -110,8 +140,14 @@ def trace_from_chrome(text: str) -> TraceParts:
     table.require_version(TRACE_VERSION, _OWNER)
     base_time_ns = table.value("base_time_ns", columns.perhaps(BYTES), None)
     faults.raise_if_any(_OWNER)
-    timeline = document[_OURS].get("timeline")
-    return TraceParts(None if timeline is None else timeline_from_mapping(timeline), base_time_ns)
+    given = document[_OURS]
+    return TraceParts(
+        _read(given.get("timeline"), timeline_from_mapping),
+        _read(given.get("program"), program_from_mapping),
+        _read(given.get("machine"), machine_from_mapping),
+        _read(given.get("placement"), Placement.from_mapping),
+        base_time_ns,
+    )
 
 
 def merge(ours: str, theirs: str) -> str:
@@ -143,14 +179,42 @@ def _ours(parts: TraceParts) -> dict[str, object]:
     return {
         "version": TRACE_VERSION,
         "base_time_ns": parts.base_time_ns,
-        "timeline": None if parts.timeline is None else timeline_to_mapping(parts.timeline),
+        "timeline": parts.timeline and timeline_to_mapping(parts.timeline),
+        "program": parts.program and program_to_mapping(parts.program),
+        "machine": parts.machine and machine_to_mapping(parts.machine),
+        "placement": parts.placement and parts.placement.to_mapping(),
     }
 
 
 def _events(parts: TraceParts, *, pid: int = _FIRST_PID, shift_us: float = 0.0) -> Iterator[Event]:
-    timeline = parts.timeline
-    if timeline is None:
-        return
+    if parts.timeline is not None:
+        yield from _timeline_events(parts.timeline, pid, shift_us)
+    elif parts.program is not None:
+        yield from _timeline_events(_in_a_row(parts.program), pid, shift_us)
+
+
+def _in_a_row(program: Program) -> Timeline:
+    """Return the moments of a program one after another: nothing moves and nothing is waited for."""
+    now_s = 0.0
+    intervals: list[Interval] = []
+    held: list[tuple[float, Mapping[ByteKind, int]]] = []
+    made = {use.key for moment in program.moments for use in moment.uses if use.does is Does.MAKE}
+    kinds = dict.fromkeys(ByteKind, 0)
+    for key, datum in program.data.items():
+        kinds[datum.kind] += 0 if key in made else datum.nbytes
+    for moment in program.moments:
+        begin_s, end_s = now_s + moment.host_s, now_s + moment.host_s + moment.compute_s
+        intervals += [Interval(now_s, begin_s, HOST, moment.name)] if moment.host_s else []
+        intervals.append(Interval(begin_s, end_s, COMPUTE, moment.name))
+        held.append((begin_s, {**kinds, ByteKind.WORKSPACE: moment.workspace_bytes}))
+        for use in moment.uses:
+            datum = program.data[use.key]
+            kinds[datum.kind] += {Does.MAKE: datum.nbytes, Does.END: -datum.nbytes}.get(use.does, 0)
+        now_s = end_s
+    return Timeline(program.name, program.source, tuple(intervals), (), Account(0.0, 0, {}), held=tuple(held))
+
+
+def _timeline_events(timeline: Timeline, pid: int, shift_us: float) -> Iterator[Event]:
     yield _said("process_name", pid, name=f"tierstore: {timeline.name} ({timeline.source})")
     lanes = _lanes(timeline, pid)
     for lane, tid in lanes.items():
@@ -163,7 +227,7 @@ def _events(parts: TraceParts, *, pid: int = _FIRST_PID, shift_us: float = 0.0) 
             yield _counter(f"{tier} bytes", pid, _us(at_s, shift_us), {"bytes": nbytes})
     for at_s, kinds in timeline.held:
         by_kind = {kind.value: nbytes for kind, nbytes in kinds.items()}
-        yield _counter("first tier's bytes by kind", pid, _us(at_s, shift_us), by_kind)
+        yield _counter("bytes by kind", pid, _us(at_s, shift_us), by_kind)
 
 
 def _lanes(timeline: Timeline, pid: int) -> dict[str, int]:
@@ -204,6 +268,10 @@ def _counter(name: str, pid: int, at_us: float, values: Mapping[str, int]) -> Ev
 def _us(at_s: float, shift_us: float) -> float:
     """Return microseconds, to the nanosecond."""
     return round(at_s * _US_PER_S + shift_us, _NS_DIGITS)
+
+
+def _read(given: object, reader: Callable[[object], T]) -> T | None:
+    return None if given is None else reader(given)
 
 
 # ---------------------------------------------------------------------- traces of others

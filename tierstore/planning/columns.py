@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from tierstore.errors import ConfigError
 from tierstore.formats import json_text
-from tierstore.planning.homes import values_of
+from tierstore.planning.homes import is_name, values_of
 from tierstore.planning.program import BYTES_LISTED, FIGURE_LISTED, is_bytes, is_figure
 from tierstore.planning.wrong_values import WrongValues
 from tierstore.quoting import shortened
@@ -83,6 +83,10 @@ def _count(value: object) -> int:
     return _checked(value, lambda each: is_bytes(each) and each != 0)  # type: ignore[return-value]
 
 
+def _filled(value: object) -> str:
+    return _checked(value, is_name)  # type: ignore[return-value]
+
+
 def _text(value: object) -> str:
     return _checked(value, lambda each: isinstance(each, str))  # type: ignore[return-value]
 
@@ -95,6 +99,7 @@ FIGURES = CellReader(_figure, FIGURE_LISTED)
 BYTES = CellReader(_bytes, BYTES_LISTED)
 COUNTS = CellReader(_count, "an int of at least 1 and less than 2**63")
 TEXTS = CellReader(_text, "a text")
+FILLED_TEXTS = CellReader(_filled, "a text that is not empty")
 TRUTHS = CellReader(_truth, "true or false")
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from tierstore.planning.homes import is_name
 from tierstore.planning.program import BYTES_LISTED, FIGURE_LISTED, is_bytes, is_figure
 from tierstore.planning.wrong_values import WrongValues
+from tierstore.quoting import listed, named, quoted
 
 MACHINE_VERSION = 1
 
@@ -82,7 +83,7 @@ class LinkFigures:
         )
         for name in ("latency_s", "burst_s"):
             faults.add_unless(is_figure(getattr(self, name)), name, getattr(self, name), FIGURE_LISTED)
-        faults.raise_if_any(f"LinkFigures {self.name}")
+        faults.raise_if_any(f"LinkFigures {named(self.name)}")
 
     @property
     def name(self) -> str:
@@ -112,7 +113,7 @@ class NetworkFigures:
             is_rate(self.bytes_per_s), "bytes_per_s", self.bytes_per_s, "a number greater than 0"
         )
         faults.add_unless(is_figure(self.latency_s), "latency_s", self.latency_s, FIGURE_LISTED)
-        faults.raise_if_any(f"NetworkFigures {self.name!r}")
+        faults.raise_if_any(f"NetworkFigures {quoted(self.name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class ComputeFigures:
     def __post_init__(self) -> None:
         faults = WrongValues()
         for name, rate in self.flops_per_s.items():
-            faults.add_unless(is_rate(rate), f"flops_per_s[{name!r}]", rate, "a number greater than 0")
+            faults.add_unless(is_rate(rate), f"flops_per_s[{quoted(name)}]", rate, "a number greater than 0")
         faults.add_unless(
             is_rate(self.memory_bytes_per_s),
             "memory_bytes_per_s",
@@ -145,7 +146,7 @@ class ComputeFigures:
         for name, share in self.efficiency.items():
             is_share = is_figure(share) and 0 < share <= 1
             faults.add_unless(
-                is_share, f"efficiency[{name!r}]", share, "a share greater than 0 and at most 1"
+                is_share, f"efficiency[{quoted(name)}]", share, "a share greater than 0 and at most 1"
             )
         faults.raise_if_any("ComputeFigures")
 
@@ -192,23 +193,28 @@ class Machine:
         )
         for link in self.links:
             is_between = link.source in names and link.target in names and link.source != link.target
-            faults.add_unless(is_between, f"links[{link.name}]", link.name, f"between two of {names}")
+            faults.add_unless(
+                is_between, f"links[{named(link.name)}]", link.name, f"between two of {listed(names)}"
+            )
             for share in link.shares:
                 faults.add_unless(
-                    share in self.shares, f"links[{link.name}].shares", share, "a name of the shares"
+                    share in self.shares, f"links[{named(link.name)}].shares", share, "a name of the shares"
                 )
         for upper, lower in itertools.pairwise(names):
             for source, target in ((upper, lower), (lower, upper)):
                 is_there = any((link.source, link.target) == (source, target) for link in self.links)
                 faults.add_unless(
-                    is_there, "links", [each.name for each in self.links], f"{source}->{target}, too"
+                    is_there,
+                    "links",
+                    [each.name for each in self.links],
+                    f"{named(source)}->{named(target)}, too",
                 )
         for name, rate in self.shares.items():
-            faults.add_unless(is_rate(rate), f"shares[{name!r}]", rate, "a number greater than 0")
+            faults.add_unless(is_rate(rate), f"shares[{quoted(name)}]", rate, "a number greater than 0")
         for name in ("ranks_per_host", "hosts"):
             count = getattr(self, name)
             faults.add_unless(is_bytes(count) and count > 0, name, count, "an int greater than 0")
-        faults.raise_if_any(f"Machine {self.name!r}")
+        faults.raise_if_any(f"Machine {quoted(self.name)}")
 
     def tier(self, name: str) -> TierFigures:
         """Return the figures of one tier.

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from tierstore.planning.homes import is_name
 from tierstore.planning.wrong_values import WrongValues
+from tierstore.quoting import quoted
 
 PROGRAM_VERSION = 1
 
@@ -168,7 +169,7 @@ class Moment:
                 use.moments,
                 "an int of at least 1",
             )
-        faults.raise_if_any(f"Moment {self.name!r}")
+        faults.raise_if_any(f"Moment {quoted(self.name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +238,15 @@ class Program:
             "an int of at least 1",
         )
         for key, datum in self.data.items():
-            faults.add_unless(datum.key == key, f"data[{key!r}].key", datum.key, "the key that it is under")
+            faults.add_unless(
+                datum.key == key, f"data[{quoted(key)}].key", datum.key, "the key that it is under"
+            )
         self._check_uses(faults)
         for unit in self.units:
             keys = (unit.bundle, *unit.gradients, *([] if unit.state is None else [unit.state]))
             for key in keys:
-                faults.add_unless(key in self.data, f"units[{unit.bundle!r}]", key, "a key of the data")
-        faults.raise_if_any(f"Program {self.name!r}")
+                faults.add_unless(key in self.data, f"units[{quoted(unit.bundle)}]", key, "a key of the data")
+        faults.raise_if_any(f"Program {quoted(self.name)}")
 
     def _check_uses(self, faults: WrongValues) -> None:
         """Note uses of what is not there: not yet made, ended already, or unknown."""
