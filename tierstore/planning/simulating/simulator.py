@@ -1,0 +1,277 @@
+"""What a program on a machine under a placement does when: `simulate`.
+
+The product's own ledger and its own decisions, under a virtual clock: what is predicted and what happens
+cannot drift apart.  Deterministic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from tierstore.core.model import Tier
+from tierstore.errors import CapacityError
+from tierstore.planning.deciding import Follower, PrefetchWindow
+from tierstore.planning.homes import Treatment
+from tierstore.planning.machine import Machine, TierMedium
+from tierstore.planning.placement import Placement
+from tierstore.planning.program import ByteKind, Program
+from tierstore.planning.residents import Trained, choose_residents
+from tierstore.planning.simulating.conditions import Conditions
+from tierstore.planning.simulating.dividing import DividedDevice, trained_bytes
+from tierstore.planning.simulating.driver import Driver, return_homes
+from tierstore.planning.simulating.holdings import Holdings, told
+from tierstore.planning.simulating.lanes import Lanes
+from tierstore.planning.simulating.ledger_store import LedgerStore
+from tierstore.planning.simulating.links import Links
+from tierstore.planning.simulating.queue import EventQueue
+from tierstore.planning.simulating.recomputing import with_recomputation
+from tierstore.planning.simulating.swapping import Swapping
+from tierstore.planning.simulating.windows import Windows
+from tierstore.planning.timeline import WAITING, StallCause, StepTotals, Timeline
+
+LEAST_STEPS = 3
+MOST_STEPS = 8
+_PERIOD_WITHOUT_ONE = 4
+
+_FOLLOWED = (ByteKind.PARAMETERS, ByteKind.BUFFER, ByteKind.STATE)
+
+
+def simulate(
+    program: Program,
+    machine: Machine,
+    placement: Placement,
+    *,
+    conditions: Conditions = Conditions(),  # noqa: B008 - it is frozen
+    steps: int | None = None,
+    checked: bool = False,
+) -> Timeline:
+    """Return what a run would do when, from its beginning on.
+
+    On the first tier are, beside the store's keys, the program's own bytes: `Program.standing_bytes` all
+    the time, `Moment.live_bytes` from one moment to the next, `Moment.workspace_bytes` while it computes, and
+    data that the store has not.
+
+    Args:
+        program: what each step does.
+        machine: what it runs on.
+        placement: where everything lives; bundles that it does not name live where there is room.
+        conditions: what else the run does.
+        steps: how many; ``None``: until the end of one is as that of an earlier one was, at least 3 and at
+            most 8.
+        checked: verify the ledger's rules after every event: slow, for tests.
+
+    Returns:
+        the timeline.  The steps that repeat are its last ones.
+
+    Raises:
+        CapacityError: it does not fit; the text says who holds what of the first tier then.
+        ConfigError: a mark's pattern is wrong.
+    """
+    return Simulator(program, machine, placement, conditions, is_checked=checked).run(steps)
+
+
+class Simulator:
+    """One run under a virtual clock: see `simulate`."""
+
+    def __init__(
+        self,
+        program: Program,
+        machine: Machine,
+        placement: Placement,
+        conditions: Conditions,
+        *,
+        is_checked: bool,
+    ) -> None:
+        recomputed = [each for each in placement.marks if each.treatment is Treatment.RECOMPUTE]
+        self._program = with_recomputation(program, placement.marks) if recomputed else program
+        self._machine = machine
+        self._placement = placement
+        self._conditions = conditions
+        self._is_checked = is_checked
+        self._assumptions = list(program.assumptions)
+        self._queue = EventQueue()
+        names = [tier.name for tier in machine.tiers]
+        self._holdings = Holdings(names, self._program.data)
+        tiers = [self._tier(name) for name in names]
+        self._store = LedgerStore(
+            tiers,
+            conditions.policy,
+            self._queue,
+            Links(machine, self._queue),
+            self._holdings,
+            has_streams=machine.has_streams,
+            is_checked=is_checked,
+        )
+        host = next((index for index, tier in enumerate(tiers) if tier.is_host), 0)
+        self._lanes = Lanes(self._store, has_streams=machine.has_streams, host_tier=host)
+
+    def _tier(self, name: str) -> Tier:
+        figures = self._machine.tier(name)
+        share = Fraction(self._placement.shares.get(name, 1.0))
+        capacity_bytes = math.floor(share * figures.capacity_bytes)
+        high, low = self._ratios(name)
+        return Tier(
+            name,
+            capacity_bytes,
+            math.floor(Fraction(high) * capacity_bytes),
+            math.floor(Fraction(low) * capacity_bytes),
+            figures.alignment_bytes,
+            is_host=figures.medium is TierMedium.HOST,
+            is_storage=figures.medium is TierMedium.STORAGE,
+        )
+
+    def _ratios(self, name: str) -> tuple[float, float]:
+        """Return the shares of a tier above which, and down to which, it writes back."""
+        if name in self._placement.high:
+            high = self._placement.high[name]
+            return high, high
+        high = self._conditions.high.get(name, 1.0)
+        return high, min(high, self._conditions.low.get(name, high))
+
+    # --- running ------------------------------------------------------------------------------
+
+    def run(self, steps: int | None) -> Timeline:
+        """Run so many steps, or until they repeat."""
+        try:
+            return self._run(steps)
+        except CapacityError as error:
+            raise self._explained(error) from error
+
+    def _run(self, steps: int | None) -> Timeline:
+        driver = self._driver()
+        driver.open()
+        self._holdings.take_step_peaks()
+        self._store.moved.clear()
+        totals: list[StepTotals] = []
+        seen: list[object] = []
+        period = 0
+        while len(totals) < (MOST_STEPS if steps is None else steps):
+            totals.append(self._step(driver))
+            state = (self._store.digest(), driver.own_bytes, sorted(totals[-1].moved_bytes.items()))
+            period = next((back + 1 for back, each in enumerate(reversed(seen)) if each == state), 0)
+            seen.append(state)
+            if steps is None and period and len(totals) >= LEAST_STEPS:
+                break
+        if not period:
+            period = min(_PERIOD_WITHOUT_ONE, len(totals))
+            if steps is None:
+                self._assumptions.append(
+                    f"no step of {len(totals)} ended as an earlier one did: one in the steady state is the "
+                    f"mean of the last {period}"
+                )
+        return self._timeline(totals, period)
+
+    def _driver(self) -> Driver:
+        capacities = {
+            state.tier.name: state.tier.capacity_bytes for state in self._store.ledger.books.tier_states
+        }
+        ahead = [name for name in capacities if name in self._placement.ahead]
+        prefetched = [
+            PrefetchWindow(name, self._placement.ahead_bytes(name, capacities[name])) for name in ahead
+        ]
+        first = self._store.names[0]
+        data = self._program.data
+        follower = Follower(
+            prefetched,
+            first,
+            lambda key: data[key].nbytes if key in self._store and data[key].kind in _FOLLOWED else 0,
+            len({unit.optimizer for unit in self._program.units}),
+            self._residents,
+        )
+        trained = trained_bytes(self._program, self._placement)
+        device = None
+        if self._conditions.is_divided and self._store.is_device_first and trained is not None:
+            device = DividedDevice(
+                self._store,
+                self._holdings,
+                capacities[first],
+                trained,
+                self._ratios(first),
+                self._program.standing_bytes if self._machine.has_streams else 0,
+                lambda own_bytes: follower.set_limit(first, self._placement.ahead_bytes(first, own_bytes)),
+            )
+        windows = Windows(self._store, follower, device, data, return_homes(self._program, self._placement))
+        swapping = Swapping(self._program, self._placement.marks, self._store, windows)
+        return Driver(
+            self._program,
+            self._placement,
+            self._store,
+            windows,
+            device,
+            swapping,
+            self._lanes,
+            self._holdings,
+        )
+
+    def _step(self, driver: Driver) -> StepTotals:
+        begin_s = self._queue.now_s
+        first = len(self._lanes.intervals)
+        driver.run_step()
+        self._lanes.synchronize()
+        moved = {name: nbytes for name, nbytes in self._store.moved.items() if nbytes}
+        self._store.moved.clear()
+        stalls: dict[StallCause, float] = {}
+        for each in self._lanes.intervals[first:]:
+            if each.lane == WAITING and each.cause is not None:
+                stalls[each.cause] = stalls.get(each.cause, 0.0) + each.end_s - each.begin_s
+        peaks = self._holdings.take_step_peaks()
+        return StepTotals(begin_s, self._queue.now_s, moved, stalls, peaks)
+
+    def _residents(self, accesses: Sequence[str], gradients: Sequence[str]) -> frozenset[str]:
+        """Return the keys that stay from step to step."""
+        units = {unit.bundle: unit for unit in self._program.units}
+        data = self._program.data
+        trained = {}
+        for key in dict.fromkeys(accesses):
+            if key in data and data[key].kind in (ByteKind.PARAMETERS, ByteKind.BUFFER):
+                unit = units.get(key)
+                state = [] if unit is None or unit.state is None else [unit.state]
+                made = [each for each in (unit.gradients if unit is not None else ()) if each in gradients]
+                kept = (key, *(each for each in state if each in self._store))
+                trained[key] = Trained(
+                    kept,
+                    tuple(made),
+                    sum(data[each].nbytes for each in kept),
+                    sum(data[each].nbytes for each in made),
+                )
+        chosen = self._placement.residents
+        if chosen is None:
+            able = [each for each in trained.values() if each.gradients]
+            first = self._store.ledger.books.tier_states[0].tier
+            chosen = choose_residents(able, first.capacity_bytes).intersection(trained)
+        stay = [trained[key] for key in sorted(chosen) if key in trained]
+        return frozenset(key for each in stay for key in (*each.keys, *each.gradients))
+
+    # --- what came of it ----------------------------------------------------------------------
+
+    def _timeline(self, steps: Sequence[StepTotals], period: int) -> Timeline:
+        intervals = sorted(
+            (*self._lanes.intervals, *self._store.copies),
+            key=lambda each: (each.begin_s, each.end_s, each.lane, each.name),
+        )
+        return Timeline(
+            self._program.name,
+            "simulated",
+            tuple(intervals),
+            tuple(steps),
+            self._holdings.account(self._queue.now_s),
+            {tier: tuple(entries) for tier, entries in self._holdings.charges.items()},
+            tuple(self._holdings.held),
+            period,
+            tuple(self._assumptions),
+        )
+
+    def _explained(self, error: CapacityError) -> CapacityError:
+        """Return an error whose text says who holds what."""
+        account = told(self._holdings.account_now(self._queue.now_s), self._store.names[0])
+        text = str(error) if account in str(error) else f"{error} {account}"
+        return CapacityError(
+            text,
+            key=error.key,
+            tier=error.tier,
+            needed_bytes=error.needed_bytes,
+            free_bytes=error.free_bytes,
+            holders=error.holders,
+        )
