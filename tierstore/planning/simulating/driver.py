@@ -17,7 +17,7 @@ from tierstore.planning.simulating.holdings import LIVE, STANDING, WORKSPACE, Ho
 from tierstore.planning.simulating.lanes import Lanes
 from tierstore.planning.simulating.ledger_store import LedgerStore
 from tierstore.planning.simulating.swapping import Swapping
-from tierstore.planning.simulating.windows import Windows
+from tierstore.planning.simulating.windows import KeyWindows
 
 _KEPT = (ByteKind.PARAMETERS, ByteKind.BUFFER, ByteKind.STATE)
 
@@ -41,7 +41,7 @@ class Driver:
         program: Program,
         placement: Placement,
         store: LedgerStore,
-        windows: Windows,
+        windows: KeyWindows,
         device: DividedDevice | None,
         swapping: Swapping,
         lanes: Lanes,

@@ -18,7 +18,7 @@ from tierstore.core.ledger import Ledger
 from tierstore.core.model import Plan, Tier
 from tierstore.errors import CapacityError, InvariantError, KeyNotFound, LeaseError
 from tierstore.planning.simulating.holdings import Holdings
-from tierstore.planning.simulating.links import Links, Transit
+from tierstore.planning.simulating.links import MachineLinks, Transit
 from tierstore.planning.simulating.queue import EventQueue
 from tierstore.planning.timeline import Interval, StallCause
 
@@ -69,7 +69,7 @@ class LedgerStore:
         tiers: Sequence[Tier],
         policy: str,
         queue: EventQueue,
-        links: Links,
+        links: MachineLinks,
         holdings: Holdings,
         *,
         has_streams: bool,

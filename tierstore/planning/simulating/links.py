@@ -5,7 +5,7 @@
 2. What several links share lets through no more bytes a second than it can, first come first served: two
    that are busy at once have less each.
 3. Where a link has a burst, its rate is a limit (`tierstore.pacing.TokenBucket`): a copy waits until its
-   bytes may pass, then takes no time.  Links of one limit wait together, reads before writes, as those of a
+   bytes may pass, then takes no time.  MachineLinks of one limit wait together, reads before writes, as those of a
    drive do.
 4. Where no link goes straight from one tier to another, a copy takes those between, one after another.
 """
@@ -45,7 +45,7 @@ class Transit:
 Arrived = Callable[[Transit], None]
 
 
-class _Carrier(Protocol):
+class _CopyCarrier(Protocol):
     """What carries the bytes of one link."""
 
     def carry(self, nbytes: int, ready_s: float, arrived: Arrived) -> None:
@@ -76,7 +76,7 @@ class _SerialLink:
         self._busy_until_s = 0.0
 
     def carry(self, nbytes: int, ready_s: float, arrived: Arrived) -> None:
-        """See `_Carrier`."""
+        """See `_CopyCarrier`."""
         begin_s = max(ready_s, self._busy_until_s, self._queue.now_s)
         ends = [begin_s + nbytes / self._figures.bytes_per_s]
         ends += [each.passed_s(nbytes, begin_s) for each in self._shared]
@@ -86,7 +86,7 @@ class _SerialLink:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _WaitingCopy:
     link: LinkFigures
     nbytes: int
     arrived: Arrived
@@ -99,11 +99,11 @@ class _Limit:
         rate = max(1, int(bytes_per_s))
         self._bucket = TokenBucket(rate, max(1, int(rate * burst_s)))
         self._queue = queue
-        self._waiting: tuple[deque[_Waiting], deque[_Waiting]] = (deque(), deque())
+        self._waiting: tuple[deque[_WaitingCopy], deque[_WaitingCopy]] = (deque(), deque())
         self._since_ns = 0
         self._turn_ns: int | None = None
 
-    def enter(self, waiting: _Waiting, *, is_read: bool) -> None:
+    def enter(self, waiting: _WaitingCopy, *, is_read: bool) -> None:
         """Let a copy wait for its turn, if it has to."""
         if not any(self._waiting):
             self._since_ns = math.ceil(self._queue.now_s * _NS)
@@ -131,13 +131,13 @@ class _Limit:
             self._pass(first)
         self._plan_turn()
 
-    def _pass(self, copy: _Waiting) -> None:
+    def _pass(self, copy: _WaitingCopy) -> None:
         end_s = self._queue.now_s + copy.link.latency_s
         begin_s = max(0.0, end_s - copy.nbytes / copy.link.bytes_per_s)
         self._queue.at(end_s, functools.partial(copy.arrived, Transit(copy.link.name, begin_s, end_s)))
 
 
-class _LimitedLink:
+class _LinkWithLimit:
     """A link whose rate is a limit."""
 
     def __init__(self, figures: LinkFigures, limit: _Limit, queue: EventQueue, *, is_read: bool) -> None:
@@ -147,8 +147,8 @@ class _LimitedLink:
         self._is_read = is_read
 
     def carry(self, nbytes: int, ready_s: float, arrived: Arrived) -> None:
-        """See `_Carrier`."""
-        waiting = _Waiting(self._figures, nbytes, arrived)
+        """See `_CopyCarrier`."""
+        waiting = _WaitingCopy(self._figures, nbytes, arrived)
         enter = functools.partial(self._limit.enter, waiting, is_read=self._is_read)
         if ready_s <= self._queue.now_s:
             enter()
@@ -156,7 +156,7 @@ class _LimitedLink:
             self._queue.at(ready_s, enter)
 
 
-class Links:
+class MachineLinks:
     """All links of a machine.
 
     Args:
@@ -170,9 +170,9 @@ class Links:
         self._shared = {name: _SharedRate(rate) for name, rate in machine.shares.items()}
         self._limits: dict[str, _Limit] = {}
         self._carriers = {(each.source, each.target): self._carrier(each) for each in machine.links}
-        self._ways: dict[tuple[int, int], tuple[_Carrier, ...]] = {}
+        self._ways: dict[tuple[int, int], tuple[_CopyCarrier, ...]] = {}
 
-    def _carrier(self, figures: LinkFigures) -> _Carrier:
+    def _carrier(self, figures: LinkFigures) -> _CopyCarrier:
         if not figures.burst_s or math.isinf(figures.bytes_per_s):
             return _SerialLink(figures, [self._shared[name] for name in figures.shares], self._queue)
         name, rate = figures.name, figures.bytes_per_s
@@ -181,7 +181,7 @@ class Links:
                 name, rate = share, self._machine.shares[share]
         limit = self._limits.setdefault(name, _Limit(rate, figures.burst_s, self._queue))
         is_read = self._machine.tier(figures.source).medium is TierMedium.STORAGE
-        return _LimitedLink(figures, limit, self._queue, is_read=is_read)
+        return _LinkWithLimit(figures, limit, self._queue, is_read=is_read)
 
     def send(self, source: int, target: int, nbytes: int, ready_s: float, arrived: Arrived) -> None:
         """Carry bytes from one tier to another.
@@ -208,7 +208,7 @@ class Links:
 
         go(0, None)
 
-    def _way(self, source: int, target: int) -> tuple[_Carrier, ...]:
+    def _way(self, source: int, target: int) -> tuple[_CopyCarrier, ...]:
         """Return the links that a copy takes."""
         if (source, target) not in self._ways:
             names = [tier.name for tier in self._machine.tiers]

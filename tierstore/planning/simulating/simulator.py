@@ -24,11 +24,11 @@ from tierstore.planning.simulating.driver import Driver, return_homes
 from tierstore.planning.simulating.holdings import Holdings, told
 from tierstore.planning.simulating.lanes import Lanes
 from tierstore.planning.simulating.ledger_store import LedgerStore
-from tierstore.planning.simulating.links import Links
+from tierstore.planning.simulating.links import MachineLinks
 from tierstore.planning.simulating.queue import EventQueue
 from tierstore.planning.simulating.recomputing import with_recomputation
 from tierstore.planning.simulating.swapping import Swapping
-from tierstore.planning.simulating.windows import Windows
+from tierstore.planning.simulating.windows import KeyWindows
 from tierstore.planning.timeline import WAITING, StallCause, StepTotals, Timeline
 
 LEAST_STEPS = 3
@@ -99,7 +99,7 @@ class Simulator:
             tiers,
             conditions.policy,
             self._queue,
-            Links(machine, self._queue),
+            MachineLinks(machine, self._queue),
             self._holdings,
             has_streams=machine.has_streams,
             is_checked=is_checked,
@@ -192,7 +192,9 @@ class Simulator:
                 self._program.standing_bytes if self._machine.has_streams else 0,
                 lambda own_bytes: follower.set_limit(first, self._placement.ahead_bytes(first, own_bytes)),
             )
-        windows = Windows(self._store, follower, device, data, return_homes(self._program, self._placement))
+        windows = KeyWindows(
+            self._store, follower, device, data, return_homes(self._program, self._placement)
+        )
         swapping = Swapping(self._program, self._placement.marks, self._store, windows)
         return Driver(
             self._program,

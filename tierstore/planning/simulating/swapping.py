@@ -14,7 +14,7 @@ from tierstore.planning.homes import PlacedMark, Treatment
 from tierstore.planning.program import Datum, Does, Moment, Phase, Program
 from tierstore.planning.simulating.ledger_store import LedgerStore
 from tierstore.planning.simulating.marking import mark_of
-from tierstore.planning.simulating.windows import Windows
+from tierstore.planning.simulating.windows import KeyWindows
 
 _LEAVING = 3  # times as many nodes later as it comes back ahead
 
@@ -30,7 +30,7 @@ class Swapping:
     """
 
     def __init__(
-        self, program: Program, marks: Sequence[PlacedMark], store: LedgerStore, windows: Windows
+        self, program: Program, marks: Sequence[PlacedMark], store: LedgerStore, windows: KeyWindows
     ) -> None:
         self._store = store
         self._windows = windows

@@ -1,4 +1,4 @@
-"""Windows on keys, as the product opens them: leased while they are open, and noted as used.
+"""KeyWindows on keys, as the product opens them: leased while they are open, and noted as used.
 
 1. Keys that are opened together are leased first, the largest first, and noted then, in that order; they are
    closed in the reverse of the order that they were given in.
@@ -26,7 +26,7 @@ class _Window:
     is_written: bool = False
 
 
-class Windows:
+class KeyWindows:
     """Opens and closes windows.
 
     Args:
