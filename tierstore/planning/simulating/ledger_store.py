@@ -42,6 +42,15 @@ class Waited:
     key: str
 
 
+@dataclass(frozen=True, slots=True)
+class StoreRoom:
+    """What is known of a tier: see `tierstore.planning.deciding.TierRoom`."""
+
+    capacity_bytes: int
+    charged_bytes: int
+    leased_bytes: int
+
+
 class LedgerStore:
     """Requests to a ledger under a virtual clock.
 
@@ -92,6 +101,7 @@ class LedgerStore:
         self.waits: list[Waited] = []
         self.arriving: set[str] = set()
         self.used_until_s: dict[str, float] = {}
+        self._copied_within: set[str] = set()
         self.is_opening = False
 
     # --- telling ------------------------------------------------------------------------------
@@ -130,6 +140,9 @@ class LedgerStore:
         target = command.target.tier
         source = 0 if command.source is None else command.source.tier
         is_adopted = command.source is None and (target == 0 or not self.is_device_first)
+        if command.source is None and command.key in self._copied_within:
+            self._copied_within.discard(command.key)
+            is_adopted = True
         if self.is_opening or is_adopted:
             self.queue.at(self.queue.now_s, functools.partial(self.tell, m.CopyDone(command.copy)))
             return
@@ -227,6 +240,27 @@ class LedgerStore:
         self.wait(request, keys, tier)
         return request
 
+    def lease_later(
+        self,
+        keys: Sequence[str],
+        tier: int,
+        access: m.Access,
+        told: Callable[[int, BaseException | None], None],
+    ) -> None:
+        """Begin to lease keys; it is told when they are leased, or cannot be."""
+        number = self._number + 1
+        self._begin(
+            lambda n: m.LeaseRequested(n, keys, tier, access, "a step on the host"),
+            functools.partial(told, number),
+        )
+
+    def put_later(
+        self, key: str, nbytes: int, tier: int, told: Callable[[BaseException | None], None]
+    ) -> None:
+        """Begin to copy bytes within a tier; it is told when they are there, or cannot be."""
+        self._copied_within.add(key)
+        self._begin(lambda n: m.PutRequested(n, key, nbytes, tier, replace=False), told)
+
     def release(self, lease: int, *, is_written: bool) -> None:
         """End a lease."""
         self._granted.pop(lease, None)
@@ -304,6 +338,17 @@ class LedgerStore:
     def is_ready(self, key: str, tier: int) -> bool:
         """Say whether a key's bytes are in a tier."""
         return tier in self.ledger.where(key)
+
+    def nbytes_of(self, key: str) -> int:
+        """Return the bytes of a key."""
+        return self.ledger.books.index[key].nbytes
+
+    def rooms(self) -> dict[str, StoreRoom]:
+        """Return what is known of each tier, fastest first."""
+        return {
+            each.tier.name: StoreRoom(each.tier.capacity_bytes, each.charged_bytes, each.leased_bytes)
+            for each in self.ledger.books.tier_states
+        }
 
     def leased_bytes(self, tier: int) -> int:
         """Return what leases hold in a tier."""

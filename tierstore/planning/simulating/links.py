@@ -5,8 +5,8 @@
 2. What several links share lets through no more bytes a second than it can, first come first served: two
    that are busy at once have less each.
 3. Where a link has a burst, its rate is a limit (`tierstore.pacing.TokenBucket`): a copy waits until its
-   bytes may pass, then takes no time.  MachineLinks of one limit wait together, reads before writes, as those of a
-   drive do.
+   bytes may pass, then takes no time.  Those of one limit wait together, reads before writes, as
+   those of a drive do.
 4. Where no link goes straight from one tier to another, a copy takes those between, one after another.
 """
 

@@ -20,13 +20,18 @@ from tierstore.planning.program import ByteKind, Program
 from tierstore.planning.residents import Trained, choose_residents
 from tierstore.planning.simulating.conditions import Conditions
 from tierstore.planning.simulating.dividing import DividedDevice, trained_bytes
-from tierstore.planning.simulating.driver import Driver, return_homes
+from tierstore.planning.simulating.driver import Driver
 from tierstore.planning.simulating.holdings import Holdings, told
+from tierstore.planning.simulating.homes_of import return_homes
+from tierstore.planning.simulating.host_lane import HostLane
 from tierstore.planning.simulating.lanes import Lanes
 from tierstore.planning.simulating.ledger_store import LedgerStore
 from tierstore.planning.simulating.links import MachineLinks
+from tierstore.planning.simulating.own_bytes import OwnBytes
+from tierstore.planning.simulating.parts import RunParts
 from tierstore.planning.simulating.queue import EventQueue
 from tierstore.planning.simulating.recomputing import with_recomputation
+from tierstore.planning.simulating.stepping import OptimizerTurns
 from tierstore.planning.simulating.swapping import Swapping
 from tierstore.planning.simulating.windows import KeyWindows
 from tierstore.planning.timeline import WAITING, StallCause, StepTotals, Timeline
@@ -105,6 +110,7 @@ class Simulator:
             is_checked=is_checked,
         )
         host = next((index for index, tier in enumerate(tiers) if tier.is_host), 0)
+        self._host_lane = HostLane(self._store, host)
         self._lanes = Lanes(self._store, has_streams=machine.has_streams, host_tier=host)
 
     def _tier(self, name: str) -> Tier:
@@ -192,20 +198,23 @@ class Simulator:
                 self._program.standing_bytes if self._machine.has_streams else 0,
                 lambda own_bytes: follower.set_limit(first, self._placement.ahead_bytes(first, own_bytes)),
             )
-        windows = KeyWindows(
-            self._store, follower, device, data, return_homes(self._program, self._placement)
-        )
+        homes = return_homes(self._program, self._placement)
+        windows = KeyWindows(self._store, follower, device, data, homes, self._host_lane)
         swapping = Swapping(self._program, self._placement.marks, self._store, windows)
-        return Driver(
+        own = OwnBytes(self._holdings, device, self._lanes, self._queue)
+        parts = RunParts(
             self._program,
             self._placement,
+            self._conditions,
             self._store,
             windows,
             device,
-            swapping,
+            own,
             self._lanes,
+            self._host_lane,
             self._holdings,
         )
+        return Driver(parts, swapping, OptimizerTurns(parts))
 
     def _step(self, driver: Driver) -> StepTotals:
         begin_s = self._queue.now_s
@@ -250,7 +259,7 @@ class Simulator:
 
     def _timeline(self, steps: Sequence[StepTotals], period: int) -> Timeline:
         intervals = sorted(
-            (*self._lanes.intervals, *self._store.copies),
+            (*self._lanes.intervals, *self._host_lane.intervals, *self._store.copies),
             key=lambda each: (each.begin_s, each.end_s, each.lane, each.name),
         )
         return Timeline(

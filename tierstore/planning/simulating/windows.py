@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierstore.errors import CapacityError
+from tierstore.errors import CapacityError, LeaseError
 from tierstore.planning.deciding import Advance, Advice, Follow, Follower, Prefetch
 from tierstore.planning.homes import Home
 from tierstore.planning.program import Datum
 from tierstore.planning.simulating.dividing import DividedDevice
+from tierstore.planning.simulating.host_lane import HostLane
 from tierstore.planning.simulating.ledger_store import LedgerStore
 
 
@@ -35,6 +36,7 @@ class KeyWindows:
         device: gives the first tier its quota; ``None``: nobody does.
         data: by key.
         homes: by key, where it goes back to, if it does.
+        host_lane: may have leases that are waited for.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class KeyWindows:
         device: DividedDevice | None,
         data: Mapping[str, Datum],
         homes: Mapping[str, Home],
+        host_lane: HostLane,
     ) -> None:
         self._store = store
         self.follower = follower
         self._device = device
         self._data = data
         self._homes = homes
+        self._host_lane = host_lane
         self._open: dict[str, _Window] = {}
         self._passing: dict[str, int] = {}
 
@@ -85,7 +89,9 @@ class KeyWindows:
             if tier != 0 or self._device is None:
                 raise
             self._device.grow(nbytes)
-            return self._store.lease((key,), tier)
+        except LeaseError:  # a step beside the device has it
+            self._host_lane.finish()
+        return self._store.lease((key,), tier)
 
     def close_all(self, keys: Sequence[str], written: Iterable[str] = ()) -> None:
         """Close a window on each key; some of the keys were written."""
