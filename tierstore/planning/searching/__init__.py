@@ -1,0 +1,5 @@
+"""Which placement of a program on a machine is fast, how far from the best it can be, and what makes it fit.
+
+Pure: a program, a machine and a limit to the work in, a decision out.  Counts bound the work, never clocks,
+so that the same question always has the same answer.
+"""
