@@ -132,7 +132,7 @@ def test_what_stays_leaves_and_is_swapped_is_told_by_key_and_layer() -> None:
 
 
 def test_time_decides_before_moments_do() -> None:
-    program = reads("a", "b", "x", "a", "x", "x", "b")
+    program = reads("a", "b", "c", "a", "a", "a", "b")
     slow = replace(program.moments[1], compute_s=10.0)
     timed = replace(program, moments=(program.moments[0], slow, *program.moments[2:]))
     # At moment 2 there is room for one: a is idle for ten seconds, b over more moments and no time at all.

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from tierstore.planning.machine import Machine
 from tierstore.planning.program import ByteKind, Program
-from tierstore.planning.searching.spans import IdleSpan, Usage, usage_of
+from tierstore.planning.searching.spans import IdleSpan, StepUsage, usage_of
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptSpans:
     """Where spans stay.
 
     Attributes:
@@ -53,7 +53,7 @@ class Kept:
         return tuple(sorted(layer for layer, more in balance.items() if more >= 0))
 
 
-def keep_greedily(program: Program, machine: Machine, *, swapped: Sequence[str] = ()) -> Kept:
+def keep_greedily(program: Program, machine: Machine, *, swapped: Sequence[str] = ()) -> KeptSpans:
     """Decide for every span of a program; the last tier takes what no other one holds.
 
     Args:
@@ -65,7 +65,7 @@ def keep_greedily(program: Program, machine: Machine, *, swapped: Sequence[str] 
     return keep(usage, [tier.capacity_bytes for tier in machine.tiers], _weights(program, machine))
 
 
-def keep(usage: Usage, capacities: Sequence[int], weigh: Callable[[IdleSpan], float]) -> Kept:
+def keep(usage: StepUsage, capacities: Sequence[int], weigh: Callable[[IdleSpan], float]) -> KeptSpans:
     """Keep spans in ascending order of their weights, each in the first tier with room.
 
     Args:
@@ -86,7 +86,7 @@ def keep(usage: Usage, capacities: Sequence[int], weigh: Callable[[IdleSpan], fl
                     room.take(first, end, span.nbytes)
                 places[number] = place
                 break
-    return Kept(usage.spans, tuple(places))
+    return KeptSpans(usage.spans, tuple(places))
 
 
 def _weights(program: Program, machine: Machine) -> Callable[[IdleSpan], float]:

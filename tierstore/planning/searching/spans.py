@@ -46,7 +46,7 @@ class IdleSpan:
 
 
 @dataclass(frozen=True)
-class Usage:
+class StepUsage:
     """What a step needs when.
 
     Attributes:
@@ -115,7 +115,7 @@ def _join(window: Window, use: KeyUse, number: int, last: int) -> None:
     window.is_changed |= use.does is not Does.READ
 
 
-def usage_of(program: Program, *, swapped: Iterable[str] = ()) -> Usage:
+def usage_of(program: Program, *, swapped: Iterable[str] = ()) -> StepUsage:
     """Return what a step needs when.
 
     Args:
@@ -140,7 +140,7 @@ def usage_of(program: Program, *, swapped: Iterable[str] = ()) -> Usage:
     beside = [
         moment.live_bytes + moment.workspace_bytes + program.standing_bytes for moment in program.moments
     ]
-    return Usage(
+    return StepUsage(
         tuple(spans),
         tuple(leased.sums()),
         tuple(made.sums()),
