@@ -1,0 +1,154 @@
+"""What is answered where a program asks for values, and there are none.
+
+1. A number is taken for 1, a truth for True.  Each place in the program is noted once.
+2. Results whose size is a question of values get the largest that they can have: of ``nonzero`` as many rows
+   as there are elements.  Where there is no largest, the trace ends with an error that names the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tierstore.errors import UsageError
+from tierstore.torch_private import OpOverload
+from tierstore.training.tracing.places import calling_line
+
+_aten = torch.ops.aten
+
+Answer = Callable[[Sequence[Any], Mapping[str, Any]], object]
+
+
+def _number(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    del kwargs
+    dtype: torch.dtype = args[0].dtype
+    if dtype is torch.bool:
+        return True
+    if dtype.is_complex:
+        return complex(1)
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def _true(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    del args, kwargs
+    return True
+
+
+def _places_of_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    del kwargs
+    mask: torch.Tensor = args[0]
+    return torch.empty((mask.numel(), mask.dim()), dtype=torch.int64, device=mask.device)
+
+
+def _all_selected(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    del kwargs
+    values, mask = args[0], args[1]
+    shape = torch.broadcast_shapes(values.shape, mask.shape)
+    return torch.empty((shape.numel(),), dtype=values.dtype, device=values.device)
+
+
+def _each_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    del kwargs
+    values: torch.Tensor = args[0]
+    places = torch.empty(values.shape, dtype=torch.int64, device=values.device)
+    counts = torch.empty((values.numel(),), dtype=torch.int64, device=values.device)
+    return torch.empty((values.numel(),), dtype=values.dtype, device=values.device), places, counts
+
+
+_NUMBERS: Mapping[OpOverload, Answer] = {
+    _aten._local_scalar_dense.default: _number,  # noqa: SLF001 - an operator's name
+    _aten.equal.default: _true,
+    _aten.is_nonzero.default: _true,
+}
+_SIZES: Mapping[OpOverload, Answer] = {
+    _aten.nonzero.default: _places_of_all,
+    _aten.masked_select.default: _all_selected,
+    _aten._unique2.default: _each_once,  # noqa: SLF001 - an operator's name
+}
+_BY_MASK = (
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,  # noqa: SLF001 - an operator's name
+)
+
+
+class AssumedValues:
+    """Answers in the place of values; remembers each of them.
+
+    Attributes:
+        sentences: what was assumed, and where, each once and in order.
+    """
+
+    def __init__(self) -> None:
+        self._sentences: dict[str, None] = {}
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        return tuple(self._sentences)
+
+    def note(self, sentence: str) -> None:
+        """Remember something that was assumed."""
+        self._sentences.setdefault(sentence)
+
+    def answer(
+        self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], module: str, *, is_noted: bool
+    ) -> tuple[object] | None:
+        """Return what an operator returns that would have to look at values; ``None``: it does not.
+
+        Args:
+            operator: which.
+            args: that it is given.
+            kwargs: likewise.
+            module: that runs.
+            is_noted: whether the place is remembered.
+        """
+        answer = _NUMBERS.get(operator) or _SIZES.get(operator)
+        if answer is None or not args[0].is_meta:
+            return None
+        found = answer(args, kwargs)
+        if is_noted:
+            what = found if operator in _NUMBERS else "as many as there can be"
+            self.note(f"assumed {what} {place_of(operator, module)}")
+        return (found,)
+
+    def without_masks(
+        self, operator: OpOverload, args: tuple[Any, ...], module: str, *, is_noted: bool
+    ) -> tuple[Any, ...]:
+        """Return what an operator is given, with masks that choose elements as the places of all elements."""
+        if operator not in _BY_MASK or not any(_is_mask(each) for each in args[1]):
+            return args
+        if is_noted:
+            self.note(f"assumed all chosen by a mask {place_of(operator, module)}")
+        indices: list[torch.Tensor | None] = []
+        for each in args[1]:
+            if _is_mask(each):
+                place = torch.empty((each.numel(),), dtype=torch.int64, device=each.device)
+                indices += [place] * each.dim()
+            else:
+                indices.append(each)
+        return (args[0], indices, *args[2:])
+
+
+def _is_mask(index: object) -> bool:
+    return isinstance(index, torch.Tensor) and index.is_meta and index.dtype in (torch.bool, torch.uint8)
+
+
+def place_of(operator: OpOverload, module: str) -> str:
+    """Return where an operator runs, as a message says it."""
+    line = calling_line()
+    return f"at {module!r} ({operator.name()}{', ' + line if line else ''})"
+
+
+def no_answer(operator: OpOverload, module: str, error: Exception) -> Exception:
+    """Return what to raise where an operator cannot tell what its result looks like."""
+    depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags)
+    if not depends and not isinstance(error, NotImplementedError):
+        return error
+    why = "the size of its result depends on values" if depends else "it has no rule for tensors without values"
+    return UsageError(
+        f"{operator.name()} cannot be traced {place_of(operator, module)}: {why}, and a model that is "
+        "nowhere has none. Give its module a size that does not depend on them, or trace a run instead."
+    )

@@ -1,0 +1,263 @@
+"""One step of training of a model that is nowhere: forward, backward, and each optimizer bundle by bundle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from tierstore.planning import ByteKind, Datum, Does, Phase, Unit
+from tierstore.training.optimizers import registered
+from tierstore.training.bundles.layout import lay_out
+from tierstore.training.optimizers.adapters import StateTensor, adapter_of
+from tierstore.training.optimizers.state import state_key
+from tierstore.training.optimizers.step_units import only
+from tierstore.training.tracing.built import Inputs, Loss, Trained, called_with
+from tierstore.training.tracing.assumed_values import AssumedValues
+from tierstore.training.tracing.bundles_of import Bundles
+from tierstore.training.tracing.moment_log import MomentLog
+from tierstore.training.tracing.places import named_errors
+from tierstore.training.tracing.storages import Sort
+from tierstore.training.tracing.watch import RunningModules, Watch
+
+Turn = tuple[str, list[tuple[dict[str, object], list[torch.Tensor]]]]
+"""A bundle, and the optimizer's groups with the bundle's parameters in each."""
+
+
+class TracedStep:
+    """Runs one step under a watch.
+
+    Args:
+        trained: the model, its inputs and its optimizers.
+        bundles: of it.
+        loss: of a batch; ``None``: what the model returns tells.
+        assumed: is told what was assumed.
+
+    Attributes:
+        log: the moments.
+        units: what optimizers stepped.
+        state: by key.
+        state_bytes: in memory, of all state.
+    """
+
+    def __init__(
+        self, trained: Trained, bundles: Bundles, loss: Loss | None, assumed: AssumedValues
+    ) -> None:
+        self._trained = trained
+        self._bundles = bundles
+        self._loss = loss
+        self._assumed = assumed
+        self.log = MomentLog()
+        self._modules = RunningModules(trained.model, bundles, self.log)
+        self._watch = Watch(bundles, self._modules, self.log, assumed)
+        self._gradients: dict[str, list[str]] = {}
+        self.units: list[Unit] = []
+        self.state: dict[str, Datum] = {}
+        self.standing_bytes = 0
+        self.most_bytes = 0
+
+    def run(self, accumulations: int) -> None:
+        """Run it.
+
+        Args:
+            accumulations: backward passes before optimizers step.
+        """
+        self._take_in_model()
+        with self._watch:
+            with self._modules.hooked(), self._gradients_noted():
+                for _ in range(accumulations):
+                    self._forward_and_backward()
+            self.log.finish()
+            before_bytes = self.log.storages.total_bytes
+            self._make_state()
+            self.most_bytes = self.log.most_bytes + self.log.storages.total_bytes - before_bytes
+            self.log.most_bytes = 0
+            self._step_optimizers()
+            self._zero_gradients()
+            self.log.finish()
+        self.most_bytes = max(self.most_bytes, self.log.most_bytes)
+
+    # ------------------------------------------------------------------ what is there
+
+    def _take_in_model(self) -> None:
+        storages = self.log.storages
+        for tensor, key in self._bundles.owners.items():
+            storages.add(tensor, Sort.PARAMETERS, key)
+        travelling_bytes = storages.total_bytes
+        for tensor in (*self._trained.model.parameters(), *self._trained.model.buffers()):
+            if tensor not in self._bundles.owners:
+                storages.add(tensor, Sort.STANDING)
+        for tensor in _tensors_of(self._trained.inputs):
+            storages.add(tensor, Sort.STANDING)
+        self.standing_bytes = storages.total_bytes - travelling_bytes
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def _forward_and_backward(self) -> None:
+        log = self.log
+        log.phase, log.layer = Phase.FORWARD, None
+        log.begin(self._modules.path)
+        with self._watch.saving(), named_errors("the model's forward"):
+            loss = self._loss_of()
+        log.phase, log.layer = Phase.BACKWARD, None
+        log.begin("backward")
+        with named_errors("the model's backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+        log.finish()
+
+    def _loss_of(self) -> torch.Tensor:
+        model, inputs = self._trained.model, self._trained.inputs
+        if self._loss is not None:
+            return self._loss(model, inputs)
+        output = called_with(model, inputs)
+        return loss_in(output, self._assumed)
+
+    @contextlib.contextmanager
+    def _gradients_noted(self) -> Iterator[None]:
+        handles = []
+        names = {tensor: name for group in self._bundles.groups.values() for tensor, name in _named(group)}
+        for tensor, name in names.items():
+            if tensor.requires_grad and tensor.is_leaf:
+                handles.append(tensor.register_post_accumulate_grad_hook(self._note_gradient(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        key = f"grad/{name}"
+
+        def note(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            owner = self._bundles.owners[parameter]
+            self.log.storages.add(gradient, Sort.GRADIENT, key)
+            self.log.make_gradient(key, gradient.numel() * gradient.element_size(), owner)
+            made = self._gradients.setdefault(owner, [])
+            if key not in made:
+                made.append(key)
+
+        return note
+
+    # ------------------------------------------------------------------ optimizers
+
+    def _make_state(self) -> None:
+        """Let optimizers make what they keep, as a run's first step does."""
+        self.log.phase = Phase.OPTIMIZER
+        for index, optimizer in enumerate(self._trained.optimizers):
+            with named_errors(f"the step of {type(optimizer).__name__}"):
+                optimizer.step()
+            for key, unit in self._parameters_by_bundle(optimizer).items():
+                kept = list(adapter_of(optimizer).state_tensors(optimizer, unit))
+                self._take_in_state(state_key(index, key), key, kept)
+            for tensor in _tensors_of(list(optimizer.state.values())):
+                known = self.log.storages.find(tensor)
+                if known is not None and known.sort is Sort.OWN:
+                    self.log.storages.call(known, Sort.STANDING, None)
+                    self.standing_bytes += known.nbytes
+
+    def _take_in_state(self, key: str, owner: str, kept: Sequence[StateTensor]) -> None:
+        if not kept:
+            return
+        nbytes = lay_out((each.name, each.tensor) for each in kept)[1]
+        self.state[key] = Datum(
+            key, nbytes, ByteKind.STATE, owner=owner, layer=self._bundles.data[owner].layer
+        )
+        for each in kept:
+            self.log.storages.add(each.tensor, Sort.STATE, key)
+
+    def _step_optimizers(self) -> None:
+        self.log.phase, self.log.layer = Phase.OPTIMIZER, None
+        for index, optimizer in enumerate(self._trained.optimizers):
+            if registered.is_per_parameter(optimizer):
+                for key, groups in self._turns_of(optimizer):
+                    self._begin_turn(index, optimizer, [key])
+                    with only(optimizer, groups):
+                        optimizer.step()
+            else:
+                self._begin_turn(index, optimizer, [key for key, _ in self._turns_of(optimizer)])
+                optimizer.step()
+        self.log.finish()
+
+    def _begin_turn(self, index: int, optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> None:
+        """Begin the moment in which an optimizer steps some bundles, with all that it needs of them."""
+        name = type(optimizer).__name__
+        is_alone = registered.is_per_parameter(optimizer)
+        if len(keys) == 1:
+            self.log.layer = self._bundles.data[keys[0]].layer
+        self.log.begin(f"{name} {keys[0]}" if is_alone else name)
+        for key in keys:
+            state = state_key(index, key)
+            unit = Unit(
+                optimizer=name,
+                bundle=key,
+                state=state if state in self.state else None,
+                gradients=tuple(self._gradients.get(key, ())),
+                host_step_s=0.0 if is_alone else None,
+                may_step_ahead=is_alone,
+            )
+            self.units.append(unit)
+            self.log.use(key, Does.WRITE)
+            for gradient in unit.gradients:
+                self.log.use(gradient, Does.READ)
+            if unit.state is not None:
+                self.log.use(unit.state, Does.WRITE)
+
+    def _turns_of(self, optimizer: torch.optim.Optimizer) -> list[Turn]:
+        """Return what an optimizer steps, in the order of the forward pass."""
+        found: dict[str, list[tuple[dict[str, object], list[torch.Tensor]]]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                key = self._bundles.owners.get(parameter)
+                if key is None or parameter.grad is None:
+                    continue
+                members = found.setdefault(key, [])
+                if not members or members[-1][0] is not group:
+                    members.append((group, []))
+                members[-1][1].append(parameter)
+        return [(key, found[key]) for key in self._bundles.groups if key in found]
+
+    def _parameters_by_bundle(self, optimizer: torch.optim.Optimizer) -> Mapping[str, list[torch.Tensor]]:
+        return {key: [p for _, part in groups for p in part] for key, groups in self._turns_of(optimizer)}
+
+    def _zero_gradients(self) -> None:
+        self.log.phase, self.log.layer = Phase.BETWEEN, None
+        self.log.begin("zero_grad")
+        for parameter in self._trained.model.parameters():
+            parameter.grad = None
+        for keys in self._gradients.values():
+            for key in keys:
+                self.log.use(key, Does.END)
+
+
+def _named(group: object) -> Iterator[tuple[torch.Tensor, str]]:
+    yield from zip(group.tensors, group.names, strict=True)  # type: ignore[attr-defined]
+
+
+def _tensors_of(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_of(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_of(each)
+
+
+def loss_in(output: object, assumed: AssumedValues) -> torch.Tensor:
+    """Return the loss that a model returned, or one of all that it returned."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    if isinstance(output, torch.Tensor) and output.dim() == 0:
+        return output
+    assumed.note("the loss was taken for the mean of squares of what the model returns")
+    found = [each for each in _tensors_of(output) if each.requires_grad]
+    losses = [each.float().square().mean() for each in found]
+    return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
