@@ -1,6 +1,8 @@
 """What is answered where a program asks for values, and there are none.
 
-1. A number is taken for 1, a truth for True.  Each place in the program is noted once.
+1. A number is taken for 1, a truth for True.  Each place in the program is noted once.  Optimizers ask
+   how far they are, and divide by what is left: they get a half.  What is asked in backward and by
+   optimizers is not noted.
 2. Results whose size is a question of values get the largest that they can have: of ``nonzero`` as many rows
    as there are elements.  Where there is no largest, the trace ends with an error that names the operator.
 """
@@ -15,8 +17,6 @@ import torch
 from tierstore.errors import UsageError
 from tierstore.torch_private import OpOverload
 from tierstore.training.tracing.places import calling_line
-
-_aten = torch.ops.aten
 
 Answer = Callable[[Sequence[Any], Mapping[str, Any]], object]
 
@@ -57,36 +57,33 @@ def _each_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Te
     return torch.empty((values.numel(),), dtype=values.dtype, device=values.device), places, counts
 
 
-_NUMBERS: Mapping[OpOverload, Answer] = {
-    _aten._local_scalar_dense.default: _number,  # noqa: SLF001 - an operator's name
-    _aten.equal.default: _true,
-    _aten.is_nonzero.default: _true,
+_NUMBERS: Mapping[str, Answer] = {"aten::_local_scalar_dense": _number, "aten::equal": _true}
+_SIZES: Mapping[str, Answer] = {
+    "aten::nonzero": _places_of_all,
+    "aten::masked_select": _all_selected,
+    "aten::_unique2": _each_once,
 }
-_SIZES: Mapping[OpOverload, Answer] = {
-    _aten.nonzero.default: _places_of_all,
-    _aten.masked_select.default: _all_selected,
-    _aten._unique2.default: _each_once,  # noqa: SLF001 - an operator's name
-}
-_BY_MASK = (
-    _aten.index.Tensor,
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._index_put_impl_.default,  # noqa: SLF001 - an operator's name
+_HALF = 0.5
+_BY_MASK = frozenset(
+    {
+        "aten::index.Tensor",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_index_put_impl_",
+        "aten::_unsafe_index.Tensor",
+    }
 )
 
 
 class AssumedValues:
-    """Answers in the place of values; remembers each of them.
-
-    Attributes:
-        sentences: what was assumed, and where, each once and in order.
-    """
+    """Answers in the place of values; remembers each of them."""
 
     def __init__(self) -> None:
         self._sentences: dict[str, None] = {}
 
     @property
     def sentences(self) -> tuple[str, ...]:
+        """What was assumed, each once and in order."""
         return tuple(self._sentences)
 
     def note(self, sentence: str) -> None:
@@ -94,7 +91,13 @@ class AssumedValues:
         self._sentences.setdefault(sentence)
 
     def answer(
-        self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], module: str, *, is_noted: bool
+        self,
+        operator: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        module: str,
+        *,
+        is_noted: bool,
     ) -> tuple[object] | None:
         """Return what an operator returns that would have to look at values; ``None``: it does not.
 
@@ -103,22 +106,34 @@ class AssumedValues:
             args: that it is given.
             kwargs: likewise.
             module: that runs.
-            is_noted: whether the place is remembered.
+            is_noted: whether the place is remembered; it is not what a forward asks otherwise.
         """
-        answer = _NUMBERS.get(operator) or _SIZES.get(operator)
+        name = operator.name()
+        answer = _NUMBERS.get(name) or _SIZES.get(name)
         if answer is None or not args[0].is_meta:
             return None
         found = answer(args, kwargs)
+        if isinstance(found, float) and not is_noted:
+            found = _HALF
         if is_noted:
-            what = found if operator in _NUMBERS else "as many as there can be"
+            what = found if name in _NUMBERS else "as many as there can be"
             self.note(f"assumed {what} {place_of(operator, module)}")
         return (found,)
+
+    def values_of(self, tensor: torch.Tensor) -> object:
+        """Return what ``tolist()`` returns: ones."""
+        line = calling_line()
+        self.note(f"assumed that tolist() returns ones{' at ' + line if line else ''}")
+        one: object = True if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+        for size in reversed(tensor.shape):
+            one = [one] * size
+        return one
 
     def without_masks(
         self, operator: OpOverload, args: tuple[Any, ...], module: str, *, is_noted: bool
     ) -> tuple[Any, ...]:
         """Return what an operator is given, with masks that choose elements as the places of all elements."""
-        if operator not in _BY_MASK or not any(_is_mask(each) for each in args[1]):
+        if operator.name() not in _BY_MASK or not any(_is_mask(each) for each in args[1]):
             return args
         if is_noted:
             self.note(f"assumed all chosen by a mask {place_of(operator, module)}")
@@ -147,7 +162,9 @@ def no_answer(operator: OpOverload, module: str, error: Exception) -> Exception:
     depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags)
     if not depends and not isinstance(error, NotImplementedError):
         return error
-    why = "the size of its result depends on values" if depends else "it has no rule for tensors without values"
+    why = (
+        "the size of its result depends on values" if depends else "it has no rule for tensors without values"
+    )
     return UsageError(
         f"{operator.name()} cannot be traced {place_of(operator, module)}: {why}, and a model that is "
         "nowhere has none. Give its module a size that does not depend on them, or trace a run instead."

@@ -1,8 +1,8 @@
 """Attention of a model that is nowhere: the kernel that a processor would take.
 
-PyTorch chooses among kernels by where tensors are, and for those that are nowhere takes the formula, which has
-a matrix of all queries and keys.  Here it is asked which it would take for tensors of the same form that are in
-host memory; the kernel's own rule then says what it returns.
+PyTorch chooses among kernels by where tensors are, and for those that are nowhere takes the formula, which
+has a matrix of all queries and keys.  Here it is asked which it would take for tensors of the same form that
+are in host memory; the kernel's own rule then says what it returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from tierstore.modes import Unseen
 
-_aten = torch.ops.aten
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 _SOME = 2  # positions are enough to choose by
 _attend = functional.scaled_dot_product_attention
@@ -30,9 +29,9 @@ def attend(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+    is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Do what ``scaled_dot_product_attention`` does, with the kernel of host memory."""
     tensors = (query, key, value, *(() if attn_mask is None else (attn_mask,)))
@@ -48,7 +47,7 @@ def attend(
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         zero, never = (torch.tensor(each, dtype=query.dtype, device="meta") for each in (0.0, float("-inf")))
         attn_mask = torch.where(attn_mask, zero, never)
-    found: torch.Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001 - an operator
+    found: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001 - an operator
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return found
@@ -69,14 +68,14 @@ def _takes_flash(
     value: Form,
     mask: Form | None,
     dropout_p: float,
-    is_causal: bool,  # noqa: FBT001 - PyTorch's order
+    is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,  # noqa: FBT001 - PyTorch's order
+    enable_gqa: bool,
 ) -> bool:
     """Ask PyTorch about small tensors of the same form."""
     with Unseen(), torch.DisableTorchFunction():
         made = [_like(form) for form in (query, key, value)]
-        choice = _aten._fused_sdp_choice(  # noqa: SLF001 - an operator
+        choice = torch.ops.aten._fused_sdp_choice(  # noqa: SLF001 - an operator
             *made,
             None if mask is None else _like(mask, is_mask=True),
             dropout_p,
@@ -109,7 +108,7 @@ class Questions(TorchFunctionMode):
     """
 
     def __init__(self, values_of: Callable[[torch.Tensor], object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._values_of = values_of
 
     # torch's signature: the types of arguments and result are those of the function.

@@ -60,19 +60,16 @@ def trained_of(
     optimizers = _optimizers_of(parts[2]) if len(parts) == 3 else ()
     if any(map(is_lazy, model.parameters())):
         raise UsageError(
-            f"{type(model).__name__} has parameters without a size: call it once on inputs before it is returned."
+            f"{type(model).__name__} has parameters without a size: call it once before it is returned."
         )
     if not all(each.is_meta for each in (*model.parameters(), *model.buffers())):
         if optimizers:
             raise UsageError(
-                f"parameters or buffers of {type(model).__name__} are not on the meta device, though it was made "
-                "under torch.device('meta'): leave out device= and .to() in it."
+                f"parameters or buffers of {type(model).__name__} are not on the meta device, though it was "
+                "made under torch.device('meta'): leave out device= and .to() in it."
             )
         model = model.to("meta")
-    if len(parts) > 1:
-        inputs = _to_meta(parts[1])
-    else:
-        inputs = example_inputs(model, batch, sequence)
+    inputs = _to_meta(parts[1]) if len(parts) > 1 else example_inputs(model, batch, sequence)
     trained = [each for each in model.parameters() if each.requires_grad]
     if not optimizers and make_optimizer is not None and trained:
         optimizers = (make_optimizer(trained),)
@@ -90,7 +87,7 @@ def _optimizers_of(given: object) -> tuple[torch.optim.Optimizer, ...]:
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):
             raise UsageError(f"an optimizer is a {type(each).__name__}; accepted: {_RETURNS}.")
-    return found  # type: ignore[return-value]
+    return found
 
 
 def _to_meta(inputs: object) -> Inputs:
@@ -134,7 +131,8 @@ def example_inputs(model: nn.Module, batch: int, sequence: int | None) -> Inputs
     if isinstance(first, nn.Embedding):
         return (torch.zeros((batch, sequence or 1), dtype=torch.int64, device="meta"),)
     raise UsageError(
-        f"what {type(model).__name__} is given cannot be told from it: let the function return (model, inputs)."
+        f"what {type(model).__name__} is given cannot be told from it: let the function return "
+        "(model, inputs)."
     )
 
 
@@ -142,7 +140,9 @@ _BEGINNINGS = (
     nn.Linear,
     nn.Embedding,
     nn.EmbeddingBag,
-    nn.modules.conv._ConvNd,  # noqa: SLF001 - the class of all of them
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
     nn.RNNBase,
     nn.MultiheadAttention,
 )

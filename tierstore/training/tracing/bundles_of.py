@@ -12,10 +12,25 @@ from tierstore.errors import UsageError
 from tierstore.planning import ByteKind, Datum
 from tierstore.planning.fingerprints import fingerprint
 from tierstore.training.activations.config.layers import Names, find_layers
-from tierstore.training.bundles.grouping import Content, Group, group_parameters
+from tierstore.training.bundles.grouping import SMALL_BYTES, Content, Group, group_parameters
 from tierstore.training.bundles.layout import lay_out
 from tierstore.training.modules.buffers import group_buffers
 from tierstore.training.modules.forward_needs import needs_of
+from tierstore.units import MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What decides which tensors travel together.
+
+    Attributes:
+        small_bytes: modules below it travel with others of the same parent; a run takes less where it has
+            little room.
+        buffer_min_bytes: what a buffer takes at least that travels; ``None``: none does.
+    """
+
+    small_bytes: int = SMALL_BYTES
+    buffer_min_bytes: int | None = MIB
 
 
 @dataclass(frozen=True)
@@ -46,8 +61,7 @@ class Bundles:
 def bundles_of(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    small_bytes: int,
-    buffer_min_bytes: int | None,
+    grouping: Grouping,
     layers: Names,
 ) -> Bundles:
     """Group a model's tensors.
@@ -55,16 +69,15 @@ def bundles_of(
     Args:
         model: on the meta device.
         optimizers: that train it.
-        small_bytes: modules below it travel with others.
-        buffer_min_bytes: what a buffer takes at least that travels, too.
+        grouping: what travels together.
         layers: the container of its repeated layers; ``None``: the one that there is, if it is one.
 
     Raises:
         UsageError: no container is called so.
     """
     made = [
-        *group_parameters(model, optimizers, small_bytes),
-        *group_buffers(model, buffer_min_bytes),
+        *group_parameters(model, optimizers, grouping.small_bytes),
+        *group_buffers(model, grouping.buffer_min_bytes),
     ]
     groups = {group.key: group for group in made}
     numbers = _layers_of(model, layers)

@@ -1,11 +1,11 @@
-"""Where in a program something happened: the module that ran, and the line of the program that asked for it."""
+"""Where in a program something happened: the line of the program that asked for it."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -17,18 +17,23 @@ from tierstore.quoting import quoted
 _MOST_CHARS = 300
 _OURS = Path(__file__).parents[2]
 _PYTORCHS = Path(torch.__file__).parent
+_PYTHONS = Path(contextlib.__file__).parent
+_INSTALLED = "site-packages"
+_RUNS_PROGRAMS = str(Path(__file__).with_name("steps.py"))
 
 
 def is_programs_own(file: str) -> bool:
-    """Whether a file is neither ours nor PyTorch's."""
+    """Whether a file is not ours, PyTorch's or Python's."""
     path = Path(file)
-    return path.is_absolute() and not path.is_relative_to(_OURS) and not path.is_relative_to(_PYTORCHS)
+    if not path.is_absolute() or path.is_relative_to(_OURS) or path.is_relative_to(_PYTORCHS):
+        return False
+    return _INSTALLED in path.parts or not path.is_relative_to(_PYTHONS)
 
 
 def calling_line() -> str:
-    """Return file and line of the innermost call that is neither ours nor PyTorch's; ``""``: there is none."""
+    """Return file and line of the innermost call of the program's own; ``""``: it does not run now."""
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - nobody else tells
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != _RUNS_PROGRAMS:
         if is_programs_own(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
@@ -36,9 +41,9 @@ def calling_line() -> str:
 
 
 def raising_line(error: BaseException) -> str:
-    """Return file and line of the innermost call in an exception's traceback that is not ours.
+    """Return file and line of the innermost call that raised an exception and is the program's own.
 
-    One of the program's own comes before PyTorch's: ``""``: there is neither.
+    Where there is none, it is another's, but none of ours; ``""``: there is none either.
     """
     calls = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).is_absolute()]
     foreign = [each for each in calls if not Path(each.filename).is_relative_to(_OURS)]
@@ -46,7 +51,7 @@ def raising_line(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-@contextmanager
+@contextlib.contextmanager
 def named_errors(doing: str) -> Iterator[None]:
     """Raise `UsageError` for whatever the program raises inside the context.
 

@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
 
+from tierstore.errors import UsageError
 from tierstore.planning import ByteKind, Datum, Does, Phase, Unit
-from tierstore.training.optimizers import registered
 from tierstore.training.bundles.layout import lay_out
+from tierstore.training.optimizers import registered
 from tierstore.training.optimizers.adapters import StateTensor, adapter_of
 from tierstore.training.optimizers.state import state_key
 from tierstore.training.optimizers.step_units import only
-from tierstore.training.tracing.built import Inputs, Loss, Trained, called_with
 from tierstore.training.tracing.assumed_values import AssumedValues
+from tierstore.training.tracing.built import Loss, Trained, called_with
 from tierstore.training.tracing.bundles_of import Bundles
 from tierstore.training.tracing.moment_log import MomentLog
 from tierstore.training.tracing.places import named_errors
@@ -42,9 +42,7 @@ class TracedStep:
         state_bytes: in memory, of all state.
     """
 
-    def __init__(
-        self, trained: Trained, bundles: Bundles, loss: Loss | None, assumed: AssumedValues
-    ) -> None:
+    def __init__(self, trained: Trained, bundles: Bundles, loss: Loss | None, assumed: AssumedValues) -> None:
         self._trained = trained
         self._bundles = bundles
         self._loss = loss
@@ -70,14 +68,15 @@ class TracedStep:
                 for _ in range(accumulations):
                     self._forward_and_backward()
             self.log.finish()
-            before_bytes = self.log.storages.total_bytes
-            self._make_state()
-            self.most_bytes = self.log.most_bytes + self.log.storages.total_bytes - before_bytes
-            self.log.most_bytes = 0
+            storages = self.log.storages
+            before_bytes = storages.total_bytes
+            storages.begin_peak()
+            self._make_state()  # optimizers make all of it before they step anything
+            most_bytes = self.log.most_bytes + storages.total_bytes - before_bytes
+            self.most_bytes = max(most_bytes, storages.peak_bytes)
             self._step_optimizers()
             self._zero_gradients()
             self.log.finish()
-        self.most_bytes = max(self.most_bytes, self.log.most_bytes)
 
     # ------------------------------------------------------------------ what is there
 
@@ -101,10 +100,15 @@ class TracedStep:
         log.begin(self._modules.path)
         with self._watch.saving(), named_errors("the model's forward"):
             loss = self._loss_of()
+        if not loss.requires_grad:
+            kind = type(self._trained.model).__name__
+            raise UsageError(
+                f"no loss of {kind} depends on a parameter that is trained: there is no backward to trace."
+            )
         log.phase, log.layer = Phase.BACKWARD, None
         log.begin("backward")
         with named_errors("the model's backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         del loss
         log.finish()
 
@@ -260,4 +264,4 @@ def loss_in(output: object, assumed: AssumedValues) -> torch.Tensor:
     assumed.note("the loss was taken for the mean of squares of what the model returns")
     found = [each for each in _tensors_of(output) if each.requires_grad]
     losses = [each.float().square().mean() for each in found]
-    return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+    return sum(losses, start=torch.zeros(())) if len(losses) != 1 else losses[0]

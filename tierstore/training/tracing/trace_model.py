@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from tierstore.errors import UsageError
 from tierstore.planning import Datum, Program
 from tierstore.training.activations.config.layers import Names
-from tierstore.training.bundles.grouping import SMALL_BYTES
 from tierstore.training.tracing.assumed_values import AssumedValues
 from tierstore.training.tracing.attention import Questions, attention_of_the_host
 from tierstore.training.tracing.built import Built, Loss, MakeOptimizer, Trained, trained_of
-from tierstore.training.tracing.bundles_of import Bundles, bundles_of, fingerprint_of
+from tierstore.training.tracing.bundles_of import Bundles, Grouping, bundles_of, fingerprint_of
 from tierstore.training.tracing.places import named_errors
 from tierstore.training.tracing.steps import TracedStep
 from tierstore.training.tracing.surroundings import put_back
-from tierstore.units import MIB
 
 RESIDENT_PEAK = "resident_peak_bytes"
 """The fact that says how many bytes plain PyTorch holds at most."""
+
+_USUAL = Grouping()
 
 
 def trace_model(
@@ -33,10 +32,7 @@ def trace_model(
     sequence: int | None = None,
     accumulations: int = 1,
     layers: Names = None,
-    small_bytes: int = SMALL_BYTES,
-    buffer_min_bytes: int | None = MIB,
-    name: str | None = None,
-    facts: Mapping[str, str] | None = None,
+    grouping: Grouping = _USUAL,
 ) -> Program:
     """Return what one step of a model does, without memory for any of it.
 
@@ -53,10 +49,7 @@ def trace_model(
         sequence: their length.
         accumulations: backward passes for each step of the optimizers.
         layers: the containers of the repeated layers; ``None``: found, if it is one.
-        small_bytes: modules below it travel together.
-        buffer_min_bytes: what a buffer takes at least that travels; ``None``: none does.
-        name: of the program; ``None``: the model's class.
-        facts: that are added to its own.
+        grouping: what travels together.
 
     Raises:
         UsageError: ``build``, the model or the optimizer raised something: it says what, and where; or a size
@@ -67,16 +60,16 @@ def trace_model(
             f"batch={batch}, sequence={sequence}, accumulations={accumulations}: each has to be at least 1."
         )
     assumed = AssumedValues()
-    with put_back(), torch.enable_grad(), torch.device("meta"):
+    with put_back(), torch.device("meta"):
         with named_errors(f"{_name_of(build)}()"):
             built = build()
         trained = trained_of(built, optimizer, batch, sequence)
         del built
-        bundles = bundles_of(trained.model, trained.optimizers, small_bytes, buffer_min_bytes, layers)
+        bundles = bundles_of(trained.model, trained.optimizers, grouping, layers)
         step = TracedStep(trained, bundles, loss, assumed)
-        with attention_of_the_host(), Questions(_ones):
+        with torch.enable_grad(), attention_of_the_host(), Questions(assumed.values_of):
             step.run(accumulations)
-    return _program(trained, bundles, step, assumed, name, accumulations, facts or {})
+    return _program(trained, bundles, step, assumed, accumulations)
 
 
 def _program(
@@ -84,15 +77,13 @@ def _program(
     bundles: Bundles,
     step: TracedStep,
     assumed: AssumedValues,
-    name: str | None,
     accumulations: int,
-    facts: Mapping[str, str],
 ) -> Program:
     model = trained.model
     data: dict[str, Datum] = {**bundles.data, **step.state, **step.log.data}
     if not trained.optimizers:
         assumed.note("no optimizer was given: nothing is stepped, and no state is kept")
-    own_facts = {
+    facts = {
         "torch": str(torch.__version__),
         "model": type(model).__name__,
         "parameters": str(sum(each.numel() for each in model.parameters())),
@@ -101,14 +92,14 @@ def _program(
         RESIDENT_PEAK: str(step.most_bytes),
     }
     return Program(
-        name=name or type(model).__name__,
+        name=type(model).__name__,
         source="model",
         data=data,
         moments=step.log.moments(),
         units=tuple(step.units),
         standing_bytes=step.standing_bytes,
         accumulations=accumulations,
-        facts={**own_facts, **facts},
+        facts=facts,
         assumptions=assumed.sentences,
         fingerprint=fingerprint_of(model),
     )
@@ -116,11 +107,3 @@ def _program(
 
 def _name_of(build: Callable[..., object]) -> str:
     return getattr(build, "__qualname__", type(build).__name__)
-
-
-def _ones(tensor: torch.Tensor) -> object:
-    """Return what ``tolist()`` is taken to return."""
-    one: object = 1.0 if tensor.dtype.is_floating_point else tensor.dtype is torch.bool or 1
-    for size in reversed(tensor.shape):
-        one = [one] * size
-    return one

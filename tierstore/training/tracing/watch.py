@@ -152,7 +152,7 @@ class Watch(TorchDispatchMode):
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         module = self._modules.path
-        is_noted = self._log.phase is not Phase.OPTIMIZER  # it asks for the number of its step
+        is_noted = self._log.phase is Phase.FORWARD
         answer = self._assumed.answer(func, args, kwargs, module, is_noted=is_noted)
         if answer is not None:
             return answer[0]
@@ -205,5 +205,3 @@ class Watch(TorchDispatchMode):
         if known is not None and known.sort is Sort.ACTIVATION and known.key is not None:
             self._log.read_activation(known.key)
         return tensor
-
-
