@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,9 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from tierstore.errors import UsageError
 from tierstore.torch_private import tree_map_only
+from tierstore.training.tracing.example_inputs import Inputs, example_inputs
 
-Inputs = torch.Tensor | Sequence[object] | Mapping[str, object]
-"""What a model is called with: one value, values by position, or by name."""
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Built = nn.Module | tuple[nn.Module, Inputs] | tuple[nn.Module, Inputs, Optimizers]
 """What a function returns that builds a model: it, with inputs, and with optimizers."""
@@ -25,7 +23,7 @@ _RETURNS = "a model, (model, inputs) or (model, inputs, optimizer)"
 
 
 @dataclass(frozen=True)
-class Trained:
+class ModelInTraining:
     """A model on the meta device, with all that a step needs.
 
     Attributes:
@@ -41,7 +39,7 @@ class Trained:
 
 def trained_of(
     built: object, make_optimizer: MakeOptimizer | None, batch: int, sequence: int | None
-) -> Trained:
+) -> ModelInTraining:
     """Return what was built, whole and on the meta device.
 
     Args:
@@ -73,7 +71,7 @@ def trained_of(
     trained = [each for each in model.parameters() if each.requires_grad]
     if not optimizers and make_optimizer is not None and trained:
         optimizers = (make_optimizer(trained),)
-    return Trained(model, inputs, optimizers)
+    return ModelInTraining(model, inputs, optimizers)
 
 
 def _named(built: object) -> str:
@@ -104,52 +102,3 @@ def called_with(model: nn.Module, inputs: Inputs) -> object:
     if isinstance(inputs, torch.Tensor):
         return model(inputs)
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
-
-
-# ---------------------------------------------------------------------- inputs that nobody gave
-
-
-def example_inputs(model: nn.Module, batch: int, sequence: int | None) -> Inputs:
-    """Return inputs of a model that came without.
-
-    Args:
-        model: one of transformers', or one that begins with an embedding or a linear layer.
-        batch: how many.
-        sequence: how long each is; ``None``: 1 token, or no such dimension.
-
-    Raises:
-        UsageError: what it is given cannot be told from it.
-    """
-    taken = _names_taken(model)
-    if "input_ids" in taken:
-        tokens = torch.zeros((batch, sequence or 1), dtype=torch.int64, device="meta")
-        return {"input_ids": tokens, **({"labels": tokens} if "labels" in taken else {})}
-    first = next((each for each in model.modules() if isinstance(each, _BEGINNINGS)), None)
-    if isinstance(first, nn.Linear):
-        length = () if sequence is None else (sequence,)
-        return (torch.zeros((batch, *length, first.in_features), device="meta", dtype=first.weight.dtype),)
-    if isinstance(first, nn.Embedding):
-        return (torch.zeros((batch, sequence or 1), dtype=torch.int64, device="meta"),)
-    raise UsageError(
-        f"what {type(model).__name__} is given cannot be told from it: let the function return "
-        "(model, inputs)."
-    )
-
-
-_BEGINNINGS = (
-    nn.Linear,
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.RNNBase,
-    nn.MultiheadAttention,
-)
-
-
-def _names_taken(model: nn.Module) -> set[str]:
-    try:
-        return set(inspect.signature(model.forward).parameters)
-    except (TypeError, ValueError):
-        return set()

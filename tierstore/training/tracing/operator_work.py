@@ -12,8 +12,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from tierstore.torch_private import OpOverload
+from tierstore.training.tracing import grouped_products
 
-_MATMUL = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"})
+_MATMUL = frozenset(
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", grouped_products.NAME}
+)
 _FORWARD_PRODUCTS = 2
 _BACKWARD_PRODUCTS = 5
 
@@ -62,6 +65,8 @@ def flops_of(
     """
     if sort == "attention":
         return _of_attention(operator.name(), args)
+    if operator.name() == grouped_products.NAME:
+        return grouped_products.flops_of_product(args)
     count: Callable[..., float] | None = flop_registry.get(operator.overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 

@@ -15,12 +15,12 @@ from tierstore.training.optimizers.adapters import StateTensor, adapter_of
 from tierstore.training.optimizers.state import state_key
 from tierstore.training.optimizers.step_units import only
 from tierstore.training.tracing.assumed_values import AssumedValues
-from tierstore.training.tracing.built import Loss, Trained, called_with
+from tierstore.training.tracing.built import Loss, ModelInTraining, called_with
 from tierstore.training.tracing.bundles_of import Bundles
 from tierstore.training.tracing.moment_log import MomentLog
 from tierstore.training.tracing.places import named_errors
 from tierstore.training.tracing.storages import Sort
-from tierstore.training.tracing.watch import RunningModules, Watch
+from tierstore.training.tracing.watch import Watch, WatchedModules
 
 Turn = tuple[str, list[tuple[dict[str, object], list[torch.Tensor]]]]
 """A bundle, and the optimizer's groups with the bundle's parameters in each."""
@@ -42,13 +42,15 @@ class TracedStep:
         state_bytes: in memory, of all state.
     """
 
-    def __init__(self, trained: Trained, bundles: Bundles, loss: Loss | None, assumed: AssumedValues) -> None:
+    def __init__(
+        self, trained: ModelInTraining, bundles: Bundles, loss: Loss | None, assumed: AssumedValues
+    ) -> None:
         self._trained = trained
         self._bundles = bundles
         self._loss = loss
         self._assumed = assumed
         self.log = MomentLog()
-        self._modules = RunningModules(trained.model, bundles, self.log)
+        self._modules = WatchedModules(trained.model, bundles, self.log)
         self._watch = Watch(bundles, self._modules, self.log, assumed)
         self._gradients: dict[str, list[str]] = {}
         self.units: list[Unit] = []
@@ -71,10 +73,12 @@ class TracedStep:
             storages = self.log.storages
             before_bytes = storages.total_bytes
             storages.begin_peak()
-            self._make_state()  # optimizers make all of it before they step anything
+            with torch.device("cpu"):  # where optimizers keep numbers of their own, whatever they step
+                self._make_state()  # all of it is made before anything is stepped
             most_bytes = self.log.most_bytes + storages.total_bytes - before_bytes
             self.most_bytes = max(most_bytes, storages.peak_bytes)
-            self._step_optimizers()
+            with torch.device("cpu"):
+                self._step_optimizers()
             self._zero_gradients()
             self.log.finish()
 

@@ -11,7 +11,7 @@ from tierstore.planning import Datum, Program
 from tierstore.training.activations.config.layers import Names
 from tierstore.training.tracing.assumed_values import AssumedValues
 from tierstore.training.tracing.attention import Questions, attention_of_the_host
-from tierstore.training.tracing.built import Built, Loss, MakeOptimizer, Trained, trained_of
+from tierstore.training.tracing.built import Built, Loss, MakeOptimizer, ModelInTraining, trained_of
 from tierstore.training.tracing.bundles_of import Bundles, Grouping, bundles_of, fingerprint_of
 from tierstore.training.tracing.places import named_errors
 from tierstore.training.tracing.steps import TracedStep
@@ -73,7 +73,7 @@ def trace_model(
 
 
 def _program(
-    trained: Trained,
+    trained: ModelInTraining,
     bundles: Bundles,
     step: TracedStep,
     assumed: AssumedValues,

@@ -16,6 +16,7 @@ from tierstore.modes import run_operator
 from tierstore.planning import Does, Phase
 from tierstore.torch_private import OpOverload, TorchDispatchMode
 from tierstore.training.activations.config.operator_names import own_name
+from tierstore.training.tracing import grouped_products
 from tierstore.training.tracing.assumed_values import AssumedValues, no_answer
 from tierstore.training.tracing.bundles_of import Bundles
 from tierstore.training.tracing.moment_log import MomentLog, OpenUse
@@ -25,7 +26,7 @@ from tierstore.training.tracing.storages import Sort
 _SPARSE = "what sparse tensors take is not counted"
 
 
-class RunningModules:
+class WatchedModules:
     """The modules that run, with their windows.
 
     Args:
@@ -110,7 +111,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(
-        self, bundles: Bundles, modules: RunningModules, log: MomentLog, assumed: AssumedValues
+        self, bundles: Bundles, modules: WatchedModules, log: MomentLog, assumed: AssumedValues
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._bundles = bundles
@@ -153,6 +154,8 @@ class Watch(TorchDispatchMode):
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         module = self._modules.path
         is_noted = self._log.phase is Phase.FORWARD
+        if func.name() == grouped_products.NAME and args[0].is_meta:
+            return grouped_products.product_of(args)
         answer = self._assumed.answer(func, args, kwargs, module, is_noted=is_noted)
         if answer is not None:
             return answer[0]
