@@ -33,6 +33,7 @@ from tierstore.engine.transfer import Transfer
 from tierstore.errors import ConfigError, TierStoreError, UsageError
 from tierstore.leases import Lease, check_key, check_names
 from tierstore.part_reader import PartReader
+from tierstore.recorded import Recording
 from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import Backend, Medium, device_storage_listeners
 from tierstore.stats import StoreStats
@@ -448,6 +449,17 @@ class Store:
         with self._lock:
             stall_seconds = self._stall_seconds
         return collect(self._engine, self._backends, self._tensor_io.got, stall_seconds)
+
+    def recorded(self) -> contextlib.AbstractContextManager[Recording]:
+        """Record inside a context what happens: copies, waits, leases and what is charged, with their times.
+
+        The context yields plain data that grows until it ends, some hundred bytes for each request and copy;
+        several may be open at once.  Outside of one nothing is recorded, and that costs nothing.
+
+        Raises:
+            StoreClosed: the store is closed; `StoreForked` in the child of a fork.
+        """
+        return self._engine.recorded()
 
     def leased_bytes(self, tier: str) -> int:
         """Return the bytes of a tier that leases hold: as `stats` says, without all the rest.

@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 from tierstore import forks
 from tierstore.core import messages as m
 from tierstore.core.ledger import Ledger
+from tierstore.engine.journal import Journal
 from tierstore.errors import InvariantError, StoreClosed, TierStoreError
 from tierstore.signals import uninterrupted
 
@@ -63,8 +64,9 @@ class Dispatcher:
     """
 
     def __init__(self, ledger: Ledger, executor: Executor, told: list[m.Event]) -> None:
-        self._lock = forks.free_in_child(threading.Lock())  # guards _ledger, and nothing else
+        self._lock = forks.free_in_child(threading.Lock())  # guards the next two, and nothing else
         self._ledger = ledger
+        self._journals: tuple[Journal, ...] = ()
         self._executor = executor
         self.told = told
         self.fault: BaseException | None = None
@@ -74,6 +76,26 @@ class Dispatcher:
         """Ask the ledger something, under the lock."""
         with self._lock:
             return question(self._ledger)
+
+    @uninterrupted
+    def begin(self, journal: Journal) -> None:
+        """Tell a journal of every turn from now on."""
+        with self._lock:
+            journal.begin(self._ledger)
+            self._journals = (*self._journals, journal)
+
+    @uninterrupted
+    def end(self, journal: Journal) -> None:
+        """Tell a journal of nothing any more; nothing happens if it is told of nothing."""
+        with self._lock:
+            if journal in self._journals:
+                self._journals = tuple(each for each in self._journals if each is not journal)
+                journal.end()
+
+    def _note(self, events: Sequence[m.Event], commands: Sequence[m.Command]) -> None:
+        """Tell those who record of a turn, under the lock."""
+        for journal in self._journals:
+            journal.note(self._ledger, events, commands)
 
     def is_broken(self) -> bool:
         """Whether something has stopped the store."""
@@ -124,6 +146,8 @@ class Dispatcher:
             with self._lock:
                 self.refuse_if_broken()
                 commands = self._ledger.apply(request)
+                if self._journals:
+                    self._note((request,), commands)
         except BaseException as error:
             is_refused = isinstance(error, TierStoreError) and not isinstance(error, InvariantError)
             if not is_refused:
@@ -139,6 +163,8 @@ class Dispatcher:
                 told = self.told[:]
                 commands = self._ledger.apply(*told)
                 del self.told[: len(told)]
+                if self._journals:
+                    self._note(told, commands)
         except BaseException as error:
             self._stop(error)
             raise

@@ -6,9 +6,10 @@ carried out by `CommandExecutor`.  Here is who waits for what, and how a put fil
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import TypeVar, cast
@@ -22,10 +23,12 @@ from tierstore.engine.dispatcher import Dispatcher
 from tierstore.engine.executor import CommandExecutor, Opening, orphaned
 from tierstore.engine.given import Given
 from tierstore.engine.holds import when_granted
+from tierstore.engine.journal import Journal
 from tierstore.engine.mover import DataMover
 from tierstore.engine.part_reads import PartReads
 from tierstore.engine.transfer import Transfer
 from tierstore.errors import StoreClosed, TierStoreError
+from tierstore.recorded import Recording
 from tierstore.signals import in_one_piece, uninterrupted
 from tierstore.spi import AddressableSlot, Backend, Medium, Record, Slot, WaitingBackend, held_bytes
 
@@ -205,6 +208,22 @@ class Engine:
         """
         self.require_here()
         return self._dispatcher.look(question)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[Recording]:
+        """Record what the books see, inside the context.
+
+        Raises:
+            StoreClosed: too late; `StoreForked` in the child of a fork.
+        """
+        self.require_open()
+        journal = Journal(self.names)
+        try:
+            self._dispatcher.begin(journal)
+            yield journal.recording
+        finally:
+            if self.is_here:  # else it is the parent's
+                self._dispatcher.end(journal)
 
     @property
     def is_here(self) -> bool:
