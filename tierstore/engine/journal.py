@@ -34,7 +34,7 @@ log = logging.getLogger("tierstore")
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Unanswered:
     """A request that was not answered yet."""
 
     at_s: float
@@ -56,7 +56,7 @@ class Journal:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.recording = Recording(tuple(names))
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _Unanswered] = {}
         self._fresh: set[int] = set()  # asked for in this turn: an answer in it was not waited for
         self._copies: dict[int, CopyRecord] = {}
         self._leases: dict[int, LeaseRecord] = {}
@@ -145,7 +145,7 @@ class Journal:
 
     def _ask(self, number: int, reason: WaitedFor, keys: tuple[str, ...], tier: int | None) -> None:
         name = None if tier is None else self.recording.tiers[tier]
-        self._asked[number] = _Asked(self._now, reason, keys, name, threading.get_ident())
+        self._asked[number] = _Unanswered(self._now, reason, keys, name, threading.get_ident())
         self._fresh.add(number)
 
     def _put(self, event: m.PutRequested) -> None:
@@ -160,14 +160,14 @@ class Journal:
                 asked.keys, asked.tier, asked.at_s, self._now, math.inf, is_written=False, thread=asked.thread
             )
 
-    def _answered(self, number: int) -> _Asked | None:
+    def _answered(self, number: int) -> _Unanswered | None:
         asked = self._asked.pop(number, None)
         if asked is not None and number not in self._fresh:
             self.recording.waits.append(self._wait(asked, self._now))
         return asked
 
     @staticmethod
-    def _wait(asked: _Asked, end_s: float) -> WaitRecord:
+    def _wait(asked: _Unanswered, end_s: float) -> WaitRecord:
         return WaitRecord(asked.at_s, end_s, asked.reason, asked.keys, asked.tier, asked.thread)
 
     def _release(self, event: m.LeaseReleased) -> None:
