@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import CapacityError, KeyNotFound
-from tierstore.nn.table_weight import TableWeight
 from tierstore.planning.deciding import StepPhase, StepTime, step_time
 from tierstore.planning.homes import CPU
 from tierstore.planning.rules import HOST
@@ -41,10 +40,11 @@ from tierstore.training.checkpoints.resumed import ResumedCheckpoint
 from tierstore.training.checkpoints.weights import Weights
 from tierstore.training.checkpoints.writer import CheckpointWriter
 from tierstore.training.faults import guard
+from tierstore.training.ignored_values import give_ignored
 from tierstore.training.inventory import Inventory
 from tierstore.training.leaving import Leaving
 from tierstore.training.modules import hooks
-from tierstore.training.modules.adopter import Adopter, give_values, part_from_base
+from tierstore.training.modules.adopter import Adopter, part_from_base
 from tierstore.training.modules.buffers import TravelingBuffers
 from tierstore.training.modules.crossings import Crossings
 from tierstore.training.modules.forward_needs import needs_of
@@ -171,7 +171,9 @@ class Session:
             else:
                 self.buffers.add(bundle, group)
         if source is not None:
-            self._give_ignored(source)
+            give_ignored(
+                self.ignored, source, self.tables, self.placed.tensors_on_host(self.model), self.store
+            )
         holders = torchscript.holders_in(self.model)
         for bundle in self.bundles:
             bundle.holders = [holders[tensor] for tensor in bundle.tensors]
@@ -181,16 +183,6 @@ class Session:
                 source.give_optimizer(steps.state, self.adopter.origins(), self.ignored)
             steps.state.take_in_first()
         self.adopter.end_adoption()
-
-    def _give_ignored(self, source: Weights | ResumedCheckpoint) -> None:
-        """Give what is in no bundle its values; tables have those of a checkpoint already."""
-        on_host = self.placed.tensors_on_host(self.model)
-        for ignored, name in self.ignored.items():
-            if ignored not in self.tables:
-                device = torch.device(CPU) if ignored in on_host else self.store.device
-                give_values(ignored, source.read(name), device)
-            elif isinstance(source, Weights) and isinstance(ignored, TableWeight):
-                source.load_table(ignored, name)
 
     def _add_parameters(self, bundle: Binding, group: Group) -> None:
         self.order[bundle] = len(self.bundles)
