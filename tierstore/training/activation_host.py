@@ -11,6 +11,8 @@ from tierstore.training.budgets.memory_meters import Meter
 from tierstore.training.budgets.prefetcher import Prefetcher
 from tierstore.training.budgets.reclaimers import Reclaimers, Sweeper
 from tierstore.training.pytorch.own_work import ordinary_mode
+from tierstore.training.recording.marks import Sign
+from tierstore.training.recording.recorder import StepRecorder
 
 
 class RunHost:
@@ -22,6 +24,7 @@ class RunHost:
         meter: of what the program has on the device; ``None``: there is no device.
         settle_budget: takes back what was given to the store for leases that have ended.
         before_unpacking: is called when backward comes for a tensor.
+        recorder: of the run's steps.
 
     Attributes:
         reclaimer: see above.
@@ -34,8 +37,10 @@ class RunHost:
         meter: Meter | None,
         settle_budget: Callable[[], None],
         before_unpacking: Callable[[], None],
+        recorder: StepRecorder,
     ) -> None:
         self.reclaimer = reclaimer
+        self._recorder = recorder
         self._prefetcher = prefetcher
         self._meter = meter
         self._settle_budget = settle_budget
@@ -51,6 +56,8 @@ class RunHost:
 
     def note_activation(self, key: str, nbytes: int) -> None:
         """See `ActivationHost.note_activation`."""
+        if self._recorder.is_on:
+            self._recorder.mark(Sign.USE, key, nbytes)
         self._settle_budget()
         self._prefetcher.note_passing(key, nbytes)
 

@@ -19,6 +19,7 @@ from tierstore.training.inventory import Inventory
 from tierstore.training.modules.host_modules import PlacedModules
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.placing import Placing
+from tierstore.training.recording.recorder import StepRecorder, nothing_known
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Policies:
         must_stash: says whether gradients that backward makes from now on go to the store.
         stepping: when the optimizers step.
         placed: which modules compute on the host.
+        recorder: watches steps.
     """
 
     placing: Placing
@@ -42,6 +44,7 @@ class Policies:
     must_stash: Callable[[], bool]
     stepping: Stepping
     placed: PlacedModules
+    recorder: StepRecorder
 
 
 def policies_for(
@@ -95,6 +98,7 @@ def policies_for(
         lambda: must_stash(placement.stashing, has_room=quota is not None and quota.has_room_for_gradients),
         stepping,
         placed,
+        StepRecorder(store.recorded, nothing_known if meter is None else meter.take_moment, len(optimizers)),
     )
 
 

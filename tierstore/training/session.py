@@ -7,6 +7,7 @@ all at the end.  It is the guard's `FaultHandler`.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 
@@ -63,6 +64,7 @@ from tierstore.training.optimizers.whole_steps import WholeSteps
 from tierstore.training.policies import Policies
 from tierstore.training.pytorch import torchscript
 from tierstore.training.pytorch.global_hooks import Removable
+from tierstore.training.recording.marks import Sign
 from tierstore.training.tables.run_tables import RunTables
 
 
@@ -101,12 +103,14 @@ class Session:
         self.budget = policies.quota
         self._meter = meter = policies.meter
         self._reclaimers = Reclaimers(policies.quota)
+        self.recorder = policies.recorder
         self.bindings = Bindings(
             store,
             self._note,
             explain=self._explain,
             note_lent=None if meter is None else lambda *lent: self.link.note_lent(*lent),  # noqa: PLW0108
             reclaimer=self._reclaimers,
+            recorder=self.recorder,
         )
         self._reclaimers.add(self.bindings)
         self.host_stepper = HostStepper()
@@ -118,7 +122,7 @@ class Session:
             self,
             inventory.gradients,
             must_stash=policies.must_stash,
-            note_put=lambda binding: self.prefetcher.note_gradient(binding.key),
+            note_put=self._note_put,
             note_change=self._expectations.forget,
         )
         self._in_backward: StepsInBackward | None = None
@@ -140,9 +144,8 @@ class Session:
         self._stepped_in_backward: dict[Steps, None] = {}  # since the model ran last
         self.durable: CheckpointWriter | None = None
         self.activations = Activations()
-        self._activation_host = RunHost(
-            self._reclaimers, self.prefetcher, meter, self._settle_budget, self._settle_for_backward
-        )
+        settle = self._settle_budget, self._settle_for_backward
+        self._activation_host = RunHost(self._reclaimers, self.prefetcher, meter, *settle, self.recorder)
         store.begin_hosting(self._activation_host, self.host_stepper)
         self.link = Link(store, self._activation_host, self.bindings.leasing.require)
         tables.travel_over(self.link)
@@ -338,14 +341,21 @@ class Session:
         self.clock.end_backward()
         if self.budget is not None:
             self.budget.begin_optimizer()
+        self.recorder.tell(Sign.OPTIMIZER)
 
     def _end_step(self, steps: Steps) -> None:
         self._under_way.end(steps)
-        self.prefetcher.note_step(steps.state.index)
+        self._note_step(steps)
         if is_in_backward():
             self._stepped_in_backward[steps] = None
-        elif self.budget is not None and not self._under_way.here:
+            return
+        if self.budget is not None and not self._under_way.here:
             self.budget.end_step()
+        self.recorder.tell(Sign.BETWEEN)
+
+    def _note_step(self, steps: Steps) -> None:
+        self.prefetcher.note_step(steps.state.index)
+        self.recorder.note_step(steps.state.index)
 
     def steps_aside(self, bundle: Binding) -> bool:
         """See `step_units.StepTrainer.steps_aside`."""
@@ -369,7 +379,14 @@ class Session:
         if self.budget is not None:
             self.budget.look()
 
+    def _note_put(self, binding: Binding) -> None:
+        if self.recorder.is_on:
+            self.recorder.mark(Sign.PUT, binding.key, binding.nbytes)
+        self.prefetcher.note_gradient(binding.key)
+
     def _note(self, binding: Binding) -> None:
+        if self.recorder.is_on:
+            self.recorder.mark(Sign.USE, binding.key, binding.nbytes)
         self._settle_budget()
         self.link.sweep()
         if binding.confined_to is None:
@@ -405,6 +422,10 @@ class Session:
         if self.budget is not None:
             phase = StepPhase.MODEL if torch.is_grad_enabled() else StepPhase.EVALUATION
             self.budget.begin_forward(inputs, phase)
+        if torch.is_grad_enabled() or not self.optimizers:
+            self.recorder.begin_forward(inputs)
+        else:
+            self.recorder.tell(Sign.EVALUATION)
         if self._in_backward is not None:
             self._in_backward.watch()
         self.state_dicts.reset()
@@ -423,6 +444,9 @@ class Session:
         self.clock.end_forward()
         if self.budget is not None:
             self.budget.end_evaluation()
+        self.recorder.tell(Sign.BACKWARD if torch.is_grad_enabled() else Sign.EVALUATED)
+        if sys.exception() is not None:
+            self.recorder.break_step("an exception came out of the model")
 
     def note_step_in_backward(self, steps: StepsByBundle, seconds: float) -> None:
         """See `in_backward.BackwardTrainer.note_step_in_backward`."""
@@ -433,12 +457,14 @@ class Session:
         self._stepped_in_backward[steps] = None
 
     def _end_pass(self, how: PassEnd) -> None:
+        if how is PassEnd.INTERRUPTED:
+            self.recorder.break_step("a backward pass was interrupted")
         if self._in_backward is None:
             return
         self._in_backward.go_on()
         is_whole = how is PassEnd.COMPLETE and not self.accumulation.is_under_way
         for steps in list(self._stepped_in_backward):
-            self.prefetcher.note_step(steps.state.index)
+            self._note_step(steps)
             if is_whole and isinstance(steps, StepsByBundle):
                 steps.end_pass()
 
@@ -454,7 +480,11 @@ class Session:
         self.clock.note_backward()
         self._settle_budget()
         self._look()
+        if self.recorder.is_on:
+            self.recorder.mark(Sign.LANDED, self.gradients.table.usual_key_of(parameter), parameter.nbytes)
+        self.recorder.tell(Sign.AHEAD)
         self.clock.leave_out(self._expectations.offer(parameter))
+        self.recorder.tell(Sign.TOLD)
 
     # --- what the guard asks (guard.FaultHandler) ---------------------------------------------------
 
@@ -516,6 +546,7 @@ class Session:
 
     def come_to_rest(self, ending: RunEnding) -> None:
         """Let go of what an exception has interrupted.  The run may go on after it."""
+        self.recorder.break_step("the run came to rest in its midst")
         ending.attempt(self.windows.discard_interrupted)
         ending.attempt(self.host_stepper.rest)
         for steps in self.steps:
@@ -532,6 +563,7 @@ class Session:
         Args:
             ending: that this is a part of.
         """
+        ending.attempt(self.recorder.close)
         ending.attempt(self.windows.discard_interrupted)  # the inner hooks first
         ending.attempt(self.host_stepper.end)
         ending.attempt(self.activations.close)

@@ -51,3 +51,8 @@ class GradientTable:
         """Take all uses until now for our own."""
         for parameter in parameters:
             self._of[parameter].know_uses()
+
+    def usual_key_of(self, parameter: torch.Tensor) -> str:
+        """Return the key that a parameter's gradient is under if it is the store's; ``""``: it never is."""
+        gradient = self.find(parameter)
+        return "" if gradient is None else gradient.usual_key

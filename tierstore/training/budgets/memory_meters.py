@@ -64,6 +64,13 @@ class Meter(Protocol):
         """Return the most bytes at one moment since the last time this was asked."""
         ...
 
+    def take_moment(self) -> tuple[int | None, int | None]:
+        """Return what there is now, and the most since this was asked last; ``None``: it is not known.
+
+        What `take_peak` returns is the same whether this is asked or not.
+        """
+        ...
+
     def take_whole_peak(self) -> int | None:
         """Return the most that the whole device had since this was asked last; ``None``: it is not known."""
         ...
@@ -125,17 +132,24 @@ class EmulatedMeter:
 
     def __init__(self, store: Store) -> None:
         self._counting = _Counting()
+        self._former_peak_bytes = 0  # that only `take_moment` has told
         self._leave_alone = store.watch_device(self._counting.leave_out)
 
     def begin(self, inputs: Iterable[object]) -> None:
         """See `Meter.begin`."""
+        self._forget_former()
         given = list(_storages(each for each in tensors_in(inputs) if type(each) is torch.Tensor))
         self._counting.begin(is_given=bool(given))
         self._counting.add(given)
 
     def begin_step(self) -> None:
         """See `Meter.begin_step`."""
+        self._forget_former()
         self._counting.begin(is_given=False)
+
+    def _forget_former(self) -> None:
+        if self._counting.is_over:  # and nobody has taken what was before
+            self._former_peak_bytes = 0
 
     def look(self) -> None:
         """See `Meter.look`."""
@@ -151,6 +165,19 @@ class EmulatedMeter:
 
     def take_peak(self) -> int:
         """See `Meter.take_peak`."""
+        peak_bytes = max(self._former_peak_bytes, self._take_peak())
+        self._former_peak_bytes = 0
+        return peak_bytes
+
+    def take_moment(self) -> tuple[int | None, int | None]:
+        """See `Meter.take_moment`."""
+        if self._counting.is_over:
+            return None, None
+        peak_bytes = self._take_peak()
+        self._former_peak_bytes = max(self._former_peak_bytes, peak_bytes)
+        return self._counting.live_bytes, peak_bytes
+
+    def _take_peak(self) -> int:
         counting = self._counting
         counting.settle()
         peak_bytes, counting.peak_bytes = counting.peak_bytes, counting.live_bytes
@@ -437,6 +464,10 @@ class AllocatorMeter:
         is_fresh = peak_bytes != self._asked_peak_bytes
         self._asked_peak_bytes = peak_bytes
         return peak_bytes if is_fresh else None
+
+    def take_moment(self) -> tuple[int | None, int | None]:
+        """See `Meter.take_moment`: the allocator tells peaks of phases only."""
+        return (None if self._least_stored_bytes is None else self.live_bytes()), None
 
     def _stop_counting(self) -> None:
         self._before_step_bytes = None

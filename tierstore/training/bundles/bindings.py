@@ -61,6 +61,8 @@ from tierstore.training.bundles.unseen_writes import may_have_changed, watch
 from tierstore.training.locks import Rank
 from tierstore.training.pytorch.function_modes import are_hooks_allowed
 from tierstore.training.pytorch.own_work import has_hands_on_tensors, ordinary_mode
+from tierstore.training.recording.marks import Sign
+from tierstore.training.recording.recorder import StepRecorder
 
 __all__ = ["Access", "Binding", "Bindings", "natively", "set_data"]
 
@@ -92,6 +94,7 @@ class Bindings:
         note_lent: told of each storage that shows leased bytes, of which the store knows nothing, and of the
             tier that they are leased in.
         reclaimer: makes room where there is none for a bundle; ``None``: nobody does.
+        recorder: told when bytes are about to be asked for; ``None``: nobody is.
 
     Attributes:
         leasing: whether they may be leased.
@@ -107,8 +110,10 @@ class Bindings:
         explain: Explain = lambda error: error,
         note_lent: NoteLent | None = None,
         reclaimer: Reclaimer | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self.store = store
+        self._recorder = recorder
         self._note_access = note_access
         self.apart = apart
         self._explain = explain
@@ -195,6 +200,7 @@ class Bindings:
             CapacityError: they cannot be here together beside what is in use.
             BackendError: some bytes could not be brought.
         """
+        self._ask()
         # Large pieces first: what is leased cannot be moved to make room in one piece.
         order = sorted(bindings, key=lambda binding: -binding.nbytes) if len(bindings) > 1 else bindings
         try:
@@ -204,6 +210,10 @@ class Bindings:
             if explained is error:
                 raise
             raise explained from error
+
+    def _ask(self) -> None:
+        if self._recorder is not None and self._recorder.is_on:
+            self._recorder.mark(Sign.ASK)
 
     def _open_with_room(self, order: Sequence[Binding], classes: Classes | None) -> None:
         try:
@@ -302,6 +312,7 @@ class Bindings:
     def reach(self, binding: Binding) -> torch.Tensor:
         """Return the bundle's flat bytes.  They stay while anything refers to their storage."""
         are_handed_on = has_hands_on_tensors()
+        self._ask()
         with self._lock, self.apart():
             self._hold(binding)
             if are_handed_on:

@@ -187,13 +187,19 @@ class SpeculativeSteps:
         gradient = self._gradients.table.find(parameter)
         return gradient is not None and gradient.accumulations == expected
 
-    def _may_make(self, turn: StepUnit) -> bool:
+    def could_make(self, turn: StepUnit) -> bool:
+        """Whether a step could be made during backward, if there were room and gradients were the store's."""
+        return self._is_possible and self._is_plain(turn) and not self._writes_to_gradients(turn)
+
+    def _is_plain(self, turn: StepUnit) -> bool:
         is_plain = not any(is_special(group) for group, _ in turn.groups) and not is_scaled(self.optimizer)
+        return is_plain and all(kind in _PLAIN for kind in turn.bundle.plain)
+
+    def _may_make(self, turn: StepUnit) -> bool:
         stashed = self._gradients.bindings_of(turn.parameters)
         needed = [turn.bundle, *self._states(turn)]
         return (
-            is_plain
-            and all(kind in _PLAIN for kind in turn.bundle.plain)
+            self._is_plain(turn)
             and len(stashed) == len(turn.parameters)
             and self._has_room(needed, sum(binding.nbytes for _, binding in stashed))
             and self._are_idle([*needed, *(binding for _, binding in stashed)])

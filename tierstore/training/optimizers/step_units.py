@@ -21,6 +21,7 @@ from tierstore.training.bundles.bindings import Binding, Bindings
 from tierstore.training.faults import guard
 from tierstore.training.optimizers.registered import unhooked_step
 from tierstore.training.optimizers.state import OptimizerState
+from tierstore.training.recording.recorder import StepRecorder
 
 Group = dict[str, Any]
 Parameters = list[torch.Tensor]
@@ -51,6 +52,11 @@ class StepTrainer(Protocol):
     @property
     def order(self) -> Mapping[Binding, int]:
         """The place of every bundle of parameters in the forward pass."""
+        ...
+
+    @property
+    def recorder(self) -> StepRecorder:
+        """Of the run's steps."""
         ...
 
     def step_tier(self, *bundles: Binding) -> str:

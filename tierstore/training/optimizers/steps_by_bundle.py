@@ -59,6 +59,7 @@ from tierstore.training.optimizers.step_units import (
 from tierstore.training.optimizers.whole_steps import WholeSteps
 from tierstore.training.pytorch.function_modes import in_sight
 from tierstore.training.pytorch.own_work import is_dispatch_mode_on
+from tierstore.training.recording.marks import BundleStep, Sign
 
 
 class StepsByBundle:
@@ -285,8 +286,11 @@ class StepsByBundle:
                 self._stepped[turn.bundle] = _Stepped(turn, self._gradients)
 
     def _take_ahead(self, turn: StepUnit) -> bool:
+        told = self._told(turn) if self._trainer.recorder.is_on else None
         is_taken = self._ahead.take(turn)
         if is_taken:
+            if told is not None:
+                self._trainer.recorder.mark_step(Sign.TAKEN, told)
             self._progress = Progress.PARTIAL
             self._stepped[turn.bundle] = _Stepped(turn, self._gradients)
         return is_taken
@@ -303,6 +307,32 @@ class StepsByBundle:
         """Return what the step of one bundle would be about, by the groups of the last step."""
         return turn_of(bundle, self._members.get(bundle, []), self._gradients.has, self._one_by_one)
 
+    def _told(self, turn: StepUnit) -> BundleStep:
+        """Return what a recorder is told of one bundle's step."""
+        state = self.state.bindings.get(turn.bundle)
+        stashed = self._gradients.bindings_of(turn.parameters)
+        return BundleStep(
+            f"{type(self.optimizer).__name__} {self.state.index}",
+            turn.bundle.key,
+            None if state is None else state.key,
+            tuple((binding.key, binding.nbytes) for _, binding in stashed),
+            is_on_host=self._trainer.computes_on(turn.bundle) != turn.bundle.tensors[0].device,
+            may_be_ahead=self._ahead.could_make(turn),
+        )
+
+    @contextlib.contextmanager
+    def _recorded(self, turn: StepUnit) -> Iterator[None]:
+        """Tell a recorder of one bundle's step, inside the context."""
+        recorder = self._trainer.recorder
+        if not recorder.is_on:
+            yield
+            return
+        told = self._told(turn)
+        recorder.mark_step(Sign.STEP, told)
+        yield
+        if recorder.is_on:
+            recorder.mark_step(Sign.STEPPED, told)
+
     def _keys(self, turn: StepUnit) -> list[str]:
         keys = [turn.bundle.key]
         keys += [binding.key for _, binding in self._gradients.bindings_of(turn.parameters)]
@@ -316,6 +346,7 @@ class StepsByBundle:
         needed = [turn.bundle, *(binding for _, binding in stashed), *([state] if state else [])]
         needed = [binding for binding in needed if binding not in held]
         with (
+            self._recorded(turn),
             self._noting(turn) as has_stepped,
             placed(bindings, needed, self._trainer.step_tier(turn.bundle)),
             bindings.window(needed),
