@@ -9,6 +9,7 @@ import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tierstore.cli.seconds import format_seconds
 from tierstore.planning import ByteKind, StallCause, Timeline
 from tierstore.units import format_bytes
 
@@ -34,14 +35,6 @@ class _Row:
     title: str
     values: Sequence[float | None]
     shown: Callable[[float], str]
-
-
-def format_seconds(seconds: float) -> str:
-    """Print seconds with a unit that keeps the number at 1 or more."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.4g} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
 
 
 def totals_table(timelines: Sequence[Timeline], bound_s: float | None) -> str:
