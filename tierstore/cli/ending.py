@@ -19,6 +19,10 @@ _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OURS_TO_TAKE: Final = (signal.SIG_DFL, signal.default_int_handler)
 
 
+class EndedBySignal(SystemExit):
+    """A signal ends the process.  Its own class: what a user's code raises can be told from it."""
+
+
 class _InterruptState:
     """What the handler knows.  Only the main thread has it."""
 
@@ -65,4 +69,4 @@ def _note_or_raise(number: int, frame: FrameType | None) -> None:
 def _raise(number: int) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+    raise EndedBySignal(128 + number)
