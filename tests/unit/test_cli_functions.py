@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.cli.ending import EndedBySignal
-from tierstore.cli.functions import call, function_named, is_function_name
+from tierstore.cli.functions import call, function_named, is_function_name, parameters_of
 from tierstore.errors import CapacityError, UsageError
 
 _MODULE = "models_of_a_user"
@@ -56,6 +56,9 @@ def takes_anything(**rest):
 
 def needs(width, depth=3):
     return width
+
+def first_only(batch):
+    return batch
 
 def empty():
     raise ValueError
@@ -114,7 +117,6 @@ _SAYS: Mapping[str, tuple[str, ...]] = {
     "buidl": (f"{_MODULE} has no buidl", "did you mean build?"),
     "Inner.bild": ("has no bild", "build"),
     "seven": ("is of type int, not a function",),
-    "needs": ("needs the argument width",),
 }
 
 
@@ -127,9 +129,21 @@ def test_what_is_wrong_is_one_usage_error_with_its_place(name: str) -> None:
         assert words in str(caught.value)
 
 
-def test_an_argument_that_it_does_not_take_is_named_with_its_option() -> None:
-    with pytest.raises(UsageError, match=r"takes no argument sequence: .*--sequence"):
-        _called("build", sequence=3)
+_OFFERED = ("batch", "sequence", "dtype")
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [("build", []), ("sized", ["batch", "sequence"]), ("takes_anything", []), ("first_only", ["batch"])],
+)
+def test_a_function_is_offered_what_it_takes_by_name(name: str, taken: list[str]) -> None:
+    function = function_named(f"{_MODULE}:{name}")
+    assert parameters_of(function, name, _OFFERED) == taken
+
+
+def test_a_function_that_needs_something_else_is_told_what_it_is_given() -> None:
+    with pytest.raises(UsageError, match=r"needs the argument width; .* batch, sequence, dtype"):
+        parameters_of(function_named(f"{_MODULE}:needs"), "needs", _OFFERED)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +185,7 @@ def test_a_module_that_is_not_there_is_said_to_be_so(name: str) -> None:
 
 @pytest.mark.parametrize("built_in", [dict, max])
 def test_functions_without_a_signature_are_called(built_in: Callable[..., object]) -> None:
+    assert parameters_of(built_in, "built in", _OFFERED) == []
     if built_in is dict:
         assert call(built_in, "builtins:dict", {}) == {}
     else:

@@ -14,7 +14,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tierstore.cli.ending import EndedBySignal
@@ -59,18 +59,44 @@ def function_named(text: str) -> UserFunction:
     return found
 
 
-def call(function: UserFunction, name: str, given: Mapping[str, object]) -> object:
-    """Call a user's function with what it is given, and what it does not know left out with an error.
+def parameters_of(function: UserFunction, name: str, offered: Sequence[str]) -> list[str]:
+    """Return which of the arguments that are offered a function takes by name.
 
     Args:
         function: the user's.
         name: as it was written, for messages.
-        given: arguments by name, all of which it has to take.
+        offered: names of arguments.
 
     Raises:
-        UsageError: it takes something else, or raises.
+        UsageError: it needs others.
     """
-    _check_arguments(function, name, given)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of some functions in C nobody knows
+        return []
+    kinds = inspect.Parameter
+    by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    needed = [
+        each.name
+        for each in parameters.values()
+        if each.default is kinds.empty
+        and each.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+        and not (each.name in offered and each.kind in by_name)
+    ]
+    if needed:
+        raise UsageError(
+            f"{name} needs the argument {listed(needed, show=named)}; a function that makes a model is given "
+            f"nothing, or those of {', '.join(offered)} that it takes"
+        )
+    return [each for each in offered if each in parameters and parameters[each].kind in by_name]
+
+
+def call(function: UserFunction, name: str, given: Mapping[str, object]) -> object:
+    """Call a user's function with arguments by name.
+
+    Raises:
+        UsageError: it raises.
+    """
     with user_code(f"{name}()"), _current_directory_first():
         return function(**given)
 
@@ -131,33 +157,6 @@ def _member(owner: object, name: str, module_name: str) -> object:
         hint = f"; did you mean {named(close[0])}?" if close else ""
         raise UsageError(f"{named(module_name)} has no {named(name)}{hint}")
     return found
-
-
-def _check_arguments(function: UserFunction, name: str, given: Mapping[str, object]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some functions in C nobody knows
-        return
-    kinds = inspect.Parameter
-    takes_any = any(each.kind is kinds.VAR_KEYWORD for each in signature.parameters.values())
-    unknown = [each for each in given if each not in signature.parameters]
-    if unknown and not takes_any:
-        raise UsageError(
-            f"{name} takes no argument {listed(unknown, show=named)}: give it one of that name, or leave "
-            f"{listed([f'--{each}' for each in unknown], show=str)} out"
-        )
-    needed = [
-        each.name
-        for each in signature.parameters.values()
-        if each.default is kinds.empty
-        and each.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
-        and each.name not in given
-    ]
-    if needed:
-        raise UsageError(
-            f"{name} needs the argument {listed(needed, show=named)}; a function that makes a model is "
-            "called without any, or with those of batch, sequence and dtype that are given"
-        )
 
 
 def _told(error: BaseException) -> str:

@@ -1,0 +1,85 @@
+"""Text files that a command line names: read within bounds, written whole or not at all.
+
+1. What cannot be read or written is a `UsageError`: the path that was given is wrong.
+2. A file that is written replaces the former one in one step, when all of it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tierstore.cli.ending import held
+from tierstore.errors import UsageError
+from tierstore.regular import read_regular
+
+
+def read_text(path: Path, most_bytes: int) -> str:
+    """Return what a file says.
+
+    Raises:
+        UsageError: it cannot be read, is too long, or no text.
+    """
+    try:
+        return read_regular(path, most_bytes).decode("utf-8")
+    except OSError as cause:
+        raise UsageError(f"{path}: cannot be read: {cause.strerror or cause}") from cause
+    except UnicodeDecodeError as cause:
+        raise UsageError(f"{path}: no text in UTF-8: {cause}") from cause
+
+
+def require_places(paths: Sequence[str]) -> None:
+    """See to it that files can be written, before anything is computed for them.
+
+    Raises:
+        UsageError: a path is a directory or none can be made there, or two are the same.
+    """
+    seen: set[Path] = set()
+    for each in paths:
+        path = Path(each)
+        try:
+            is_folder, has_folder = path.is_dir(), path.absolute().parent.is_dir()
+            place = path.absolute().parent.resolve() / path.name
+        except (OSError, ValueError) as cause:
+            raise UsageError(f"{each!r}: no path of a file: {cause}") from cause
+        if "\0" in each:
+            raise UsageError(f"{each!r}: no path of a file: it has a null byte")
+        if is_folder or not path.name:
+            raise UsageError(f"{path} is a directory; give the path of a file")
+        if not has_folder:
+            raise UsageError(f"{path}: the directory {path.parent} is not there")
+        if place in seen:
+            raise UsageError(f"{path} is to be written twice; give another path")
+        seen.add(place)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, or replace the former one.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    write_bytes(path, text.encode("utf-8", "surrogateescape"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As `write_text`, of bytes."""
+    fresh = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+    try:
+        with _taken_away(fresh):
+            fresh.write_bytes(content)
+            fresh.replace(path)
+    except OSError as cause:
+        raise UsageError(f"{path}: cannot be written: {cause.strerror or cause}") from cause
+
+
+@contextlib.contextmanager
+def _taken_away(fresh: Path) -> Iterator[None]:
+    """Remove a file on the way out, whatever ends the verb: one that got its name is no longer there."""
+    try:
+        yield
+    finally:
+        with held(), contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
