@@ -332,10 +332,7 @@ class Session:
         self.go_on_with_step()
 
     def go_on_with_step(self) -> None:
-        """An optimizer goes on after the model has run in the midst of its step.
-
-        In a hook, backward goes on around it: there are activations, and no other phase begins.
-        """
+        """An optimizer goes on after the model ran in its step; in a hook no other phase begins."""
         if is_in_backward():
             return
         self.clock.end_backward()

@@ -19,7 +19,7 @@ from tierstore.planning.homes import CPU, Treatment
 from tierstore.planning.machine import Machine
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import ByteKind, Moment, Phase, Program, Unit
-from tierstore.planning.searching.spans import Window, usage_of, windows_of
+from tierstore.planning.searching.spans import UseWindow, usage_of, windows_of
 from tierstore.planning.searching.variants import as_placed, marked_keys
 
 _STEPS = 3
@@ -237,7 +237,7 @@ class _Passes:
             return []
         return [self._on_host[use.key] for use in moment.uses if use.key in self._on_host]
 
-    def _change(self, key: str, window: Window) -> None:
+    def _change(self, key: str, window: UseWindow) -> None:
         state = self._keys[key]
         if window.is_made:
             if state.tier is not None:  # of the step before: nobody ended it
@@ -250,7 +250,7 @@ class _Passes:
         elif window.is_changed:
             state.below = None
 
-    def _close(self, key: str, window: Window) -> None:
+    def _close(self, key: str, window: UseWindow) -> None:
         state = self._keys[key]
         state.in_use -= 1
         if window.is_ended:
@@ -430,11 +430,11 @@ def _own_keys(program: Program) -> set[str]:
 
 
 def _by_moment(
-    windows: dict[str, list[Window]], held: set[str], moments: int
-) -> tuple[list[list[tuple[str, Window]]], list[list[tuple[str, Window]]]]:
+    windows: dict[str, list[UseWindow]], held: set[str], moments: int
+) -> tuple[list[list[tuple[str, UseWindow]]], list[list[tuple[str, UseWindow]]]]:
     """Return what each moment opens and what it closes."""
-    opens: list[list[tuple[str, Window]]] = [[] for _ in range(moments)]
-    closes: list[list[tuple[str, Window]]] = [[] for _ in range(moments)]
+    opens: list[list[tuple[str, UseWindow]]] = [[] for _ in range(moments)]
+    closes: list[list[tuple[str, UseWindow]]] = [[] for _ in range(moments)]
     for key, found in windows.items():
         for window in found if key in held else ():
             opens[window.opens].append((key, window))

@@ -68,7 +68,7 @@ class StepUsage:
 
 
 @dataclass(slots=True)
-class Window:
+class UseWindow:
     """A time for which a key is in use.
 
     Attributes:
@@ -86,10 +86,10 @@ class Window:
     is_ended: bool = False
 
 
-def windows_of(program: Program) -> dict[str, list[Window]]:
+def windows_of(program: Program) -> dict[str, list[UseWindow]]:
     """Return when each key is in use, in order; windows that overlap are one."""
     last = len(program.moments) - 1
-    found: dict[str, list[Window]] = {}
+    found: dict[str, list[UseWindow]] = {}
     for number, moment in enumerate(program.moments):
         for use in moment.uses:
             windows = found.setdefault(use.key, [])
@@ -98,19 +98,19 @@ def windows_of(program: Program) -> dict[str, list[Window]]:
             elif windows and number <= windows[-1].closes and not windows[-1].is_ended:
                 _join(windows[-1], use, number, last)
             else:
-                window = Window(number, number, is_made=use.does is Does.MAKE)
+                window = UseWindow(number, number, is_made=use.does is Does.MAKE)
                 windows.append(window)
                 _join(window, use, number, last)
     return found
 
 
-def _end(windows: list[Window], number: int) -> None:
+def _end(windows: list[UseWindow], number: int) -> None:
     if not windows:
-        windows.append(Window(number, number))
+        windows.append(UseWindow(number, number))
     windows[-1].is_ended = True
 
 
-def _join(window: Window, use: KeyUse, number: int, last: int) -> None:
+def _join(window: UseWindow, use: KeyUse, number: int, last: int) -> None:
     window.closes = min(max(window.closes, number + use.moments - 1), last)
     window.is_changed |= use.does is not Does.READ
 
@@ -163,7 +163,7 @@ class _Levels:
         return list(itertools.accumulate(self._changes[:-1]))
 
 
-def _lives(windows: list[Window], moments: int) -> Iterator[tuple[int, int]]:
+def _lives(windows: list[UseWindow], moments: int) -> Iterator[tuple[int, int]]:
     """Yield the moments in which a datum that no store holds exists, first to behind the last."""
     if not any(window.is_made for window in windows):
         yield 0, moments
@@ -176,7 +176,7 @@ def _lives(windows: list[Window], moments: int) -> Iterator[tuple[int, int]]:
             yield first, window.closes + 1
 
 
-def _spans(key: str, nbytes: int, windows: list[Window], moments: int) -> Iterator[IdleSpan]:
+def _spans(key: str, nbytes: int, windows: list[UseWindow], moments: int) -> Iterator[IdleSpan]:
     following = [*windows[1:], None]
     for window, after in zip(windows, following, strict=True):
         next_window = windows[0] if after is None else after
