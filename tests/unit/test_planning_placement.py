@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tierstore.config import OffloadConfig, yaml_text
 from tierstore.errors import ConfigError
 from tierstore.planning import BundleHomes, Home, PlacedMark, Placement, Stashing, TableFrames, Treatment
+from tierstore.planning.placement import tiers_in
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 devices = st.sampled_from(["device", "cpu"])
@@ -169,6 +170,36 @@ def test_residents_in_whatever_they_come_are_a_frozen_set(
     placement = Placement(residents=kind(keys))
     assert type(placement.residents) is frozenset
     assert hash(placement) == hash(Placement(residents=frozenset(keys)))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "high", "shares"),
+    [
+        (None, {}, {}),
+        ({}, {}, {}),
+        ("no mapping", {}, {}),
+        ({"model": "cpu"}, {}, {}),
+        ({"high": {"device": 0.5}, "residents": 7}, {"device": 0.5}, {}),
+        ({"shares": {"host": 1}, "high": {"host": 1}}, {"host": 1.0}, {"host": 1.0}),
+    ],
+)
+def test_what_is_said_of_tiers_is_told_before_bundles_are_known(
+    mapping: object, high: Mapping[str, float], shares: Mapping[str, float]
+) -> None:
+    assert tiers_in(mapping) == Placement(high=high, shares=shares)
+
+
+@pytest.mark.parametrize("name", ["high", "shares"])
+@pytest.mark.parametrize("share", [0, -1, 1.5, True, "half", None, float("nan")])
+def test_a_share_of_a_tier_that_is_none_is_refused_by_its_name(name: str, share: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}\[host\]="):
+        tiers_in({name: {"host": share}})
+
+
+def test_what_a_run_uses_of_a_tier_is_never_more_than_its_quota() -> None:
+    placement = Placement(shares={"host": 0.3})
+    assert [placement.used_bytes("host", quota) for quota in (0, 3, 10, 1000)] == [0, 0, 2, 299]
+    assert placement.used_bytes("device", 1000) == 1000
 
 
 @pytest.mark.parametrize("residents", ["ab", "", b"ab", {"a": 1}, 1, [1], [""], {None}])

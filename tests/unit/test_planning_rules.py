@@ -215,7 +215,7 @@ def test_steps_are_planned_where_something_may_leave_or_a_placement_asks_for_it(
                 placement = obey(mapping, facts)
             except ConfigError:
                 assert facts is DEVICE
-                assert "residents" in mapping
+                assert mapping == {"residents": None}
                 continue
             is_asked = any(mapping.values()) or "residents" in mapping
             assert follows_plan(placement, facts) == (facts is not FITTING or is_asked)
@@ -255,8 +255,12 @@ CPU_STEP = {"state": {"device": "cpu"}, "gradients": {"device": "cpu"}}
         (HOST, _of_a(parameters={"device": "device"}), "parameters.device='device': this run has no device"),
         (HOST, {"ahead": {"disk": 0.5}}, "ahead: disk: nothing is prefetched there; accepted: host"),
         (DEVICE, {"ahead": {"tape": 0.5}}, "ahead: tape"),
-        (DEVICE, {"residents": ["param/a"]}, "beside a device nothing stays by plan"),
-        (DEVICE, {"residents": None}, "beside a device nothing stays by plan"),
+        (DEVICE, {"residents": None}, "residents=None: beside a device none are chosen"),
+        (DEVICE, {"residents": ["param/x"]}, "residents: param/x: the model has no such bundle"),
+        (DEVICE, {"high": {"disk": 0.5}}, "high: disk: no tier is below it"),
+        (DEVICE, {"high": {"tape": 0.5}}, "high: tape: this run has device, host, disk"),
+        (facts_of(TIERS[0]), {"high": {"host": 0.5}}, "high: host: no tier is below it"),
+        (HOST, {"shares": {"device": 0.5}}, "shares: device: this run has host, disk"),
         (HOST, {"residents": ["param/x"]}, "residents: param/x: the model has no such bundle"),
         (DEVICE, {"stashing": "never"}, "stashing='never': a device"),
         (HOST, {"stashing": "never"}, "stashing='never': everything needs 68.0 MiB"),

@@ -148,6 +148,10 @@ class Placement:
         """Return how much may be ahead in a tier of which the store may have so much."""
         return math.floor(Fraction(self.ahead.get(tier, 0.0)) * quota_bytes)
 
+    def used_bytes(self, tier: str, quota_bytes: int) -> int:
+        """Return how much of a tier's quota the run uses."""
+        return math.floor(Fraction(self.shares.get(tier, 1.0)) * quota_bytes)
+
     def __str__(self) -> str:
         """Return what a person reads: bundles that live alike are told together."""
         ahead = ", ".join(f"{share:.4g} of {tier}" for tier, share in self.ahead.items())
@@ -351,6 +355,17 @@ def patterns_in(mapping: object) -> dict[str, str]:
     given = _in_full(mapping)
     modules = given.get("modules") if isinstance(given, Mapping) else None
     return dict(Placement.from_mapping({"modules": modules}).modules) if modules is not None else {}
+
+
+def tiers_in(mapping: object) -> Placement:
+    """Return what plain values say of tiers as such: `Placement.high` and `Placement.shares`, and no more.
+
+    Raises:
+        ConfigError: something in them is neither; every fault is listed by its name.
+    """
+    given = _in_full(mapping)
+    known = given if isinstance(given, Mapping) else {}
+    return Placement.from_mapping({name: known[name] for name in ("high", "shares") if name in known})
 
 
 def with_patterns(mapping: object, modules: Mapping[str, str]) -> Mapping[str, object]:

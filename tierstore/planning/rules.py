@@ -219,7 +219,8 @@ def check(placement: Placement, facts: RunFacts) -> None:
     Raises:
         ConfigError: it lists every fault by its name.
     """
-    faults = [*_wrong_keys(placement, facts), *_wrong_homes(placement, facts), *_wrong_flow(placement, facts)]
+    kinds = (_wrong_keys, _wrong_homes, _wrong_tiers, _wrong_flow)
+    faults = [fault for faults_of in kinds for fault in faults_of(placement, facts)]
     if faults:
         more = len(faults) - _MOST_FAULTS
         raise ConfigError(
@@ -313,6 +314,18 @@ def _torn_steps(placement: Placement, facts: RunFacts) -> Iterator[str]:
             yield f"state.device: {optimizer} steps all at once, and would step {told}"
 
 
+def _wrong_tiers(placement: Placement, facts: RunFacts) -> Iterator[str]:
+    *upper, slowest = facts.tiers
+    for tier in placement.high:
+        if tier == slowest:
+            yield f"high: {named(tier)}: no tier is below it that it could write back to"
+        elif tier not in upper:
+            yield f"high: {named(tier)}: this run has {', '.join(facts.tiers)}"
+    for tier in placement.shares:
+        if tier not in facts.tiers:
+            yield f"shares: {named(tier)}: this run has {', '.join(facts.tiers)}"
+
+
 def _wrong_flow(placement: Placement, facts: RunFacts) -> Iterator[str]:
     reached = [tier for tier in facts.tiers if tier in (facts.fastest, HOST)]
     for tier in placement.ahead:
@@ -320,8 +333,8 @@ def _wrong_flow(placement: Placement, facts: RunFacts) -> Iterator[str]:
             yield f"ahead: {named(tier)}: nothing is prefetched there; accepted: {', '.join(reached)}"
     if placement.inputs is not None and placement.inputs not in facts.tiers:
         yield f"inputs={quoted(placement.inputs)}: this run has {', '.join(facts.tiers)}"
-    if placement.residents != frozenset() and facts.has_device:
-        yield "residents: beside a device nothing stays by plan, null included; pin it, or leave the key out"
+    if placement.residents is None and facts.has_device:
+        yield "residents=None: beside a device none are chosen; name them, or leave the key out"
     match placement.stashing:
         case Stashing.NEVER if facts.has_device:
             yield "stashing='never': a device may have no room for all; accepted: always, without-room"

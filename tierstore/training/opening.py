@@ -14,7 +14,7 @@ from torch import nn
 from tierstore.config import OffloadConfig
 from tierstore.errors import UsageError
 from tierstore.planning import PlacedMark, Placement, Stashing, rules
-from tierstore.planning.placement import patterns_in
+from tierstore.planning.placement import patterns_in, tiers_in
 from tierstore.planning.rules import HOST
 from tierstore.store import Store
 from tierstore.training.activations.config.patterns import Pattern
@@ -45,7 +45,7 @@ from tierstore.training.optimizer_needs import (
     working_sets,
 )
 from tierstore.training.optimizers.in_backward import Stepping
-from tierstore.training.placing import placement_of
+from tierstore.training.placing import placement_of, use_tiers
 from tierstore.training.policies import policies_for
 from tierstore.training.selection import SelectedTensors, require_one_place
 from tierstore.training.session import Session
@@ -129,6 +129,7 @@ def open_session(
         others: who train with this process.
     """
     former = source if isinstance(source, ResumedCheckpoint) else None
+    use_tiers(store, tiers_in(config.placement))
     plan = _plan(model, optimizers, config, store, former, selection, marks, others.division)
     inventory = Inventory()
     policies = policies_for(

@@ -15,6 +15,7 @@ from torch import nn
 from tierstore.config import OffloadConfig
 from tierstore.errors import ConfigError
 from tierstore.planning import BundleHomes, PlacedMark, Placement, Trained, Treatment, choose_residents
+from tierstore.planning.placement import tiers_in
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey, place
 from tierstore.quoting import quoted
 from tierstore.store import Store
@@ -52,6 +53,7 @@ def placement_of(
             or says something else of activations.
     """
     given = {each.name: getattr(config, each.name) for each in fields(Wishes)}
+    given["hbm_ratio"] = tiers_in(config.placement).high.get(store.tier_names[0], config.hbm_ratio)
     bundles = [
         BundleFacts(
             group.key,
@@ -73,6 +75,23 @@ def placement_of(
             f"recompute_config decide these, and say {quoted(list(map(str, marks)))}. Leave the key out."
         )
     return facts, replace(placement, marks=marks)
+
+
+def use_tiers(store: Store, placement: Placement) -> None:
+    """Let a run use as much of each tier as a placement says, and write back above the share that it says.
+
+    Args:
+        store: of the run, into which nothing was taken yet.
+        placement: of which `Placement.high` and `Placement.shares` are looked at; names of other tiers than
+            the store's are passed over.
+
+    Raises:
+        CapacityError: a checkpoint that is there takes more.
+    """
+    for tier in store.config.tiers:
+        if tier.name in placement.shares or tier.name in placement.high:
+            used_bytes = placement.used_bytes(tier.name, tier.capacity_bytes)
+            store.resize(tier.name, used_bytes, high=placement.high.get(tier.name))
 
 
 def marks_of(model: nn.Module, sections: Sections, layers: Names) -> tuple[PlacedMark, ...]:
@@ -152,8 +171,12 @@ class Placing:
             able = [each for each in trained.values() if each.gradients or is_in_backward]
             keys = choose_residents(able, self._store.stats().tiers[fastest].capacity_bytes)
             self.placement = replace(self.placement, residents=keys.intersection(trained))
-        stay = [trained[key] for key in self.placement.residents or () if key in trained]
-        return frozenset(key for each in stay for key in (*each.keys, *each.gradients))
+        residents = self.placement.residents or frozenset()
+        stay = [trained[key] for key in residents if key in trained]
+        # Beside what is trained, buffers may be named, too.
+        return residents.intersection(accesses).union(
+            key for each in stay for key in (*each.keys, *each.gradients)
+        )
 
     def _trained(self, accesses: Iterable[str], gradients: frozenset[str]) -> Mapping[str, Trained]:
         """Return what is trained together, by the bundle's key, in the order of its use."""

@@ -24,6 +24,7 @@ def say_opened(session: Session) -> None:
     if not log.isEnabledFor(logging.INFO):
         return
     tiers = session.store.stats().tiers
+    shares = session.placing.placement.shares
     kinds = ", ".join(type(steps.optimizer).__name__[:_LONGEST_NAME] for steps in session.steps[:4])
     log.info(
         "%s is offloaded with %s: %d bundles of parameters, %d of buffers%s; %s",
@@ -32,7 +33,7 @@ def say_opened(session: Session) -> None:
         len(session.bundles),
         len(list(session.buffers)),
         _tables(session),
-        "; ".join(_opened(name, tier) for name, tier in tiers.items()),
+        "; ".join(_opened(name, tier, shares.get(name)) for name, tier in tiers.items()),
     )
 
 
@@ -65,9 +66,10 @@ def _tables(session: Session) -> str:
     return f", {len(frames)} tables of {format_bytes(whole_bytes)} in frames of {format_bytes(sum(frames))}"
 
 
-def _opened(name: str, tier: TierStats) -> str:
+def _opened(name: str, tier: TierStats, share: float | None) -> str:
     quota = format_bytes(tier.capacity_bytes)
-    return f"{name} has {format_bytes(tier.charged_bytes)} of {setting_of(name)} {quota}"
+    setting = setting_of(name) if share is None else f"{share:.4g} of {setting_of(name)},"
+    return f"{name} has {format_bytes(tier.charged_bytes)} of {setting} {quota}"
 
 
 def _ended(name: str, tier: TierStats) -> str:
