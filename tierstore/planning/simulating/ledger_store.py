@@ -234,9 +234,9 @@ class LedgerStore:
         request = self.ask(lambda n: m.PutRequested(n, key, nbytes, tier, replace=False))
         self.wait(request, [key], 0 if tier is None else tier)
 
-    def lease(self, keys: Sequence[str], tier: int) -> int:
-        """Have keys in a tier, for writing; return the lease's number."""
-        request = self.ask(lambda n: m.LeaseRequested(n, keys, tier, m.Access.WRITE, _HOLDER))
+    def lease(self, keys: Sequence[str], tier: int, access: m.Access = m.Access.WRITE) -> int:
+        """Have keys in a tier; return the lease's number."""
+        request = self.ask(lambda n: m.LeaseRequested(n, keys, tier, access, _HOLDER))
         self.wait(request, keys, tier)
         return request
 

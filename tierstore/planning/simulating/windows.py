@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tierstore.core.messages import Access
 from tierstore.errors import CapacityError, LeaseError
 from tierstore.planning.deciding import Advance, Advice, Follow, Follower, Prefetch
 from tierstore.planning.homes import Home
@@ -81,17 +82,18 @@ class KeyWindows:
     def acquire(self, key: str, tier: int) -> int:
         """Lease a key, with as much room made for it as can be; return the lease."""
         nbytes = self._data[key].nbytes
+        access = Access.READ if key in self._passing else Access.WRITE  # nobody changes what was saved
         if tier == 0 and self._device is not None:
             self._device.prepare(nbytes)
         try:
-            return self._store.lease((key,), tier)
+            return self._store.lease((key,), tier, access)
         except CapacityError:
             if tier != 0 or self._device is None:
                 raise
             self._device.grow(nbytes)
         except LeaseError:  # a step beside the device has it
             self._host_lane.finish()
-        return self._store.lease((key,), tier)
+        return self._store.lease((key,), tier, access)
 
     def close_all(self, keys: Sequence[str], written: Iterable[str] = ()) -> None:
         """Close a window on each key; some of the keys were written."""
