@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ import psutil
 import torch
 
 from tierstore.alone import fault_alone
-from tierstore.cli import measure
+from tierstore.cli import machine_file, measure, measure_device
 from tierstore.cli.room import remove_ours, room
 from tierstore.engine.registry import GROUP
 from tierstore.errors import UsageError
@@ -102,6 +103,16 @@ def add_to(
         "path", metavar="PATH", nargs="*", default=["."], help="a directory (default: this one)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--write",
+        metavar="FILE",
+        type=Path,
+        help="write this machine as a file that the planner reads; measures some seconds longer",
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="with --write: which device (default: an accelerator, else emulated)"
+    )
+    parser.add_argument("--force", action="store_true", help="with --write: write over a file that is there")
     parser.set_defaults(run=run)
 
 
@@ -112,13 +123,47 @@ def run(options: argparse.Namespace) -> int:
         UsageError: PATH is not a directory.
         BackendError: PATH cannot be written or read.
     """
+    if options.write is None and (options.force or options.device is not None):
+        raise UsageError("--force and --device say how --write writes; give --write FILE, too")
+    if options.write is not None:
+        machine_file.require_writable(options.write, force=options.force)
     report = examine(*(Path(path) for path in options.path))
     if options.json:
         print(json.dumps(asdict(report), indent=2))
     else:
         for line in _lines(report):
             print(line)
+    if options.write is not None:
+        _write(report, options)
     return 0
+
+
+def _write(report: Report, options: argparse.Namespace) -> None:
+    """Measure what a machine file says beyond the report, and write it."""
+    devices = {device.name: device for device in report.devices}
+    device = devices.get(options.device or next(iter(devices)))
+    if device is None:
+        raise UsageError(f"there is no device {options.device!r}; accepted: {', '.join(devices)}")
+    places = [report.place, *report.more_places]
+    is_emulated = device.name == _EMULATED
+    try:
+        found = machine_file.measured(
+            f"{device.name}: {device.description}; {report.host.cores} cores",
+            measure_device.CPU if is_emulated else device.name,
+            device.free_bytes,
+            report.host.available_bytes,
+            [(place.path, place.free_bytes, place.disk) for place in places],
+        )
+    finally:
+        for place in places:
+            remove_ours(Path(place.path))
+    machine_file.write(
+        options.write,
+        machine_file.machine_of(found, datetime.datetime.now(datetime.UTC).date()),
+        force=options.force,
+    )
+    if not options.json:
+        print(f"machine   written to {options.write}: read it, and correct what you know better")
 
 
 def examine(path: Path, *more: Path) -> Report:

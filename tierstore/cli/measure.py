@@ -29,6 +29,8 @@ _PIECE_BYTES = 4 * MIB
 _FILE_BYTES = 256 * MIB
 _DISK_SECONDS = 0.8
 _THREADS = 4
+_SMALL_READ_BYTES = 4096
+_SMALL_READS = 33
 _ALIGNMENTS = (512, 4096)  # in the order of how much they allow
 
 
@@ -55,6 +57,19 @@ class Disk:
     alignment_bytes: int | None
     write_bytes_per_s: int
     read_bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskAtOnce:
+    """What a directory's file system can do at once.
+
+    Attributes:
+        together_bytes_per_s: reading and writing, added up.
+        latency_s: of one read of 4 KiB; without direct I/O it is the page cache's.
+    """
+
+    together_bytes_per_s: int
+    latency_s: float
 
 
 def host_copy_bytes_per_s() -> int:
@@ -118,6 +133,42 @@ def disk(directory: Path, *, room_bytes: int) -> Disk:
     except OSError as cause:
         raise BackendError(f"{directory}: cannot be written or read: {cause.strerror}") from cause
     return Disk(is_direct, alignment_bytes, write_bytes_per_s, read_bytes_per_s)
+
+
+def disk_at_once(directory: Path, *, room_bytes: int) -> DiskAtOnce:
+    """Measure one file in ``directory`` as `disk` does: read and written at the same time, and bit by bit.
+
+    Raises:
+        BackendError: as `disk`.
+    """
+    pieces = min(_FILE_BYTES, room_bytes) // _PIECE_BYTES
+    if pieces == 0:
+        raise BackendError(f"{directory}: less than {_PIECE_BYTES} bytes to measure with; make room there")
+    try:
+        with _unnamed_file(directory) as (descriptor, alignment_bytes):
+            sync = alignment_bytes is None
+            written, _ = _timed(descriptor, pieces, _write, sync=sync)
+            with ThreadPoolExecutor(2) as both:
+                reading = both.submit(_timed, descriptor, written, _read, sync=False)
+                writing = both.submit(_timed, descriptor, written, _write, sync=sync)
+                together = reading.result()[1] + writing.result()[1]
+            latency_s = _small_read_s(descriptor, written * _PIECE_BYTES)
+    except OSError as cause:
+        raise BackendError(f"{directory}: cannot be written or read: {cause.strerror}") from cause
+    return DiskAtOnce(together, latency_s)
+
+
+def _small_read_s(descriptor: int, nbytes: int) -> float:
+    """Return how long one small read takes, of several the one in the middle."""
+    step = max(nbytes // _SMALL_READS // _SMALL_READ_BYTES, 1) * _SMALL_READ_BYTES
+    seconds: list[float] = []
+    memory = mmap.mmap(-1, _SMALL_READ_BYTES)
+    for number in range(_SMALL_READS):
+        begin = time.perf_counter()
+        if _read(descriptor, memory, number * step % nbytes) != _SMALL_READ_BYTES:
+            raise OSError(errno.EIO, "moved only a part of the bytes")
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[_SMALL_READS // 2]
 
 
 @contextmanager
