@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -105,3 +106,26 @@ def test_ranks_share_the_memory_and_the_drives_of_their_host() -> None:
 def test_accelerators_without_links_of_their_own_meet_over_the_host() -> None:
     (peer,) = accelerator("l4", ranks_per_host=2).network
     assert (peer.bytes_per_s, peer.shares) == (32e9, ("host memory",))
+
+
+def test_the_page_shows_the_sheet() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/accelerators.md").read_text(encoding="utf-8")
+    rows = [
+        [each.strip() for each in line.strip("| ").split("|")] for line in page.splitlines() if "| `" in line
+    ]
+    shown = {name.strip("`"): [_number(each) for each in figures] for name, *figures in rows}
+    assert shown == {
+        name: [
+            entry.memory_bytes / 1e9,
+            entry.memory_bytes_per_s / 1e9,
+            entry.flops_per_s.get("bfloat16", 0.0) / 1e12,
+            entry.flops_per_s["float32"] / 1e12,
+            entry.host_bytes_per_s / 1e9,
+            (entry.peer_bytes_per_s or 0.0) / 1e9,
+        ]
+        for name, entry in SHEET.items()
+    }
+
+
+def _number(text: str) -> float:
+    return 0.0 if text == "-" else float(text)

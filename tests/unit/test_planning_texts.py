@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -133,3 +135,11 @@ def test_what_is_written_says_sizes_in_units_and_no_limit_as_such() -> None:
     text = machine_to_yaml(machine_from_yaml(MACHINE))
     assert "capacity: 80GiB" in text
     assert "bandwidth: unlimited" in text
+
+
+def test_the_page_shows_a_machine_that_is_read() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/machine-file.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    machine = machine_from_yaml(shown)
+    assert machine_from_yaml(machine_to_yaml(machine)) == machine
+    assert machine.device.efficiency == {"matmul": 0.6, "attention": 0.5}
