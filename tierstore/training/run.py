@@ -17,7 +17,7 @@ from torch import nn
 from tierstore import forks
 from tierstore.callers import opener
 from tierstore.errors import UsageError
-from tierstore.planning import Placement
+from tierstore.planning import Placement, Program
 from tierstore.planning.rules import HOST
 from tierstore.signals import interruptible
 from tierstore.store import Store
@@ -30,6 +30,7 @@ from tierstore.training.checkpoints.resumed import Resumed
 from tierstore.training.leaving import OnClose, choice_of
 from tierstore.training.modules.replicas import refuse_to_average
 from tierstore.training.optimizers.in_backward import Stepping
+from tierstore.training.recorded_runs import program_of, recorded_to
 from tierstore.training.run_stats import RunStats
 from tierstore.training.session import Session
 from tierstore.training.suspension import Suspension
@@ -126,6 +127,38 @@ class Offload:
             session.activations.recompute_stats,
             session.tables.stats(),
         )
+
+    def program(self) -> Program:
+        """Return what one step does: a program for `tierstore.planning.simulating.simulate` and its like.
+
+        It is that of the second step, with the times of the quicker one of the second and the third.  What
+        could not be known is said in its ``assumptions``.
+
+        Raises:
+            UsageError: fewer than three steps have run, the run is closed, or ``memory_offload`` is OFF.
+        """
+        return program_of(self._recordable("program()"))
+
+    def record(self, path: str | Path) -> contextlib.AbstractContextManager[None]:
+        """Record the steps inside a context; when it ends write to ``path`` what happened when.
+
+        The file is a trace that Perfetto and ``chrome://tracing`` open, with the clock of `torch.profiler`'s.
+        It is written however the block ends, as a whole or not at all; it takes the place of one that is
+        there.  Recording keeps some hundred bytes of host memory for each use of a key until then.
+
+        Raises:
+            UsageError: the path is a directory's, the run is closed, or ``memory_offload`` is OFF.
+            OSError: the file cannot be made; or, when the block ends, written.
+        """
+        return recorded_to(self._recordable("record(...)"), Path(path))
+
+    def _recordable(self, what: str) -> Session:
+        self._require_here()
+        if self._session is None:
+            raise UsageError(f"memory_offload is OFF: run.{what} has no store to watch. Set it to ON.")
+        if self._is_closed:
+            raise UsageError(f"the run is closed: run.{what} has nothing to watch.")
+        return self._session
 
     def swap_paused(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which no activation is swapped, as `Swap.paused`; without swap it is empty."""

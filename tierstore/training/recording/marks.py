@@ -143,3 +143,9 @@ class RunFigures:
     kinds: Mapping[str, tuple[ByteKind, int]]
     owners: Mapping[str, str]
     layers: Mapping[str, int]
+
+    def and_of(self, other: RunFigures) -> RunFigures:
+        """Return what is known by both."""
+        return RunFigures(
+            {**self.kinds, **other.kinds}, {**self.owners, **other.owners}, {**self.layers, **other.layers}
+        )

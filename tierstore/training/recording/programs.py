@@ -217,12 +217,9 @@ class ProgramMaker:
         if self._foreign:
             keys = ", ".join(sorted(self._foreign)[:3])
             said.append(f"{len(self._foreign)} keys that are not the run's are left out: {keys}")
-        own = [place for place, _ in _places(self._moments) if place[0] is not Phase.BETWEEN]
-        for each in self._others:
-            theirs = [place for place, _ in _places(each) if place[0] is not Phase.BETWEEN]
-            if theirs != own:
-                said.append(f"recorded steps differ: the program is that of step {self._step.number}")
-                break
+        own = _asked(self._moments)
+        if any(_asked(each) != own for each in self._others):
+            said.append(f"recorded steps differ: the program is that of step {self._step.number}")
         if not self._recording.is_whole:
             said.append("there was no memory for all that was recorded")
         return said
@@ -245,6 +242,11 @@ def _places(moments: Sequence[WatchedMoment]) -> list[tuple[_Place, WatchedMomen
         found.append(((*place, counts[place]), each))
         counts[place] += 1
     return found
+
+
+def _asked(moments: Sequence[WatchedMoment]) -> list[tuple[Phase, str]]:
+    """Return the moments in which something of the store's is used, but between steps."""
+    return [(each.phase, each.name) for each in moments if each.uses and each.phase is not Phase.BETWEEN]
 
 
 def _layer_of(key: str) -> int | None:

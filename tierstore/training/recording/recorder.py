@@ -84,10 +84,15 @@ class StepRecorder:
                 steps.end_step(time.perf_counter())
 
     @property
+    def ended(self) -> int:
+        """How many steps have come to their end, as far as one can see."""
+        return max(0, self.number - 1 + self.is_between)
+
+    @property
     def missing(self) -> int:
         """How many steps have to come before enough are known; 0: none."""
         if self.learned is None:
-            return FIRST_STEP - 1 + STEPS - (self.number - 1 + self.is_between if self.number else 0)
+            return FIRST_STEP - 1 + STEPS - self.ended
         return max(0, STEPS - len(self.known()))
 
     def known(self) -> list[RecordedStep]:

@@ -1,0 +1,182 @@
+"""What a run says of its own steps: the program that it runs, and files of what it did when.
+
+A file is written beside its name and renamed: it is there as a whole, or what was there before is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tierstore import forks
+from tierstore.errors import UsageError
+from tierstore.planning.chrome import TraceParts, trace_to_chrome
+from tierstore.planning.fingerprints import fingerprint
+from tierstore.planning.homes import CPU
+from tierstore.planning.program import ByteKind, Program
+from tierstore.planning.rules import HOST
+from tierstore.quoting import quoted
+from tierstore.training.activations.config.layers import find_layers
+from tierstore.training.bundles.binding import natively
+from tierstore.training.optimizers.in_backward import Stepping
+from tierstore.training.optimizers.whole_steps import WholeSteps
+from tierstore.training.recording.marks import RecordedSteps, RunFigures
+from tierstore.training.recording.programs import ProgramMaker
+from tierstore.training.recording.timelines import TimelineMaker
+from tierstore.training.session import Session
+
+log = logging.getLogger("tierstore")
+_numbers = itertools.count()
+
+
+def program_of(session: Session) -> Program:
+    """Return what one step of a run does, as its first steps have shown.
+
+    Args:
+        session: of the run.
+
+    Raises:
+        UsageError: there were not enough steps yet.
+    """
+    recorder = session.recorder
+    if recorder.missing:
+        raise UsageError(
+            f"run.program(): {recorder.missing} more steps have to run: the first one makes what optimizers "
+            f"keep, and two after it are recorded, as whole ones; so far there were {recorder.ended}."
+        )
+    assert recorder.learned is not None
+    maker = ProgramMaker(recorder.learned, recorder.known(), _figures(session))
+    model = session.model
+    return maker.program(type(model).__name__, _facts(session), _fingerprint(model), _assumptions(session))
+
+
+@contextlib.contextmanager
+def recorded_to(session: Session, path: Path) -> Iterator[None]:
+    """Record inside the context; write a trace when it ends, however it does.
+
+    Args:
+        session: of the run.
+        path: of the file.
+
+    Raises:
+        UsageError: the path is a directory's.
+        OSError: it cannot be written; what was there before is unharmed.
+    """
+    if path.is_dir():
+        raise UsageError(f"run.record({quoted(str(path), 500)}): it is a directory; name a file in it.")
+    before = _figures(session)
+    with _beside(path) as partial:
+        try:
+            with session.recorder.watched() as recorded:
+                yield
+        except BaseException:
+            try:
+                _write(session, recorded, before, partial, path)
+            except Exception:  # what has ended the block is raised
+                log.exception("what was recorded could not be written to %s", path)
+            raise
+        _write(session, recorded, before, partial, path)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file beside another one; if it is still there in the end it goes."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{next(_numbers)}")
+    partial.touch()
+    process = forks.here()
+    try:
+        yield partial
+    finally:
+        if process is forks.here():  # in the child of a fork it is the parent's
+            partial.unlink(missing_ok=True)
+
+
+def _write(session: Session, recorded: RecordedSteps, before: RunFigures, partial: Path, path: Path) -> None:
+    if not partial.exists():  # it is the parent's of a fork, which has ended by now
+        return
+    figures = before.and_of(_figures(session))
+    store = session.store
+    storage = [name for name in store.tier_names if name not in (HOST, store.tier_names[0])]
+    name = type(session.model).__name__
+    assumptions = [] if recorded.steps else ["no step was recorded"]
+    timeline = TimelineMaker(recorded, figures, storage).timeline(name, assumptions)
+    is_known = not session.recorder.missing and bool(session.bundles)
+    program = program_of(session) if is_known else None
+    text = trace_to_chrome(TraceParts(timeline, program=program, base_time_ns=recorded.recording.unix_ns))
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+# ---------------------------------------------------------------------- what is known of the run
+
+
+def _figures(session: Session) -> RunFigures:
+    kinds: dict[str, tuple[ByteKind, int]] = {}
+    owners: dict[str, str] = {}
+    for bundle in session.bundles:
+        kinds[bundle.key] = ByteKind.PARAMETERS, bundle.nbytes
+        for tensor in bundle.tensors:
+            if key := session.gradients.table.usual_key_of(tensor):
+                owners[key] = bundle.key
+    for buffers in session.buffers:
+        kinds[buffers.key] = ByteKind.BUFFER, buffers.nbytes
+    for steps in session.steps:
+        for bundle, state in steps.state.bindings.items():
+            kinds[state.key] = ByteKind.STATE, state.nbytes
+            owners[state.key] = bundle.key
+    return RunFigures(kinds, owners, _layers(session))
+
+
+def _layers(session: Session) -> dict[str, int]:
+    """Return the number of the repeated layer that each bundle is in, if the model has one list of them."""
+    try:
+        names = list(find_layers(session.model))
+    except UsageError:
+        return {}
+    found: dict[str, int] = {}
+    for number, layer in enumerate(names):
+        inside = (each for each in session.bundles if each.places[0].name.startswith(f"{layer}."))
+        found.update(dict.fromkeys((each.key for each in inside), number))
+    return found
+
+
+def _facts(session: Session) -> dict[str, str]:
+    tensors = [tensor for bundle in session.bundles for tensor in bundle.tensors]
+    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in tensors})
+    return {
+        "model": type(session.model).__name__,
+        "optimizers": ", ".join(type(each).__name__ for each in session.optimizers) or "none",
+        "optimizer_in_backward": str(session.stepping is Stepping.IN_BACKWARD).lower(),
+        "device": session.store.device.type,
+        "dtype": ", ".join(dtypes),
+        "torch": torch.__version__,
+    }
+
+
+def _assumptions(session: Session) -> list[str]:
+    said: list[str] = []
+    if session.store.device.type != CPU:
+        said.append("what the device computes is timed by the host's clock")
+    if tables := list(session.tables.attached()):
+        said.append(f"{len(tables)} tables are left out: their rows are not divided by keys")
+    whole = [type(each.optimizer).__name__ for each in session.steps if isinstance(each, WholeSteps)]
+    said += [f"{name} steps all at once, in moments without units" for name in whole]
+    return said
+
+
+def _fingerprint(model: nn.Module) -> str:
+    with natively():
+        parameters = [(name, each.nbytes, ByteKind.PARAMETERS) for name, each in model.named_parameters()]
+        return fingerprint(
+            [*parameters, *((n, each.nbytes, ByteKind.BUFFER) for n, each in model.named_buffers())]
+        )
