@@ -7,12 +7,15 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from tests.training.test_placement import DOWN, given, observed
 from tests.training.twins import (
+    WIDTH,
     Trial,
     assert_same,
     build_blocks,
@@ -22,6 +25,7 @@ from tests.training.twins import (
     with_device,
 )
 from tierstore.errors import CapacityError, ConfigError
+from tierstore.planning import Plan
 from tierstore.training import Offload, offload
 from tierstore.units import KIB, MIB
 
@@ -177,3 +181,31 @@ def test_residents_stay_on_the_device_as_long_as_anything_else_can_go(layout: st
         assert_same(build_blocks, observed(look, 6), layout, tmp_path, more)
     assert found[True][2:] == [True] * 4
     assert found[False][2:] != [True] * 4
+
+
+def test_a_buffer_may_be_a_resident(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        """Computes with a large buffer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("mask", torch.ones(WIDTH, WIDTH))
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            product: torch.Tensor = self.linear(values) @ self.mask
+            return product
+
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    more = {"buffer_min_size": 0, "offload_cpu_size": "112KB", **given(residents=["buffer/mask"])}
+    plans: list[Plan | None] = []
+    with (
+        offload(model, optimizer, config_of("disk", tmp_path, more)) as run,
+        mock.patch.object(run.store, "follow", plans.append),
+    ):
+        for _ in range(2):
+            model(torch.ones(1, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [set(plan.residents) for plan in plans if plan is not None] == [{"buffer/mask"}]

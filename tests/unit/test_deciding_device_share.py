@@ -97,6 +97,7 @@ def test_what_finds_no_room_below_is_the_stores_own_from_the_beginning() -> None
     share = _share(400_000, below_bytes)
     assert share.own_bytes == TRAINED.all_bytes + ahead_bytes - below_bytes
     assert _share(50_000, below_bytes).own_bytes == 50_000  # and never more than all
+    assert _share(33_000, TRAINED.all_bytes + 10_000).own_bytes == 23_000  # nor for steps that do not fit
 
 
 def test_what_is_pinned_is_the_stores_own_from_the_beginning() -> None:
@@ -229,6 +230,43 @@ def test_smaller_inputs_teach_nothing_about_larger_ones() -> None:
     assert share.is_learning  # two of the largest have not been seen
     _step(share, Use(100_000, elements=10))
     assert _own(share, Use(1000, elements=5))[StepPhase.MODEL] == 400_000 - 110_000
+
+
+def test_a_smaller_step_in_between_does_not_lessen_what_larger_ones_are_expected_to_take() -> None:
+    share = _share(400_000)
+    _step(share, Use(100_000, elements=10))
+    _step(share, Use(1000, elements=5))
+    share.begin_use(StepPhase.MODEL)
+    share.enter(StepPhase.MODEL, PhasePeak())
+    assert share.expect_more(StepPhase.MODEL, 20)
+    assert share.own_bytes == 400_000 - 220_000
+
+
+def test_what_an_optimizer_takes_in_backward_comes_on_top_of_what_is_there_at_gradients() -> None:
+    share = _share(300_000)
+    for _ in range(2):
+        _begin(share, StepPhase.MODEL, Use(0))
+        share.note_at_gradients(20_000)
+        share.enter(StepPhase.OPTIMIZER, PhasePeak(20_000))
+        share.begin_step(50_000)
+        share.enter(StepPhase.BETWEEN, PhasePeak(60_000))  # 10,000 of its own
+        share.end_use(StepPhase.MODEL)
+    assert _own(share, Use(1))[StepPhase.MODEL] == 300_000 - 33_000
+    assert share.allows_steps_in_backward
+
+
+def test_what_was_there_at_gradients_is_that_of_the_last_step_measured() -> None:
+    share = _share(300_000)
+    for at_gradients_bytes in (90_000, 30_000):
+        _step(share, Use(1000, at_gradients_bytes=at_gradients_bytes))
+    assert _own(share, Use(1))[StepPhase.MODEL] == 300_000 - 33_000
+
+
+def test_what_the_whole_device_had_beyond_the_stores_quota_was_the_programs() -> None:
+    share = _share(400_000)
+    for _ in range(2):
+        _step(share, Use(10_000, whole_bytes=200_000))
+    assert _own(share, Use(1))[StepPhase.MODEL] == 400_000 - 220_000
 
 
 def test_a_phase_that_had_more_than_the_budget_leaves_less_to_the_store_from_then_on() -> None:

@@ -191,3 +191,49 @@ def test_a_limit_holds_from_then_on() -> None:
     follower, (device, host) = _follower(0, 0)
     follower.set_limit("host", 1000)
     assert (device.limit_bytes, host.limit_bytes) == (0, 1000)
+
+
+def test_no_key_is_fetched_for_the_use_that_is_now() -> None:
+    keys = ["a", "b", "c"]
+    follower, _ = _follower(10_000, 10_000)
+    for _ in range(2):
+        _step(follower, keys)
+    list(follower.begin_forward())
+    for key in keys:
+        assert key not in [each.key for each in _use(follower, key) if isinstance(each, Prefetch)]
+
+
+def test_a_step_begins_at_the_plans_beginning_however_many_gradients_end_the_last() -> None:
+    follower = Follower([], "device", lambda _: 64, optimizers=1)
+    positions: list[int] = []
+    for _ in range(3):
+        list(follower.begin_forward())
+        for key in ("a", "b"):
+            positions += [each.position for each in follower.note(key) if isinstance(each, Advance)]
+        for gradient in range(100):
+            list(follower.note_gradient(f"gradient {gradient}"))
+        follower.note_step(0)
+    assert positions == [0, 1, 0, 1]
+
+
+def test_what_was_skipped_is_not_fetched_any_more() -> None:
+    keys = [f"key {number}" for number in range(6)]
+    window = PrefetchWindow("host", 64)
+    follower = Follower([window], "device", lambda _: 64, optimizers=1)
+    for _ in range(2):
+        list(follower.begin_forward())
+        for key in keys:
+            list(follower.note(key))
+        follower.note_step(0)
+    list(follower.begin_forward())
+    list(follower.note(keys[0]))
+    assert list(follower.note(keys[3])) == [Advance(3), Prefetch(keys[4], "host")]
+
+
+def test_another_plan_is_prefetched_from_its_beginning() -> None:
+    follower, _ = _follower(0, 0)
+    for _ in range(5):
+        _step(follower, ["a", "b", "c"])
+    _step(follower, ["b", "d"])
+    list(follower.begin_forward())
+    assert _use(follower, "b") == [Advance(0), Prefetch("d", "device"), Prefetch("d", "host")]
