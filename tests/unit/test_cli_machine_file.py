@@ -102,7 +102,7 @@ def test_force_writes_over_it(tmp_path: Path) -> None:
     [
         (["--force"], "give --write FILE, too"),
         (["--device", "emulated"], "give --write FILE, too"),
-        (["--write", "no/such/place.yaml"], "there is no directory no/such"),
+        (["--write", "no/such/place.yaml"], "the directory no/such is not there"),
         (["--write", "."], "is a directory"),
         (["--write", "m.yaml", "--device", "cuda:9"], "no device 'cuda:9'; accepted: emulated"),
     ],
@@ -141,7 +141,7 @@ def test_a_write_that_fails_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace" if force else "hardlink_to", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UsageError, match="cannot be written: No space left"):
         machine_file.write(path, machine_of(_FOUND, _TODAY), force=force)
     assert [each.read_text() for each in tmp_path.iterdir()] == ["mine"] * force
 

@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.cli import measure, measure_device
+from tierstore.cli import measure, measure_device, text_files
 from tierstore.cli.measure_device import ComputeSpeed, DeviceSpeed
 from tierstore.errors import BackendError, UsageError
 from tierstore.planning import ComputeFigures, LinkFigures, Machine, TierFigures, TierMedium
@@ -153,12 +152,9 @@ def require_writable(path: Path, *, force: bool) -> None:
     """See to it, before anything is measured, that a machine file may be written.
 
     Raises:
-        UsageError: it is there already, or there is no such directory.
+        UsageError: it is there already, or none can be made there.
     """
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: there is no directory {path.parent}; make it first")
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory; give the name of a file")
+    text_files.require_places([str(path)])
     if os.path.lexists(path) and not force:
         raise UsageError(f"{path} is there already; --force writes over it, or give another name")
 
@@ -167,22 +163,13 @@ def write(path: Path, machine: Machine, *, force: bool) -> None:
     """Write a machine file: whole, or not at all.
 
     Raises:
-        UsageError: somebody has made it meanwhile.
-        OSError: it cannot be written.
+        UsageError: somebody has made it meanwhile, or it cannot be written.
     """
     text = machine_to_yaml(machine)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        if force:
-            part.replace(path)
-        else:
-            path.hardlink_to(part)  # unlike a renaming, it never takes another's place
-    except FileExistsError as cause:
-        raise UsageError(f"{path} is there already; --force writes over it, or give another name") from cause
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+    if force:
+        text_files.write_text(path, text)
+    else:
+        text_files.write_new_text(path, text)
 
 
 def _bus(copies: DeviceSpeed) -> float | None:

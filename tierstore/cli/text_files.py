@@ -1,14 +1,15 @@
 """Text files that a command line names: read within bounds, written whole or not at all.
 
 1. What cannot be read or written is a `UsageError`: the path that was given is wrong.
-2. A file that is written replaces the former one in one step, when all of it is there.
+2. A file that is written replaces the former one in one step, when all of it is there; or, where it must be
+new, comes to be in one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tierstore.cli.ending import held
@@ -66,11 +67,26 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """As `write_text`, of bytes."""
+    _write(path, content, Path.replace)
+
+
+def write_new_text(path: Path, text: str) -> None:
+    """Write a file that is not there yet; one that somebody makes meanwhile stays.
+
+    Raises:
+        UsageError: it is there, or it cannot be written.
+    """
+    _write(path, text.encode("utf-8", "surrogateescape"), lambda fresh, path: path.hardlink_to(fresh))
+
+
+def _write(path: Path, content: bytes, put_in_place: Callable[[Path, Path], object]) -> None:
     fresh = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
         with _taken_away(fresh):
             fresh.write_bytes(content)
-            fresh.replace(path)
+            put_in_place(fresh, path)
+    except FileExistsError as cause:
+        raise UsageError(f"{path} is there already, and stays; give another path") from cause
     except OSError as cause:
         raise UsageError(f"{path}: cannot be written: {cause.strerror or cause}") from cause
 
