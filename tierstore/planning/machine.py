@@ -87,7 +87,7 @@ class LinkFigures:
 
     @property
     def name(self) -> str:
-        """The link's name, as in reports: ``"host->device"``."""
+        """The link's name, such as ``"host->device"``."""
         return f"{self.source}->{self.target}"
 
 

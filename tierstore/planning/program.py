@@ -270,7 +270,7 @@ class Program:
 
     @property
     def compute_s(self) -> float:
-        """Seconds that the device computes in one step: no step is shorter."""
+        """Seconds that the device computes in one step; no step is shorter."""
         return math.fsum(moment.compute_s for moment in self.moments)
 
 

@@ -140,7 +140,7 @@ class Timeline:
 
     @property
     def moved_bytes(self) -> dict[str, float]:
-        """Bytes of one step in the steady state, by link's name; no entry: nothing moved."""
+        """Bytes of one step in the steady state, by link's name; where nothing moved there is no entry."""
         return _mean([step.moved_bytes for step in self.steady])
 
     @property
