@@ -155,7 +155,7 @@ def machine_from_mapping(given: object) -> Machine:
 def _size(nbytes: int) -> int | str:
     """Return bytes as people write them, where that is exact."""
     for unit, factor in (("GiB", GIB), ("MiB", MIB)):
-        if nbytes and nbytes % factor == 0 and nbytes < 1 << 53:
+        if nbytes and nbytes % factor == 0:
             return f"{nbytes // factor}{unit}"
     return nbytes
 
