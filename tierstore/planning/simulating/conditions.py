@@ -22,6 +22,8 @@ class Conditions:
         low: by tier, the share down to which it then goes on; of one that is not named: as ``high``.
         is_divided: whether the first tier's capacity is what program and store may have together, as
             ``max_device_memory`` is; only where the first tier is a device's.
+        is_enforced: whether a run ends where program and store have more than that together; else it goes on,
+            and its peak is more than the capacity: nothing stops a run on an emulated device.
         optimizer_in_backward: whether backward steps a bundle as soon as its gradients are there.
         steps_ahead: whether steps may be made before the optimizer's turn, where the product would.
 
@@ -33,6 +35,7 @@ class Conditions:
     high: Mapping[str, float] = field(default_factory=dict)
     low: Mapping[str, float] = field(default_factory=dict)
     is_divided: bool = True
+    is_enforced: bool = True
     optimizer_in_backward: bool = False
     steps_ahead: bool = True
 

@@ -38,6 +38,7 @@ class DividedDevice:
         ratios: the shares of a quota above which, and down to which, the store writes back.
         standing_bytes: that the program has all the time.
         set_ahead: told how much is the store's own.
+        is_enforced: whether more than the limit is refused where no lease asks for it.
 
     Raises:
         CapacityError: one bundle alone does not fit.
@@ -52,6 +53,8 @@ class DividedDevice:
         ratios: tuple[float, float],
         standing_bytes: int,
         set_ahead: Callable[[int], None],
+        *,
+        is_enforced: bool = True,
     ) -> None:
         self._store = store
         self._holdings = holdings
@@ -59,6 +62,7 @@ class DividedDevice:
         self._ratios = ratios
         self._standing_bytes = standing_bytes
         self._set_ahead = set_ahead
+        self._is_enforced = is_enforced
         self.staying_bytes = 0  # of gradients that are the program's for now
         if trained.largest_bytes > limit_bytes:
             raise CapacityError(
@@ -166,7 +170,7 @@ class DividedDevice:
             CapacityError: there is none.
         """
         held_bytes = self._holdings.here_bytes
-        if held_bytes + more_bytes > self._limit_bytes:
+        if self._is_enforced and held_bytes + more_bytes > self._limit_bytes:
             leased_bytes, live_bytes = self._store.leased_bytes(0), self._holdings.own_bytes
             raise self._too_much(more_bytes, leased_bytes, live_bytes)
 

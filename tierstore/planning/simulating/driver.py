@@ -108,11 +108,15 @@ class Driver:
         self._swapping.begin_moment(number)
         opened = self._open(number, moment)
         self._own.compute(moment, [key for key, _ in opened])
-        for use in moment.uses:
-            if use.does is Does.MAKE:
-                self._make(self._data[use.key])
+        made = [self._data[use.key] for use in moment.uses if use.does is Does.MAKE]
+        for datum in made:
+            if datum.kind is not ByteKind.GRADIENT:
+                self._make(datum)
         for key, is_written in reversed(self._closing.pop(number, [])):
             self._windows.close_all([key], [key] if is_written else [])
+        for datum in made:  # autograd accumulates when the node has let go of what it used
+            if datum.kind is ByteKind.GRADIENT:
+                self._make_gradient(datum)
         self._finish(moment)
         self._swapping.end_moment(number)
 
@@ -154,9 +158,7 @@ class Driver:
     # --- what comes to be, and ends -----------------------------------------------------------
 
     def _make(self, datum: Datum) -> None:
-        if datum.kind is ByteKind.GRADIENT:
-            self._make_gradient(datum)
-        elif datum.kind is ByteKind.ACTIVATION and self._swapping.is_marked(datum.key):
+        if datum.kind is ByteKind.ACTIVATION and self._swapping.is_marked(datum.key):
             self._swapping.make(datum)
         elif datum.kind in _KEPT:
             if datum.key not in self._store:

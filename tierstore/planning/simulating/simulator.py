@@ -197,6 +197,7 @@ class Simulator:
                 self._ratios(first),
                 self._program.standing_bytes if self._machine.has_streams else 0,
                 lambda own_bytes: follower.set_limit(first, self._placement.ahead_bytes(first, own_bytes)),
+                is_enforced=self._conditions.is_enforced,
             )
         homes = return_homes(self._program, self._placement)
         windows = KeyWindows(self._store, follower, device, data, homes, self._host_lane)

@@ -1,0 +1,173 @@
+"""What is simulated of a program written by hand is what the product moves, byte for byte and step for step.
+
+The peaks of activations and workspace are those that one run was measured to have; other quotas are predicted
+from them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.planned import machine_of
+from tierstore.planning import (
+    ByteKind,
+    Datum,
+    Does,
+    KeyUse,
+    Moment,
+    Phase,
+    Placement,
+    Program,
+    Stashing,
+    Unit,
+)
+from tierstore.planning.deciding import StepPhase
+from tierstore.planning.simulating import Conditions, simulate
+from tierstore.training import offload
+from tierstore.training.budgets.device_quota import DeviceQuota
+from tierstore.training.budgets.memory_meters import EmulatedMeter
+
+LAYERS, WIDTH, ROWS, STEPS = 6, 128, 8, 6
+BUNDLE = 4 * WIDTH * (WIDTH + 1)
+KIB = 1024
+Moved = list[dict[str, int]]
+
+
+class Watched:
+    """What a run was measured to have."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peaks: dict[StepPhase, int] = {}
+        quotas: list[DeviceQuota] = []
+        make, take = DeviceQuota.__init__, EmulatedMeter.take_peak
+
+        def made(quota: DeviceQuota, *args: object, **kwargs: object) -> None:
+            quotas.append(quota)
+            make(quota, *args, **kwargs)  # type: ignore[arg-type]
+
+        def taken(meter: EmulatedMeter) -> int:
+            peak_bytes = take(meter)
+            self.peaks[quotas[-1]._share.phase] = peak_bytes
+            return peak_bytes
+
+        monkeypatch.setattr(DeviceQuota, "__init__", made)
+        monkeypatch.setattr(EmulatedMeter, "take_peak", taken)
+
+
+def measured(device_bytes: int, host_bytes: int, path: Path) -> Moved:
+    """Return what a real run moved in each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {
+        "device": "emulated",
+        "max_device_memory": device_bytes,
+        "offload_cpu_size": host_bytes,
+        "offload_disk_size": "64MB",
+        "offload_path": str(path),
+        "host_mem_block_size": "1MB",
+    }
+    moved: Moved = []
+    with offload(model, optimizer, config) as run:
+        former = {pair: each.nbytes for pair, each in run.stats().traffic.items()}
+        for _ in range(STEPS):
+            model(torch.ones(ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            now = {pair: each.nbytes for pair, each in run.stats().traffic.items()}
+            more = {pair: nbytes - former.get(pair, 0) for pair, nbytes in now.items()}
+            moved.append({"->".join(pair): n for pair, n in more.items() if n and "caller" not in pair})
+            former = now
+    return moved
+
+
+def program_of_layers(peaks: dict[StepPhase, int]) -> Program:
+    """Return what a step of the model does."""
+    kept_bytes = 4 * ROWS * WIDTH
+    data: dict[str, Datum] = {}
+    for n in range(LAYERS):
+        for datum in (
+            Datum(f"param/{n}", BUNDLE, ByteKind.PARAMETERS),
+            Datum(f"grad/{n}.bias", 4 * WIDTH, ByteKind.GRADIENT, f"param/{n}"),
+            Datum(f"grad/{n}.weight", 4 * WIDTH * WIDTH, ByteKind.GRADIENT, f"param/{n}"),
+            Datum(f"state/{n}", 2 * BUNDLE, ByteKind.STATE, f"param/{n}"),
+        ):
+            data[datum.key] = datum
+    made = {n: (f"grad/{n}.bias", f"grad/{n}.weight") for n in range(LAYERS)}
+    forward = [
+        Moment(
+            Phase.FORWARD,
+            f"layer {n}",
+            (KeyUse(f"param/{n}", Does.READ),),
+            0.001,
+            live_bytes=kept_bytes * (n + 1),
+        )
+        for n in range(LAYERS)
+    ]
+    backward = [
+        Moment(
+            Phase.BACKWARD,
+            f"layer {n}",
+            (  # the first layer's input needs no gradient, so its weight is not used
+                *([KeyUse(f"param/{n}", Does.READ)] if n else []),
+                *(KeyUse(key, Does.MAKE) for key in made[n]),
+            ),
+            0.001,
+            live_bytes=kept_bytes * (n + 1),
+            workspace_bytes=peaks[StepPhase.MODEL] - LAYERS * kept_bytes,
+        )
+        for n in reversed(range(LAYERS))
+    ]
+    steps = [
+        Moment(
+            Phase.OPTIMIZER,
+            f"step {n}",
+            (
+                KeyUse(f"param/{n}", Does.WRITE),
+                *(KeyUse(key, Does.READ) for key in reversed(made[n])),
+                KeyUse(f"state/{n}", Does.WRITE),
+            ),
+            0.001,
+            workspace_bytes=peaks[StepPhase.OPTIMIZER],
+        )
+        for n in range(LAYERS)
+    ]
+    ended = [KeyUse(key, Does.END) for keys in made.values() for key in keys]
+    units = [
+        Unit("AdamW", f"param/{n}", f"state/{n}", (made[n][1], made[n][0]), may_step_ahead=True)
+        for n in range(LAYERS)
+    ]
+    moments = (*forward, *backward, *steps, Moment(Phase.BETWEEN, "zero_grad", tuple(ended)))
+    return Program("layers", "hand", data, moments, tuple(units))
+
+
+def test_bytes_of_other_quotas_are_predicted_from_what_one_run_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    watched = Watched(monkeypatch)
+    quotas = [(1000 * KIB, 16 * KIB * KIB), (600 * KIB, 16 * KIB * KIB), (600 * KIB, 3 * KIB * KIB)]
+    peaks: dict[StepPhase, int] = {}
+    placement = Placement(stashing=Stashing.WITHOUT_ROOM, ahead={"device": 0.25, "host": 0.25})
+    for number, (device_bytes, host_bytes) in enumerate(quotas):
+        real = measured(device_bytes, host_bytes, tmp_path / str(number))
+        peaks = peaks or dict(watched.peaks)
+        machine = machine_of(
+            (device_bytes, host_bytes, 64 * KIB * KIB),
+            (1e12, 1e9),
+            alignment_bytes=512,
+            has_streams=False,
+        )
+        timeline = simulate(
+            program_of_layers(peaks),
+            machine,
+            placement,
+            conditions=Conditions(is_enforced=False),
+            steps=STEPS,
+            checked=True,
+        )
+        assert real[-1], "nothing moved: the quota is too large for this test"
+        assert [dict(step.moved_bytes) for step in timeline.steps[2:]] == real[2:]
