@@ -167,10 +167,6 @@ class OptimizerTurns:
             return
         self._advise_next(unit)
         self._step_in_place(moment, unit, self._step_tier(unit))
-        if unit.bundle in self._without_others:
-            self._without_others.discard(unit.bundle)
-            for key in (unit.bundle, *_state(unit)):
-                self._store.evict(key, None)
 
     def _take_over(self) -> None:
         """Let new values take the place of the old ones."""
@@ -205,7 +201,15 @@ class OptimizerTurns:
                 home = homes_of(self._placement, unit.bundle).state
                 tier_number = None if home.tier is None else self._store.names.index(home.tier)
                 self._store.put(key, self._data[key].nbytes, tier_number)
+        self._push_down(unit)
         self._end_turn(unit)
+
+    def _push_down(self, unit: Unit) -> None:
+        """Bring down what was stepped, if its one copy was in the way: the next time there are two."""
+        if unit.bundle in self._without_others:
+            self._without_others.discard(unit.bundle)
+            for key in (unit.bundle, *_state(unit)):
+                self._store.evict(key, None)
 
     @staticmethod
     def _host_seconds(moment: Moment, unit: Unit) -> float:
