@@ -107,6 +107,10 @@ class _Limit:
         """Let a copy wait for its turn, if it has to."""
         if not any(self._waiting):
             self._since_ns = math.ceil(self._queue.now_s * _NS)
+            if self._bucket.due_ns(waiting.nbytes, self._since_ns) <= self._since_ns:
+                self._bucket.take(waiting.nbytes, self._since_ns)
+                self._pass(waiting)
+                return
         self._waiting[not is_read].append(waiting)
         self._plan_turn()
 
