@@ -115,9 +115,9 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type=kind, key=key)
         self.settle()
 
-    def screenshot(self, width: int, height: int) -> bytes:
-        """Return a PNG of the upper left part of what is seen, so many pixels wide and high."""
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+    def screenshot(self, x: float, y: float, width: int, height: int) -> bytes:
+        """Return a PNG of a part of the page, so many pixels wide and high."""
+        clip = {"x": x, "y": y, "width": width, "height": height, "scale": 1}
         return base64.b64decode(str(self.call("Page.captureScreenshot", clip=clip)["data"]))
 
     def asked_for(self) -> list[str]:

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from importlib import resources
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.timelines import GB, timeline
@@ -77,6 +77,7 @@ def test_bars_are_few_and_lose_no_byte_no_second_and_no_interval(
 
 
 @given(intervals=_intervals(), most=st.integers(1, 20))
+@example(intervals=[Interval(0, 10, "compute", "long"), Interval(1, 2, "compute", "short")], most=1)
 def test_bars_are_in_order_and_cover_their_intervals(intervals: list[Interval], most: int) -> None:
     bars = bars_of(intervals, most)
     assert [bar.begin_s for bar in bars] == sorted(bar.begin_s for bar in bars)
@@ -122,6 +123,21 @@ def test_names_that_look_like_markup_stay_text() -> None:
     ][:12]
     names = json.loads(reader.scripts["application/json"])["timelines"][0]["names"]
     assert f"{_HOSTILE}0" in names
+
+
+@given(
+    names=st.lists(st.text(st.characters(), max_size=12), min_size=1, max_size=6),
+    title=st.text(st.characters(), max_size=12),
+)
+def test_any_names_come_back(names: list[str], title: str) -> None:
+    intervals = tuple(Interval(n, n + 1, name, name, key=name) for n, name in enumerate(names))
+    one = Timeline(title, title, intervals, (), Account(0.0, 0, {}, tuple((name, 1) for name in names)))
+    page = write_page([one], title=title)
+    page.encode("utf-8")
+    text = page.split('id="tierstore">')[1].split("</script>")[0]
+    found = json.loads(text)["timelines"][0]
+    assert [lane["name"] for lane in found["lanes"]] == list(dict.fromkeys(names))
+    assert found["names"] == [None, *dict.fromkeys(names)]
 
 
 def test_a_hostile_page_is_utf_8_and_has_no_line_separator_and_no_end_of_an_element_in_its_data() -> None:

@@ -245,16 +245,30 @@ def test_a_hundred_thousand_intervals_are_drawn_at_once(tab: Browser, tmp_path: 
 
 
 def test_pictures_have_their_colours_in_light_and_in_dark(opened: Browser) -> None:
-    for scheme, ground, compute, held in (
-        ("light", (255, 255, 255), (0x3B, 0x78, 0xC2), (0xD9, 0x53, 0x4F)),
-        ("dark", (0x14, 0x18, 0x1D), (0x5B, 0x9B, 0xE6), (0xF0, 0x7B, 0x77)),
+    rows = cast(list[dict[str, object]], _view(opened)["rows"])
+    memory = next(number for number, row in enumerate(rows) if row["kind"] == "memory")
+    for scheme, ground, compute, copies, held in (
+        ("light", (255, 255, 255), (0x3B, 0x78, 0xC2), (0x1F, 0x9E, 0x9A), (0xD9, 0x53, 0x4F)),
+        ("dark", (0x14, 0x18, 0x1D), (0x5B, 0x9B, 0xE6), (0x3F, 0xC1, 0xBC), (0xF0, 0x7B, 0x77)),
     ):
         opened.call(
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
         )
         opened.settle()
-        assert {ground, compute, held} <= _colors(opened.screenshot(300, 500))
+        seen = [_colors_of_row(opened, number) for number in (0, 1, memory)]
+        assert compute in seen[0]
+        assert copies in seen[1]
+        assert held in seen[2]
+        assert ground in seen[1]  # where the link rests
+        assert held not in seen[0]
     opened.call("Emulation.setEmulatedMedia", features=[])
+
+
+def _colors_of_row(tab: Browser, row: int) -> set[tuple[int, int, int]]:
+    x, y = _place(tab, row, 0.5)
+    rows = cast(list[dict[str, int]], _view(tab)["rows"])
+    scrolled = cast(float, tab.evaluate("window.scrollY"))
+    return _colors(tab.screenshot(x, y + scrolled - rows[row]["height"] // 2, 120, rows[row]["height"]))
 
 
 def test_no_lane_is_wider_than_a_narrow_window(opened: Browser) -> None:
