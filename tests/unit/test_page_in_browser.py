@@ -12,7 +12,7 @@ import pytest
 
 from tests.browser import Browser, browser, chromium
 from tests.timelines import GB, timeline
-from tierstore.cli.page import write_page
+from tierstore.cli.page import MOST_BARS, write_page
 from tierstore.planning import Timeline
 
 _LEFT = 190  # pixels of the lanes' names
@@ -30,13 +30,14 @@ def opened(tab: Browser, tmp_path: Path) -> Browser:
     return _open(tab, tmp_path, timeline())
 
 
-def _open(tab: Browser, folder: Path, *timelines: Timeline) -> Browser:
+def _open(tab: Browser, folder: Path, *timelines: Timeline, most_bars: int = MOST_BARS) -> Browser:
     path = folder / "plan.html"
     page = write_page(
         timelines,
         title="A run",
         rates_bytes_per_s={"host->device": 25 * GB},
         capacities_bytes={"device": 4 * GB},
+        most_bars=most_bars,
     )
     path.write_text(page, encoding="utf-8")
     tab.open(path)
@@ -220,6 +221,26 @@ def test_last_steps_can_begin_together(tab: Browser, tmp_path: Path) -> None:
     tab.settle()
     by_s = planned.steps[-1].begin_s - measured.steps[-1].begin_s
     assert _span(tab) == pytest.approx((by_s, planned.steps[-1].end_s))
+
+
+def test_what_the_wheel_brings_below_the_pointer_is_named(opened: Browser) -> None:
+    x, y = _place(opened, 0, 0.5)
+    opened.mouse("Moved", x, y)
+    before = cast(dict[str, object], _view(opened)["hovered"])
+    opened.mouse("Wheel", x, y, deltaX=800, deltaY=0)  # all is seen: there is nothing to move to
+    assert _view(opened)["hovered"] == before
+    opened.evaluate("tierstorePage.look(0, 0.04)")
+    opened.mouse("Wheel", x, y, deltaX=250, deltaY=0)  # by a quarter of it, one layer
+    assert _span(opened) == pytest.approx((0.01, 0.05))
+    assert cast(dict[str, object], _view(opened)["hovered"])["name"] == "layers.2"
+
+
+def test_a_joined_bar_says_how_many_it_is(tab: Browser, tmp_path: Path) -> None:
+    _open(tab, tmp_path, timeline(layers=1000), most_bars=300)
+    tab.mouse("Moved", *_place(tab, 0, 0.5))
+    text = cast(str, tab.evaluate("document.getElementById('hover').textContent"))
+    assert "40 intervals, the longest: layers." in text
+    assert "busy for 400 ms" in text
 
 
 def test_hostile_names_stay_text(tab: Browser, tmp_path: Path) -> None:

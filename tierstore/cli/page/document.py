@@ -39,7 +39,7 @@ def write_page(
         bound_s: seconds of a step that no placement is faster than; ``None``: not known.
         rates_bytes_per_s: by link's name, what it can carry: its load is drawn as a share of that.  Without
             it, of the most that it carried.
-        capacities_bytes: by tier, drawn as a line above what it holds.
+        capacities_bytes: by tier, the first tier first, drawn as a line above what it holds.
         most_bars: intervals beyond that many, in all lanes together, are joined.
 
     Returns:

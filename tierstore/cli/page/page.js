@@ -208,7 +208,7 @@
   // What is held between two times that are a pixel apart: at the change after which most is.
   const heldIn = (one, times, from, to, sizeOf) => {
     let best = countUntil(times, from) - 1;
-    const last = Math.min(countUntil(times, to), best + 2000);
+    const last = countUntil(times, to);
     for (let i = best + 1; i < last; i++) if (best < 0 || sizeOf(i) > sizeOf(best)) best = i;
     return best;
   };
@@ -394,6 +394,7 @@
     const pixels = event.deltaMode ? 30 : 1;  // some mice count lines
     if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) move(((event.deltaX || event.deltaY) * pixels) / 1000);
     else zoom(Math.exp((event.deltaY * pixels) / 400), toTime(Math.max(LEFT, x)));
+    showHover(event);
   }, { passive: false });
   canvas.addEventListener("pointerdown", (event) => {
     if (event.button) return;
