@@ -235,6 +235,15 @@ def test_what_the_wheel_brings_below_the_pointer_is_named(opened: Browser) -> No
     assert cast(dict[str, object], _view(opened)["hovered"])["name"] == "layers.2"
 
 
+def test_a_title_that_is_cut_off_is_shown_in_full(tab: Browser, tmp_path: Path) -> None:
+    _open(tab, tmp_path, timeline("a name that is much longer than its place"), timeline())
+    x, y = _place(tab, 0, 0.0)
+    tab.mouse("Moved", x - 20, y)
+    assert tab.evaluate("document.getElementById('hover').textContent") == (
+        "compute · a name that is much longer than its place (simulated)"
+    )
+
+
 def test_a_joined_bar_says_how_many_it_is(tab: Browser, tmp_path: Path) -> None:
     _open(tab, tmp_path, timeline(layers=1000), most_bars=300)
     tab.mouse("Moved", *_place(tab, 0, 0.5))

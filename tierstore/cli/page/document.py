@@ -17,7 +17,7 @@ from tierstore.planning import Timeline
 PAGE_VERSION = 1
 
 MOST_BARS = 200_000
-"""How many bars a page has at most, if it has not thousands of lanes: about 8 MB."""
+"""How many bars a page has at most, if it has not thousands of lanes: about 12 MB."""
 
 _PLACE = re.compile(r"\{\{([a-z]+)\}\}")
 

@@ -1,6 +1,6 @@
 """What the page's script draws of a timeline, as plain values.
 
-Columns instead of rows, and names once: 2 x 10^5 bars are about 8 MB.  Times are seconds, sizes bytes.
+Columns instead of rows, and names once: 2 x 10^5 bars are about 12 MB.  Times are seconds, sizes bytes.
 """
 
 from __future__ import annotations

@@ -342,7 +342,8 @@
   };
   const describe = (x, y) => {
     const row = rows.find((each) => y >= each.top && y < each.top + each.height);
-    if (!row || x < LEFT) return null;
+    if (!row) return null;
+    if (x < LEFT) return { text: row.title };  // all of what may be cut off there
     const at = toTime(x) - row.one.offset;
     switch (row.kind) {
       case "lane": return describeBar(row, at);
