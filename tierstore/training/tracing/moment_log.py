@@ -27,7 +27,7 @@ class OpenUse:
 
 
 @dataclass(slots=True)
-class _SortedWork:
+class _SumOfWork:
     flops: float = 0.0
     moved_bytes: int = 0
     operators: int = 0
@@ -42,7 +42,7 @@ class _OpenMoment:
     begin_bytes: int
     node: int
     uses: list[OpenUse] = field(default_factory=list)
-    work: dict[tuple[str, str], _SortedWork] = field(default_factory=dict)
+    work: dict[tuple[str, str], _SumOfWork] = field(default_factory=dict)
     operators: int = 0
 
 
@@ -137,7 +137,7 @@ class MomentLog:
         """Note what an operator did."""
         moment = self._open
         if moment is not None:
-            work = moment.work.setdefault((sort, dtype), _SortedWork())
+            work = moment.work.setdefault((sort, dtype), _SumOfWork())
             work.flops += flops
             work.moved_bytes += moved_bytes
             work.operators += 1

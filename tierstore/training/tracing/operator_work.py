@@ -17,6 +17,13 @@ from tierstore.training.tracing import grouped_products
 _MATMUL = frozenset(
     {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", grouped_products.NAME}
 )
+_NO_BYTES = frozenset(
+    {
+        *("aten::detach", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::_unsafe_view"),
+        *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::resize_"),
+        *("aten::new_empty_strided", "aten::set_"),
+    }
+)
 _FORWARD_PRODUCTS = 2
 _BACKWARD_PRODUCTS = 5
 
@@ -42,7 +49,7 @@ def sort_of(operator: OpOverload) -> str | None:
 
 def _sort_of(operator: OpOverload) -> str | None:
     name = operator.name().partition(".")[0]
-    if operator.is_view or name in ("aten::detach", "aten::lift_fresh", "aten::_local_scalar_dense"):
+    if operator.is_view or name in _NO_BYTES:
         return None
     if name in _MATMUL:
         return "matmul"

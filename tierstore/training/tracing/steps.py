@@ -110,6 +110,7 @@ class TracedStep:
                 f"no loss of {kind} depends on a parameter that is trained: there is no backward to trace."
             )
         log.phase, log.layer = Phase.BACKWARD, None
+        self._watch.close_windows()
         log.begin("backward")
         with named_errors("the model's backward"):
             loss.backward()
@@ -210,11 +211,14 @@ class TracedStep:
                 may_step_ahead=is_alone,
             )
             self.units.append(unit)
-            self.log.use(key, Does.WRITE)
-            for gradient in unit.gradients:
-                self.log.use(gradient, Does.READ)
-            if unit.state is not None:
-                self.log.use(unit.state, Does.WRITE)
+            uses = [(key, Does.WRITE), *((each, Does.READ) for each in unit.gradients)]
+            uses += [] if unit.state is None else [(unit.state, Does.WRITE)]
+            for each, does in sorted(uses, key=lambda use: -self._nbytes_of(use[0])):  # as a run opens them
+                self.log.use(each, does)
+
+    def _nbytes_of(self, key: str) -> int:
+        tables = (self._bundles.data, self.state, self.log.data)
+        return next(table[key].nbytes for table in tables if key in table)
 
     def _turns_of(self, optimizer: torch.optim.Optimizer) -> list[Turn]:
         """Return what an optimizer steps, in the order of the forward pass."""

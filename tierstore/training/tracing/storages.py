@@ -25,7 +25,7 @@ class Sort(enum.Enum):
     OWN = enum.auto()  # whatever else operators made
 
 
-class TracedStorage(weakref.ref[torch.UntypedStorage]):
+class CountedStorage(weakref.ref[torch.UntypedStorage]):
     """One storage.
 
     Attributes:
@@ -57,12 +57,12 @@ class MetaStorages:
 
     def __init__(self, ended: Callable[[str], None]) -> None:
         self._ended = ended
-        self._known: dict[int, TracedStorage] = {}
+        self._known: dict[int, CountedStorage] = {}
         self.total_bytes = 0
         self.peak_bytes = 0
         self.own_bytes = 0
 
-    def find(self, tensor: torch.Tensor) -> TracedStorage | None:
+    def find(self, tensor: torch.Tensor) -> CountedStorage | None:
         """Return the storage of a tensor, if it counts."""
         if tensor.layout is not torch.strided:
             return None
@@ -70,7 +70,7 @@ class MetaStorages:
 
     def add(
         self, tensor: torch.Tensor, sort: Sort = Sort.OWN, key: str | None = None
-    ) -> TracedStorage | None:
+    ) -> CountedStorage | None:
         """Count a tensor's memory, if that is nowhere; say what it is, if it counts already.
 
         Args:
@@ -83,7 +83,7 @@ class MetaStorages:
         storage = tensor.untyped_storage()
         known = self._known.get(id(storage))
         if known is None:
-            known = TracedStorage(storage, self._forget)
+            known = CountedStorage(storage, self._forget)
             known.number, known.nbytes, known.sort, known.key = id(storage), storage.nbytes(), sort, key
             self._known[known.number] = known
             self._count(known, known.nbytes)
@@ -92,7 +92,7 @@ class MetaStorages:
             self.call(known, sort, key)
         return known
 
-    def call(self, known: TracedStorage, sort: Sort, key: str | None) -> None:
+    def call(self, known: CountedStorage, sort: Sort, key: str | None) -> None:
         """Say what a storage is from now on."""
         self.own_bytes += ((sort is Sort.OWN) - (known.sort is Sort.OWN)) * known.nbytes
         known.sort, known.key = sort, key
@@ -116,13 +116,13 @@ class MetaStorages:
         self.peak_bytes = self.total_bytes
 
     def _forget(self, known: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(known, TracedStorage)
+        assert isinstance(known, CountedStorage)
         self._count(known, -known.nbytes)
         del self._known[known.number]
         if known.sort is Sort.ACTIVATION and known.key is not None:
             self._ended(known.key)
 
-    def _count(self, known: TracedStorage, added_bytes: int) -> None:
+    def _count(self, known: CountedStorage, added_bytes: int) -> None:
         self.total_bytes += added_bytes
         if known.sort is Sort.OWN:
             self.own_bytes += added_bytes

@@ -119,6 +119,7 @@ class Watch(TorchDispatchMode):
         self._log = log
         self._assumed = assumed
         self._last = ""
+        self._used: set[int] = set()  # whose windows are open that are no module's
 
     # ------------------------------------------------------------------ operators
 
@@ -144,9 +145,9 @@ class Watch(TorchDispatchMode):
         if any(each.layout is not torch.strided for each in made):
             self._assumed.note(_SPARSE)
         sort = sort_of(func)
-        if sort is not None:
+        tensors = [each for each in (*given, *made) if each.is_meta]
+        if sort is not None and tensors:
             self._last = own_name(func)
-            tensors = [*given, *made]
             flops = flops_of(func, args, kwargs, result, sort)
             self._log.count(sort, dtype_of(tensors), flops, moved_bytes_of(tensors))
         return result
@@ -172,22 +173,32 @@ class Watch(TorchDispatchMode):
             raise found from error
 
     def _note_uses(self, func: OpOverload, given: Sequence[torch.Tensor]) -> None:
-        """Open windows on bundles that are used outside those of their modules, backward's among them."""
+        """Open windows on bundles that are used outside those of their modules, backward's among them.
+
+        Such a window is of one tensor, and ends when there is another.
+        """
         if self._log.phase is Phase.OPTIMIZER or sort_of(func) is None:
             return
-        keys: dict[str, None] = {}
+        fresh: dict[int, str] = {}
         for tensor in given:
             known = self._log.storages.find(tensor)
-            if known is not None and known.sort is Sort.PARAMETERS and known.key is not None:
-                keys.setdefault(known.key)
-        fresh = [key for key in keys if not self._modules.is_open(key) and not self._log.is_used(key)]
+            if known is None or known.sort is not Sort.PARAMETERS or known.key is None:
+                continue
+            if not self._modules.is_open(known.key) and known.number not in self._used:
+                fresh.setdefault(known.number, known.key)
         if not fresh:
             return
+        first = next(iter(fresh.values()))
         if self._log.phase is Phase.BACKWARD:
-            self._log.layer = self._bundles.data[fresh[0]].layer
-        self._log.begin(fresh[0].partition("/")[2])
-        for key in keys:
+            self._log.layer = self._bundles.data[first].layer
+        self._log.begin(first.partition("/")[2])
+        self._used = set(fresh)
+        for key in fresh.values():
             self._log.use(key, Does.READ)
+
+    def close_windows(self) -> None:
+        """Let what is used next open a window again."""
+        self._used = set()
 
     # ------------------------------------------------------------------ what autograd saves
 
