@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+
 import pytest
 import torch
+from torch import nn
 
 from tests import target
 from tests.training.traced_models import BUILDS, Parts, loss_of, measured_peak_bytes
 from tierstore.planning import ByteKind, Does, Phase, Program
+from tierstore.training import recompute
 from tierstore.training.tracing import RESIDENT_PEAK, trace_model
 
 pytestmark = pytest.mark.skipif(target.accelerator is not None, reason="the meter is of host memory")
@@ -43,6 +48,33 @@ def test_data_and_moments_say_the_same_as_the_peak(name: str) -> None:
     peak_bytes = int(program.facts[RESIDENT_PEAK])
     padding_bytes = 64 * len(program.data)  # bundles begin each tensor at a multiple of it
     assert peak_bytes - 0.01 * peak_bytes <= held_bytes(program) <= peak_bytes + padding_bytes
+
+
+def test_layers_that_a_run_recomputes_are_recomputed() -> None:
+    with contextlib.ExitStack() as recomputing:
+
+        def build() -> Parts:
+            model, inputs, optimizer = BUILDS["encoder"]()
+            recomputing.enter_context(recompute(model, {"recompute": True}, layers="layers"))
+            return model, inputs, optimizer
+
+        program = trace_model(build, loss=loss_of)
+        peak_bytes, numbers = measured_peak_bytes(build)
+    assert int(program.facts[RESIDENT_PEAK]) == peak_bytes - numbers
+    kept = trace_model(BUILDS["encoder"], loss=loss_of)
+    assert int(program.facts[RESIDENT_PEAK]) < 0.6 * int(kept.facts[RESIDENT_PEAK])
+
+
+def test_a_large_model_takes_no_memory() -> None:
+    def build() -> tuple[nn.Module, tuple[torch.Tensor]]:
+        return nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(16))), (torch.zeros(4096, 16384),)
+
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    program = trace_model(build, loss=loss_of, optimizer=torch.optim.AdamW)
+    added_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    parameters_bytes = 16 * (16384 + 1) * 16384 * 4
+    assert int(program.facts[RESIDENT_PEAK]) > 4 * parameters_bytes
+    assert added_kib * 1024 < parameters_bytes / 100
 
 
 def recurrent() -> Parts:
