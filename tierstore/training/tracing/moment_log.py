@@ -66,6 +66,7 @@ class MomentLog:
         self._made = 0
         self._done: list[tuple[_OpenMoment, int, int]] = []
         self._open: _OpenMoment | None = None
+        self._ended_between: list[str] = []
 
     # ------------------------------------------------------------------ moments
 
@@ -87,6 +88,8 @@ class MomentLog:
             next_sequence_number(),
         )
         storages.begin_peak()
+        while self._ended_between:
+            self.use(self._ended_between.pop(0), Does.END)
 
     def finish(self) -> None:
         """End the open moment."""
@@ -162,8 +165,12 @@ class MomentLog:
         self._use_once(key, Does.READ)
 
     def end(self, key: str) -> None:
-        """Note that an activation's memory has died; one of a single moment is workspace of that."""
+        """Note that an activation's memory has died; one of a single moment is workspace of that.
+
+        It may die between moments, as garbage is collected anywhere: it ends in the next one.
+        """
         if self._open is None:
+            self._ended_between.append(key)
             return
         uses = self._open.uses
         if any(use.key == key and use.does is Does.MAKE for use in uses):
