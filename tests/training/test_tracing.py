@@ -125,6 +125,17 @@ def test_an_activation_that_dies_between_moments_ends_in_the_next() -> None:
     ]
 
 
+def test_memory_that_grows_in_place_is_counted_anew() -> None:
+    storages = MomentLog().storages
+    tensor = torch.empty(4, device="meta")
+    storages.add(tensor)
+    tensor.resize_(100)
+    storages.take_in((tensor,), (tensor,))
+    assert (storages.total_bytes, storages.own_bytes, storages.peak_bytes) == (400, 400, 400)
+    del tensor
+    assert (storages.total_bytes, storages.own_bytes, storages.peak_bytes) == (0, 0, 400)
+
+
 def test_work_is_what_pytorch_counts() -> None:
     program = trace_model(BUILDS["convolutions"], loss=loss_of)
     counter = FlopCounterMode(display=False)
