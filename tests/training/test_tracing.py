@@ -125,6 +125,20 @@ def test_an_activation_that_dies_between_moments_ends_in_the_next() -> None:
     ]
 
 
+def test_an_activation_of_one_moment_is_workspace() -> None:
+    log = MomentLog()
+    log.begin("only")
+    tensor = torch.empty(4, device="meta")
+    known = log.storages.add(tensor)
+    assert known is not None
+    log.storages.call(known, Sort.ACTIVATION, log.make_activation(known.nbytes, "made"))
+    log.count("other", "float32", 0.0, 16)
+    del tensor
+    log.finish()
+    (moment,) = log.moments()
+    assert (moment.uses, moment.workspace_bytes, log.data) == ((), 16, {})
+
+
 def test_memory_that_grows_in_place_is_counted_anew() -> None:
     storages = MomentLog().storages
     tensor = torch.empty(4, device="meta")
