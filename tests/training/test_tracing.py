@@ -52,7 +52,7 @@ def of_kinds(program: Program, *kinds: ByteKind) -> list[str]:
 @pytest.mark.skipif(target.accelerator is not None, reason="the run is one in host memory")
 @pytest.mark.parametrize(
     "name",
-    ["mlp", "deep", "convolutions", "encoder", "checkpointed", "reentrant", "adapted", "skips", "experts"],
+    [*(name for name in BUILDS if not name.startswith("attention")), "attention-causal"],
 )
 def test_bundles_and_the_order_of_their_uses_are_those_of_a_run(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +103,8 @@ def test_activations_are_made_read_and_ended_in_the_layers_that_save_them() -> N
     made, ended = (Phase.FORWARD, Does.MAKE), (Phase.BACKWARD, Does.END)
     assert all(each[0] == made and each[-1] == ended for each in seen.values())
     assert all((Phase.BACKWARD, Does.READ) in each for each in seen.values())
+    forward = [moment.layer for moment in program.moments if moment.phase is Phase.FORWARD]
+    assert [layer for layer, _ in itertools.groupby(forward)] == [*range(12), None]
     results = {each.layer for each in activations.values() if each.operator == "1.tanh"}
     assert results == set(range(12))
     assert {each.nbytes for each in activations.values() if each.operator == "1.tanh"} == {64 * 48 * 4}

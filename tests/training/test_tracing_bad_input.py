@@ -236,6 +236,7 @@ def test_layers_that_are_not_there_are_refused() -> None:
 def test_nothing_is_left_on_a_model_that_was_given() -> None:
     model = nn.Linear(4, 4, device="meta")
     trace_model(lambda: (model, torch.zeros(2, 4)))
+    assert all(each.grad is None for each in model.parameters())
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert not list(filter(None, (each._post_accumulate_grad_hooks for each in model.parameters())))

@@ -190,6 +190,27 @@ class Experts(nn.Module):
         return x + torch.cat(made, dim=1)
 
 
+class Shared(nn.Module):
+    """A parameter that several operators in a row use, and one that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * self.scale * self.scale
+        found: torch.Tensor = self.second(x)
+        return found * self.scale
+
+
+def shared() -> Parts:
+    model = Shared()
+    return model, (torch.randn(16, 64),), adamw(model)
+
+
 def experts() -> Parts:
     model = nn.Sequential(*(Experts() for _ in range(3)))
     return model, (torch.randn(2, 16, 32),), torch.optim.NAdam(model.parameters())
@@ -204,6 +225,7 @@ BUILDS: Mapping[str, Callable[[], Parts]] = {
     "reentrant": checkpointed(reentrant=True),
     "adapted": adapted,
     "skips": skips,
+    "shared": shared,
     "experts": experts,
     **{f"attention-{way}": attention(way) for way in WAYS},
 }

@@ -218,4 +218,6 @@ class Watch(TorchDispatchMode):
         known = self._log.storages.find(tensor)
         if known is not None and known.sort is Sort.ACTIVATION and known.key is not None:
             self._log.read_activation(known.key)
+        elif known is not None:
+            self._used.discard(known.number)  # each operator of the graph opens a window of its own
         return tensor
