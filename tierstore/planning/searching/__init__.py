@@ -3,3 +3,9 @@
 Pure: a program, a machine and a limit to the work in, a decision out.  Counts bound the work, never clocks,
 so that the same question always has the same answer.
 """
+
+from tierstore.planning.searching.alternatives import Levers, todays
+from tierstore.planning.searching.estimate import Estimate, estimate
+from tierstore.planning.searching.search import Choice, Effort, Rejected, search
+
+__all__ = ["Choice", "Effort", "Estimate", "Levers", "Rejected", "estimate", "search", "todays"]

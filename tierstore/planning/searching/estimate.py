@@ -96,7 +96,7 @@ class _KeyState:
 
 
 @dataclass
-class _Held:
+class _TierFill:
     """What one tier holds, and what may leave it.
 
     Attributes:
@@ -142,7 +142,7 @@ class _Passes:
             machine.tiers[0].capacity_bytes * placement.shares.get(machine.tiers[0].name, 1.0)
         )
         self._quotas = _quotas(program, usage.own_bytes, self._capacity_bytes, is_divided=is_divided)
-        self._tiers = [_Held(tier.capacity_bytes) for tier in machine.tiers]
+        self._tiers = [_TierFill(tier.capacity_bytes) for tier in machine.tiers]
         self._keys = self._key_states(held, set(swapped))
         self._on_host = {
             unit.bundle: unit

@@ -1,0 +1,209 @@
+"""The choice among placements: never predicted to be slower than today's, the same for the same question."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from tests.planned import Layer, machine_of, machines, placements, program_of, programs
+from tierstore.errors import CapacityError
+from tierstore.planning import BundleHomes, Home, Machine, Placement, Program, Stashing, TierMedium, Treatment
+from tierstore.planning.rules import AHEAD
+from tierstore.planning.searching.alternatives import Levers, differences, neighbours, ranges, todays
+from tierstore.planning.searching.search import Choice, Effort, bounded_by, grid_of, search
+from tierstore.planning.searching.variants import marked_layers, with_marks, with_steps_on_host
+from tierstore.planning.simulating import simulate
+
+MIB = 1 << 20
+LAYER = Layer(MIB, 2 * MIB, (MIB,), MIB // 4, 0, 0.005, 0.01, 0.002, 0.004)
+PROGRAM = program_of([LAYER] * 6)
+FIELDS = ("high", "ahead", "shares", "stashing", "residents", "bundles", "marks")
+
+
+def machine(device: int, host: int = 512, link: float = 1e8) -> Machine:
+    return machine_of([device * MIB, host * MIB, 4096 * MIB], [link, link / 5], alignment_bytes=512)
+
+
+def step_s(program: Program, on: Machine, placement: Placement) -> float:
+    try:
+        return simulate(program, on, placement).step_s
+    except CapacityError:
+        return float("inf")
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_the_choice_is_never_predicted_to_be_slower(data: st.DataObject) -> None:
+    program, on = data.draw(programs(most_layers=3)), data.draw(machines())
+    before = data.draw(placements(program, on))
+    bars = [step_s(program, on, before), step_s(program, on, todays(program, on))]
+    try:
+        found = search(program, on, given=before)
+    except CapacityError:
+        reject()
+    assert found.timeline.step_s <= min(bars)
+    assert found.timeline == simulate(program, on, found.placement)
+    assert all(each.step_s is None or each.step_s >= found.timeline.step_s for each in found.rejected)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    first, second = search(PROGRAM, machine(8)), search(PROGRAM, machine(8))
+    assert first == second
+
+
+def test_a_step_gets_shorter_and_the_reason_has_numbers() -> None:
+    today = simulate(PROGRAM, machine(8), todays(PROGRAM, machine(8)))
+    found = search(PROGRAM, machine(8))
+    assert found.timeline.step_s < 0.8 * today.step_s
+    assert f"predicted {found.timeline.step_s:.4g} s a step" in found.why
+    assert f"{today.step_s:.4g} as given" in found.why
+    assert "what bounds it: " in found.why
+    assert "\n" not in found.why
+
+
+def test_no_lever_means_what_was_given() -> None:
+    before = replace(todays(PROGRAM, machine(8)), high={"device": 0.8})
+    found = search(PROGRAM, machine(8), given=before, levers=Levers(0))
+    simulated = {repr(found.placement), *(repr(each.placement) for each in found.rejected)}
+    assert simulated == {repr(before), repr(todays(PROGRAM, machine(8)))}
+
+
+@pytest.mark.parametrize("lever", list(Levers))
+def test_a_lever_changes_one_thing_alone(lever: Levers) -> None:
+    base = todays(PROGRAM, machine(8))
+    for found in neighbours(PROGRAM, machine(8), base, lever):
+        assert found.options
+        for option in found.options:
+            assert option != base
+            assert differences(option, base)
+            changed = [name for name in FIELDS if str(getattr(option, name)) != str(getattr(base, name))]
+            assert len(changed) == 1
+
+
+def test_how_many_are_simulated_is_bounded_by_the_programs_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search(PROGRAM, machine(8))
+    assert len(found.rejected) + 1 <= 1 + 2 * Effort.USUAL.value
+    monkeypatch.setattr("tierstore.planning.searching.search._SIMULATED_USES", 1)  # as if it were large
+    found = search(PROGRAM, machine(8))
+    assert len(found.rejected) + 1 <= 1 + 2 + 2
+
+
+def test_what_fits_is_found_where_what_was_given_does_not() -> None:
+    wide = program_of([Layer(MIB, 0, (), 2 * MIB, 0, 0.005, 0.01)] * 8)
+    with pytest.raises(CapacityError):
+        simulate(wide, machine(16), todays(wide, machine(16)))
+    found = search(wide, machine(16))
+    layers = {
+        *marked_layers(found.placement, Treatment.SWAP),
+        *marked_layers(found.placement, Treatment.RECOMPUTE),
+    }
+    assert layers
+    assert "and what was given does not fit" in found.why
+    assert any(each.step_s is None and "does not fit" in each.why for each in found.rejected)
+
+
+def test_where_nothing_fits_the_error_is_that_of_what_was_given() -> None:
+    with pytest.raises(CapacityError, match=r"device"):
+        search(PROGRAM, machine(2))
+
+
+def test_marks_and_pins_that_were_given_stay() -> None:
+    before = with_marks(todays(PROGRAM, machine(8)), [5], Treatment.KEEP)
+    homes = {**before.bundles, "param/0": BundleHomes(is_pinned=True)}
+    found = search(PROGRAM, machine(8), given=replace(before, bundles=homes))
+    assert found.placement.bundles["param/0"].is_pinned
+    assert found.placement.bundles["param/0"].state.device == "device"
+    assert 5 not in marked_layers(found.placement, Treatment.SWAP)
+    assert 5 not in marked_layers(found.placement, Treatment.RECOMPUTE)
+
+
+def test_the_host_is_asked_to_step_only_what_it_can() -> None:
+    program = program_of([LAYER, replace(LAYER, host_step_s=None), LAYER])
+    base = todays(program, machine(8))
+    for lever in neighbours(program, machine(8), base, Levers.HOST_STEPS):
+        assert all(option.bundles["param/1"].state.device == "device" for option in lever.options)
+    in_host_memory = machine_of([8 * MIB, 99 * MIB])
+    tiers = [
+        replace(in_host_memory.tiers[0], medium=TierMedium.HOST),
+        replace(in_host_memory.tiers[1], medium=TierMedium.STORAGE),
+    ]
+    on_host = replace(in_host_memory, tiers=tuple(tiers))
+    assert not list(neighbours(program, on_host, base, Levers.HOST_STEPS))
+    assert list(neighbours(program, on_host, base, Levers.RESIDENTS))
+    assert not list(neighbours(program, machine(8), base, Levers.RESIDENTS))
+
+
+def test_todays_rules_are_the_rules() -> None:
+    placement = todays(PROGRAM, machine(8))
+    assert placement.ahead == {"device": AHEAD, "host": AHEAD}
+    assert placement.stashing is Stashing.WITHOUT_ROOM
+    assert list(placement.bundles) == [f"param/{number}" for number in range(6)]
+
+
+@given(st.integers(1, 10**12), st.integers(1, 10**12))
+def test_the_grid_of_a_smaller_quota_is_a_part_of_that_of_a_larger_one(first: int, second: int) -> None:
+    small, large = sorted((first, second))
+    assert grid_of(large)[0] == large
+    assert grid_of(large) == sorted(set(grid_of(large)), reverse=True)
+    lowest = grid_of(large)[-1]
+    assert {point for point in grid_of(small)[1:] if point >= lowest} <= set(grid_of(large))
+
+
+def test_more_room_on_the_grid_is_never_predicted_to_be_slower() -> None:
+    program = program_of([Layer(1000, 2000, (1000,), 0, 0, 0.005, 0.01, 0.002)] * 3)
+    former = float("inf")
+    # The first one is not on the grid, so that it has to be refused; 2 ** 12.5 and so on are.
+    for quota in (3_900, 4_096, 5_792, 6_888, 8_192):
+        on = machine_of([quota, 10**6, 10**7], [4e5, 1e5])
+        try:
+            found = search(program, on, effort=Effort.EXHAUSTIVE, levers=Levers.HIGH | Levers.SHARES)
+        except CapacityError:
+            assert former == float("inf")
+            continue
+        assert found.timeline.step_s <= former
+        former = found.timeline.step_s
+    assert former < float("inf")
+
+
+def test_numbers_of_layers_are_told_as_ranges() -> None:
+    assert ranges([3, 1, 2, 7, 9, 10]) == "layers 1-3, 7, 9-10"
+    assert ranges([4]) == "layer 4"
+
+
+def test_what_differs_is_told() -> None:
+    base = Placement({"a": BundleHomes()}, high={"host": 0.5})
+    other = with_steps_on_host(with_marks(base, [0, 1], Treatment.RECOMPUTE), ["a"])
+    other = replace(
+        other,
+        high={"device": 0.75},
+        stashing=Stashing.ALWAYS,
+        residents=frozenset("a"),
+        shares={"device": 0.5},
+    )
+    assert differences(other, base) == [
+        "high 0.75 of device",
+        "host filled without writing back early",
+        "1 bundle stepped on the host",
+        "layers 0-1 recomputed",
+        "gradients stashed: always",
+        "1 resident",
+        "0.5 of device used",
+    ]
+    assert differences(base, base) == []
+    assert differences(replace(base, bundles={"a": BundleHomes(Home("host"))}), base) == []
+
+
+def test_what_bounds_a_step_is_computing_or_a_link() -> None:
+    fast = machine(64, link=1e12)
+    assert bounded_by(simulate(PROGRAM, fast, todays(PROGRAM, fast))) == "compute"
+    found = bounded_by(simulate(PROGRAM, machine(8), todays(PROGRAM, machine(8))))
+    assert found.startswith(("host->device", "device->host"))
+
+
+def test_a_bound_is_told() -> None:
+    found: Choice = search(PROGRAM, machine(8), levers=Levers(0), bound=lambda program, on: 0.125)
+    assert found.bound_s == 0.125
+    assert "no placement can take less than 0.125" in found.why
