@@ -13,7 +13,7 @@ from tierstore.errors import CapacityError
 from tierstore.planning import BundleHomes, Home, Machine, Placement, Program, Stashing, TierMedium, Treatment
 from tierstore.planning.rules import AHEAD
 from tierstore.planning.searching.alternatives import Levers, differences, neighbours, ranges, todays
-from tierstore.planning.searching.search import Choice, Effort, bounded_by, grid_of, search
+from tierstore.planning.searching.choosing import Effort, bounded_by, grid_of, search
 from tierstore.planning.searching.variants import marked_layers, with_marks, with_steps_on_host
 from tierstore.planning.simulating import simulate
 
@@ -86,7 +86,7 @@ def test_a_lever_changes_one_thing_alone(lever: Levers) -> None:
 def test_how_many_are_simulated_is_bounded_by_the_programs_size(monkeypatch: pytest.MonkeyPatch) -> None:
     found = search(PROGRAM, machine(8))
     assert len(found.rejected) + 1 <= 1 + 2 * Effort.USUAL.value
-    monkeypatch.setattr("tierstore.planning.searching.search._SIMULATED_USES", 1)  # as if it were large
+    monkeypatch.setattr("tierstore.planning.searching.choosing._SIMULATED_USES", 1)  # as if it were large
     found = search(PROGRAM, machine(8))
     assert len(found.rejected) + 1 <= 1 + 2 + 2
 
@@ -201,9 +201,3 @@ def test_what_bounds_a_step_is_computing_or_a_link() -> None:
     assert bounded_by(simulate(PROGRAM, fast, todays(PROGRAM, fast))) == "compute"
     found = bounded_by(simulate(PROGRAM, machine(8), todays(PROGRAM, machine(8))))
     assert found.startswith(("host->device", "device->host"))
-
-
-def test_a_bound_is_told() -> None:
-    found: Choice = search(PROGRAM, machine(8), levers=Levers(0), bound=lambda program, on: 0.125)
-    assert found.bound_s == 0.125
-    assert "no placement can take less than 0.125" in found.why

@@ -5,7 +5,20 @@ so that the same question always has the same answer.
 """
 
 from tierstore.planning.searching.alternatives import Levers, todays
+from tierstore.planning.searching.bound import Solve, SparseRows, lower_bound
+from tierstore.planning.searching.choosing import Choice, Effort, Rejected, search
 from tierstore.planning.searching.estimate import Estimate, estimate
-from tierstore.planning.searching.search import Choice, Effort, Rejected, search
 
-__all__ = ["Choice", "Effort", "Estimate", "Levers", "Rejected", "estimate", "search", "todays"]
+__all__ = [
+    "Choice",
+    "Effort",
+    "Estimate",
+    "Levers",
+    "Rejected",
+    "Solve",
+    "SparseRows",
+    "estimate",
+    "lower_bound",
+    "search",
+    "todays",
+]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -24,6 +24,7 @@ from tierstore.planning.machine import Machine, TierMedium
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import Phase, Program
 from tierstore.planning.searching.alternatives import GRID, Levers, differences, neighbours, todays
+from tierstore.planning.searching.bound import Solve, lower_bound
 from tierstore.planning.searching.estimate import estimate
 from tierstore.planning.searching.spans import usage_of
 from tierstore.planning.simulating import Conditions, simulate
@@ -69,14 +70,14 @@ class Choice:
     Attributes:
         placement: that is chosen.
         timeline: of it, simulated.
-        bound_s: no placement makes steps shorter than this; ``None``: nobody asked.
+        bound_s: no placement makes steps shorter than this.
         why: a sentence, with numbers.
         rejected: what else was simulated, in that order.
     """
 
     placement: Placement
     timeline: Timeline
-    bound_s: float | None
+    bound_s: float
     why: str
     rejected: tuple[Rejected, ...]
 
@@ -89,7 +90,7 @@ def search(
     levers: Levers = Levers.ALL,
     effort: Effort = Effort.USUAL,
     conditions: Conditions = Conditions(),  # noqa: B008 - it is frozen
-    bound: Callable[[Program, Machine], float] | None = None,
+    solve: Solve | None = None,
 ) -> Choice:
     """Choose a placement of a program on a machine.
 
@@ -101,7 +102,7 @@ def search(
         levers: what may be changed.
         effort: how many placements are simulated.
         conditions: of the run.
-        bound: returns seconds that no step is shorter than.
+        solve: solves linear programs, for a closer bound; ``None``: the simple bound is told.
 
     Raises:
         CapacityError: nothing that was simulated fits; the text is that of what was given.
@@ -116,7 +117,8 @@ def search(
             trials.simulate(placement)
     else:
         _simulate_best(trials, program, machine, base, levers, conditions)
-    return trials.choice(base, None if bound is None else bound(program, machine))
+    bound_s = lower_bound(program, machine, given=base, levers=levers, conditions=conditions, solve=solve)
+    return trials.choice(base, bound_s)
 
 
 # ---------------------------------------------------------------------- what is simulated
@@ -148,7 +150,7 @@ class _Trials:
         fitting = [each for each in self._found.values() if isinstance(each[1], Timeline)]
         return min(fitting, key=lambda each: _seconds(each[1]))[0] if fitting else None
 
-    def choice(self, base: Placement, bound_s: float | None) -> Choice:
+    def choice(self, base: Placement, bound_s: float) -> Choice:
         """Return the fastest; of those that are equally fast the first one."""
         fitting = [each for each in self._found.values() if isinstance(each[1], Timeline)]
         if not fitting:
@@ -174,9 +176,9 @@ class _Trials:
     def _told(self, placement: Placement, base: Placement) -> str:
         return ", ".join(differences(placement, base)) or "as given"
 
-    def _why(self, chosen: Placement, timeline: object, base: Placement, bound_s: float | None) -> str:
+    def _why(self, chosen: Placement, timeline: object, base: Placement, bound_s: float) -> str:
         assert isinstance(timeline, Timeline)
-        bound = "" if bound_s is None else f" (no placement can take less than {bound_s:.4g})"
+        bound = f" (no placement can take less than {bound_s:.4g})"
         told = f"{self._told(chosen, base)}: predicted {timeline.step_s:.4g} s a step{bound}"
         former = self._found[repr(base)][1]
         if isinstance(former, CapacityError):
