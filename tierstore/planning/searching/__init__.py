@@ -8,6 +8,7 @@ from tierstore.planning.searching.alternatives import Levers, todays
 from tierstore.planning.searching.bound import Solve, SparseRows, lower_bound
 from tierstore.planning.searching.choosing import Choice, Effort, Rejected, search
 from tierstore.planning.searching.estimate import Estimate, estimate
+from tierstore.planning.searching.remedies import Remedy, remedies, told
 
 __all__ = [
     "Choice",
@@ -15,10 +16,13 @@ __all__ = [
     "Estimate",
     "Levers",
     "Rejected",
+    "Remedy",
     "Solve",
     "SparseRows",
     "estimate",
     "lower_bound",
+    "remedies",
     "search",
     "todays",
+    "told",
 ]

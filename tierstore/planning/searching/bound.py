@@ -102,7 +102,7 @@ def lower_bound(
 
 
 @dataclass(frozen=True, slots=True)
-class _Freed:
+class _Relief:
     """A choice that frees bytes and moves: its variable is the share of it that is made.
 
     Attributes:
@@ -128,7 +128,7 @@ class _Relaxation:
         early = {
             unit.bundle for unit in program.units if unit.may_step_ahead or conditions.optimizer_in_backward
         }
-        self._choices: dict[object, _Freed] = {}
+        self._choices: dict[object, _Relief] = {}
         self._stepped: dict[int, list[tuple[Unit, int]]] = _steps(program)
         self._host_steps(given, levers)
         if Levers.RECOMPUTE in levers or given.marks:
@@ -154,7 +154,7 @@ class _Relaxation:
             is_forced = homes is not None and homes.state.device == CPU
             if unit.host_step_s is not None and (Levers.HOST_STEPS in levers or is_forced):
                 moment = self._program.moments[number]
-                self._choices["host", unit.bundle] = _Freed(
+                self._choices["host", unit.bundle] = _Relief(
                     -(moment.compute_s + self._host_s(number)), unit.host_step_s
                 )
 
@@ -174,7 +174,7 @@ class _Relaxation:
                         # parts of a layer may be recomputed alone: only the cheapest moment is certain
                         made[layer] = min(made.get(layer, math.inf), moment.compute_s)
         for layer, compute_s in made.items():
-            self._choices["again", layer] = _Freed(compute_s)
+            self._choices["again", layer] = _Relief(compute_s)
 
     def _choice_of(self, span: IdleSpan) -> object:
         """Return the choice that frees a span."""
