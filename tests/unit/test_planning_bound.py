@@ -40,7 +40,7 @@ def repeats(program: Program, on: Machine, placement: Placement) -> float:
     return math.inf if any("no step of" in each for each in timeline.assumptions) else timeline.step_s
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_nothing_that_is_simulated_is_faster(data: st.DataObject) -> None:
     program, on = data.draw(programs(most_layers=4)), data.draw(machines())
@@ -52,7 +52,7 @@ def test_nothing_that_is_simulated_is_faster(data: st.DataObject) -> None:
         assert lower_bound(program, on, given=placement, solve=solve) <= step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("device", [6, 8, 12, 16, 24, 48])
+@pytest.mark.parametrize("device", [6, 12, 24])
 def test_the_choice_is_not_below_the_bound_and_the_solver_is_closer(device: int) -> None:
     found = search(PROGRAM, machine(device), solve=solve_with_highs)
     simple = lower_bound(PROGRAM, machine(device))

@@ -15,6 +15,7 @@ from tierstore.planning.searching.alternatives import Levers, todays
 from tierstore.planning.searching.remedies import Remedy, remedies, rounded_up, told
 from tierstore.planning.searching.variants import marked_layers
 from tierstore.planning.simulating import simulate
+from tierstore.units import parse_bytes
 
 MIB = 1 << 20
 WIDE = program_of([Layer(MIB, 0, (), 2 * MIB, 0, 0.005, 0.01)] * 8)
@@ -113,13 +114,14 @@ def test_every_remedy_fits(data: st.DataObject) -> None:
     [
         (5, "5B", 5),
         (1024, "1KB", 1024),
-        (1025, "1.1KB", 1127),
+        (1025, "1.1KB", 1126),
         (5 << 30, "5GB", 5 << 30),
-        ((5 << 30) + 1, "5.1GB", 5476083303),
+        ((5 << 30) + 1, "5.1GB", 5476083302),
     ],
 )
 def test_a_quota_is_told_rounded_up(nbytes: int, text: str, least: int) -> None:
     assert rounded_up(nbytes) == (text, least)
+    assert parse_bytes(text) == least >= nbytes
 
 
 def test_a_remedy_says_what_a_step_then_takes() -> None:

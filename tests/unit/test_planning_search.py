@@ -10,7 +10,20 @@ from hypothesis import strategies as st
 
 from tests.planned import Layer, machine_of, machines, placements, program_of, programs
 from tierstore.errors import CapacityError
-from tierstore.planning import BundleHomes, Home, Machine, Placement, Program, Stashing, TierMedium, Treatment
+from tierstore.planning import (
+    BundleHomes,
+    Does,
+    Home,
+    Machine,
+    Moment,
+    Phase,
+    Placement,
+    Program,
+    Stashing,
+    TierMedium,
+    Timeline,
+    Treatment,
+)
 from tierstore.planning.rules import AHEAD
 from tierstore.planning.searching.alternatives import Levers, differences, neighbours, ranges, todays
 from tierstore.planning.searching.choosing import Effort, bounded_by, grid_of, search
@@ -91,6 +104,41 @@ def test_how_many_are_simulated_is_bounded_by_the_programs_size(monkeypatch: pyt
     assert len(found.rejected) + 1 <= 1 + 2 + 2
 
 
+def test_a_large_program_is_looked_at_joined_and_the_best_simulated_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+
+    def counted(program: Program, *args: object, **more: object) -> Timeline:
+        seen.append(len(program.moments))
+        return simulate(program, *args, **more)  # type: ignore[arg-type]
+
+    split = [each for moment in PROGRAM.moments for each in halves(moment)]
+    program = replace(PROGRAM, moments=tuple(split))
+    monkeypatch.setattr("tierstore.planning.searching.choosing.simulate", counted)
+    monkeypatch.setattr("tierstore.planning.searching.choosing._MOST_MOMENTS", 10)
+    found = search(program, machine(8))
+    assert seen.count(len(program.moments)) <= 1 + 2
+    assert len(seen) > 6
+    assert found.timeline == simulate(program, machine(8), found.placement)
+    assert found.timeline.step_s < step_s(program, machine(8), todays(program, machine(8)))
+    # What is said of single bundles is not lost.
+    homes = {**todays(program, machine(8)).bundles, "param/0": BundleHomes(is_pinned=True)}
+    pinned = replace(todays(program, machine(8)), bundles=homes)
+    assert search(program, machine(8), given=pinned).placement.bundles["param/0"].is_pinned
+
+
+def halves(moment: Moment) -> list[Moment]:
+    """Return a moment of forward as two."""
+    if moment.phase is not Phase.FORWARD:
+        return [moment]
+    reads = tuple(use for use in moment.uses if use.does is Does.READ)
+    return [
+        replace(moment, uses=reads, compute_s=moment.compute_s / 2),
+        replace(moment, compute_s=moment.compute_s / 2),
+    ]
+
+
 def test_what_fits_is_found_where_what_was_given_does_not() -> None:
     wide = program_of([Layer(MIB, 0, (), 2 * MIB, 0, 0.005, 0.01)] * 8)
     with pytest.raises(CapacityError):
@@ -156,7 +204,7 @@ def test_more_room_on_the_grid_is_never_predicted_to_be_slower() -> None:
     program = program_of([Layer(1000, 2000, (1000,), 0, 0, 0.005, 0.01, 0.002)] * 3)
     former = float("inf")
     # The first one is not on the grid, so that it has to be refused; 2 ** 12.5 and so on are.
-    for quota in (3_900, 4_096, 5_792, 6_888, 8_192):
+    for quota in (3_900, 4_096, 5_792, 6_888):
         on = machine_of([quota, 10**6, 10**7], [4e5, 1e5])
         try:
             found = search(program, on, effort=Effort.EXHAUSTIVE, levers=Levers.HIGH | Levers.SHARES)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from tierstore.errors import CapacityError
+from tierstore.planning.coarsening import MOST, coarsen
 from tierstore.planning.homes import CPU
 from tierstore.planning.machine import Machine, TierMedium
 from tierstore.planning.placement import Placement
@@ -31,6 +32,7 @@ from tierstore.planning.simulating import Conditions, simulate
 from tierstore.planning.timeline import COMPUTE, StallCause, Timeline
 
 _ROUNDS = 2
+_MOST_MOMENTS = MOST
 _ESTIMATED_USES = 100_000  # about five seconds of a slow core
 _SIMULATED_USES = 20_000  # each goes through the ledger some thirty times
 _LEAST_ESTIMATES = 8
@@ -116,7 +118,7 @@ def search(
         for placement in _on_grid(program, machine, _combined(program, machine, base, levers)):
             trials.simulate(placement)
     else:
-        _simulate_best(trials, program, machine, base, levers, conditions)
+        _simulate_best_of_joint(trials, program, machine, base, levers, conditions)
     bound_s = lower_bound(program, machine, given=base, levers=levers, conditions=conditions, solve=solve)
     return trials.choice(base, bound_s)
 
@@ -145,10 +147,10 @@ class _Trials:
                 outcome = error
             self._found[name] = placement, outcome
 
-    def best(self) -> Placement | None:
-        """Return the fastest so far; ``None``: nothing fits."""
+    def fastest(self, most: int) -> list[Placement]:
+        """Return the fastest so far, at most so many; of those that are equally fast the first ones."""
         fitting = [each for each in self._found.values() if isinstance(each[1], Timeline)]
-        return min(fitting, key=lambda each: _seconds(each[1]))[0] if fitting else None
+        return [placement for placement, _ in sorted(fitting, key=lambda each: _seconds(each[1]))[:most]]
 
     def choice(self, base: Placement, bound_s: float) -> Choice:
         """Return the fastest; of those that are equally fast the first one."""
@@ -249,6 +251,28 @@ class _Estimates:
                 former = step_s
 
 
+def _simulate_best_of_joint(
+    trials: _Trials,
+    program: Program,
+    machine: Machine,
+    base: Placement,
+    levers: Levers,
+    conditions: Conditions,
+) -> None:
+    """Look at a large program with its neighbouring moments joined, and simulate the best of that in full."""
+    joint = coarsen(program, _MOST_MOMENTS)
+    narrowed = joint.narrowed(base)
+    are_alike = joint.spread(narrowed) == base  # else what was given of single bundles would be lost
+    if joint.program is program or not are_alike:
+        _simulate_best(trials, program, machine, base, levers, conditions)
+        return
+    rough = _Trials(joint.program, machine, conditions)
+    rough.simulate(narrowed)
+    _simulate_best(rough, joint.program, machine, narrowed, levers, conditions)
+    for placement in rough.fastest(_LEAST_SIMULATIONS):
+        trials.simulate(joint.spread(placement))
+
+
 def _simulate_best(
     trials: _Trials,
     program: Program,
@@ -272,10 +296,8 @@ def _simulate_best(
     for placement in (*several, *sorted(single, key=estimates.step_s)[: most - len(several)]):
         trials.simulate(placement)
     for lever in _REFINED & levers:
-        best = trials.best()
-        options = [
-            option for found in neighbours(program, machine, best or base, lever) for option in found.options
-        ]
+        best = next(iter(trials.fastest(1)), base)
+        options = [option for found in neighbours(program, machine, best, lever) for option in found.options]
         for option in sorted(options, key=estimates.step_s)[: most // 2]:
             trials.simulate(option)
 

@@ -173,8 +173,10 @@ def rounded_up(nbytes: int) -> tuple[str, int]:
     if size == 1:
         return f"{nbytes}B", nbytes
     tenths = -(-nbytes * 10 // size)
-    text = f"{tenths / 10:g}"
-    return f"{text}{unit}", tenths * size // 10 + (tenths * size % 10 > 0)
+    if tenths * size // 10 < nbytes:  # a configuration cuts off fractions of a byte
+        tenths += 1
+    whole, tenth = divmod(tenths, 10)
+    return f"{whole}.{tenth}{unit}" if tenth else f"{whole}{unit}", tenths * size // 10
 
 
 # ---------------------------------------------------------------------- activations
