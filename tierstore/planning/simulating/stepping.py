@@ -221,7 +221,7 @@ class OptimizerTurns:
         if not self._left[unit.optimizer]:
             self._windows.follower.note_step(self._optimizers.index(unit.optimizer))
             is_in_time = not self._conditions.optimizer_in_backward
-            if self._device is not None and is_in_time and not any(self._left.values()):
+            if self._device is not None and is_in_time:
                 self._device.end_step()
 
     def _step_tier(self, unit: Unit) -> int:
