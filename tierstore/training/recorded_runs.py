@@ -71,18 +71,23 @@ def recorded_to(session: Session, path: Path) -> Iterator[None]:
     """
     if path.is_dir():
         raise UsageError(f"run.record({quoted(str(path), 500)}): it is a directory; name a file in it.")
-    before = _figures(session)
+    before, process = _figures(session), forks.here()
+
+    def write() -> None:
+        if process is forks.here():  # else the trace is that of the parent of a fork
+            _write(session, recorded, before, partial, path)
+
     with _beside(path) as partial:
         try:
             with session.recorder.watched() as recorded:
                 yield
         except BaseException:
             try:
-                _write(session, recorded, before, partial, path)
+                write()
             except Exception:  # what has ended the block is raised
                 log.exception("what was recorded could not be written to %s", path)
             raise
-        _write(session, recorded, before, partial, path)
+        write()
 
 
 @contextlib.contextmanager
@@ -99,8 +104,6 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def _write(session: Session, recorded: RecordedSteps, before: RunFigures, partial: Path, path: Path) -> None:
-    if not partial.exists():  # it is the parent's of a fork, which has ended by now
-        return
     figures = before.and_of(_figures(session))
     store = session.store
     storage = [name for name in store.tier_names if name not in (HOST, store.tier_names[0])]
@@ -165,6 +168,8 @@ def _facts(session: Session) -> dict[str, str]:
 
 def _assumptions(session: Session) -> list[str]:
     said: list[str] = []
+    if session.stepping is Stepping.IN_BACKWARD:
+        said.append("optimizers step in backward: their steps are moments of it, and gradients are no data")
     if session.store.device.type != CPU:
         said.append("what the device computes is timed by the host's clock")
     if tables := list(session.tables.attached()):

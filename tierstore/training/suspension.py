@@ -83,6 +83,7 @@ class Suspension:
                 self._require_room(to, tiers)
                 self._leave(fresh, undo)
                 undo.pop_all()
+        self._session.recorder.break_step("the run was suspended in its midst")
         self._say_what_stays()
 
     def _tiers_above(self, to: str) -> Sequence[str]:

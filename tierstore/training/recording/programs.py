@@ -214,6 +214,8 @@ class ProgramMaker:
             said.append("what operators take while they run was not measured: it counts as 0")
         if self._watched.evaluations:
             said.append(f"{self._watched.evaluations} evaluations within the step are left out")
+        if any(key.startswith(ACTIVATION) for key in self._made):
+            said.append("an activation that is swapped counts as the program's own, too, until it has left")
         if self._foreign:
             keys = ", ".join(sorted(self._foreign)[:3])
             said.append(f"{len(self._foreign)} keys that are not the run's are left out: {keys}")
