@@ -26,8 +26,7 @@ from tierstore.planning import (
     Treatment,
 )
 from tierstore.training.activations import read_sections
-from tierstore.training.activations.config.plan import plan_layers
-from tierstore.training.placing import _marks
+from tierstore.training.placing import marks_in
 from tierstore.units import GIB, parse_bytes
 
 _LAYERS = 6
@@ -114,10 +113,17 @@ def test_marks_come_back_as_the_sections_of_a_run(
     document = run_document(OffloadConfig(), _USUAL, Placement(marks=marks))
     path = tmp_path_factory.mktemp("run") / "run.yaml"
     path.write_text(to_yaml(document, []))
-    sections = read_sections(path)
-    plan = plan_layers(sections.recompute, sections.swap, num_layers=_LAYERS)
-    assert list(_marks(plan)) == marks
+    assert list(marks_in(read_sections(path), _LAYERS)) == marks
     assert OffloadConfig.from_yaml(path).is_on
+
+
+def test_sections_that_were_given_are_kept_as_they_are() -> None:
+    marks = [PlacedMark(2, "norm", Treatment.KEEP)]
+    sections: dict[str, object] = {
+        "recompute_config": {"recompute": True, "select_recompute_exclude": ["norm"]}
+    }
+    document = run_document(OffloadConfig(), _USUAL, Placement(marks=marks), sections)
+    assert {key: document[key] for key in sections} == sections
 
 
 def test_a_mark_that_no_section_can_say_is_refused() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from tierstore.cli import doctor, du, exchange, ls, verify
+from tierstore.cli import doctor, du, exchange, ls, plan, verify
 from tierstore.cli.ending import ended_by_signals
 from tierstore.errors import TierStoreError, UsageError
 
@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for add_to in (
         doctor.add_to,
+        plan.add_to,
         ls.add_to,
         du.add_to,
         verify.add_to,

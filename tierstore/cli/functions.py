@@ -23,6 +23,7 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.quoting import listed, named, quoted, shortened
 
 _SEPARATOR = ":"
+_FILE = ".py"
 _NEAR = 0.6
 _MESSAGE_CHARS = 500
 _OURS = str(Path(__file__).resolve().parents[1])
@@ -50,6 +51,9 @@ def function_named(text: str) -> UserFunction:
         raise UsageError(
             f"{quoted(text)} is no name of a function: write module:function, as my.models:llama"
         )
+    if module_name.endswith(_FILE):
+        right = f"{module_name.removesuffix(_FILE)}{_SEPARATOR}{path}"
+        raise UsageError(f"{named(text)} names a file: write {named(right)}")
     with _current_directory_first():
         found: object = _imported(module_name)
     for name in path.split("."):

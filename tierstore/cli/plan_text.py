@@ -16,6 +16,7 @@ from tierstore.cli.plan_result import (
 )
 from tierstore.planning import Timeline
 from tierstore.planning.timeline import COMPUTE
+from tierstore.training.tracing import RESIDENT_PEAK
 from tierstore.units import format_bytes
 
 _SHOWN_LARGEST = 3
@@ -26,6 +27,9 @@ _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 def to_lines(result: PlanResult) -> Iterator[str]:
     """Yield what is said of a result."""
     yield _line("program", _program(result))
+    if RESIDENT_PEAK in result.program.facts:
+        plain = format_bytes(int(result.program.facts[RESIDENT_PEAK]))
+        yield _line("plain", f"{plain} at most, if all of it stayed on the device")
     yield _line("machine", _machine(result))
     yield _line("fits", "yes" if result.fits else "no")
     if result.timeline is not None:
@@ -73,7 +77,7 @@ def _program(result: PlanResult) -> str:
     parts = [
         f"{program.name}, {sources.get(program.source, program.source)}: {len(program.moments)} moments",
         _sizes(kind_bytes(program)),
-        ", ".join(f"{name} {value}" for name, value in program.facts.items()),
+        ", ".join(f"{name} {value}" for name, value in program.facts.items() if name != RESIDENT_PEAK),
     ]
     return "; ".join(part for part in parts if part)
 

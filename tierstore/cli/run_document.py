@@ -34,13 +34,19 @@ def to_yaml(document: Mapping[str, object], remarks: Sequence[str]) -> str:
     return "".join([*comments, text])
 
 
-def run_document(settings: OffloadConfig, machine: Machine, placement: Placement) -> Document:
+def run_document(
+    settings: OffloadConfig,
+    machine: Machine,
+    placement: Placement,
+    sections: Mapping[str, object] | None = None,
+) -> Document:
     """Return the document of a run.
 
     Args:
         settings: that were given; its quotas and placement are replaced.
         machine: with the capacities that the run may have.
         placement: that the run is to have.
+        sections: that say what happens to activations; ``None``: they are made of the placement's marks.
 
     Raises:
         UsageError: the machine's tiers are none that a configuration knows, or something that happens to
@@ -53,7 +59,7 @@ def run_document(settings: OffloadConfig, machine: Machine, placement: Placement
             **_computing(settings, machine),
             "placement": _placement(placement),
         },
-        **_sections(placement.marks),
+        **(_sections(placement.marks) if sections is None else sections),
     }
 
 

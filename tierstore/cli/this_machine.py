@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -27,25 +28,48 @@ _LINK_LATENCY_S = 10e-6
 _DEVICE_FLOPS_PER_S = {"float32": 20e12, "bfloat16": 100e12, "float16": 100e12}
 _DEVICE_MEMORY_BYTES_PER_S = 1000e9
 _OPERATOR_S = 5e-6
+_ALIGNMENT_BYTES = {"device": 512, "host": 512, "disk": 4096}  # of each tier's keys
 _DEVICE, _HOST, _DISK = "device", "host", "disk"
 
 
-def this_machine(paths: Sequence[str], known: Machine | None = None) -> Machine:
+@dataclass(frozen=True, slots=True)
+class EmulatedDevice:
+    """What a run has that computes with the host's cores behind a quota and a link of their own.
+
+    Attributes:
+        capacity_bytes: of its memory.
+        link_bytes_per_s: in both directions; ``None``: as fast as host memory is.
+        link_latency_s: of a copy.
+    """
+
+    capacity_bytes: int
+    link_bytes_per_s: float | None = None
+    link_latency_s: float = 0.0
+
+
+def this_machine(
+    paths: Sequence[str], known: Machine | None = None, emulated: EmulatedDevice | None = None
+) -> Machine:
     """Return this machine.
 
     Args:
         paths: the directories of the tier on disk.
         known: figures of its accelerator, from the sheet; ``None``: it is not there.
+        emulated: the device that takes the place of the accelerator; ``None``: none does.
 
     Raises:
         ConfigError: the sizes of its tiers cannot be told.
     """
     name = here.default_device()
     capacities = {} if here.is_cpu(name) else {_DEVICE: here.free_device_bytes(name)}
+    if emulated is not None:
+        capacities = {_DEVICE: emulated.capacity_bytes}
     capacities[_HOST] = here.available_host_bytes()
     free_bytes = here.free_disk_bytes(*paths)
     if free_bytes:
         capacities[_DISK] = free_bytes
+    if emulated is not None:
+        return _machine(f"{_cores()} cores, {here.EMULATED} device", capacities, None, emulated)
     return _machine(_name_of(name), capacities, known)
 
 
@@ -55,24 +79,33 @@ def device_name() -> str | None:
     return None if here.is_cpu(name) else _name_of(name)
 
 
-def _machine(name: str, capacities: dict[str, int], known: Machine | None) -> Machine:
+def _machine(
+    name: str, capacities: dict[str, int], known: Machine | None, emulated: EmulatedDevice | None = None
+) -> Machine:
     media = {_DEVICE: TierMedium.DEVICE, _HOST: TierMedium.HOST, _DISK: TierMedium.STORAGE}
     host = ComputeFigures({"float32": _CORE_FLOPS_PER_S * _cores()}, _MEMORY_BYTES_PER_S, _OPERATOR_S)
     has_device = _DEVICE in capacities
-    device = host if not has_device else known.device if known is not None else _any_device()
+    has_streams = has_device and emulated is None
+    device = host if not has_streams else known.device if known is not None else _any_device()
+    rate, latency_s = _LINK_BYTES_PER_S, _LINK_LATENCY_S
+    if emulated is not None:
+        rate, latency_s = emulated.link_bytes_per_s or _MEMORY_BYTES_PER_S, emulated.link_latency_s
     links = [
-        *(_both_ways(_DEVICE, _HOST, _LINK_BYTES_PER_S, _LINK_LATENCY_S, known) if has_device else ()),
+        *(_both_ways(_DEVICE, _HOST, rate, latency_s, known) if has_device else ()),
         *(_both_ways(_HOST, _DISK, _DISK_BYTES_PER_S, _DISK_LATENCY_S, None) if _DISK in capacities else ()),
     ]
     sizes = {f"tiers.{tier}": ASKED for tier in capacities}
     rates = {f"links.{link.name}": ASSUMED for link in links}
     return Machine(
         f"this machine ({name})",
-        tuple(TierFigures(tier, nbytes, media[tier]) for tier, nbytes in capacities.items()),
+        tuple(
+            TierFigures(tier, nbytes, media[tier], _ALIGNMENT_BYTES[tier])
+            for tier, nbytes in capacities.items()
+        ),
         tuple(links),
         device,
         host,
-        has_streams=has_device,
+        has_streams=has_streams,
         sources={
             **sizes,
             **rates,

@@ -103,9 +103,19 @@ def marks_of(model: nn.Module, sections: Sections, layers: Names) -> tuple[Place
     """
     if sections.recompute is None and sections.swap is None:
         return ()
+    return marks_in(sections, len(find_layers(model, layers)))
+
+
+def marks_in(sections: Sections, num_layers: int) -> tuple[PlacedMark, ...]:
+    """Return what a document says happens to activations of a model of so many layers.
+
+    Raises:
+        ConfigError: the document does not fit the number of layers.
+    """
+    if sections.recompute is None and sections.swap is None:
+        return ()
     layout: Mapping[str, Any] = sections.layout
-    count = len(find_layers(model, layers))
-    return tuple(_marks(plan_layers(sections.recompute, sections.swap, num_layers=count, **layout)))
+    return tuple(_marks(plan_layers(sections.recompute, sections.swap, num_layers=num_layers, **layout)))
 
 
 def _whole_optimizer(group: Group, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:

@@ -9,7 +9,12 @@ policy of ``runtime``; `apply` does both for one model.
 from tierstore.training.activations.config.patterns import Pattern
 from tierstore.training.activations.config.plan import ActivationPlan, LayerMatches, LayerPlan, plan_layers
 from tierstore.training.activations.config.recompute_config import LayerRecompute, RecomputeConfig
-from tierstore.training.activations.config.sections import Sections, read_sections, sections_of
+from tierstore.training.activations.config.sections import (
+    Sections,
+    read_sections,
+    section_values,
+    sections_of,
+)
 from tierstore.training.activations.config.swap_config import LayerSwap, Mark, SwapConfig
 
 __all__ = [
@@ -25,5 +30,6 @@ __all__ = [
     "SwapConfig",
     "plan_layers",
     "read_sections",
+    "section_values",
     "sections_of",
 ]

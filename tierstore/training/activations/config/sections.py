@@ -61,6 +61,13 @@ def sections_of(mapping: Mapping[str, object]) -> Sections:
     return _sections(mapping, "the mapping")
 
 
+def section_values(given: object) -> dict[str, object]:
+    """Return what a document says of activations and of where layers lie, as it says it."""
+    owners = (SWAP, RECOMPUTE, *(path[0] for path in _LAYOUT.values()))
+    found = given if isinstance(given, Mapping) else {}
+    return {key: found[key] for key in dict.fromkeys(owners) if key in found}
+
+
 def _sections(given: object, where: str) -> Sections:
     found = given if isinstance(given, Mapping) else {}
     if not isinstance(given, Mapping) and given is not None:

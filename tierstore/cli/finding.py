@@ -1,0 +1,109 @@
+"""A placement of one program on one machine, simulated: what the verb then tells.
+
+A placement that is given is laid over what the rules decide, as in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from tierstore.cli.plan_result import PlanResult
+from tierstore.config import OffloadConfig
+from tierstore.errors import CapacityError
+from tierstore.planning import ByteKind, Machine, PlacedMark, Placement, Program, Timeline
+from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey
+from tierstore.planning.simulating import Conditions, simulate
+from tierstore.training.activations import Sections
+from tierstore.training.placing import marks_in
+
+
+@dataclass(frozen=True)
+class RunWish:
+    """What is wanted of a run, beside its program and machine.
+
+    Attributes:
+        settings: its configuration.
+        sections: what its document says happens to activations.
+        placement: plain values of one that is to be simulated; ``None``: the configuration's.
+    """
+
+    settings: OffloadConfig
+    sections: Sections = field(default_factory=Sections)
+    placement: Mapping[str, object] | None = None
+
+    def marks(self, program: Program) -> tuple[PlacedMark, ...]:
+        """Return what the document says happens to activations of a program.
+
+        Raises:
+            ConfigError: it does not fit the number of layers.
+        """
+        layers = {datum.layer for datum in program.data.values() if datum.layer is not None}
+        return marks_in(self.sections, max(layers, default=-1) + 1)
+
+
+def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, ...] = ()) -> PlanResult:
+    """Return what a run would do, or why it cannot.
+
+    Args:
+        program: what each step does.
+        machine: with the quotas of the run.
+        wish: what is wanted.
+        remarks: that are told with what the simulation assumes.
+
+    Raises:
+        ConfigError: a placement that is given does not fit the program or the machine.
+    """
+    conditions = conditions_of(wish.settings, machine)
+    given = given_placement(program, machine, wish)
+    assumptions = tuple(dict.fromkeys((*remarks, *program.assumptions)))
+    result = PlanResult(program, machine, assumptions=assumptions)
+    try:
+        timeline = simulate(program, machine, given, conditions=conditions)
+    except CapacityError as error:
+        return replace(result, why=str(error))
+    return _with(replace(result, placement=given), timeline)
+
+
+def conditions_of(settings: OffloadConfig, machine: Machine) -> Conditions:
+    """Return what a configuration says that no placement does."""
+    ratios = {"device": settings.hbm_ratio, "host": settings.cpu_ratio}
+    names = {tier.name for tier in machine.tiers}
+    return Conditions(
+        policy=settings.eviction,
+        high={tier: ratio for tier, ratio in ratios.items() if tier in names and ratio < 1},
+        optimizer_in_backward=settings.optimizer_in_backward,
+    )
+
+
+def given_placement(program: Program, machine: Machine, wish: RunWish) -> Placement:
+    """Return the placement that rules, configuration and a placement that was given make together.
+
+    Raises:
+        ConfigError: it does not fit the program or the machine.
+    """
+    settings = wish.settings
+    wishes = {each.name: getattr(settings, each.name) for each in fields(Wishes)}
+    tiers = {tier.name: tier.capacity_bytes for tier in machine.tiers}
+    facts = RunFacts(tiers, bundle_facts(program), Wishes(**wishes))
+    given = wish.placement if wish.placement is not None else settings.placement
+    placement = obey(given or {}, facts)
+    return replace(placement, marks=placement.marks or wish.marks(program))
+
+
+def bundle_facts(program: Program) -> list[BundleFacts]:
+    """Return what rules know of a program's bundles: each with its gradients and state."""
+    beside: dict[str, int] = {}
+    for datum in program.data.values():
+        if datum.owner is not None and datum.kind in (ByteKind.GRADIENT, ByteKind.STATE):
+            beside[datum.owner] = beside.get(datum.owner, 0) + datum.nbytes
+    return [
+        BundleFacts(key, datum.nbytes + beside.get(key, 0))
+        for key, datum in program.data.items()
+        if datum.kind in (ByteKind.PARAMETERS, ByteKind.BUFFER)
+    ]
+
+
+def _with(result: PlanResult, timeline: Timeline) -> PlanResult:
+    told = dict.fromkeys((*result.assumptions, *timeline.assumptions))
+    return replace(result, timeline=timeline, assumptions=tuple(told))

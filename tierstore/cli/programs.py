@@ -1,0 +1,207 @@
+"""What ``tierstore plan`` is asked about: a function that makes a model, a ``config.json``, or a trace.
+
+1. No model is ever anywhere: it is made and run for one step on the meta device.
+2. What a user's code prints goes to stderr: stdout is the verb's.
+3. A trace and a model together have to be of the same model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from tierstore.cli.functions import call, function_named, is_function_name, parameters_of, user_code
+from tierstore.cli.text_files import read_text
+from tierstore.config.checks import near
+from tierstore.errors import UsageError
+from tierstore.planning import ByteKind, Program
+from tierstore.planning.chrome import program_from_chrome
+from tierstore.quoting import listed, named
+from tierstore.training.tracing import Built, Grouping, trace_model
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+NO_OPTIMIZER = "none"
+_USUAL_OPTIMIZER = "adamw"
+_MOMENTUM = 0.9
+_MOST_TRACE_BYTES = 256 * 2**20
+_SHOWN_KEYS = 5
+_OFFERED = ("batch", "sequence", "dtype")
+_STANDING = (ByteKind.PARAMETERS, ByteKind.BUFFER)
+
+MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class ModelWish:
+    """What a command line says of the program.
+
+    Attributes:
+        model: ``module:function`` or the path of a ``config.json``; ``None``: the trace alone.
+        trace: the path of a trace; ``None``: the model alone.
+        batch, sequence: of inputs; ``None``: as the model's function says, else 1.
+        dtype: a name of `DTYPES`; ``None``: as the model says.
+        optimizer: the name of one; ``None``: as the model says, else AdamW.
+        grouping: what travels together in the run.
+    """
+
+    model: str | None = None
+    trace: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    grouping: Grouping = field(default_factory=Grouping)
+
+
+def program_of(wish: ModelWish) -> Program:
+    """Return what one step of what was asked about does.
+
+    Raises:
+        UsageError: nothing was asked about; the model cannot be made or traced; or the trace is of another.
+        ConfigError: the trace is none, or cannot be so.
+    """
+    if wish.trace is None and wish.model is None:
+        raise UsageError(
+            "say what to plan: MODEL as module:function or a config.json, or --program trace.json"
+        )
+    if wish.trace is None:
+        return _traced(wish)
+    program = program_from_chrome(read_text(Path(wish.trace), _MOST_TRACE_BYTES))
+    if wish.model is not None:
+        require_same(program, _traced(wish), wish.trace)
+    else:
+        _refuse_beside_trace(wish)
+    return program
+
+
+def require_same(trace: Program, model: Program, path: str) -> None:
+    """Raise unless a trace is of a model.
+
+    Raises:
+        UsageError: it is not; the first keys that differ are listed.
+    """
+    if trace.fingerprint and trace.fingerprint == model.fingerprint:
+        return
+    ours, theirs = _standing(model), _standing(trace)
+    differ = [key for key in dict.fromkeys((*ours, *theirs)) if ours.get(key) != theirs.get(key)]
+    if not differ and not (trace.fingerprint and model.fingerprint):
+        return
+    what = [f"{named(key)} ({_bytes(ours.get(key))}, {_bytes(theirs.get(key))})" for key in differ]
+    shown = listed(what, _SHOWN_KEYS, show=str, separator="; ") or "no key, but names or sizes within them"
+    raise UsageError(
+        f"{path} is a trace of another model, or of one grouped otherwise; what differs (bytes in the model, "
+        f"in the trace): {shown}. Give the one or the other"
+    )
+
+
+def optimizer_maker(name: str | None) -> MakeOptimizer | None:
+    """Return what makes an optimizer of parameters; ``None``: nothing is to be stepped.
+
+    Args:
+        name: of a class of ``torch.optim``, in any case; ``sgd-momentum``; ``none``; ``None``: AdamW.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    word = (name or _USUAL_OPTIMIZER).lower()
+    if word == NO_OPTIMIZER:
+        return None
+    if word == "sgd-momentum":
+        return lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=_MOMENTUM)
+    kinds = _optimizers()
+    kind = kinds.get(word)
+    if kind is None:
+        close = near(word, [*kinds, "sgd-momentum", NO_OPTIMIZER])
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UsageError(
+            f"--optimizer {named(name)}: torch.optim has none of that name{hint}; accepted: "
+            f"{', '.join([*kinds, 'sgd-momentum', NO_OPTIMIZER])}"
+        )
+    return lambda parameters: kind(parameters, lr=1e-3)
+
+
+def _optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    """Return the optimizers of PyTorch by name in small letters, but those for special gradients."""
+    left_out = ("Optimizer", "LBFGS", "SparseAdam")
+    found = {name: each for name, each in vars(torch.optim).items() if isinstance(each, type)}
+    return {
+        name.lower(): each
+        for name, each in sorted(found.items())
+        if issubclass(each, torch.optim.Optimizer) and name not in left_out
+    }
+
+
+def _traced(wish: ModelWish) -> Program:
+    assert wish.model is not None
+    name = wish.model
+    build = _function_build(wish) if is_function_name(name) else _config_build(wish)
+    with contextlib.redirect_stdout(sys.stderr), user_code(f"a step of {name}"):
+        program = trace_model(
+            build,
+            optimizer=optimizer_maker(wish.optimizer),
+            batch=wish.batch or 1,
+            sequence=wish.sequence,
+            grouping=wish.grouping,
+        )
+    return replace(program, facts={**program.facts, **_facts(wish)})
+
+
+def _function_build(wish: ModelWish) -> Callable[[], Built]:
+    """Return what calls the function of a user's that was named."""
+    name = wish.model
+    assert name is not None
+    with contextlib.redirect_stdout(sys.stderr):
+        function = function_named(name)
+    taken = parameters_of(function, name, _OFFERED)
+    values = {"batch": wish.batch, "sequence": wish.sequence, "dtype": wish.dtype and DTYPES[wish.dtype]}
+    given = {each: values[each] for each in taken if values[each] is not None}
+
+    def build() -> Built:
+        if wish.dtype is not None:
+            torch.set_default_dtype(DTYPES[wish.dtype])
+        built = call(function, name, given)
+        left = [each for each in ("batch", "sequence") if values[each] is not None and each not in given]
+        if left and isinstance(built, tuple) and len(built) > 1:
+            raise UsageError(
+                f"{name} returns inputs of its own: let it take {listed(left, show=str)}, or leave "
+                f"{listed([f'--{each}' for each in left], show=str)} out"
+            )
+        return built  # type: ignore[return-value]  # the tracer refuses what is something else
+
+    build.__qualname__ = name
+    return build
+
+
+def _config_build(wish: ModelWish) -> Callable[[], Built]:
+    raise UsageError(f"{wish.model}: no name of a function: write module:function, as my.models:llama")
+
+
+def _facts(wish: ModelWish) -> dict[str, str]:
+    found = {"batch": wish.batch, "sequence": wish.sequence, "dtype": wish.dtype}
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _refuse_beside_trace(wish: ModelWish) -> None:
+    """Refuse what a trace has decided already."""
+    given = [name for name in (*_OFFERED, "optimizer") if getattr(wish, name) is not None]
+    if given:
+        options = listed([f"--{name}" for name in given], show=str)
+        raise UsageError(f"a trace says what was run: leave {options} out, or give a MODEL instead")
+
+
+def _standing(program: Program) -> dict[str, int]:
+    return {key: each.nbytes for key, each in program.data.items() if each.kind in _STANDING}
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "none" if nbytes is None else str(nbytes)
