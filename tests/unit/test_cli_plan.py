@@ -147,9 +147,22 @@ def test_the_dtype_is_what_parameters_are_made_in(capsys: _Output) -> None:
 def test_an_optimizer_s_state_is_counted(capsys: _Output) -> None:
     kept = {
         name: _bytes_of(_planned(_named("alone"), "--optimizer", name, capsys=capsys), "state")
-        for name in ("adamw", "SGD", "sgd-momentum", "none")
+        for name in ("adamw", "SGD", "momentum", "none")
     }
-    assert kept["adamw"] > kept["sgd-momentum"] > kept["SGD"] == kept["none"] == 0
+    assert kept["adamw"] > kept["momentum"] > kept["SGD"] == kept["none"] == 0
+
+
+def test_a_config_json_is_a_model(place: Path, capsys: _Output) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, **sizes}
+    (place / "config.json").write_text(json.dumps(config))
+    found = _planned("config.json", "--sequence", "8", "--dtype", "bfloat16", capsys=capsys)
+    parameters = 2 * 96 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+    program = found["program"]
+    assert isinstance(program, dict)
+    assert program["facts"]["parameters"] == str(parameters)
+    assert _bytes_of(found, "parameters") >= 2 * parameters
 
 
 def _peak(found: dict[str, object]) -> int:
@@ -220,11 +233,16 @@ _WRONG: dict[str, tuple[list[str], str]] = {
     "a model that raises": ([_named("Breaks")], "KeyError"),
     "a model that leaves": ([_named("Exits")], "SystemExit"),
     "inputs of its own": ([_named("build"), "--sequence", "3"], "let it take sequence"),
+    "an optimizer of its own": ([_named("build"), "--optimizer", "sgd"], "leave --optimizer out"),
+    "neither function nor file": (["llama"], "neither module:function"),
+    "a config.json that is not there": (["no/config.json"], "cannot be read"),
+    "a config.json of no known kind": (["unknown.json"], "no architecture"),
+    "a config.json that is none": (["broken.json"], "no config.json"),
     "no count": ([_named("build"), "--batch", "0"], "a whole number, 1 or more"),
     "a count that is none": ([_named("build"), "--sequence", "1e3"], "a whole number, 1 or more"),
     "a huge count": ([_named("build"), "--batch", "9" * 30], "a whole number"),
     "no dtype": ([_named("alone"), "--dtype", "int3"], "invalid choice"),
-    "no optimizer": ([_named("alone"), "--optimizer", "AdamX"], "did you mean adam"),
+    "no optimizer": ([_named("alone"), "--optimizer", "AdamX"], "accepted: adamw"),
     "no size": ([_named("build"), "--max-device-memory", "8 apples"], "not a size"),
     "a negative size": ([_named("build"), "--max-disk=-1"], "not a size"),
     "a device quota of 0": ([*_HERE, "--max-device-memory", "0"], "nothing can be computed"),
@@ -255,6 +273,8 @@ def test_whatever_is_wrong_is_one_line_and_exit_code_2(what: str, place: Path, c
     (place / "wrong.yaml").write_text("max_device_memry: 1MB\n")
     (place / "nan.yaml").write_text(_NAN)
     (place / "list.yaml").write_text("- 1\n")
+    (place / "unknown.json").write_text('{"model_type": "lama", "architectures": ["LamaForCausalLM"]}')
+    (place / "broken.json").write_text('{"model_type": ')
     (place / "foreign.yaml").write_text("bundles: [{keys: [param/nobody], is_pinned: true}]\n")
     (place / "unknown.yaml").write_text("bundels: []\nstashing: always\n")
     if "trace.json" in words:

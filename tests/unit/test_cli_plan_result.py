@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tierstore.cli.plan_result import PlanResult, busy_shares, ideal_s, step_bound, to_mapping
-from tierstore.cli.plan_text import seconds_text, to_lines
+from tierstore.cli.plan_text import to_lines
 from tierstore.planning import (
     Account,
     ByteKind,
@@ -171,21 +171,6 @@ def test_a_person_reads_the_same_facts() -> None:
         "why       nothing is better",
         "assumed   assumed True at model.mask",
     ]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (2e-9, "2 ns"),
-        (4.25e-6, "4.25 us"),
-        (0.0123, "12.3 ms"),
-        (61.0, "61 s"),
-        (12345.6, "12,346 s"),
-    ],
-)
-def test_seconds_have_three_digits(seconds: float, text: str) -> None:
-    assert seconds_text(seconds) == text
 
 
 def test_a_step_that_takes_no_time_is_shown_as_well() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from tierstore.cli.finding import RunWish, find
 from tierstore.cli.machines import machine_of
 from tierstore.cli.plan_result import PlanResult, step_bound, to_mapping
-from tierstore.cli.plan_text import bound_text, seconds_text, to_lines
+from tierstore.cli.plan_text import bound_text, to_lines
 from tierstore.cli.programs import DTYPES, ModelWish, program_of
 from tierstore.cli.run_document import run_document, to_yaml
+from tierstore.cli.seconds import format_seconds
 from tierstore.cli.text_files import read_text, require_places, write_text
 from tierstore.config import OffloadConfig, yaml_text
 from tierstore.config.document import load
@@ -62,9 +63,11 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--program", metavar="TRACE", help="a trace that a run recorded, instead of a model")
     parser.add_argument("--batch", type=_count, metavar="N", help="how many inputs a step has (default: 1)")
     parser.add_argument("--sequence", type=_count, metavar="N", help="how many tokens each input has")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of parameters (default: as the model says)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of parameters (default: as the model says)")
     parser.add_argument(
-        "--optimizer", metavar="NAME", help="a class of torch.optim, sgd-momentum or none (default: AdamW)"
+        "--optimizer",
+        metavar="NAME",
+        help="one of torch.optim's, momentum for SGD with it, or none (default: adamw)",
     )
 
 
@@ -144,7 +147,7 @@ def _remarks(result: PlanResult) -> list[str]:
     bound = bound_text(step_bound(result.timeline, result.machine))
     return [
         f"{WRITTEN_BY} for {result.program.name} on {result.machine.name}",
-        f"predicted: {seconds_text(result.timeline.step_s)} a step; {bound}",
+        f"predicted: {format_seconds(result.timeline.step_s)} a step; {bound}",
         *([result.why] if result.why else []),
         *(f"assumed: {each}" for each in result.assumptions),
     ]

@@ -14,6 +14,7 @@ from tierstore.cli.plan_result import (
     share_of_ideal,
     step_bound,
 )
+from tierstore.cli.seconds import format_seconds
 from tierstore.planning import Timeline
 from tierstore.planning.timeline import COMPUTE
 from tierstore.training.tracing import RESIDENT_PEAK
@@ -21,7 +22,6 @@ from tierstore.units import format_bytes
 
 _SHOWN_LARGEST = 3
 _SHOWN_BUSY = 4
-_SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def to_lines(result: PlanResult) -> Iterator[str]:
@@ -42,14 +42,6 @@ def to_lines(result: PlanResult) -> Iterator[str]:
         yield _line("assumed", assumption)
 
 
-def seconds_text(seconds: float) -> str:
-    """Return seconds with three digits and the unit that suits them."""
-    for factor, unit in _SECOND_UNITS:
-        if seconds >= factor:
-            return f"{_digits(seconds / factor)} {unit}"
-    return "0 s" if seconds == 0 else f"{_digits(seconds / 1e-9)} ns"
-
-
 def share_text(share: float) -> str:
     """Return a share as a percentage."""
     return f"{share * 100:.1f} %" if share < 0.1 else f"{share * 100:.0f} %"
@@ -65,10 +57,6 @@ def bound_text(bound: StepBound) -> str:
 
 def _line(about: str, text: str) -> str:
     return f"{about:<9} {' '.join(text.split())}"
-
-
-def _digits(number: float) -> str:
-    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 def _program(result: PlanResult) -> str:
@@ -97,7 +85,7 @@ def _predicted(result: PlanResult, timeline: Timeline) -> Iterator[str]:
     others = list(busy_shares(timeline, result.machine).items())[:_SHOWN_BUSY]
     yield _line("busy", ", ".join(f"{name} {share_text(share)}" for name, share in others) or "nothing")
     stalls = by_cause(timeline.stall_s)
-    waits = ", ".join(f"{cause} {seconds_text(seconds)}" for cause, seconds in stalls.items())
+    waits = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in stalls.items())
     yield _line("waits", f"{waits} a step" if waits else "never")
     yield from _peaks(result, timeline)
     moved = {name: nbytes for name, nbytes in timeline.moved_bytes.items() if nbytes}
@@ -105,14 +93,14 @@ def _predicted(result: PlanResult, timeline: Timeline) -> Iterator[str]:
 
 
 def _step(result: PlanResult, timeline: Timeline) -> Iterator[str]:
-    yield f"{seconds_text(timeline.step_s)} predicted"
+    yield f"{format_seconds(timeline.step_s)} predicted"
     share = share_of_ideal(result)
     if share is not None:
-        ideal = seconds_text(ideal_s(result.program, result.machine))
+        ideal = format_seconds(ideal_s(result.program, result.machine))
         yield f"{share_text(share)} of the speed of unlimited memory ({ideal})"
     if result.bound_s is not None and result.bound_s > 0:
         above = max(0.0, timeline.step_s / result.bound_s - 1)
-        yield f"at most {share_text(above)} above the best that can be ({seconds_text(result.bound_s)})"
+        yield f"at most {share_text(above)} above the best that can be ({format_seconds(result.bound_s)})"
 
 
 def _peaks(result: PlanResult, timeline: Timeline) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,28 +17,19 @@ import torch
 
 from tierstore.cli.functions import call, function_named, is_function_name, parameters_of, user_code
 from tierstore.cli.text_files import read_text
-from tierstore.config.checks import near
 from tierstore.errors import UsageError
 from tierstore.planning import ByteKind, Program
 from tierstore.planning.chrome import program_from_chrome
 from tierstore.quoting import listed, named
-from tierstore.training.tracing import Built, Grouping, trace_model
+from tierstore.training.tracing import Built, Grouping, build_from_config, optimizer_named, trace_model
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
-NO_OPTIMIZER = "none"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 _USUAL_OPTIMIZER = "adamw"
-_MOMENTUM = 0.9
 _MOST_TRACE_BYTES = 256 * 2**20
 _SHOWN_KEYS = 5
+_CONFIG = ".json"
 _OFFERED = ("batch", "sequence", "dtype")
 _STANDING = (ByteKind.PARAMETERS, ByteKind.BUFFER)
-
-MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -49,7 +40,7 @@ class ModelWish:
         model: ``module:function`` or the path of a ``config.json``; ``None``: the trace alone.
         trace: the path of a trace; ``None``: the model alone.
         batch, sequence: of inputs; ``None``: as the model's function says, else 1.
-        dtype: a name of `DTYPES`; ``None``: as the model says.
+        dtype: one of `DTYPES`; ``None``: as the model says.
         optimizer: the name of one; ``None``: as the model says, else AdamW.
         grouping: what travels together in the run.
     """
@@ -104,51 +95,14 @@ def require_same(trace: Program, model: Program, path: str) -> None:
     )
 
 
-def optimizer_maker(name: str | None) -> MakeOptimizer | None:
-    """Return what makes an optimizer of parameters; ``None``: nothing is to be stepped.
-
-    Args:
-        name: of a class of ``torch.optim``, in any case; ``sgd-momentum``; ``none``; ``None``: AdamW.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
-    word = (name or _USUAL_OPTIMIZER).lower()
-    if word == NO_OPTIMIZER:
-        return None
-    if word == "sgd-momentum":
-        return lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=_MOMENTUM)
-    kinds = _optimizers()
-    kind = kinds.get(word)
-    if kind is None:
-        close = near(word, [*kinds, "sgd-momentum", NO_OPTIMIZER])
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UsageError(
-            f"--optimizer {named(name)}: torch.optim has none of that name{hint}; accepted: "
-            f"{', '.join([*kinds, 'sgd-momentum', NO_OPTIMIZER])}"
-        )
-    return lambda parameters: kind(parameters, lr=1e-3)
-
-
-def _optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """Return the optimizers of PyTorch by name in small letters, but those for special gradients."""
-    left_out = ("Optimizer", "LBFGS", "SparseAdam")
-    found = {name: each for name, each in vars(torch.optim).items() if isinstance(each, type)}
-    return {
-        name.lower(): each
-        for name, each in sorted(found.items())
-        if issubclass(each, torch.optim.Optimizer) and name not in left_out
-    }
-
-
 def _traced(wish: ModelWish) -> Program:
     assert wish.model is not None
     name = wish.model
-    build = _function_build(wish) if is_function_name(name) else _config_build(wish)
+    build = _function_build(wish, name) if is_function_name(name) else _config_build(wish, name)
     with contextlib.redirect_stdout(sys.stderr), user_code(f"a step of {name}"):
         program = trace_model(
             build,
-            optimizer=optimizer_maker(wish.optimizer),
+            optimizer=optimizer_named(wish.optimizer or _USUAL_OPTIMIZER),
             batch=wish.batch or 1,
             sequence=wish.sequence,
             grouping=wish.grouping,
@@ -156,34 +110,53 @@ def _traced(wish: ModelWish) -> Program:
     return replace(program, facts={**program.facts, **_facts(wish)})
 
 
-def _function_build(wish: ModelWish) -> Callable[[], Built]:
+def _function_build(wish: ModelWish, name: str) -> Callable[[], Built]:
     """Return what calls the function of a user's that was named."""
-    name = wish.model
-    assert name is not None
     with contextlib.redirect_stdout(sys.stderr):
         function = function_named(name)
     taken = parameters_of(function, name, _OFFERED)
-    values = {"batch": wish.batch, "sequence": wish.sequence, "dtype": wish.dtype and DTYPES[wish.dtype]}
+    dtype = _dtype(wish.dtype)
+    values = {"batch": wish.batch, "sequence": wish.sequence, "dtype": dtype}
     given = {each: values[each] for each in taken if values[each] is not None}
 
     def build() -> Built:
-        if wish.dtype is not None:
-            torch.set_default_dtype(DTYPES[wish.dtype])
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
         built = call(function, name, given)
-        left = [each for each in ("batch", "sequence") if values[each] is not None and each not in given]
-        if left and isinstance(built, tuple) and len(built) > 1:
-            raise UsageError(
-                f"{name} returns inputs of its own: let it take {listed(left, show=str)}, or leave "
-                f"{listed([f'--{each}' for each in left], show=str)} out"
-            )
+        _refuse_beside_own(built, wish, name, given)
         return built  # type: ignore[return-value]  # the tracer refuses what is something else
 
     build.__qualname__ = name
     return build
 
 
-def _config_build(wish: ModelWish) -> Callable[[], Built]:
-    raise UsageError(f"{wish.model}: no name of a function: write module:function, as my.models:llama")
+def _refuse_beside_own(built: object, wish: ModelWish, name: str, given: Mapping[str, object]) -> None:
+    """Refuse what a function has decided by what it returned."""
+    parts = len(built) if isinstance(built, tuple) else 1
+    asked = ("batch", "sequence") if parts > 1 else ()
+    left = [each for each in asked if getattr(wish, each) is not None and each not in given]
+    if left:
+        raise UsageError(
+            f"{name} returns inputs of its own: let it take {listed(left, show=str)}, or leave "
+            f"{listed([f'--{each}' for each in left], show=str)} out"
+        )
+    if parts > 2 and wish.optimizer is not None:
+        raise UsageError(f"{name} returns an optimizer of its own: leave --optimizer out")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    found: torch.dtype | None = None if name is None else getattr(torch, name)
+    return found
+
+
+def _config_build(wish: ModelWish, name: str) -> Callable[[], Built]:
+    """Return what makes the model that a ``config.json`` describes."""
+    if not (name.endswith(_CONFIG) or Path(name).is_file()):
+        raise UsageError(
+            f"{named(name)} is neither module:function, as my.models:llama, nor the path of a config.json"
+        )
+    with contextlib.redirect_stdout(sys.stderr):
+        return build_from_config(Path(name), batch=wish.batch or 1, sequence=wish.sequence, dtype=wish.dtype)
 
 
 def _facts(wish: ModelWish) -> dict[str, str]:
