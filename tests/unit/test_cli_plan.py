@@ -10,6 +10,7 @@ import pytest
 
 from tests.training.twins import assert_same  # noqa: F401
 from tierstore.cli import main
+from tierstore.cli.machines import sheet_name
 from tierstore.config import OffloadConfig
 from tierstore.planning.chrome import trace_from_chrome
 from tierstore.units import MIB
@@ -219,6 +220,57 @@ def test_a_program_that_does_not_fit_writes_nothing(place: Path) -> None:
     assert not (place / "trace.json").exists()
 
 
+def test_a_page_shows_what_would_happen(place: Path) -> None:
+    assert main(["plan", *_HERE, "--page", "plan.html"]) == 0
+    page = (place / "plan.html").read_text()
+    assert page.lower().startswith("<!doctype html>")
+    assert "host-&gt;device" in page or "host->device" in page
+
+
+def test_a_run_s_yaml_is_written_again_but_not_over_what_somebody_else_wrote(
+    place: Path, capsys: _Output
+) -> None:
+    for _ in range(2):
+        assert main(["plan", *_HERE, "--write", "planned.yaml"]) == 0
+    before = (place / "run.yaml").read_text()
+    assert main(["plan", *_HERE, "--write", "run.yaml"]) == 2
+    assert "was not written by tierstore plan" in capsys.readouterr().err
+    assert (place / "run.yaml").read_text() == before
+
+
+# ------------------------------------------------------------------------------------ several at once
+
+
+def test_a_sweep_is_a_table_with_what_fits_and_a_picture(place: Path, capsys: _Output) -> None:
+    words = ["--sweep", "max_device_memory=128KB..2MB:3"]
+    assert main(["plan", *_HERE, *words, "--png", "sweep.png"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[1:]] == ["128.0", "512.0", "2.0"]
+    assert "does not fit" in rows[1]
+    assert (place / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", *_HERE, *words, "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["fits"] for point in points] == [False, True, True]
+
+
+def test_a_sweep_in_which_nothing_fits_ends_with_1() -> None:
+    assert main(["plan", *_HERE, "--sweep", "max_device_memory=64KB..128KB:2"]) == 1
+
+
+def test_two_placements_stand_side_by_side(place: Path, capsys: _Output) -> None:
+    (place / "high.yaml").write_text("high: {device: 0.5}\n")
+    words = ["--compare", "rules", "high.yaml"]
+    assert main(["plan", *_HERE, *words, "--page", "both.html"]) == 0
+    printed = capsys.readouterr().out
+    assert "seconds of a step" in printed
+    assert "device writes back above 0.5" in printed
+    assert main(["plan", *_HERE, *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["a"]["placement"]["high"] == {}
+    assert found["b"]["placement"]["high"] == {"device": 0.5}
+    assert (place / "both.html").exists()
+
+
 # ------------------------------------------------------------------------------------ what is wrong
 
 _WRONG: dict[str, tuple[list[str], str]] = {
@@ -263,6 +315,17 @@ _WRONG: dict[str, tuple[list[str], str]] = {
     "a trace of another depth": (["--program", "trace.json", _named("deeper")], "param/6.0.weight"),
     "a directory to write to": ([*_HERE, "--write", "."], "is a directory"),
     "nowhere to write to": ([*_HERE, "--trace", "no/such/trace.json"], "is not there"),
+    "no sweep": ([*_HERE, "--sweep", "max_device_memory=1GB"], "LEAST..MOST"),
+    "a sweep of a tier that is not there": (
+        [_named("build"), "--sweep", "max_device_memory=1GB..2GB"],
+        "no tier",
+    ),
+    "a sweep and a comparison": ([*_HERE, "--sweep", "x", "--compare", "a", "b"], "a question of its own"),
+    "a sweep that writes a run": ([*_HERE, "--sweep", "x", "--write", "y"], "leave --write out"),
+    "a sweep with a page": ([*_HERE, "--sweep", "x", "--page", "y"], "leave --page out"),
+    "a picture of nothing": ([*_HERE, "--png", "y"], "--png draws a sweep"),
+    "a comparison with nothing": ([*_HERE, "--compare", "rules", "no.yaml"], "No such file"),
+    "a machine of no known name": ([_named("build"), "--machine", "h1000"], "h100"),
     "one file for two": ([*_HERE, "--trace", "x", "--write", "x"], "twice"),
 }
 
@@ -308,6 +371,30 @@ def test_a_trace_of_another_model_names_five_keys_and_how_many_more(capsys: _Out
     told = capsys.readouterr().err
     assert told.count("param/") == 5
     assert "more" in told
+
+
+def test_a_machine_of_the_sheet_has_its_figures(capsys: _Output) -> None:
+    found = _planned(_named("build"), "--machine", "a100-80gb", capsys=capsys)
+    machine = found["machine"]
+    assert isinstance(machine, dict)
+    assert machine["capacity_bytes"]["device"] == 80 * 10**9
+    assert found["share_of_ideal"] is not None
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla K80", None),
+    ],
+)
+def test_the_sheet_is_asked_for_what_torch_calls_an_accelerator(device: str, name: str | None) -> None:
+    assert sheet_name(device) == name
 
 
 def test_a_machine_without_a_disk_has_none(capsys: _Output) -> None:

@@ -12,6 +12,7 @@ from tierstore.cli.plan_result import PlanResult
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError
 from tierstore.planning import ByteKind, Machine, PlacedMark, Placement, Program, Timeline
+from tierstore.planning.roofline import roofline
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey
 from tierstore.planning.simulating import Conditions, simulate
 from tierstore.training.activations import Sections
@@ -26,11 +27,13 @@ class RunWish:
         settings: its configuration.
         sections: what its document says happens to activations.
         placement: plain values of one that is to be simulated; ``None``: the configuration's.
+        section_values: the sections as they were written.
     """
 
     settings: OffloadConfig
     sections: Sections = field(default_factory=Sections)
     placement: Mapping[str, object] | None = None
+    section_values: Mapping[str, object] = field(default_factory=dict)
 
     def marks(self, program: Program) -> tuple[PlacedMark, ...]:
         """Return what the document says happens to activations of a program.
@@ -54,6 +57,7 @@ def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, 
     Raises:
         ConfigError: a placement that is given does not fit the program or the machine.
     """
+    program = roofline(program, machine)
     conditions = conditions_of(wish.settings, machine)
     given = given_placement(program, machine, wish)
     assumptions = tuple(dict.fromkeys((*remarks, *program.assumptions)))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from tierstore.cli.text_files import read_text
-from tierstore.cli.this_machine import EmulatedDevice, this_machine
+from tierstore.cli.this_machine import EmulatedDevice, device_name, this_machine
 from tierstore.config import OffloadConfig, yaml_text
 from tierstore.config import machine as here
 from tierstore.errors import UsageError
 from tierstore.planning import Machine, TierMedium
+from tierstore.planning.accelerators import SHEET, accelerator
 from tierstore.planning.machine_text import machine_from_yaml
 from tierstore.quoting import named
 from tierstore.units import format_bytes, parse_bytes, parse_rate
 
+_ENDINGS = (".yaml", ".yml")
 _OPTIONS = {"device": "--max-device-memory", "host": "--max-host-memory", "disk": "--max-disk"}
 _KEYS = {"device": "max_device_memory", "host": "offload_cpu_size", "disk": "offload_disk_size"}
 
@@ -101,6 +104,9 @@ def _quotas_of(settings: OffloadConfig) -> dict[str, int]:
 
 
 def _named(given: str) -> Machine:
+    is_file = given.endswith(_ENDINGS) or "/" in given or Path(given).is_file()
+    if not is_file:
+        return accelerator(given)
     return machine_from_yaml(read_text(Path(given), yaml_text.MOST_BYTES))
 
 
@@ -113,7 +119,7 @@ def _here(settings: OffloadConfig, quotas: Mapping[str, int]) -> Machine:
                 "--max-device-memory has to be given: the emulated device has no memory of its own"
             )
         return this_machine(paths, emulated=_emulated(settings, quotas["device"]))
-    return this_machine(paths)
+    return this_machine(paths, _in_the_sheet())
 
 
 def _emulated(settings: OffloadConfig, capacity_bytes: int) -> EmulatedDevice:
@@ -124,3 +130,20 @@ def _emulated(settings: OffloadConfig, capacity_bytes: int) -> EmulatedDevice:
         float(parse_rate(rate)) if isinstance(rate, int | str) else None,
         float(latency_s) if isinstance(latency_s, int | float) else 0.0,
     )
+
+
+def _in_the_sheet() -> Machine | None:
+    """Return what the sheet says of this machine's accelerator."""
+    name = device_name()
+    found = None if name is None else sheet_name(name)
+    return None if found is None else accelerator(found)
+
+
+def sheet_name(device: str) -> str | None:
+    """Return what the sheet calls an accelerator that torch names; ``None``: it is not there.
+
+    Every part of the sheet's name has to be in torch's; of several the longest one counts.
+    """
+    parts = set(re.findall(r"[a-z]+[0-9]+[a-z]*|[0-9]+gb|[0-9]+|[a-z]+", device.lower()))
+    found = [name for name in SHEET if set(name.split("-")) <= parts]
+    return max(found, key=len, default=None)

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 
+from tierstore.cli.comparing import compare_json, compare_table
 from tierstore.cli.finding import RunWish, find
-from tierstore.cli.machines import machine_of
-from tierstore.cli.plan_result import PlanResult, step_bound, to_mapping
-from tierstore.cli.plan_text import bound_text, to_lines
+from tierstore.cli.machines import RunMachine, machine_of, with_quotas
+from tierstore.cli.plan_outputs import require_ours, write_pages, write_run, write_trace
+from tierstore.cli.plan_result import PlanResult, to_mapping
+from tierstore.cli.plan_text import to_lines
+from tierstore.cli.plan_wishes import RULES, model_wish, quotas_of, run_wish, with_placement
 from tierstore.cli.programs import DTYPES, ModelWish, program_of
-from tierstore.cli.run_document import run_document, to_yaml
-from tierstore.cli.seconds import format_seconds
-from tierstore.cli.text_files import read_text, require_places, write_text
-from tierstore.config import OffloadConfig, yaml_text
-from tierstore.config.document import load
+from tierstore.cli.sweep import Sweep, parse_sweep, sweep_json, sweep_table, swept, write_sweep_png
+from tierstore.cli.text_files import require_places
 from tierstore.errors import ConfigError, UsageError
-from tierstore.planning.chrome import TraceParts, trace_to_chrome
-from tierstore.planning.rules import small_bytes
+from tierstore.planning import Program
 from tierstore.quoting import quoted
-from tierstore.training.activations import Sections, read_sections, section_values
-from tierstore.training.bundles.grouping import SMALL_BYTES
-from tierstore.training.tracing import Grouping
 from tierstore.units import parse_bytes
 
 _FITS = 0
 _DOES_NOT_FIT = 1
 _COUNT_DIGITS = 10
-
-WRITTEN_BY = "written by tierstore plan"
-"""What the YAML of a run begins with."""
+_SIZE_DIGITS = 19
+_TIER_OF = {"max_device_memory": "device", "offload_cpu_size": "host", "offload_disk_size": "disk"}
 
 
 def add_to(
@@ -92,8 +87,24 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help=f"put two placements side by side, each predicted as it is: files, or {RULES!r} for what is "
+        "decided without a search",
+    )
+    parser.add_argument(
+        "--sweep",
+        metavar="QUOTA=LEAST..MOST",
+        help="plan for several quotas, as max_device_memory=4GB..80GB:12",
+    )
+    parser.add_argument("--png", metavar="FILE", help="with --sweep: draw seconds against memory")
     parser.add_argument("--write", metavar="FILE", help="write the YAML for the run, which offload() takes")
-    parser.add_argument("--trace", metavar="FILE", help="write what would happen when, for Perfetto")
+    parser.add_argument(
+        "--page", metavar="FILE", help="write a page of HTML that shows what would happen when"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write that as a trace, for Perfetto and --program")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -103,105 +114,94 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: the call is wrong, or what it names cannot be read, made or written.
     """
-    require_places([each for each in (options.write, options.trace) if each is not None])
-    wish = _wish(options)
-    planned_for = machine_of(options.machine, wish.settings, _quotas(options))
-    program = program_of(_model(options, wish.settings, planned_for.machine.tiers[0].capacity_bytes))
-    result = find(program, planned_for.machine, wish, planned_for.remarks)
-    _tell(result, is_json=options.json)
-    _write(options, wish, result)
+    _require_one_question(options)
+    if options.sweep is not None:
+        return _sweep(options, parse_sweep(options.sweep))
+    wish = run_wish(options)
+    found_on = machine_of(options.machine, wish.settings, quotas_of(options))
+    wishes = [with_placement(wish, each) for each in options.compare or ()]
+    program = program_of(_model(options, wish, found_on))
+    if options.compare is not None:
+        return _compare(options, [find(program, found_on.machine, each, found_on.remarks) for each in wishes])
+    result = find(program, found_on.machine, wish, found_on.remarks)
+    _print(options, to_mapping(result), "\n".join(to_lines(result)))
+    if options.write is not None:
+        write_run(options.write, wish, result)
+    if options.trace is not None:
+        write_trace(options.trace, result)
+    if options.page is not None:
+        write_pages(options.page, [result], f"{program.name} on {found_on.machine.name}")
     return _FITS if result.fits else _DOES_NOT_FIT
 
 
-def _tell(result: PlanResult, *, is_json: bool) -> None:
-    if is_json:
-        print(json.dumps(to_mapping(result), allow_nan=False, indent=2))
-        return
-    for line in to_lines(result):
-        print(line)
-
-
-def _write(options: argparse.Namespace, wish: RunWish, result: PlanResult) -> None:
-    """Write what was asked for; of a program that does not fit there is nothing."""
-    if result.timeline is None or result.placement is None:
-        return
+def _require_one_question(options: argparse.Namespace) -> None:
+    """Refuse what goes with nothing else, before anything is computed."""
     if options.write is not None:
-        document = run_document(wish.settings, result.machine, result.placement, _kept(options, wish, result))
-        write_text(Path(options.write), to_yaml(document, _remarks(result)))
-    if options.trace is not None:
-        parts = TraceParts(result.timeline, result.program, result.machine, result.placement)
-        write_text(Path(options.trace), trace_to_chrome(parts))
-
-
-def _kept(options: argparse.Namespace, wish: RunWish, result: PlanResult) -> Mapping[str, object] | None:
-    """Return the sections of the configuration if they still say what happens to activations."""
-    given = () if result.placement is None else result.placement.marks
-    if options.config is None or not given or given != wish.marks(result.program):
-        return None
-    return section_values(load(Path(options.config)))
-
-
-def _remarks(result: PlanResult) -> list[str]:
-    """Return what is said at the beginning of a run's YAML."""
-    assert result.timeline is not None
-    bound = bound_text(step_bound(result.timeline, result.machine))
-    return [
-        f"{WRITTEN_BY} for {result.program.name} on {result.machine.name}",
-        f"predicted: {format_seconds(result.timeline.step_s)} a step; {bound}",
-        *([result.why] if result.why else []),
-        *(f"assumed: {each}" for each in result.assumptions),
-    ]
-
-
-# ------------------------------------------------------------------------------------ what was asked
-
-
-def _wish(options: argparse.Namespace) -> RunWish:
-    settings, sections = OffloadConfig(), Sections()
-    if options.config is not None:
-        settings, sections = OffloadConfig.from_yaml(options.config), read_sections(options.config)
-    placement = None if options.placement is None else _placement(options.placement)
-    return RunWish(settings, sections, placement)
-
-
-def _placement(path: str) -> Mapping[str, object]:
-    """Return the plain values of a placement: alone in its file, or in the configuration of a run."""
-    given = yaml_text.parse(read_text(Path(path), yaml_text.MOST_BYTES), path)
-    if not isinstance(given, Mapping):
-        raise UsageError(f"{path}: {quoted(given)} is no placement; accepted: a mapping of its keys")
-    if "offload_config" in given:
-        given = OffloadConfig.from_document(given).placement or {}
-    return given
-
-
-def _model(options: argparse.Namespace, settings: OffloadConfig, fastest_bytes: int) -> ModelWish:
-    smallest = settings.buffer_min_size
-    return ModelWish(
-        model=options.model,
-        trace=options.program,
-        batch=options.batch,
-        sequence=options.sequence,
-        dtype=options.dtype,
-        optimizer=options.optimizer,
-        grouping=Grouping(
-            min(SMALL_BYTES, small_bytes(fastest_bytes)), None if smallest is None else parse_bytes(smallest)
-        ),
+        require_ours(options.write)
+    require_places(
+        [each for each in (options.write, options.trace, options.page, options.png) if each is not None]
     )
+    asked = [f"--{name}" for name in ("sweep", "compare", "placement") if getattr(options, name) is not None]
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(asked)}: each is a question of its own; give one of them")
+    one_run = [f"--{name}" for name in ("write", "trace") if getattr(options, name) is not None]
+    if asked and asked[0] != "--placement" and one_run:
+        raise UsageError(f"{asked[0]} predicts several runs: leave {' and '.join(one_run)} out")
+    if options.sweep is not None and options.page is not None:
+        raise UsageError("--sweep has no timeline to show: leave --page out, or give --png")
+    if options.png is not None and options.sweep is None:
+        raise UsageError("--png draws a sweep: give --sweep, or --page for one run")
 
 
-def _quotas(options: argparse.Namespace) -> dict[str, int]:
-    given = {"device": options.max_device_memory, "host": options.max_host_memory, "disk": options.max_disk}
-    return {tier: nbytes for tier, nbytes in given.items() if nbytes is not None}
+def _compare(options: argparse.Namespace, results: list[PlanResult]) -> int:
+    first, second = results
+    names = (options.compare[0], options.compare[1])
+    _print(options, compare_json(first, second), compare_table(first, second, names=names))
+    if options.page is not None:
+        write_pages(options.page, results, f"{names[0]} and {names[1]}")
+    return _FITS if all(each.fits for each in results) else _DOES_NOT_FIT
+
+
+def _sweep(options: argparse.Namespace, sweep: Sweep) -> int:
+    """Plan for each quota; the program is traced again only where quotas group it otherwise."""
+    wish = run_wish(options)
+    tier = _TIER_OF[sweep.name]
+    beside = {name: nbytes for name, nbytes in quotas_of(options).items() if name != tier}
+    whole = machine_of(options.machine, wish.settings, {**beside, tier: max(sweep.quotas_bytes)})
+    traced: Callable[[ModelWish], Program] = cache(program_of)
+
+    def plan(quota_bytes: int) -> PlanResult:
+        found_on = with_quotas(whole.machine, {tier: quota_bytes})
+        return find(traced(_model(options, wish, found_on)), found_on.machine, wish, whole.remarks)
+
+    points = swept(sweep, plan)
+    _print(options, {"name": sweep.name, "points": sweep_json(points)}, sweep_table(points))
+    if options.png is not None:
+        try:
+            write_sweep_png(points, options.png, name=sweep.name)
+        except OSError as cause:
+            raise UsageError(f"{options.png}: cannot be written: {cause.strerror or cause}") from cause
+    return _FITS if any(point.step_s is not None for point in points) else _DOES_NOT_FIT
+
+
+def _model(options: argparse.Namespace, wish: RunWish, found_on: RunMachine) -> ModelWish:
+    return model_wish(options, wish.settings, found_on.machine.tiers[0].capacity_bytes)
+
+
+def _print(options: argparse.Namespace, facts: object, text: str) -> None:
+    print(json.dumps(facts, allow_nan=False, indent=2) if options.json else text)
 
 
 def _count(text: str) -> int:
-    if text.isascii() and text.isdecimal() and int(text[:_COUNT_DIGITS]) > 0 and len(text) < _COUNT_DIGITS:
+    if text.isascii() and text.isdecimal() and len(text) < _COUNT_DIGITS and int(text):
         return int(text)
     raise argparse.ArgumentTypeError(f"{quoted(text)}; accepted: a whole number, 1 or more")
 
 
 def _size(text: str) -> int:
     try:
-        return parse_bytes(int(text) if text.isascii() and text.isdecimal() else text)
+        return parse_bytes(
+            int(text) if text.isascii() and text.isdecimal() and len(text) < _SIZE_DIGITS else text
+        )
     except ConfigError as fault:
         raise argparse.ArgumentTypeError(str(fault)) from fault
