@@ -271,7 +271,7 @@ class LedgerStore:
         """Let the leased replicas be keys of their own; return whether there are others left behind."""
         places = {granted.place: names[granted.key] for granted in self._granted[lease]}
         request = self.ask(lambda n: m.SplitRequested(n, lease, places))
-        self._answers.pop(request)
+        self.wait(request, list(names), 0)
         return self._granted.pop(request, None) is not None
 
     def rename(self, names: Mapping[str, str]) -> None:
