@@ -73,10 +73,9 @@ class Branches(Breaks):
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Go to a directory with models and an emulated device's configuration."""
     (tmp_path / f"{_MODULE}.py").write_text(_SOURCE)
-    (tmp_path / "run.yaml").write_text(
-        "device: emulated\nmax_device_memory: 1MB\noffload_cpu_size: 64MB\noffload_disk_size: 0\n"
-        "host_mem_block_size: 1MB\n"
-    )
+    free = "device: emulated\nmax_device_memory: 1MB\noffload_cpu_size: 64MB\noffload_disk_size: 0\n"
+    (tmp_path / "free.yaml").write_text(free)
+    (tmp_path / "run.yaml").write_text(f"{free}auto_offload: false\n")  # nothing is looked for
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, _MODULE, raising=False)
     return tmp_path
@@ -87,6 +86,7 @@ def _named(function: str) -> str:
 
 
 _HERE = [_named("build"), "--config", "run.yaml"]
+_FREE = [_named("build"), "--config", "free.yaml"]
 
 
 def _planned(*words: str, capsys: _Output) -> dict[str, object]:
@@ -158,7 +158,9 @@ def test_a_config_json_is_a_model(place: Path, capsys: _Output) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, **sizes}
     (place / "config.json").write_text(json.dumps(config))
-    found = _planned("config.json", "--sequence", "8", "--dtype", "bfloat16", capsys=capsys)
+    found = _planned(
+        "config.json", "--sequence", "8", "--dtype", "bfloat16", "--placement", "rules", capsys=capsys
+    )
     parameters = 2 * 96 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     program = found["program"]
     assert isinstance(program, dict)
@@ -178,6 +180,48 @@ def _bytes_of(found: dict[str, object], kind: str) -> int:
     assert isinstance(program, dict)
     nbytes: int = program["data_bytes"].get(kind, 0)
     return nbytes
+
+
+# ------------------------------------------------------------------------------------ what it chooses
+
+
+def test_what_is_chosen_is_never_slower_than_the_rules_and_obeyed_when_it_is_written(capsys: _Output) -> None:
+    rules = _planned(*_FREE, "--placement", "rules", capsys=capsys)
+    chosen = _planned(*_FREE, "--write", "planned.yaml", capsys=capsys)
+    assert _figure(chosen, "step_s") <= _figure(rules, "step_s")
+    assert chosen["rejected"]
+    written = _planned(*_FREE, "--placement", "planned.yaml", capsys=capsys)
+    for key in ("step_s", "moved_bytes", "peak_bytes", "placement"):
+        assert written[key] == chosen[key]
+
+
+def test_steps_on_the_host_are_said_to_round_otherwise_where_there_is_an_accelerator(capsys: _Output) -> None:
+    words = [
+        _named("build"),
+        "--machine",
+        "h100-80gb",
+        "--max-device-memory",
+        "1MB",
+        "--max-host-memory",
+        "1GB",
+    ]
+    found = _planned(*words, capsys=capsys)
+    placement = found["placement"]
+    assert isinstance(placement, dict)
+    on_host = [entry for entry in placement["bundles"] if entry["state"]["device"] == "cpu"]
+    assert bool(on_host) == any("may round otherwise" in str(line) for line in _list(found, "assumptions"))
+
+
+def _figure(found: dict[str, object], name: str) -> float:
+    figure = found[name]
+    assert isinstance(figure, float)
+    return figure
+
+
+def _list(found: dict[str, object], name: str) -> list[object]:
+    values = found[name]
+    assert isinstance(values, list)
+    return values
 
 
 # ------------------------------------------------------------------------------------ what it writes

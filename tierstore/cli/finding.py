@@ -1,6 +1,8 @@
-"""A placement of one program on one machine, simulated: what the verb then tells.
+"""A placement found for one program on one machine, or simulated as it was given: what the verb then tells.
 
-A placement that is given is laid over what the rules decide, as in a run.
+1. What is given decides how much is looked for: a placement, or ``auto_offload`` off, is simulated as it is;
+   else all levers are free that leave the run as it was configured.
+2. What is given is laid over what the rules decide, as in a run.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from tierstore.errors import CapacityError
 from tierstore.planning import ByteKind, Machine, PlacedMark, Placement, Program, Timeline
 from tierstore.planning.roofline import roofline
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey
+from tierstore.planning.searching import Levers, lower_bound, search
 from tierstore.planning.simulating import Conditions, simulate
+from tierstore.solving import find_solver
 from tierstore.training.activations import Sections
 from tierstore.training.placing import marks_in
 
@@ -34,6 +38,11 @@ class RunWish:
     sections: Sections = field(default_factory=Sections)
     placement: Mapping[str, object] | None = None
     section_values: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a placement is to be looked for."""
+        return self.placement is None and self.settings.auto_offload
 
     def marks(self, program: Program) -> tuple[PlacedMark, ...]:
         """Return what the document says happens to activations of a program.
@@ -62,11 +71,42 @@ def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, 
     given = given_placement(program, machine, wish)
     assumptions = tuple(dict.fromkeys((*remarks, *program.assumptions)))
     result = PlanResult(program, machine, assumptions=assumptions)
+    levers, solve = levers_of(wish.settings), find_solver()
     try:
-        timeline = simulate(program, machine, given, conditions=conditions)
+        if not wish.is_free:
+            timeline = simulate(program, machine, given, conditions=conditions)
+            bound_s = lower_bound(
+                program, machine, given=given, levers=levers, conditions=conditions, solve=solve
+            )
+            return _with(replace(result, placement=given, bound_s=bound_s), timeline)
+        found = search(program, machine, given=given, levers=levers, conditions=conditions, solve=solve)
     except CapacityError as error:
         return replace(result, why=str(error))
-    return _with(replace(result, placement=given), timeline)
+    told = (*assumptions, *_of_steps(found.placement, given, machine))
+    rejected = tuple((each.why, each.step_s) for each in found.rejected)
+    chosen = replace(result, placement=found.placement, bound_s=found.bound_s, why=found.why)
+    return _with(replace(chosen, rejected=rejected, assumptions=told), found.timeline)
+
+
+def levers_of(settings: OffloadConfig) -> Levers:
+    """Return what a search may change in a run that is configured so."""
+    return Levers.ALL & ~Levers.HOST_STEPS if settings.optimizer_in_backward else Levers.ALL
+
+
+def _of_steps(chosen: Placement, given: Placement, machine: Machine) -> tuple[str, ...]:
+    """Say it if optimizers step elsewhere than was given, and numbers may differ by that."""
+    moved = [
+        key
+        for key, homes in chosen.bundles.items()
+        if key in given.bundles and homes.state.device != given.bundles[key].state.device
+    ]
+    if not moved or not machine.has_streams:
+        return ()
+    told = (
+        f"{len(moved)} of {len(chosen.bundles)} bundles are stepped on the host: its kernels may round "
+        "otherwise than the device's, so numbers may differ in their last bits from steps on the device"
+    )
+    return (told,)
 
 
 def conditions_of(settings: OffloadConfig, machine: Machine) -> Conditions:
