@@ -64,6 +64,15 @@ def test_parts_of_a_layer_become_one_bundle_that_is_stepped_in_one_turn() -> Non
     assert len(found.program.moments) == 4 + 4 + 4 + 1
 
 
+def test_data_may_be_named_in_another_order_than_units_step() -> None:
+    program = _in_one_layer(program_of(LAYERS), 2)
+    whole = replace(program, data=dict(reversed(list(program.data.items()))))
+    found = coarsen(whole, 10)
+    assert [unit.bundle for unit in found.program.units] == ["param/0", "param/2", "param/4", "param/6"]
+    assert found.members["param/2"] == ("param/3", "param/2")
+    assert found.program.data["param/2"].nbytes == 2 * 4096
+
+
 def test_a_program_of_few_moments_stays() -> None:
     program = program_of(LAYERS)
     assert coarsened(program) is program

@@ -71,7 +71,7 @@ def coarsen(program: Program, most: int = MOST) -> Coarsening:
     members: dict[str, list[str]] = {}
     for key in program.data:
         members.setdefault(joint_of[key], []).append(key)
-    data = {joint: _joint_datum(program, keys, joint_of) for joint, keys in members.items()}
+    data = {joint: _joint_datum(program, joint, keys, joint_of) for joint, keys in members.items()}
     made = replace(
         program,
         data=data,
@@ -195,8 +195,8 @@ def _with_joint_turns(program: Program, groups: Sequence[int], joint_of: Mapping
 # ---------------------------------------------------------------------- what becomes of it
 
 
-def _joint_datum(program: Program, keys: Sequence[str], joint_of: Mapping[str, str]) -> Datum:
-    first = program.data[keys[0]]
+def _joint_datum(program: Program, joint: str, keys: Sequence[str], joint_of: Mapping[str, str]) -> Datum:
+    first = program.data[joint]  # not always the first of them: units have an order of their own
     owner = None if first.owner is None else joint_of.get(first.owner, first.owner)
     return replace(first, nbytes=sum(program.data[key].nbytes for key in keys), owner=owner)
 
