@@ -18,7 +18,7 @@ from tierstore.planning.searching import Levers, search, todays
 from tierstore.planning.searching.bound import SparseRows, lower_bound
 from tierstore.planning.searching.spans import usage_of
 from tierstore.planning.searching.variants import with_marks, with_steps_on_host
-from tierstore.planning.simulating import simulate
+from tierstore.planning.simulating import Conditions, simulate
 from tierstore.solving import find_solver, solve_with_highs
 
 MIB = 1 << 20
@@ -79,6 +79,33 @@ def test_computing_bounds_what_fits() -> None:
     assert on_host == pytest.approx(PROGRAM.compute_s - 6 * 0.002)
     solved = lower_bound(PROGRAM, machine(640), levers=Levers.HOST_STEPS, solve=solve_with_highs)
     assert PROGRAM.compute_s - 6 * 0.002 <= solved * (1 + 1e-5)
+
+
+def test_what_the_host_steps_needs_no_room_on_the_device() -> None:
+    program = program_of([Layer(1000, 50_000, (1000,), 0, 0, 0.01, 0.01, 0.01, 0.001)] * 2)
+    on = machine_of([10_000, 10**6], [1e4])
+    on_host = with_steps_on_host(todays(program, on), ["param/0", "param/1"])
+    alone = Conditions(is_divided=False)  # else a bundle's state has to have room on the device
+    step_s = simulate(program, on, on_host, conditions=alone).step_s
+    with pytest.raises(CapacityError):
+        simulate(program, on, todays(program, on), conditions=alone)  # the device cannot step them
+    for solve in (None, solve_with_highs):
+        assert lower_bound(program, on, solve=solve) <= step_s
+        assert lower_bound(program, on, levers=NOTHING, solve=solve) > step_s
+
+
+def test_what_a_limit_lets_through_at_once_is_not_waited_for() -> None:
+    program = program_of([Layer(1000, forward_s=1.0, backward_s=1.0)] * 3)
+    at_once, slowly = (machine_of([2000, 10**6], [1e3], burst_s=burst_s) for burst_s in (60.0, 0.0))
+    step_s = simulate(program, at_once, todays(program, at_once)).step_s
+    for solve in (None, solve_with_highs):
+        assert lower_bound(program, at_once, solve=solve) <= step_s
+    assert lower_bound(program, slowly, solve=solve_with_highs) >= lower_bound(
+        program, at_once, solve=solve_with_highs
+    )
+    still = program_of([Layer(1000)] * 3)
+    assert lower_bound(still, at_once, solve=solve_with_highs) == pytest.approx(0.0, abs=1e-3)
+    assert lower_bound(still, slowly, solve=solve_with_highs) > 1.0
 
 
 def test_levers_that_may_not_be_pulled_make_the_bound_higher() -> None:
