@@ -87,6 +87,7 @@ def test_a_program_says_what_a_step_is_made_of(tmp_path: Path) -> None:
     assert program.units[2].state == "state/0/2.0.weight"
     assert set(program.units[2].gradients) == {"grad/2.0.weight", "grad/2.0.bias"}
     assert all(unit.may_step_ahead and unit.device_step_s > 0 for unit in program.units)
+    assert all(unit.host_step_s == unit.device_step_s for unit in program.units)  # the host's kernels
     assert program.data["param/3.0.weight"].layer == 3
     kinds = {kind: sum(each.kind is kind for each in program.data.values()) for kind in ByteKind}
     assert kinds[ByteKind.PARAMETERS] == kinds[ByteKind.STATE] == 6

@@ -316,7 +316,7 @@ class StepsByBundle:
             turn.bundle.key,
             None if state is None else state.key,
             tuple((binding.key, binding.nbytes) for _, binding in stashed),
-            is_on_host=self._trainer.computes_on(turn.bundle) != turn.bundle.tensors[0].device,
+            is_on_host=self._trainer.computes_on(turn.bundle).type == "cpu",
             may_be_ahead=self._ahead.could_make(turn),
         )
 

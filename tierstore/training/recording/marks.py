@@ -42,7 +42,7 @@ class BundleStep:
         bundle: the key of the parameters.
         state: the key of what it keeps for them; ``None``: there is nothing.
         gradients: keys and bytes of those that are in the store.
-        is_on_host: whether it is made on the host, beside a device.
+        is_on_host: whether it is made with the host's cores, as those of an emulated device are.
         may_be_ahead: whether it could be made during backward, if there were room.
     """
 
