@@ -33,13 +33,14 @@ from tierstore.planning.timeline import COMPUTE, StallCause, Timeline
 
 _ROUNDS = 2
 _MOST_MOMENTS = MOST
-_ESTIMATED_USES = 100_000  # about five seconds of a slow core
+_ESTIMATED_USES = 200_000  # about two seconds of a slow core
 _SIMULATED_USES = 20_000  # each goes through the ledger some thirty times
 _LEAST_ESTIMATES = 8
 _LEAST_SIMULATIONS = 2
 _MOST_ESTIMATES = 200
 _ALIKE = 1e-3
 _REFINED = Levers.HIGH | Levers.AHEAD  # what an estimate knows least about
+_MAKE_ROOM = Levers.SWAP | Levers.RECOMPUTE
 _OCTAVES = 6  # below the quota: less than a sixty-fourth of it is no quota
 
 
@@ -288,7 +289,7 @@ def _simulate_best(
     )
     current = base
     for _ in range(_ROUNDS):
-        for lever in levers:
+        for lever in _ordered(levers, fits=math.isfinite(estimates.step_s(current))):
             current = estimates.best_of(current, lever)
     single = [estimates.best_of(base, lever) for lever in levers]
     most = max(_LEAST_SIMULATIONS, min(Effort.USUAL.value, _SIMULATED_USES // uses))
@@ -300,6 +301,11 @@ def _simulate_best(
         options = [option for found in neighbours(program, machine, best, lever) for option in found.options]
         for option in sorted(options, key=estimates.step_s)[: most // 2]:
             trials.simulate(option)
+
+
+def _ordered(levers: Levers, *, fits: bool) -> list[Levers]:
+    """Return the levers one by one; where nothing fits those first that make room for activations."""
+    return sorted(levers, key=lambda lever: not fits and lever not in _MAKE_ROOM)
 
 
 # ---------------------------------------------------------------------- all of them
