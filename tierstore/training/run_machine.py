@@ -1,0 +1,140 @@
+"""The machine that a run has, as a planner sees it: its tiers, and links as fast as they were seen to be.
+
+What was not seen yet is as a configuration limits it, or assumed, and `Machine.sources` says which.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from tierstore.config import OffloadConfig
+from tierstore.planning.deciding import ALIGNMENT_BYTES
+from tierstore.planning.machine import ComputeFigures, LinkFigures, Machine, TierFigures, TierMedium
+from tierstore.planning.rules import HOST
+from tierstore.recorded import CopyRecord
+from tierstore.store import Store
+from tierstore.units import parse_rate
+from tierstore.wrappers.bandwidth import BURST_NS
+
+ASSUMED_DEVICE_BYTES_PER_S = 16e9
+"""Of PCIe 4.0 with 16 lanes, what copies of pinned memory reach at least."""
+
+ASSUMED_DISK_BYTES_PER_S = 1e9
+
+LEAST_SEEN_BYTES = 1024**2
+"""Of a link's copies together, until their rate says more than what beginning them takes."""
+
+_LIMIT = "limit"
+_ASSUMED_OPERATIONS_PER_S = 1e12
+_ASSUMED_MEMORY_BYTES_PER_S = 20e9
+
+
+def machine_of(store: Store, config: OffloadConfig) -> Machine:
+    """Return the machine of a run that is opened just now: its capacities are what it may have at most.
+
+    Args:
+        store: with its quotas as they were made.
+        config: of the run.
+    """
+    capacities = {name: tier.capacity_bytes for name, tier in store.stats().tiers.items()}
+    names = list(capacities)
+    tiers = tuple(
+        TierFigures(
+            name,
+            capacities[name],
+            _medium(index, name),
+            ALIGNMENT_BYTES if _medium(index, name) is TierMedium.DEVICE else 1,
+        )
+        for index, name in enumerate(names)
+    )
+    links: list[LinkFigures] = []
+    sources: dict[str, str] = {}
+    shares: dict[str, float] = {}
+    for upper, lower in itertools.pairwise(tiers):
+        both, source = _link(upper, lower, config)
+        links += [both, replace(both, source=both.target, target=both.source)]
+        if both.burst_s:  # a limit is of both directions together
+            shares[_LIMIT] = both.bytes_per_s
+        sources |= {f"links.{each.name}": source for each in links[-2:]}
+    compute = ComputeFigures({"float32": _ASSUMED_OPERATIONS_PER_S}, _ASSUMED_MEMORY_BYTES_PER_S)
+    sources["device"] = sources["host"] = "assumed"
+    return Machine(
+        "this run's",
+        tiers,
+        tuple(links),
+        compute,
+        compute,
+        shares,
+        has_streams=store.device.type != "cpu",
+        sources=sources,
+    )
+
+
+def with_seen_rates(machine: Machine, copies: Iterable[CopyRecord]) -> Machine:
+    """Return the machine with its links as fast as copies were that have been recorded.
+
+    A link's rate is its bytes over the time in which it was busy, however many copies there were at once.
+    """
+    seen = _rates(copies)
+    links = tuple(
+        replace(link, bytes_per_s=seen[link.source, link.target])
+        if (link.source, link.target) in seen and not link.burst_s
+        else link
+        for link in machine.links
+    )
+    told = {
+        f"links.{link.name}": "seen"
+        for link in links
+        if (link.source, link.target) in seen and not link.burst_s
+    }
+    return replace(machine, links=links, sources={**machine.sources, **told})
+
+
+def _rates(copies: Iterable[CopyRecord]) -> Mapping[tuple[str, str], float]:
+    by_link: dict[tuple[str, str], list[CopyRecord]] = defaultdict(list)
+    for copy in copies:
+        if copy.is_whole:
+            by_link[copy.source, copy.target].append(copy)
+    found: dict[tuple[str, str], float] = {}
+    for link, those in by_link.items():
+        nbytes = sum(copy.nbytes for copy in those)
+        busy_s = _busy_s(those)
+        if nbytes >= LEAST_SEEN_BYTES and busy_s > 0:
+            found[link] = nbytes / busy_s
+    return found
+
+
+def _busy_s(copies: Iterable[CopyRecord]) -> float:
+    """Return for how long at least one of some copies was under way."""
+    busy_s, until_s = 0.0, -math.inf
+    for copy in sorted(copies, key=lambda each: each.begin_s):
+        busy_s += max(0.0, copy.end_s - max(copy.begin_s, until_s))
+        until_s = max(until_s, copy.end_s)
+    return busy_s
+
+
+def _medium(index: int, name: str) -> TierMedium:
+    if name == HOST:
+        return TierMedium.HOST
+    return TierMedium.DEVICE if index == 0 else TierMedium.STORAGE
+
+
+def _link(upper: TierFigures, lower: TierFigures, config: OffloadConfig) -> tuple[LinkFigures, str]:
+    """Return what is known of the link from a tier to the next before anything moved, and from where."""
+    names = upper.name, lower.name
+    if lower.medium is TierMedium.STORAGE:
+        limit = config.disk_options.get("max_bandwidth")
+        if isinstance(limit, int | str):
+            burst_s = BURST_NS / 1e9
+            return LinkFigures(*names, parse_rate(limit), shares=(_LIMIT,), burst_s=burst_s), "max_bandwidth"
+        return LinkFigures(*names, ASSUMED_DISK_BYTES_PER_S), "assumed"
+    limit = config.device_options.get("link_bandwidth")
+    if isinstance(limit, int | str):
+        latency = config.device_options.get("link_latency_s", 0.0)
+        latency_s = float(latency) if isinstance(latency, int | float) else 0.0
+        return LinkFigures(*names, parse_rate(limit), latency_s), "link_bandwidth"
+    return LinkFigures(*names, ASSUMED_DEVICE_BYTES_PER_S), "assumed"
