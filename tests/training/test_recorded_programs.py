@@ -203,6 +203,24 @@ def test_optimizers_in_backward_have_no_gradients_in_the_program(tmp_path: Path)
     assert written == {key for key, each in program.data.items() if each.kind is not ByteKind.BUFFER}
 
 
+def test_steps_that_are_made_aside_are_where_the_optimizer_takes_them(tmp_path: Path) -> None:
+    trained = mlp()
+    with opened(trained, tmp_path, "400KB", optimizer_target="cpu") as run:
+        for _ in range(3):
+            step(trained)
+        program = run.program()
+    turns = [moment for moment in program.moments if moment.phase is Phase.OPTIMIZER and moment.uses]
+    assert len(turns) == len(program.units) == 6
+    for turn, unit in zip(turns, program.units, strict=True):
+        keys = [use.key for use in turn.uses]
+        assert sorted(keys) == sorted([unit.bundle, unit.state or "", *unit.gradients])
+        sizes = [program.data[key].nbytes for key in keys]
+        assert sizes == sorted(sizes, reverse=True)
+        assert [use.key for use in turn.uses if use.does is Does.READ] == [
+            key for key in keys if key in unit.gradients
+        ]
+
+
 def test_swapped_activations_are_made_used_and_ended() -> None:
     trained = mlp()._replace(inputs=torch.randn(400, 96))
     document = {

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from tests.forked import in_child
 from tests.stores import make_store, numbered
-from tierstore import CapacityError, KeyNotFound, Store, StoreClosed, TierStoreError
+from tierstore import BackendError, CapacityError, KeyNotFound, Store, StoreClosed, TierStoreError
 from tierstore.engine import journal as journals
 from tierstore.recorded import Recording, WaitedFor
+from tierstore.testing.faults import Faulty
 
 _KEYS = st.sampled_from(["a", "b", "c", "d", "e"])
 _DEEDS = st.lists(
@@ -121,6 +122,17 @@ def test_puts_and_new_names_are_recorded_and_what_is_refused_is_not() -> None:
         store.drop("b")
     assert [(each.key, each.nbytes, each.tier) for each in recording.puts] == [("a", 100, "host")]
     assert [each.names for each in recording.renamings] == [{"a": "b"}, {"b": None}]
+
+
+def test_a_copy_that_fails_has_not_moved_its_bytes() -> None:
+    with make_store(300, 300, 900, wrap=lambda each: Faulty(each, fail_at=1, on=["write"])) as store:
+        store.put("a", numbered(1), tier="host")
+        with store.recorded() as recording:
+            with pytest.raises(BackendError):
+                store.evict("a", to="disk").result()
+            store.evict("a", to="disk").result()
+    assert [each.is_whole for each in recording.copies] == [False, True]
+    assert recording.moved_bytes() == {("host", "disk"): 100}
 
 
 def test_two_record_at_once_each_from_its_own_begin() -> None:

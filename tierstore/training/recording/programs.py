@@ -110,7 +110,7 @@ class ProgramMaker:
                 self._foreign.add(name)
             elif name not in [use.key for use in found]:
                 found.append(self._use(number, name, at_s))
-        if moment.step is not None:  # as windows that are opened together are: the largest first
+        if moment.is_ahead:  # as windows that are opened together are: the largest first
             sizes = {key: nbytes for key, (_, nbytes) in self._figures.kinds.items()} | self._made
             found.sort(key=lambda use: -sizes[use.key])
         return [*found, *(KeyUse(key, Does.MAKE) for key, _ in moment.made)]
