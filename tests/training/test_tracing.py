@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import types
 from collections.abc import Callable
 
 import numpy as np
@@ -265,6 +266,7 @@ def test_what_is_everybody_s_is_put_back() -> None:
         trace_model(leaving)
     assert everybody_s() == before
     assert torch.zeros(1).device.type == "cpu"
+    assert isinstance(nn.functional.scaled_dot_product_attention, types.BuiltinFunctionType)
 
 
 def test_moments_follow_one_another_in_their_phases() -> None:
