@@ -23,7 +23,7 @@ from tierstore.quoting import quoted
 from tierstore.training.tracing.built import Built, MakeOptimizer
 from tierstore.training.tracing.example_inputs import example_inputs
 
-_NAMES = "_MAPPING_NAMES"
+_NAMES = "MAPPING_NAMES"
 _MOST_LAYERS = 10_000
 _MOST = 2**40  # of any size in a configuration
 _NEAR = 3
