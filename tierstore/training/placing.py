@@ -161,6 +161,10 @@ class Placing:
         self._inventory = inventory
         self._stepping = stepping
 
+    def change(self, placement: Placement) -> None:
+        """Let another placement hold from now on, in what tiers write back early and have ahead."""
+        self.placement = replace(self.placement, high=placement.high, ahead=placement.ahead)
+
     def homes(self, bundle: Binding) -> BundleHomes:
         """Return where all of a bundle lives."""
         return self.placement.bundles[bundle.key]

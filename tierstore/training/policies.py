@@ -87,7 +87,7 @@ def policies_for(
             store.stats().tiers[fastest].capacity_bytes,
             sets,
             meter,
-            lambda quota_bytes: prefetcher.set_limit(fastest, placement.ahead_bytes(fastest, quota_bytes)),
+            lambda own: prefetcher.set_limit(fastest, placing.placement.ahead_bytes(fastest, own)),
             inventory.gradients.staying_bytes,
         )
     return Policies(

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from tierstore.training.activations.config.layers import find_layers
 from tierstore.training.bundles.binding import natively
 from tierstore.training.optimizers.in_backward import Stepping
 from tierstore.training.optimizers.whole_steps import WholeSteps
-from tierstore.training.recording.marks import RecordedSteps, RunFigures
+from tierstore.training.recording.marks import RecordedStep, RecordedSteps, RunFigures
 from tierstore.training.recording.programs import ProgramMaker
 from tierstore.training.recording.timelines import TimelineMaker
 from tierstore.training.session import Session
@@ -52,7 +52,18 @@ def program_of(session: Session) -> Program:
             f"keep, and two after it are recorded, as whole ones; so far there were {recorder.ended}."
         )
     assert recorder.learned is not None
-    maker = ProgramMaker(recorder.learned, recorder.known(), _figures(session))
+    return program_from(session, recorder.learned, recorder.known())
+
+
+def program_from(session: Session, recorded: RecordedSteps, steps: Sequence[RecordedStep]) -> Program:
+    """Return what one step of a run does, as some recorded ones have shown.
+
+    Args:
+        session: of the run.
+        recorded: what was recorded.
+        steps: two of its steps at least, whole and ended.
+    """
+    maker = ProgramMaker(recorded, steps, _figures(session))
     model = session.model
     return maker.program(type(model).__name__, _facts(session), _fingerprint(model), _assumptions(session))
 

@@ -34,13 +34,13 @@ _ASSUMED_MEMORY_BYTES_PER_S = 20e9
 
 
 def machine_of(store: Store, config: OffloadConfig) -> Machine:
-    """Return the machine of a run that is opened just now: its capacities are what it may have at most.
+    """Return the machine of a run: its capacities are what store and program may have at most.
 
     Args:
-        store: with its quotas as they were made.
+        store: of the run.
         config: of the run.
     """
-    capacities = {name: tier.capacity_bytes for name, tier in store.stats().tiers.items()}
+    capacities = {tier.name: tier.capacity_bytes for tier in store.config.tiers}
     names = list(capacities)
     tiers = tuple(
         TierFigures(

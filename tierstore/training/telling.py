@@ -24,7 +24,10 @@ def say_opened(session: Session) -> None:
     if not log.isEnabledFor(logging.INFO):
         return
     tiers = session.store.stats().tiers
-    shares = session.placing.placement.shares
+    placement = session.placing.placement
+    quotas = {
+        each.name: placement.used_bytes(each.name, each.capacity_bytes) for each in session.store.config.tiers
+    }
     kinds = ", ".join(type(steps.optimizer).__name__[:_LONGEST_NAME] for steps in session.steps[:4])
     log.info(
         "%s is offloaded with %s: %d bundles of parameters, %d of buffers%s; %s",
@@ -33,7 +36,9 @@ def say_opened(session: Session) -> None:
         len(session.bundles),
         len(list(session.buffers)),
         _tables(session),
-        "; ".join(_opened(name, tier, shares.get(name)) for name, tier in tiers.items()),
+        "; ".join(
+            _opened(name, tier, quotas[name], placement.shares.get(name)) for name, tier in tiers.items()
+        ),
     )
 
 
@@ -66,8 +71,8 @@ def _tables(session: Session) -> str:
     return f", {len(frames)} tables of {format_bytes(whole_bytes)} in frames of {format_bytes(sum(frames))}"
 
 
-def _opened(name: str, tier: TierStats, share: float | None) -> str:
-    quota = format_bytes(tier.capacity_bytes)
+def _opened(name: str, tier: TierStats, quota_bytes: int, share: float | None) -> str:
+    quota = format_bytes(quota_bytes)
     setting = setting_of(name) if share is None else f"{share:.4g} of {setting_of(name)},"
     return f"{name} has {format_bytes(tier.charged_bytes)} of {setting} {quota}"
 

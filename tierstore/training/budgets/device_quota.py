@@ -170,6 +170,16 @@ class DeviceQuota:
                 self._store.resize(self._tier, quota_bytes)
             self._share.quota_bytes = quota_bytes
 
+    def write_back_above(self, high: float | None) -> None:
+        """Let the store write back what it has above a share of its own, from now on; ``None``: as before.
+
+        Raises:
+            CapacityError: the tiers below cannot take it: nothing was changed.
+        """
+        with self._lock, ordinary_mode():
+            self._store.resize(self._tier, self._share.quota_bytes, high=high)
+        self._resized(self._share.own_bytes)
+
     def _leased_bytes(self) -> int:
         return self._store.leased_bytes(self._tier)
 
