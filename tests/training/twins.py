@@ -272,6 +272,11 @@ def blocks(count: int = 3) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(count)), nn.Linear(WIDTH, 5))
 
 
+def like_blocks(count: int = 4) -> nn.Sequential:
+    """Return blocks that are all alike: layers that documents can name by numbers."""
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
 def adam(model: nn.Module) -> list[Optimizer]:
     """Return Adam for all parameters."""
     return [torch.optim.Adam(model.parameters(), lr=1e-2)]

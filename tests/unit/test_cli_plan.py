@@ -122,6 +122,7 @@ def test_a_model_that_does_not_fit_says_who_held_what_and_ends_with_1(capsys: _O
     assert main(["plan", *_HERE, "--max-host-memory", "512KB"]) == 1
     printed = capsys.readouterr().out
     assert "fits      no" in printed
+    assert "remedy    raise " in printed
     assert "In 'device' were" in printed
 
 
@@ -359,6 +360,7 @@ _WRONG: dict[str, tuple[list[str], str]] = {
     "a trace of another depth": (["--program", "trace.json", _named("deeper")], "param/6.0.weight"),
     "a directory to write to": ([*_HERE, "--write", "."], "is a directory"),
     "nowhere to write to": ([*_HERE, "--trace", "no/such/trace.json"], "is not there"),
+    "marks without layers": ([_named("alone"), "--config", "again.yaml"], "recomputes layers"),
     "no sweep": ([*_HERE, "--sweep", "max_device_memory=1GB"], "LEAST..MOST"),
     "a sweep of a tier that is not there": (
         [_named("build"), "--sweep", "max_device_memory=1GB..2GB"],
@@ -382,6 +384,7 @@ def test_whatever_is_wrong_is_one_line_and_exit_code_2(what: str, place: Path, c
     (place / "list.yaml").write_text("- 1\n")
     (place / "unknown.json").write_text('{"model_type": "lama", "architectures": ["LamaForCausalLM"]}')
     (place / "broken.json").write_text('{"model_type": ')
+    (place / "again.yaml").write_text("recompute_config: {recompute: true}\noffload_config: {}\n")
     (place / "foreign.yaml").write_text("bundles: [{keys: [param/nobody], is_pinned: true}]\n")
     (place / "unknown.yaml").write_text("bundels: []\nstashing: always\n")
     if "trace.json" in words:

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from tierstore.cli.plan_result import PlanResult
+from tierstore.cli.seconds import format_seconds
 from tierstore.config import OffloadConfig
-from tierstore.errors import CapacityError
+from tierstore.errors import CapacityError, UsageError
 from tierstore.planning import ByteKind, Machine, PlacedMark, Placement, Program, Timeline
 from tierstore.planning.roofline import roofline
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey
-from tierstore.planning.searching import Levers, lower_bound, search
+from tierstore.planning.searching import Levers, lower_bound, remedies, search
 from tierstore.planning.simulating import Conditions, simulate
 from tierstore.solving import find_solver
 from tierstore.training.activations import Sections
@@ -49,9 +50,17 @@ class RunWish:
 
         Raises:
             ConfigError: it does not fit the number of layers.
+            UsageError: no layers were found.
         """
+        if self.sections.recompute is None and self.sections.swap is None:
+            return ()
         layers = {datum.layer for datum in program.data.values() if datum.layer is not None}
-        return marks_in(self.sections, max(layers, default=-1) + 1)
+        if not layers:
+            raise UsageError(
+                f"the configuration swaps or recomputes layers, and {program.name} has none: it has not one "
+                "list of modules of one class"
+            )
+        return marks_in(self.sections, max(layers) + 1)
 
 
 def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, ...] = ()) -> PlanResult:
@@ -81,7 +90,9 @@ def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, 
             return _with(replace(result, placement=given, bound_s=bound_s), timeline)
         found = search(program, machine, given=given, levers=levers, conditions=conditions, solve=solve)
     except CapacityError as error:
-        return replace(result, why=str(error))
+        helps = remedies(program, machine, given=given, levers=levers, conditions=conditions)
+        texts = tuple(f"{each.text}: {format_seconds(each.step_s)} a step" for each in helps)
+        return replace(result, why=str(error), remedies=texts)
     told = (*assumptions, *_of_steps(found.placement, given, machine))
     rejected = tuple((each.why, each.step_s) for each in found.rejected)
     chosen = replace(result, placement=found.placement, bound_s=found.bound_s, why=found.why)
