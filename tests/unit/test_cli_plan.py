@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.training.twins import assert_same  # noqa: F401
 from tierstore.cli import main
-from tierstore.cli.machines import sheet_name
+from tierstore.cli.finding import RunWish, find, no_slower
+from tierstore.cli.machines import machine_of, sheet_name
+from tierstore.cli.programs import ModelWish, program_of
 from tierstore.config import OffloadConfig
 from tierstore.planning.chrome import trace_from_chrome
 from tierstore.units import MIB
@@ -296,6 +299,31 @@ def test_a_sweep_is_a_table_with_what_fits_and_a_picture(place: Path, capsys: _O
     assert main(["plan", *_HERE, *words, "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert [point["fits"] for point in points] == [False, True, True]
+
+
+def test_more_memory_is_never_predicted_to_be_slower(capsys: _Output) -> None:
+    assert main(["plan", *_FREE, "--sweep", "max_device_memory=260KB..900KB:4", "--json"]) == 0
+    steps = [point["step_s"] for point in json.loads(capsys.readouterr().out)["points"]]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_what_was_found_with_less_is_found_with_more_by_using_less(capsys: _Output) -> None:
+    wish = RunWish(OffloadConfig(device="emulated", max_device_memory="1MB"))
+    program = program_of(ModelWish(_named("build")))
+    less, more = (
+        machine_of(None, wish.settings, {"device": nbytes, "host": 64 * MIB}).machine
+        for nbytes in (300_001, 777_777)
+    )
+    former = find(program, less, wish)
+    assert former.timeline is not None
+    worse = replace(find(program, more, wish), timeline=None, placement=None)
+    found = no_slower(worse, former, wish, "device")
+    assert found.timeline is not None
+    assert found.timeline.step_s == former.timeline.step_s
+    assert found.timeline.peak_bytes == former.timeline.peak_bytes
+    assert found.machine == more
+    assert "are used" in found.why
+    assert no_slower(former, found, wish, "device") is former
 
 
 def test_a_sweep_in_which_nothing_fits_ends_with_1() -> None:

@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 
 from tierstore.cli.plan_result import PlanResult
 from tierstore.cli.seconds import format_seconds
@@ -22,6 +24,7 @@ from tierstore.planning.simulating import Conditions, simulate
 from tierstore.solving import find_solver
 from tierstore.training.activations import Sections
 from tierstore.training.placing import marks_in
+from tierstore.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,44 @@ def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, 
     rejected = tuple((each.why, each.step_s) for each in found.rejected)
     chosen = replace(result, placement=found.placement, bound_s=found.bound_s, why=found.why)
     return _with(replace(chosen, rejected=rejected, assumptions=told), found.timeline)
+
+
+def no_slower(found: PlanResult, former: PlanResult | None, wish: RunWish, tier: str) -> PlanResult:
+    """Return what was found, or what was found with less of a tier, where that is faster: less can be used.
+
+    Args:
+        found: on a machine.
+        former: of the same program, on one that differs in having less of the tier; ``None``: nothing.
+        wish: of both.
+        tier: of which there is more.
+    """
+    if former is None or former.placement is None or former.timeline is None or not wish.is_free:
+        return found
+    is_faster = found.timeline is not None and found.timeline.step_s <= former.timeline.step_s
+    if is_faster or found.program.data.keys() != former.program.data.keys():
+        return found
+    used_bytes = math.floor(
+        Fraction(former.placement.shares.get(tier, 1.0)) * former.machine.tier(tier).capacity_bytes
+    )
+    share = share_of(used_bytes, found.machine.tier(tier).capacity_bytes)
+    placement = replace(former.placement, shares={**former.placement.shares, tier: share})
+    conditions = conditions_of(wish.settings, found.machine)
+    try:
+        timeline = simulate(found.program, found.machine, placement, conditions=conditions)
+    except CapacityError:
+        return found
+    if found.timeline is not None and found.timeline.step_s <= timeline.step_s:
+        return found
+    why = f"{format_bytes(used_bytes)} of {tier} are used, with which was found: {former.why}"
+    return _with(replace(found, placement=placement, why=why), timeline)
+
+
+def share_of(nbytes: int, capacity_bytes: int) -> float:
+    """Return the least share of a capacity that is so many bytes, rounded down."""
+    share = nbytes / capacity_bytes
+    while math.floor(Fraction(share) * capacity_bytes) < nbytes:
+        share = math.nextafter(share, 2.0)
+    return share
 
 
 def levers_of(settings: OffloadConfig) -> Levers:

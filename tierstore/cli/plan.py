@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 
 from tierstore.cli.comparing import compare_json, compare_table
-from tierstore.cli.finding import RunWish, find
+from tierstore.cli.finding import RunWish, find, no_slower
 from tierstore.cli.machines import RunMachine, machine_of, with_quotas
 from tierstore.cli.plan_outputs import require_ours, write_pages, write_run, write_trace
 from tierstore.cli.plan_result import PlanResult, to_mapping
@@ -163,16 +163,23 @@ def _compare(options: argparse.Namespace, results: list[PlanResult]) -> int:
 
 
 def _sweep(options: argparse.Namespace, sweep: Sweep) -> int:
-    """Plan for each quota; the program is traced again only where quotas group it otherwise."""
+    """Plan for each quota, least first: what was found with less is found with more, too.
+
+    The program is traced again only where quotas group it otherwise.
+    """
     wish = run_wish(options)
     tier = _TIER_OF[sweep.name]
     beside = {name: nbytes for name, nbytes in quotas_of(options).items() if name != tier}
     whole = machine_of(options.machine, wish.settings, {**beside, tier: max(sweep.quotas_bytes)})
     traced: Callable[[ModelWish], Program] = cache(program_of)
 
+    best: list[PlanResult] = []
+
     def plan(quota_bytes: int) -> PlanResult:
         found_on = with_quotas(whole.machine, {tier: quota_bytes})
-        return find(traced(_model(options, wish, found_on)), found_on.machine, wish, whole.remarks)
+        found = find(traced(_model(options, wish, found_on)), found_on.machine, wish, whole.remarks)
+        best[:] = [no_slower(found, best[0] if best else None, wish, tier)]
+        return best[0]
 
     points = swept(sweep, plan)
     _print(options, {"name": sweep.name, "points": sweep_json(points)}, sweep_table(points))
