@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 
@@ -36,12 +38,14 @@ class RunWish:
         sections: what its document says happens to activations.
         placement: plain values of one that is to be simulated; ``None``: the configuration's.
         section_values: the sections as they were written.
+        asks_remedies: whether what would make it fit is looked for.
     """
 
     settings: OffloadConfig
     sections: Sections = field(default_factory=Sections)
     placement: Mapping[str, object] | None = None
     section_values: Mapping[str, object] = field(default_factory=dict)
+    asks_remedies: bool = True
 
     @property
     def is_free(self) -> bool:
@@ -83,6 +87,24 @@ def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, 
     given = given_placement(program, machine, wish)
     assumptions = tuple(dict.fromkeys((*remarks, *program.assumptions)))
     result = PlanResult(program, machine, assumptions=assumptions)
+    with _no_collection():
+        return _found(result, given, wish, conditions)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let Python look for no garbage: there is next to none, and all of PyTorch would be looked through."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _found(result: PlanResult, given: Placement, wish: RunWish, conditions: Conditions) -> PlanResult:
+    program, machine = result.program, result.machine
     levers, solve = levers_of(wish.settings), find_solver()
     try:
         if not wish.is_free:
@@ -93,10 +115,12 @@ def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, 
             return _with(replace(result, placement=given, bound_s=bound_s), timeline)
         found = search(program, machine, given=given, levers=levers, conditions=conditions, solve=solve)
     except CapacityError as error:
+        if not wish.asks_remedies:
+            return replace(result, why=str(error))
         helps = remedies(program, machine, given=given, levers=levers, conditions=conditions)
         texts = tuple(f"{each.text}: {format_seconds(each.step_s)} a step" for each in helps)
         return replace(result, why=str(error), remedies=texts)
-    told = (*assumptions, *_of_steps(found.placement, given, machine))
+    told = (*result.assumptions, *_of_steps(found.placement, given, machine))
     rejected = tuple((each.why, each.step_s) for each in found.rejected)
     chosen = replace(result, placement=found.placement, bound_s=found.bound_s, why=found.why)
     return _with(replace(chosen, rejected=rejected, assumptions=told), found.timeline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 from tierstore.cli.comparing import compare_json, compare_table
@@ -167,7 +168,7 @@ def _sweep(options: argparse.Namespace, sweep: Sweep) -> int:
 
     The program is traced again only where quotas group it otherwise.
     """
-    wish = run_wish(options)
+    wish = replace(run_wish(options), asks_remedies=False)  # the next points of the sweep are the answer
     tier = _TIER_OF[sweep.name]
     beside = {name: nbytes for name, nbytes in quotas_of(options).items() if name != tier}
     whole = machine_of(options.machine, wish.settings, {**beside, tier: max(sweep.quotas_bytes)})
