@@ -33,7 +33,7 @@ from tierstore.planning.timeline import COMPUTE, StallCause, Timeline
 
 _ROUNDS = 2
 _MOST_MOMENTS = MOST
-_ESTIMATED_USES = 200_000  # about two seconds of a slow core
+_ESTIMATED_USES = 150_000  # about two seconds of a slow core
 _SIMULATED_USES = 20_000  # each goes through the ledger some thirty times
 _LEAST_ESTIMATES = 8
 _LEAST_SIMULATIONS = 2
@@ -270,7 +270,8 @@ def _simulate_best_of_joint(
     rough = _Trials(joint.program, machine, conditions)
     rough.simulate(narrowed)
     _simulate_best(rough, joint.program, machine, narrowed, levers, conditions)
-    for placement in rough.fastest(_LEAST_SIMULATIONS):
+    uses = sum(len(moment.uses) for moment in program.moments)
+    for placement in rough.fastest(_LEAST_SIMULATIONS if uses <= _SIMULATED_USES // 2 else 1):
         trials.simulate(joint.spread(placement))
 
 
