@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from tierstore.cli.text_files import read_text
-from tierstore.cli.this_machine import EmulatedDevice, device_name, this_machine
+from tierstore.cli.this_machine import EmulatedFigures, device_name, this_machine
 from tierstore.config import OffloadConfig, yaml_text
 from tierstore.config import machine as here
 from tierstore.errors import UsageError
@@ -122,10 +122,10 @@ def _here(settings: OffloadConfig, quotas: Mapping[str, int]) -> Machine:
     return this_machine(paths, _in_the_sheet())
 
 
-def _emulated(settings: OffloadConfig, capacity_bytes: int) -> EmulatedDevice:
+def _emulated(settings: OffloadConfig, capacity_bytes: int) -> EmulatedFigures:
     rate = settings.device_options.get("link_bandwidth")
     latency_s = settings.device_options.get("link_latency_s", 0.0)
-    return EmulatedDevice(
+    return EmulatedFigures(
         capacity_bytes,
         float(parse_rate(rate)) if isinstance(rate, int | str) else None,
         float(latency_s) if isinstance(latency_s, int | float) else 0.0,

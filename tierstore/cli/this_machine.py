@@ -33,7 +33,7 @@ _DEVICE, _HOST, _DISK = "device", "host", "disk"
 
 
 @dataclass(frozen=True, slots=True)
-class EmulatedDevice:
+class EmulatedFigures:
     """What a run has that computes with the host's cores behind a quota and a link of their own.
 
     Attributes:
@@ -48,7 +48,7 @@ class EmulatedDevice:
 
 
 def this_machine(
-    paths: Sequence[str], known: Machine | None = None, emulated: EmulatedDevice | None = None
+    paths: Sequence[str], known: Machine | None = None, emulated: EmulatedFigures | None = None
 ) -> Machine:
     """Return this machine.
 
@@ -80,7 +80,7 @@ def device_name() -> str | None:
 
 
 def _machine(
-    name: str, capacities: dict[str, int], known: Machine | None, emulated: EmulatedDevice | None = None
+    name: str, capacities: dict[str, int], known: Machine | None, emulated: EmulatedFigures | None = None
 ) -> Machine:
     media = {_DEVICE: TierMedium.DEVICE, _HOST: TierMedium.HOST, _DISK: TierMedium.STORAGE}
     host = ComputeFigures({"float32": _CORE_FLOPS_PER_S * _cores()}, _MEMORY_BYTES_PER_S, _OPERATOR_S)
