@@ -5,7 +5,8 @@
 2. Where two steps in a row take 20 % more or less than was predicted, two more are recorded and the search is
    made again: each time after twice as many steps as before, and a few times only.
 3. Bits never depend on it: what is changed says when bytes move, and nothing else.
-4. Whatever goes wrong in planning is logged and ends it; the run goes on with what it has.
+4. Searching takes a small share of the time that the run has taken so far: it waits until it is worth it.
+5. Whatever goes wrong in planning is logged and ends it; the run goes on with what it has.
 
 Where a device computes apart from the host (an accelerator's streams) nothing is planned while steps run: the
 host's clock does not tell what the device's kernels take.
@@ -48,6 +49,12 @@ RECORDED_STEPS = 2
 FIRST_PAUSE, MOST_PLANS = 4, 6
 """Steps until a plan may be made again, which doubles; and how many are made."""
 
+SHARE_OF_TIME = 0.05
+"""That planning may take of the run so far."""
+
+SEARCH_S_A_MOMENT = 0.01
+"""About what a search takes for each moment of the program: measured, on one core, within a factor of two."""
+
 LEAST_GAIN = 0.02
 """Of a step: a smaller one is not worth a change."""
 
@@ -87,6 +94,8 @@ class RunPlanner:
         self._differing = 0  # steps in a row
         self._until = 0  # the number of the step from which on one is compared
         self._pause = FIRST_PAUSE
+        self._trained_s = 0.0  # in steps so far
+        self._planned_s = 0.0  # in planning
         self._plans = 0
         self._recorded: RecordedSteps | None = None
         self._recording = contextlib.ExitStack()
@@ -109,23 +118,31 @@ class RunPlanner:
         now = time.perf_counter()
         seconds = (now - self._begun_s) / max(1, number - self._number)
         self._number = number
+        if number > 1:
+            self._trained_s += now - self._begun_s
         try:
             self._step_begins(seconds)
         except Exception:
             log.debug("the run is not planned any more", exc_info=True)
             self.remove()
         self._begun_s = time.perf_counter()
+        self._planned_s += self._begun_s - now
 
     def _step_begins(self, seconds: float) -> None:
         """A step begins after one that took so long."""
         if self.stage is Stage.LEARNING:
             recorder = self._session.recorder
-            if recorder.learned is not None and not recorder.missing:
+            if recorder.learned is not None and not recorder.missing and self._is_worth_it(recorder.learned):
                 self._plan(recorder.learned, recorder.known())
         elif self.stage is Stage.FOLLOWING:
             self._compare(seconds)
         elif self.stage is Stage.RECORDING:
             self._end_recording()
+
+    def _is_worth_it(self, recorded: RecordedSteps) -> bool:
+        """Whether a search may take its time now: about as long as the program that was recorded is."""
+        search_s = SEARCH_S_A_MOMENT * len(recorded.recording.leases) / RECORDED_STEPS
+        return search_s + self._planned_s <= SHARE_OF_TIME * self._trained_s
 
     # --- comparing ----------------------------------------------------------------------------
 
@@ -136,7 +153,8 @@ class RunPlanner:
         predicted_s = self.choice.timeline.step_s
         is_like = abs(seconds - predicted_s) <= DRIFT * predicted_s
         self._differing = 0 if is_like else self._differing + 1
-        if self._differing >= STEPS_THAT_DIFFER:
+        is_paid = 2 * self._planned_s <= SHARE_OF_TIME * self._trained_s
+        if self._differing >= STEPS_THAT_DIFFER and is_paid:
             self._recorded = self._recording.enter_context(self._session.recorder.watched())
             self.stage = Stage.RECORDING
 
