@@ -223,6 +223,66 @@ def test_recomputed_activations_are_made_again_before_backward_uses_them() -> No
     assert remade.peak_bytes["device"] == 4 * 100 + 2 * 500
 
 
+def nested(children: int) -> Program:
+    """Return a program of one layer: a parent with parameters of its own, and children that keep something."""
+    data = {"param/p": Datum("param/p", 100, ByteKind.PARAMETERS, layer=0)}
+    forward = [Moment(Phase.FORWARD, "parent", (KeyUse("param/p", Does.READ, children + 1),), 1.0, layer=0)]
+    backward = []
+    for n in range(children):
+        act, param = f"act/{n}", f"param/{n}"
+        data[act] = Datum(act, 10, ByteKind.ACTIVATION, None, 0, f"child{n}")
+        data[param] = Datum(param, 1000, ByteKind.PARAMETERS, layer=0)
+        read, kept = KeyUse(param, Does.READ), KeyUse(act, Does.READ)
+        forward.append(Moment(Phase.FORWARD, f"child{n}", (read, KeyUse(act, Does.MAKE)), 1.0, layer=0))
+        backward.insert(
+            0, Moment(Phase.BACKWARD, f"child{n}", (read, kept, KeyUse(act, Does.END)), 1.0, layer=0)
+        )
+    head = Moment(Phase.BACKWARD, "head", (KeyUse("param/p", Does.READ, children + 1),), 1.0)
+    return Program("nested", "hand", data, (*forward, head, *backward, Moment(Phase.BETWEEN, "end")))
+
+
+def test_a_window_over_what_is_made_again_stays_open_until_it_closed_before() -> None:
+    program = nested(2)
+    again = with_recomputation(program, [PlacedMark(0, "", Treatment.RECOMPUTE)])
+    assert [moment.name for moment in again.moments] == [
+        *("parent", "child0", "child1", "head"),
+        *("child0 again", "child1 again", "child1", "child0", "end"),
+    ]
+    # The head's window is over the whole backward pass of the children, and so it is over their forward now.
+    assert [use.moments for moment in again.moments for use in moment.uses if use.key == "param/p"] == [3, 5]
+    # Beside each child of both passes of forward the parent's bytes are there: no copy comes between.
+    machine = machine_of((1000 + 100 + 10, 10_000), (100.0,), has_streams=False)
+    placement = Placement(marks=[PlacedMark(0, "", Treatment.RECOMPUTE)])
+    moved = simulate(program, machine, placement, conditions=FREE, checked=True).steps[-1].moved_bytes
+    assert moved["host->device"] % 1000 in (0, 100)
+
+
+def test_windows_of_what_is_made_again_are_over_that_alone() -> None:
+    program = nested(3)
+    first = program.moments[0]
+    makes = replace(first, uses=(*first.uses, KeyUse("act/p", Does.MAKE)))
+    read = replace(program.moments[-2], uses=(*program.moments[-2].uses, KeyUse("act/p", Does.READ)))
+    data = {**program.data, "act/p": Datum("act/p", 10, ByteKind.ACTIVATION, None, 0, "parent")}
+    moments = (makes, *program.moments[1:-2], read, program.moments[-1])
+    program = replace(program, data=data, moments=moments)
+    marks = [PlacedMark(0, "parent", Treatment.RECOMPUTE), PlacedMark(0, "child2", Treatment.RECOMPUTE)]
+    again = {each.name: each for each in with_recomputation(program, marks).moments}
+    # In forward the parent's window is over three children; one of them runs again.
+    assert again["parent again"].uses[0] == KeyUse("param/p", Does.READ, 2)
+    assert again["child2 again"].uses[0] == KeyUse("param/2", Does.READ)
+    assert again["parent"].uses[0].moments == 4
+    assert "child0 again" not in again
+
+
+def test_a_layer_that_runs_in_two_parts_of_forward_keeps_its_activations_until_the_last() -> None:
+    first, other, *rest = nested(1).moments
+    elsewhere = Moment(Phase.FORWARD, "elsewhere", (), 1.0, layer=1)
+    program = replace(nested(1), moments=(first, other, elsewhere, replace(first, name="late"), *rest))
+    again = with_recomputation(program, [PlacedMark(0, "", Treatment.RECOMPUTE)])
+    ended = [moment.name for moment in again.moments if KeyUse("act/0", Does.END) in moment.uses]
+    assert ended == ["late", "child0"]
+
+
 def test_later_marks_override_earlier_ones_and_patterns_are_of_whole_names() -> None:
     program = program_of([Layer(100, 0, (), 500, 0, 1.0, 1.0)])
     for operators, is_meant in (

@@ -6,6 +6,7 @@ has run.  Before the layer's backward, the moments that make such activations ru
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,25 +19,42 @@ def with_recomputation(program: Program, marks: Sequence[PlacedMark]) -> Program
     """Return the program in which marked activations are made again before they are used.
 
     What ends before backward begins is left as it is: a program in which this was done already stays.
+    Windows that span moments before which something is made again stay open over that, too.
     """
     again = _made_again(program, marks)
     if not again:
         return program
+    lasts = _last_of_layers(program.moments)
     moments: list[Moment] = []
-    passed: dict[int | None, list[Moment]] = {}  # by layer, moments of forward that are to run again
+    places: list[int] = []  # of each moment in the new program
+    passed: dict[int | None, list[int]] = {}  # by layer, moments of forward that are to run again
     for number, moment in enumerate(program.moments):
         made = [use.key for use in moment.uses if use.does is Does.MAKE and use.key in again]
+        if moment.phase is Phase.BACKWARD:
+            moments += _again(program.moments, passed.pop(moment.layer, ()), again)
+        places.append(len(moments))
+        moments.append(moment)
         if moment.phase is Phase.FORWARD:
             if made:
-                passed.setdefault(moment.layer, []).append(_again(moment, again))
-            moments.append(moment)
-            if _is_last_of_layer(program.moments, number):
-                moments[-1] = _ended(moment, passed.get(moment.layer, ()), again)
-        else:
-            if moment.phase is Phase.BACKWARD:
-                moments += passed.pop(moment.layer, ())
-            moments.append(moment)
+                passed.setdefault(moment.layer, []).append(number)
+            if number in lasts:
+                run = [program.moments[each] for each in passed.get(moment.layer, ())]
+                moments[-1] = _ended(moment, run, again)
+    for number, place in enumerate(places):
+        moments[place] = _kept_open(moments[place], number, places)
     return replace(program, moments=tuple(moments))
+
+
+def _kept_open(moment: Moment, number: int, places: Sequence[int]) -> Moment:
+    """Return a moment whose windows close where they did, however many moments came between."""
+    if all(use.moments == 1 for use in moment.uses):
+        return moment
+    lasts = [min(number + use.moments, len(places)) - 1 for use in moment.uses]
+    uses = [
+        use if use.moments == 1 else replace(use, moments=places[last] - places[number] + 1)
+        for use, last in zip(moment.uses, lasts, strict=True)
+    ]
+    return replace(moment, uses=tuple(uses))
 
 
 def _made_again(program: Program, marks: Sequence[PlacedMark]) -> frozenset[str]:
@@ -56,21 +74,31 @@ def _made_again(program: Program, marks: Sequence[PlacedMark]) -> frozenset[str]
     return frozenset(found)
 
 
-def _is_last_of_layer(moments: Sequence[Moment], number: int) -> bool:
-    """Say whether a moment of forward is the last one of its layer in its pass."""
-    layer = moments[number].layer
-    for later in moments[number + 1 :]:
-        if later.phase is not Phase.FORWARD:
-            return True
-        if later.layer == layer:
-            return False
-    return True
+def _last_of_layers(moments: Sequence[Moment]) -> frozenset[int]:
+    """Return the moments of forward that are the last ones of their layers in their pass."""
+    lasts: list[int] = []
+    later: set[int | None] = set()  # layers of what follows in the same pass
+    for number in reversed(range(len(moments))):
+        if moments[number].phase is not Phase.FORWARD:
+            later.clear()
+        elif moments[number].layer not in later:
+            later.add(moments[number].layer)
+            lasts.append(number)
+    return frozenset(lasts)
 
 
-def _again(moment: Moment, again: frozenset[str]) -> Moment:
-    """Return a moment that makes only what is made again."""
-    uses = tuple(use for use in moment.uses if use.does is not Does.MAKE or use.key in again)
-    return replace(moment, phase=Phase.BACKWARD, name=f"{moment.name} again", uses=uses)
+def _again(moments: Sequence[Moment], numbers: Sequence[int], again: frozenset[str]) -> list[Moment]:
+    """Return the moments of some numbers as they run again: they make only what is made again."""
+    found: list[Moment] = []
+    for place, number in enumerate(numbers):
+        moment = moments[number]
+        uses = tuple(
+            replace(use, moments=bisect_left(numbers, number + use.moments) - place)
+            for use in moment.uses
+            if use.does is not Does.MAKE or use.key in again
+        )
+        found.append(replace(moment, phase=Phase.BACKWARD, name=f"{moment.name} again", uses=uses))
+    return found
 
 
 def _ended(moment: Moment, passed: Sequence[Moment], again: frozenset[str]) -> Moment:
