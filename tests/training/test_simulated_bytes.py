@@ -6,18 +6,25 @@ from them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.planned import machine_of
+from tests.training.recorded_machines import Trained, opened, step
+from tests.training.recorded_machines import machine_of as machine_like
+from tierstore.errors import CapacityError
 from tierstore.planning import (
+    BundleHomes,
     ByteKind,
     Datum,
     Does,
+    Home,
     KeyUse,
     Moment,
     Phase,
@@ -172,3 +179,53 @@ def test_bytes_of_other_quotas_are_predicted_from_what_one_run_had(
         )
         assert real[-1], "nothing moved: the quota is too large for this test"
         assert [dict(step.moved_bytes) for step in timeline.steps[3:]] == real[3:]
+
+
+def one_large_layer() -> Trained:
+    """Return a model whose second bundle needs 520 KiB together with its gradients and state."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 512), nn.Linear(512, 64))
+    return Trained(model, [torch.optim.AdamW(model.parameters(), 1e-3)], torch.ones(4, 64))
+
+
+ON_HOST = Home(device="cpu")
+LARGE = ["param/1.weight", "param/2.weight"]
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "homes", "fits"),
+    [
+        ("519KB", None, BundleHomes(), False),
+        ("525KB", None, BundleHomes(), True),
+        # The host steps them: there has to be room for a step on the device all the same.
+        (
+            "519KB",
+            {"bundles": [{"keys": LARGE, "state": {"device": "cpu"}}]},
+            BundleHomes(Home(), ON_HOST, ON_HOST),
+            False,
+        ),
+        # The host runs the modules: nothing of them ever comes to the device.
+        ("300KB", {"1": "cpu", "2": "cpu"}, BundleHomes(ON_HOST, ON_HOST, ON_HOST), True),
+    ],
+)
+def test_a_bundle_has_to_fit_where_it_has_to_in_the_product(
+    device: str, given: object, homes: BundleHomes, fits: bool, tmp_path: Path
+) -> None:
+    trained = one_large_layer()
+    with opened(trained, tmp_path / "wide", "4MB") as run:
+        for _ in range(3):
+            step(trained)
+        program, machine = run.program(), machine_like(run, device)
+    more: dict[str, Any] = {} if given is None else {"placement": given}
+    with contextlib.ExitStack() as stack:
+        if not fits:
+            stack.enter_context(pytest.raises(CapacityError, match="cannot be trained on the device"))
+        trained = one_large_layer()
+        with opened(trained, tmp_path / "narrow", device, **more):
+            for _ in range(4):
+                step(trained)
+    placement = Placement(dict.fromkeys(LARGE, homes), stashing=Stashing.WITHOUT_ROOM)
+    with contextlib.ExitStack() as stack:
+        if not fits:
+            stack.enter_context(pytest.raises(CapacityError, match="one bundle with its gradients and state"))
+        simulate(program, machine, placement, conditions=Conditions(is_enforced=False))

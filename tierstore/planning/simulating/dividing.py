@@ -18,9 +18,11 @@ from tierstore.planning.deciding import (
     StepPhase,
     TrainedBytes,
 )
+from tierstore.planning.homes import CPU
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import ByteKind, Program
 from tierstore.planning.simulating.holdings import Holdings, told
+from tierstore.planning.simulating.homes_of import homes_of
 from tierstore.planning.simulating.ledger_store import LedgerStore
 from tierstore.units import align_up, format_bytes
 
@@ -194,28 +196,37 @@ class DividedDevice:
 
 
 def trained_bytes(program: Program, placement: Placement) -> TrainedBytes | None:
-    """Return what a store has to hold of a program; ``None``: nothing."""
+    """Return what a store has to hold of a program; ``None``: nothing.
+
+    What modules on the host use never comes to the device, and counts for nothing.  What the host only steps
+    counts in full: the product wants room for a step on the device, too.
+    """
     states = {unit.bundle: unit.state for unit in program.units}
     gradients = {unit.bundle: unit.gradients for unit in program.units}
     bundles = [each for each in program.data.values() if each.kind in (ByteKind.PARAMETERS, ByteKind.BUFFER)]
     if not bundles:
         return None
-    kept, made, pinned, alone = 0, 0, 0, []
+    kept, made, pinned, largest, alone = 0, 0, 0, 0, [0]
     for each in bundles:
+        homes = homes_of(placement, each.key)
+        if homes.parameters.device == CPU:
+            continue
         state = states.get(each.key)
         state_bytes = align_up(program.data[state].nbytes, ALIGNMENT_BYTES) if state else 0
         own_bytes = align_up(each.nbytes, ALIGNMENT_BYTES)
-        gradient_bytes = sum(program.data[key].nbytes for key in gradients.get(each.key, ()))
-        homes = placement.bundles.get(each.key)
-        pinned_bytes = own_bytes if homes is not None and homes.is_pinned else 0
+        gradient_bytes = sum(
+            align_up(program.data[key].nbytes, ALIGNMENT_BYTES) for key in gradients.get(each.key, ())
+        )
+        pinned_bytes = own_bytes if homes.is_pinned else 0
         kept += own_bytes + state_bytes
         made += gradient_bytes
         pinned += pinned_bytes
+        largest = max(largest, own_bytes)
         alone.append(own_bytes + state_bytes + gradient_bytes - pinned_bytes)
     return TrainedBytes(
         all_bytes=kept + made,
         gradient_bytes=made,
         pinned_bytes=pinned,
         largest_bytes=pinned + max(alone),
-        largest_bundle_bytes=max(align_up(each.nbytes, ALIGNMENT_BYTES) for each in bundles),
+        largest_bundle_bytes=largest,
     )
