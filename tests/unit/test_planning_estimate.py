@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.planned import Layer, machine_of, machines, placements, program_of, programs
 from tierstore.planning import Machine, Placement, Stashing, Treatment
-from tierstore.planning.searching.estimate import estimate
+from tierstore.planning.searching.estimate import Estimator, estimate
 from tierstore.planning.searching.variants import with_marks, with_steps_on_host
 from tierstore.planning.simulating import simulate
 
@@ -31,6 +31,16 @@ def test_no_step_is_shorter_than_what_it_computes(data: st.DataObject) -> None:
     assert found == estimate(program, on, placement)
     assert found.step_s >= found.compute_s * (1 - 1e-9)
     assert set(found.moved_bytes) <= {link.name for link in on.links}
+
+
+@given(st.data())
+def test_estimates_of_one_program_know_nothing_of_each_other(data: st.DataObject) -> None:
+    program, on = data.draw(programs(most_layers=3)), data.draw(machines())
+    estimator = Estimator(program, on)
+    drawn = [data.draw(placements(program, on)) for _ in range(2)]
+    drawn += [with_marks(each, [0], Treatment.RECOMPUTE) for each in drawn]
+    for placement in (*drawn, *reversed(drawn)):
+        assert estimator.estimate(placement) == estimate(program, on, placement)
 
 
 def test_where_everything_fits_nothing_moves_and_nothing_is_waited_for() -> None:

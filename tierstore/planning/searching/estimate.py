@@ -9,20 +9,24 @@ O(N log N) for N uses; a few steps are gone through, and the last one counts.
 from __future__ import annotations
 
 import bisect
+import functools
 import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from tierstore.planning.homes import CPU, Treatment
+from tierstore.planning.homes import CPU, PlacedMark, Treatment
 from tierstore.planning.machine import Machine
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import ByteKind, Moment, Phase, Program, Unit
-from tierstore.planning.searching.spans import UseWindow, usage_of, windows_of
+from tierstore.planning.searching.fills import KeyState, TierFill
+from tierstore.planning.searching.spans import UseWindow
+from tierstore.planning.searching.step_uses import StepUses, step_uses
 from tierstore.planning.searching.variants import as_placed, marked_keys
 
 _STEPS = 3
+_KEPT_USES = 8  # a search asks for placements with the same marks one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,94 +60,58 @@ def estimate(
         placement: where bytes are.
         is_divided: whether the first tier holds the program's own bytes, too.
     """
-    placed = as_placed(program, placement)
-    try:
-        passes = _Passes(placed, machine, placement, is_divided=is_divided)
-        return passes.run()
-    except _NoRoomError:
-        return Estimate(math.inf, placed.compute_s, {})
+    return Estimator(program, machine, is_divided=is_divided).estimate(placement)
+
+
+class Estimator:
+    """Estimates placements of one program on one machine; what they have in common is found once.
+
+    Args:
+        program: as the model has it; what a placement makes of it is applied here.
+        machine: that it runs on.
+        is_divided: whether the first tier holds the program's own bytes, too.
+    """
+
+    def __init__(self, program: Program, machine: Machine, *, is_divided: bool = True) -> None:
+        self._program = program
+        self._machine = machine
+        self._is_divided = is_divided
+        self._uses = functools.lru_cache(_KEPT_USES)(self._uses_under)
+
+    def estimate(self, placement: Placement) -> Estimate:
+        """Return about what a step is like under a placement."""
+        uses = self._uses(placement.marks)
+        try:
+            return _Passes(uses, self._machine, placement, is_divided=self._is_divided).run()
+        except _NoRoomError:
+            return Estimate(math.inf, uses.program.compute_s, {})
+
+    def _uses_under(self, marks: tuple[PlacedMark, ...]) -> StepUses:
+        placement = Placement(marks=marks)
+        program = as_placed(self._program, placement)
+        return step_uses(program, marked_keys(program, placement, Treatment.SWAP))
 
 
 class _NoRoomError(Exception):
     """What has to be there at one time is more than there is."""
 
 
-@dataclass(slots=True)
-class _KeyState:
-    """One key's bytes.
-
-    Attributes:
-        nbytes: of it.
-        opens: when it is needed, as moments of one step, in order.
-        tier: the number of the fastest tier that holds it; ``None``: it is not made yet.
-        below: the number of the tier that holds the same bytes below; ``None``: none does.
-        ready_s: when its bytes in ``tier`` are all there.
-        in_use: how many windows are open.
-        is_ahead: whether it came before it was needed.
-        returns: whether it leaves after every use.
-        is_resident: whether everything else leaves before it.
-    """
-
-    nbytes: int
-    opens: list[int]
-    tier: int | None
-    below: int | None = None
-    ready_s: float = 0.0
-    in_use: int = 0
-    is_ahead: bool = False
-    returns: bool = False
-    is_resident: bool = False
-
-
-@dataclass
-class _TierFill:
-    """What one tier holds, and what may leave it.
-
-    Attributes:
-        quota_bytes: that it may hold.
-        held_bytes: that it holds, without what is leaving.
-        leaving: when bytes will have left, and how many, in order.
-        going: who may leave: by the latest next use first.
-    """
-
-    quota_bytes: int
-    held_bytes: int = 0
-    leaving: list[tuple[float, int]] = field(default_factory=list)
-    going: list[tuple[int, str]] = field(default_factory=list)
-
-    def room_at(self, nbytes: int, now_s: float) -> float:
-        """Return when there is room for bytes for which it has been decided what leaves."""
-        late = sum(each for _, each in self.leaving)
-        while self.leaving and self.held_bytes + late + nbytes > self.quota_bytes:
-            left_s, freed = heapq.heappop(self.leaving)
-            now_s = max(now_s, left_s)
-            late -= freed
-        return now_s
-
-    def settle(self, now_s: float) -> None:
-        """Forget what has left."""
-        while self.leaving and self.leaving[0][0] <= now_s:
-            heapq.heappop(self.leaving)
-
-
 class _Passes:
     """A few steps of one program, moment by moment."""
 
-    def __init__(self, program: Program, machine: Machine, placement: Placement, *, is_divided: bool) -> None:
-        self._program = program
+    def __init__(self, uses: StepUses, machine: Machine, placement: Placement, *, is_divided: bool) -> None:
+        program = self._program = uses.program
         self._machine = machine
         self._placement = placement
-        swapped = marked_keys(program, placement, Treatment.SWAP)
-        usage = usage_of(program, swapped=swapped)
-        self._windows = windows_of(program)
-        held = set(self._windows) - (_own_keys(program) - set(swapped))
-        self._opens, self._closes = _by_moment(self._windows, held, len(program.moments))
-        self._capacity_bytes = int(
-            machine.tiers[0].capacity_bytes * placement.shares.get(machine.tiers[0].name, 1.0)
-        )
-        self._quotas = _quotas(program, usage.own_bytes, self._capacity_bytes, is_divided=is_divided)
-        self._tiers = [_TierFill(tier.capacity_bytes) for tier in machine.tiers]
-        self._keys = self._key_states(held, set(swapped))
+        self._given = uses
+        first = machine.tiers[0]
+        capacity_bytes = int(first.capacity_bytes * placement.shares.get(first.name, 1.0))
+        self._quotas = _quotas(program, uses.own_bytes, capacity_bytes, is_divided=is_divided)
+        self._ahead = placement.ahead.get(first.name, 0.0)
+        self._high = placement.high.get(first.name, 1.0)
+        self._tiers = [TierFill(tier.capacity_bytes) for tier in machine.tiers]
+        self._keys = self._key_states()
+        self._links = _links_of(machine)
         self._on_host = {
             unit.bundle: unit
             for unit in program.units
@@ -161,22 +129,22 @@ class _Passes:
         self._next = self._uses()
         self._following = next(self._next)
 
-    def _key_states(self, held: set[str], swapped: set[str]) -> dict[str, _KeyState]:
-        states: dict[str, _KeyState] = {}
+    def _key_states(self) -> dict[str, KeyState]:
+        states: dict[str, KeyState] = {}
         last = len(self._tiers) - 1
         residents = self._placement.residents or frozenset()
         for key in self._program.data:
-            if key not in held:
+            if key not in self._given.windows:
                 continue
-            windows, datum = self._windows[key], self._program.data[key]
+            windows, datum = self._given.windows[key], self._program.data[key]
             owner = datum.owner or key
             is_made = any(window.is_made for window in windows)
-            states[key] = _KeyState(
+            states[key] = KeyState(
                 datum.nbytes,
                 [window.opens for window in windows],
                 None if is_made else last,
                 None if is_made else last,
-                returns=key in swapped or _returns(self._placement, key, owner, datum.kind),
+                returns=key in self._given.swapped or _returns(self._placement, key, owner, datum.kind),
                 is_resident=owner in residents or key in residents,
             )
         for key, state in states.items():
@@ -210,7 +178,7 @@ class _Passes:
         stepped = self._stepped_on_host(moment)
         away = {key for unit in stepped for key in (unit.bundle, unit.state, *unit.gradients)}
         arrival_s = self._now_s
-        opened = [(key, window) for key, window in self._opens[number] if key not in away]
+        opened = [(key, window) for key, window in self._given.opens[number] if key not in away]
         for key, _ in opened:
             self._keys[key].in_use += 1
         for key, window in opened:
@@ -227,7 +195,7 @@ class _Passes:
             self._change(key, window)
         for unit in stepped:
             self._step_on_host(unit)
-        for key, window in self._closes[number]:
+        for key, window in self._given.closes[number]:
             if key not in away:
                 self._close(key, window)
         self._write_back()
@@ -325,7 +293,7 @@ class _Passes:
             self._make_room(target, now_s)
             begin_s = self._tiers[target].room_at(0, max(now_s, state.ready_s))
             state.ready_s = self._copy(place, target, state.nbytes, begin_s)
-            heapq.heappush(held.leaving, (state.ready_s, state.nbytes))
+            held.leave(state.ready_s, state.nbytes)
             state.tier = target
         else:
             self._tiers[lower].held_bytes += state.nbytes
@@ -339,7 +307,7 @@ class _Passes:
         next_use = -1 if state.is_resident else self._next_use(state)
         heapq.heappush(self._tiers[place].going, (-next_use, key))
 
-    def _next_use(self, state: _KeyState) -> int:
+    def _next_use(self, state: KeyState) -> int:
         """Return when a key is needed next, counted from the first moment of the first step."""
         moments = len(self._program.moments)
         place = bisect.bisect_right(state.opens, self._number)
@@ -353,14 +321,14 @@ class _Passes:
         """Yield what is needed when, over and over."""
         moments = len(self._program.moments)
         for step in itertools.count():
-            for number, opened in enumerate(self._opens):
-                yield from ((step * moments + number, key) for key, window in opened if not window.is_made)
+            for position, keys in enumerate(self._given.needed, step * moments):
+                for key in keys:
+                    yield position, key
             yield (step + 1) * moments, ""
 
     def _prefetch(self) -> None:
         """Bring what is needed next, as far ahead as the placement says, for what is needed later."""
-        ahead = self._placement.ahead.get(self._machine.tiers[0].name, 0.0)
-        limit_bytes = int(ahead * self._tiers[0].quota_bytes)
+        limit_bytes = int(self._ahead * self._tiers[0].quota_bytes)
         moments = len(self._program.moments)
         now = self._step * moments + self._number
         while self._following[0] <= now + moments:
@@ -375,7 +343,7 @@ class _Passes:
                 self._may_go(key, 0)
             self._following = next(self._next)
 
-    def _has_room_for(self, state: _KeyState, position: int) -> bool:
+    def _has_room_for(self, state: KeyState, position: int) -> bool:
         """Let go what is needed after a position until a key has room; say whether it has."""
         held = self._tiers[0]
         while held.held_bytes + state.nbytes > held.quota_bytes:
@@ -397,7 +365,7 @@ class _Passes:
     def _write_back(self) -> None:
         """Write what is needed last before anybody waits for room."""
         held = self._tiers[0]
-        high = self._placement.high.get(self._machine.tiers[0].name, 1.0) * held.quota_bytes
+        high = self._high * held.quota_bytes
         while held.held_bytes > high:
             key = self._latest(0)
             if key is None:
@@ -408,38 +376,42 @@ class _Passes:
 
     def _copy(self, source: int, target: int, nbytes: int, begin_s: float) -> float:
         """Return when a copy that may begin then will have ended: each link moves one key at a time."""
-        names = [tier.name for tier in self._machine.tiers]
-        link = self._machine.link(names[source], names[target])
+        link = self._links.get((source, target))
         if link is None:  # by way of the tiers between
             step = 1 if target > source else -1
             for place in range(source, target, step):
                 begin_s = self._copy(place, place + step, nbytes, begin_s)
             return begin_s
-        lane = link.shares[0] if link.shares else link.name
-        rate = min(link.bytes_per_s, *(self._machine.shares[each] for each in link.shares), math.inf)
-        end_s = max(begin_s + link.latency_s, self._free_s.get(lane, 0.0)) + nbytes / rate
-        self._free_s[lane] = end_s
+        free_s = self._free_s.get(link.lane, 0.0)
+        end_s = max(begin_s + link.latency_s, free_s) + nbytes / link.bytes_per_s
+        self._free_s[link.lane] = end_s
         self._moved[link.name] = self._moved.get(link.name, 0) + nbytes
         return end_s
 
 
-def _own_keys(program: Program) -> set[str]:
-    """Return the keys of what no store holds."""
-    own = (ByteKind.ACTIVATION, ByteKind.WORKSPACE)
-    return {key for key, datum in program.data.items() if datum.kind in own}
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """A link: its name, what it waits for, and how fast it is with what it shares."""
+
+    name: str
+    lane: str
+    bytes_per_s: float
+    latency_s: float
 
 
-def _by_moment(
-    windows: dict[str, list[UseWindow]], held: set[str], moments: int
-) -> tuple[list[list[tuple[str, UseWindow]]], list[list[tuple[str, UseWindow]]]]:
-    """Return what each moment opens and what it closes."""
-    opens: list[list[tuple[str, UseWindow]]] = [[] for _ in range(moments)]
-    closes: list[list[tuple[str, UseWindow]]] = [[] for _ in range(moments)]
-    for key, found in windows.items():
-        for window in found if key in held else ():
-            opens[window.opens].append((key, window))
-            closes[window.closes].append((key, window))
-    return opens, closes
+def _links_of(machine: Machine) -> dict[tuple[int, int], _Lane]:
+    """Return the links by the numbers of their tiers."""
+    places = {tier.name: number for number, tier in enumerate(machine.tiers)}
+    return {
+        (places[each.source], places[each.target]): _Lane(
+            each.name,
+            each.shares[0] if each.shares else each.name,
+            min(each.bytes_per_s, *(machine.shares[share] for share in each.shares), math.inf),
+            each.latency_s,
+        )
+        for each in machine.links
+        if each.source in places and each.target in places
+    }
 
 
 def _quotas(

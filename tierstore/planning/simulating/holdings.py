@@ -35,7 +35,6 @@ class Holdings:
     Attributes:
         moment: the name of what is computed.
         charges: by tier, time and bytes at each change.
-        held: time and bytes by kind of the first tier, at each change.
     """
 
     def __init__(self, tiers: Sequence[str], data: Mapping[str, Datum]) -> None:
@@ -43,11 +42,14 @@ class Holdings:
         self._data = data
         self.moment = ""
         self.charges: dict[str, list[tuple[float, int]]] = {tier: [] for tier in tiers}
-        self.held: list[tuple[float, Mapping[ByteKind, int]]] = []
+        self._held: list[tuple[float, Mapping[ByteKind, int]]] = []
         self._charged = [0] * len(tiers)
         self._here: dict[int, tuple[str, int]] = {}  # replicas in the first tier: key and charge
         self._own: dict[str, tuple[ByteKind, int]] = {}  # the program's
         self._kinds = dict.fromkeys(ByteKind, 0)
+        self._kinds_at_s: float | None = (
+            None  # when they changed to what they are, and `_held` says it not yet
+        )
         self._newest = 0
         self._phase_peak = 0
         self._step_peaks = [0] * len(tiers)
@@ -70,9 +72,10 @@ class Holdings:
                 self._charged[index] = tier_state.charged_bytes
                 self._enter(self.charges[self._tiers[index]], now_s, tier_state.charged_bytes)
                 self._step_peaks[index] = max(self._step_peaks[index], self._held_in(index))
-        self._look(now_s)
+                self._look()
 
     def _take_in(self, books: Books, now_s: float) -> None:
+        self._note_kinds(now_s)
         for number in reversed(books.replicas):
             if number <= self._newest:
                 break
@@ -80,15 +83,14 @@ class Holdings:
             if replica.tier == 0:
                 self._here[number] = (replica.key, replica.charge_bytes)
                 self._kinds[self._kind(replica.key)] += replica.charge_bytes
-        self._note_kinds(now_s)
 
     def note_freed(self, place: ReplicaId, now_s: float) -> None:
         """A replica's bytes are given back: to be told before the books are."""
         if place.tier == 0:
             self._tell_peak(now_s)
             key, nbytes = self._here.pop(place.replica)
-            self._kinds[self._kind(key)] -= nbytes
             self._note_kinds(now_s)
+            self._kinds[self._kind(key)] -= nbytes
 
     def own(self, name: str, kind: ByteKind, nbytes: int, now_s: float) -> None:
         """Let the program have so many bytes under a name; 0: none any more."""
@@ -101,12 +103,12 @@ class Holdings:
             self._own[name] = (kind, nbytes)
         else:
             del self._own[name]
+        self._note_kinds(now_s)
         self._kinds[kind] += nbytes - former
         self.own_bytes += nbytes - former
         self._phase_peak = max(self._phase_peak, self.own_bytes)
         self._step_peaks[0] = max(self._step_peaks[0], self._held_in(0))
-        self._note_kinds(now_s)
-        self._look(now_s)
+        self._look()
 
     def owned(self, name: str) -> int:
         """Return how many bytes the program has under a name."""
@@ -119,7 +121,19 @@ class Holdings:
         return self._charged[index] + (self.own_bytes if index == 0 else 0)
 
     def _note_kinds(self, now_s: float) -> None:
-        self._enter(self.held, now_s, {kind: nbytes for kind, nbytes in self._kinds.items() if nbytes})
+        """Before kinds change: what they were until now is entered, once for each time."""
+        if self._kinds_at_s is not None and self._kinds_at_s != now_s:
+            self._held.append((self._kinds_at_s, self._kinds_now()))
+        self._kinds_at_s = now_s
+
+    @property
+    def held(self) -> tuple[tuple[float, Mapping[ByteKind, int]], ...]:
+        """Time and bytes by kind of the first tier, at each change."""
+        last = [] if self._kinds_at_s is None else [(self._kinds_at_s, self._kinds_now())]
+        return (*self._held, *last)
+
+    def _kinds_now(self) -> dict[ByteKind, int]:
+        return {kind: nbytes for kind, nbytes in self._kinds.items() if nbytes}
 
     @staticmethod
     def _enter(entries: list[tuple[float, _V]], now_s: float, value: _V) -> None:
@@ -135,8 +149,7 @@ class Holdings:
         """Bytes of the first tier, the program's with them."""
         return self._held_in(0)
 
-    def _look(self, now_s: float) -> None:
-        del now_s
+    def _look(self) -> None:
         if self.here_bytes > self._peak:
             self._peak = self.here_bytes
             self._is_peak_to_tell = True
@@ -152,8 +165,7 @@ class Holdings:
         named = [(name, nbytes) for name, (_, nbytes) in self._own.items()]
         held = [*self._here.values(), *named]
         largest = heapq.nlargest(_LARGEST, held, key=lambda each: each[1])
-        kinds = {kind: nbytes for kind, nbytes in self._kinds.items() if nbytes}
-        return Account(now_s, self.here_bytes, kinds, tuple(largest), self.moment)
+        return Account(now_s, self.here_bytes, self._kinds_now(), tuple(largest), self.moment)
 
     def account(self, now_s: float) -> Account:
         """Return who held what of the first tier when most was held."""

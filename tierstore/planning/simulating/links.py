@@ -74,14 +74,16 @@ class _SerialLink:
         self._shared = shared
         self._queue = queue
         self._busy_until_s = 0.0
+        self._name = figures.name
 
     def carry(self, nbytes: int, ready_s: float, arrived: Arrived) -> None:
         """See `_CopyCarrier`."""
         begin_s = max(ready_s, self._busy_until_s, self._queue.now_s)
-        ends = [begin_s + nbytes / self._figures.bytes_per_s]
-        ends += [each.passed_s(nbytes, begin_s) for each in self._shared]
-        self._busy_until_s = max(ends)
-        transit = Transit(self._figures.name, begin_s, self._busy_until_s + self._figures.latency_s)
+        end_s = begin_s + nbytes / self._figures.bytes_per_s
+        for each in self._shared:
+            end_s = max(end_s, each.passed_s(nbytes, begin_s))
+        self._busy_until_s = end_s
+        transit = Transit(self._name, begin_s, end_s + self._figures.latency_s)
         self._queue.at(transit.end_s, functools.partial(arrived, transit))
 
 
@@ -198,6 +200,9 @@ class MachineLinks:
             arrived: told when they are there, of the whole way; its link is the tiers' names.
         """
         way = self._way(source, target)
+        if len(way) == 1:
+            way[0].carry(nbytes, ready_s, arrived)
+            return
         begins: list[float] = []
         names = self._machine.tiers[source].name, self._machine.tiers[target].name
 

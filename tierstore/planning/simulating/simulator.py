@@ -270,7 +270,7 @@ class Simulator:
             tuple(steps),
             self._holdings.account(self._queue.now_s),
             {tier: tuple(entries) for tier, entries in self._holdings.charges.items()},
-            tuple(self._holdings.held),
+            self._holdings.held,
             period,
             tuple(self._assumptions),
         )
