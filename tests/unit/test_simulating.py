@@ -224,10 +224,10 @@ def test_recomputed_activations_are_made_again_before_backward_uses_them() -> No
 
 
 def nested(children: int) -> Program:
-    """Return a program of one layer: a parent with parameters of its own, and children that keep something."""
+    """Return a program of one layer: a parent with parameters of its own, and children with activations."""
     data = {"param/p": Datum("param/p", 100, ByteKind.PARAMETERS, layer=0)}
     forward = [Moment(Phase.FORWARD, "parent", (KeyUse("param/p", Does.READ, children + 1),), 1.0, layer=0)]
-    backward = []
+    backward: list[Moment] = []
     for n in range(children):
         act, param = f"act/{n}", f"param/{n}"
         data[act] = Datum(act, 10, ByteKind.ACTIVATION, None, 0, f"child{n}")
