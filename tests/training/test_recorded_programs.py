@@ -128,6 +128,21 @@ def test_it_says_how_many_steps_are_missing(tmp_path: Path) -> None:
         run.program()
 
 
+def test_copies_of_the_learned_steps_are_told_once_these_have_run(tmp_path: Path) -> None:
+    trained = mlp()
+    with opened(trained, tmp_path, "200KB") as run:
+        for missing in (3, 2, 1):
+            with pytest.raises(UsageError, match=rf"{missing} more steps have to run.*were {3 - missing}\."):
+                run.recorded_copies()
+            before = traffic(run)
+            step(trained)
+        copies = run.recorded_copies()
+        assert {f"{each.source}->{each.target}" for each in copies} >= set(moved(before, traffic(run)))
+        assert all(each.end_s >= each.begin_s for each in copies)
+    with pytest.raises(UsageError, match="closed"):
+        run.recorded_copies()
+
+
 def test_without_a_store_there_is_nothing_to_watch() -> None:
     with offload(nn.Linear(2, 2), None, {"memory_offload": "OFF"}) as run:
         with pytest.raises(UsageError, match="memory_offload is OFF"):

@@ -23,6 +23,7 @@ from tierstore.planning.homes import CPU
 from tierstore.planning.program import ByteKind, Program
 from tierstore.planning.rules import HOST
 from tierstore.quoting import quoted
+from tierstore.recorded import CopyRecord
 from tierstore.training.activations.config.layers import find_layers
 from tierstore.training.bundles.binding import natively
 from tierstore.training.optimizers.in_backward import Stepping
@@ -66,6 +67,24 @@ def program_from(session: Session, recorded: RecordedSteps, steps: Sequence[Reco
     maker = ProgramMaker(recorded, steps, _figures(session))
     model = session.model
     return maker.program(type(model).__name__, _facts(session), _fingerprint(model), _assumptions(session))
+
+
+def copies_of(session: Session) -> tuple[CopyRecord, ...]:
+    """Return the copies of the steps that a run has recorded without being asked.
+
+    Args:
+        session: of the run.
+
+    Raises:
+        UsageError: there were not enough steps yet.
+    """
+    recorder = session.recorder
+    if recorder.learned is None or recorder.missing:
+        raise UsageError(
+            f"run.recorded_copies(): {recorder.missing} more steps have to run until some are recorded; so "
+            f"far there were {recorder.ended}."
+        )
+    return tuple(recorder.learned.recording.copies)
 
 
 @contextlib.contextmanager

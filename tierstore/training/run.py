@@ -19,6 +19,7 @@ from tierstore.callers import opener
 from tierstore.errors import UsageError
 from tierstore.planning import Placement, Program
 from tierstore.planning.rules import HOST
+from tierstore.recorded import CopyRecord
 from tierstore.signals import interruptible
 from tierstore.store import Store
 from tierstore.training import again, processes
@@ -30,7 +31,7 @@ from tierstore.training.checkpoints.resumed import Resumed
 from tierstore.training.leaving import OnClose, choice_of
 from tierstore.training.modules.replicas import refuse_to_average
 from tierstore.training.optimizers.in_backward import Stepping
-from tierstore.training.recorded_runs import program_of, recorded_to
+from tierstore.training.recorded_runs import copies_of, program_of, recorded_to
 from tierstore.training.run_stats import RunStats
 from tierstore.training.session import Session
 from tierstore.training.suspension import Suspension
@@ -138,6 +139,14 @@ class Offload:
             UsageError: fewer than three steps have run, the run is closed, or ``memory_offload`` is OFF.
         """
         return program_of(self._recordable("program()"))
+
+    def recorded_copies(self) -> tuple[CopyRecord, ...]:
+        """Return the copies of the steps that `program` is made of: how fast links were seen to be.
+
+        Raises:
+            UsageError: no step was recorded yet, the run is closed, or ``memory_offload`` is OFF.
+        """
+        return copies_of(self._recordable("recorded_copies()"))
 
     def record(self, path: str | Path) -> contextlib.AbstractContextManager[None]:
         """Record the steps inside a context; when it ends write to ``path`` what happened when.
