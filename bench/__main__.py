@@ -13,6 +13,7 @@ from bench import (
     host_steps,
     keys,
     parts,
+    planned,
     processes,
     simulated,
     store,
@@ -34,6 +35,7 @@ MODULES = (
     simulated,
     tables,
     host_steps,
+    planned,
 )
 """Those that have the questions of all figures."""
 

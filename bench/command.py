@@ -48,7 +48,14 @@ FIGURES = (
     "host-device-step",
     "host-steps",
     "simulated-host-steps",
+    "planned-bytes",
+    "planned-peak",
+    "planned-step",
+    "planned-choice",
+    "planned-rules",
     "planned-ideal",
+    "planned-70b",
+    "planned-405b",
 )
 """Every figure of `FIGURES_PAGE`, in its order."""
 

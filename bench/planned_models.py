@@ -1,6 +1,6 @@
 """The ten models of the planner's grid: one of each sort that a planner can be wrong about.
 
-Each is small enough for two cores and large enough that what moves takes time: 10 to 30 MiB of parameters.
+Each is small enough for two cores and large enough that what moves takes time: 5 to 30 MiB of parameters.
 They are made under whatever device and dtype is in force, so that they can be made of nothing (``meta``).
 """
 
@@ -86,7 +86,7 @@ class _Residual(nn.Module):
 
 
 def _convolutions() -> nn.Module:
-    sides = [3, 64, 128, 256, 384, 384, 384]
+    sides = [3, 64, 128, 192, 256, 256, 256, 256, 256, 256]
     layers: list[nn.Module] = []
     for number, (given, made) in enumerate(itertools.pairwise(sides)):
         layers += [nn.Conv2d(given, made, 3, padding=1), nn.ReLU()]
@@ -154,9 +154,9 @@ class _TiedAdapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(4000, 512)
-        self.layers = nn.ModuleList(_Adapted(512, 16) for _ in range(8))
-        self.head = nn.Linear(512, 4000, bias=False)
+        self.embedding = nn.Embedding(1000, 512)
+        self.layers = nn.ModuleList(_Adapted(512, 16) for _ in range(16))
+        self.head = nn.Linear(512, 1000, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -188,12 +188,12 @@ class _Skips(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sides = [32, 64, 128, 256]
+        sides = [48, 96, 160, 256]
         self.begin = nn.Conv2d(3, sides[0], 3, padding=1)
         self.down = nn.ModuleList(
             nn.Conv2d(given, made, 3, stride=2, padding=1) for given, made in itertools.pairwise(sides)
         )
-        self.middle = nn.Conv2d(sides[-1], sides[-1], 3, padding=1)
+        self.middle = nn.ModuleList(nn.Conv2d(sides[-1], sides[-1], 3, padding=1) for _ in range(4))
         self.up = nn.ModuleList(
             nn.Conv2d(made + given, given, 3, padding=1)
             for given, made in reversed(list(itertools.pairwise(sides)))
@@ -206,7 +206,8 @@ class _Skips(nn.Module):
         for layer in self.down:
             kept.append(x)
             x = torch.relu(layer(x))
-        x = torch.relu(self.middle(x))
+        for layer in self.middle:
+            x = torch.relu(layer(x))
         for layer in self.up:
             wide = nn.functional.interpolate(x, scale_factor=2.0)
             x = torch.relu(layer(torch.cat([wide, kept.pop()], dim=1)))
@@ -222,18 +223,37 @@ def _values(*shape: int) -> Callable[[], tuple[torch.Tensor, ...]]:
     return lambda: (torch.randn(shape),)
 
 
+def _small_convolutions() -> nn.Module:
+    layers: list[nn.Module] = []
+    for number in range(6):
+        layers += [nn.Conv2d(128 if number else 3, 128, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def _small_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+
+SMALL_MODELS: Mapping[str, PlannedModel] = {
+    "small-mlp": PlannedModel(lambda: _chain(384, 6), _values(64, 384)),
+    "small-convolutions": PlannedModel(_small_convolutions, _values(1, 3, 16, 16)),
+    "small-encoder": PlannedModel(_small_encoder, _values(1, 64, 128)),
+}
+"""Of six layers each, by name: those that every placement is tried with."""
+
 MODELS: Mapping[str, PlannedModel] = {
     "mlp": PlannedModel(lambda: _chain(768, 8), _values(256, 768)),
-    "deep": PlannedModel(lambda: _chain(256, 48), _values(128, 256), optimizer=_momentum),
-    "convolutions": PlannedModel(_convolutions, _values(4, 3, 64, 64)),
-    "residual": PlannedModel(_residual, _values(4, 3, 64, 64), optimizer=_momentum),
-    "encoder": PlannedModel(_encoder, _values(4, 128, 256)),
-    "llama": PlannedModel(_llama, _tokens(2, 128, 2000), _logits_mean),
-    "gpt2": PlannedModel(_gpt2, _tokens(2, 128, 2000), _logits_mean, _adafactor),
-    "tied-adapted": PlannedModel(_TiedAdapted, _tokens(2, 64, 4000)),
+    "deep": PlannedModel(lambda: _chain(256, 48), _values(32, 256), optimizer=_momentum),
+    "convolutions": PlannedModel(_convolutions, _values(2, 3, 64, 64)),
+    "residual": PlannedModel(_residual, _values(4, 3, 32, 32), optimizer=_momentum),
+    "encoder": PlannedModel(_encoder, _values(1, 128, 256)),
+    "llama": PlannedModel(_llama, _tokens(1, 64, 2000), _logits_mean),
+    "gpt2": PlannedModel(_gpt2, _tokens(1, 64, 2000), _logits_mean, _adafactor),
+    "tied-adapted": PlannedModel(_TiedAdapted, _tokens(1, 64, 1000)),
     "experts": PlannedModel(
         lambda: nn.Sequential(*(_Experts(192, 4) for _ in range(6))), _values(4, 64, 192)
     ),
-    "skips": PlannedModel(_Skips, _values(4, 3, 64, 64)),
+    "skips": PlannedModel(_Skips, _values(1, 3, 32, 32)),
 }
 """By name."""
