@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tierstore.core.eviction import POLICIES
 from tierstore.planning.program import is_figure
+from tierstore.planning.simulating.exchanges import Exchanges
 from tierstore.planning.wrong_values import WrongValues
 from tierstore.quoting import listed
 
@@ -26,6 +27,7 @@ class Conditions:
             and its peak is more than the capacity: nothing stops a run on an emulated device.
         optimizer_in_backward: whether backward steps a bundle as soon as its gradients are there.
         steps_ahead: whether steps may be made before the optimizer's turn, where the product would.
+        exchanges: collectives of a rank: `tierstore.planning.ranks` makes them.
 
     Raises:
         ConfigError: lists every fault.
@@ -38,6 +40,7 @@ class Conditions:
     is_enforced: bool = True
     optimizer_in_backward: bool = False
     steps_ahead: bool = True
+    exchanges: Exchanges = field(default_factory=Exchanges)
 
     def __post_init__(self) -> None:
         faults = WrongValues()

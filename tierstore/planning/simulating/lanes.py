@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierstore.planning.program import Moment
+from tierstore.planning.simulating.exchanges import NetworkLanes
 from tierstore.planning.simulating.ledger_store import LedgerStore, Waited
 from tierstore.planning.timeline import COMPUTE, HOST, WAITING, Interval, StallCause
 
@@ -21,6 +22,7 @@ class Lanes:
         store: where bytes come from.
         has_streams: whether the device computes beside the host.
         host_tier: index of the tier where the host computes.
+        network: carries out the collectives of a rank; ``None``: there are none.
 
     Attributes:
         intervals: what was computed, and what was waited for.
@@ -29,8 +31,16 @@ class Lanes:
         host_tier: see above.
     """
 
-    def __init__(self, store: LedgerStore, *, has_streams: bool, host_tier: int) -> None:
+    def __init__(
+        self,
+        store: LedgerStore,
+        *,
+        has_streams: bool,
+        host_tier: int,
+        network: NetworkLanes | None = None,
+    ) -> None:
         self._store = store
+        self._network = network
         self._has_streams = has_streams
         self.host_tier = host_tier
         self.intervals: list[Interval] = []
@@ -45,13 +55,16 @@ class Lanes:
             self._store.wait_for_bytes(key)
         begin_s = max(queue.now_s, self.device_free_s)
         self._note_stalls(self.device_free_s, begin_s)
+        if self._network is not None:
+            begin_s = self._network.reach(moment.name, queue.now_s, begin_s, self.intervals)
         end_s = begin_s + moment.compute_s
         if moment.compute_s:
             self.intervals.append(Interval(begin_s, end_s, COMPUTE, moment.name))
         self.device_free_s = end_s
         if self._has_streams:
+            until_s = end_s if self._network is None else max(end_s, self._network.busy_until_s(moment.name))
             for key in keys:
-                self._store.used_until_s[key] = end_s
+                self._store.used_until_s[key] = until_s
         else:
             queue.run_until(end_s)
 

@@ -21,6 +21,7 @@ from tierstore.planning.residents import Trained, choose_residents
 from tierstore.planning.simulating.conditions import Conditions
 from tierstore.planning.simulating.dividing import DividedDevice, trained_bytes
 from tierstore.planning.simulating.driver import Driver
+from tierstore.planning.simulating.exchanges import NetworkLanes
 from tierstore.planning.simulating.holdings import Holdings, told
 from tierstore.planning.simulating.homes_of import return_homes
 from tierstore.planning.simulating.host_lane import HostLane
@@ -111,7 +112,13 @@ class Simulator:
         )
         host = next((index for index, tier in enumerate(tiers) if tier.is_host), 0)
         self._host_lane = HostLane(self._store, host)
-        self._lanes = Lanes(self._store, has_streams=machine.has_streams, host_tier=host)
+        exchanges = conditions.exchanges
+        self._lanes = Lanes(
+            self._store,
+            has_streams=machine.has_streams,
+            host_tier=host,
+            network=NetworkLanes(exchanges, self._store.moved) if exchanges.begun else None,
+        )
 
     def _tier(self, name: str) -> Tier:
         figures = self._machine.tier(name)
