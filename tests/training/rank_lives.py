@@ -2,8 +2,8 @@
 
 ``python -m tests.training.rank_lives FOLDER SCENARIO...`` leads each scenario, a function of
 `tests.training.rank_scenarios`, ``rank_replicas``, ``rank_tables``, ``rank_table_rules``,
-``rank_beginnings``, ``rank_gradients`` or ``rank_endings``, in as many processes as its name says
-(``name:PROCESSES``, 2 without), and writes what each process found, or how it failed, to
+``rank_beginnings``, ``rank_gradients``, ``rank_collectives`` or ``rank_endings``, in as many processes as its
+name says (``name:PROCESSES``, 2 without), and writes what each process found, or how it failed, to
 ``FOLDER/NAME-PROCESSES.json``.
 """
 
@@ -95,6 +95,7 @@ def main(folder: Path, names: list[str]) -> None:
     """Lead every scenario."""
     from tests.training import (
         rank_beginnings,
+        rank_collectives,
         rank_endings,
         rank_gradients,
         rank_replicas,
@@ -116,6 +117,7 @@ def main(folder: Path, names: list[str]) -> None:
             rank_beginnings,
             rank_endings,
             rank_gradients,
+            rank_collectives,
         )
         scenario: Scenario = next(getattr(each, which) for each in rooms if which in vars(each))
         place = folder / f"{which}-{processes}"

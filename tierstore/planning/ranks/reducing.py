@@ -5,8 +5,8 @@
    at the end of backward (FSDP2).
 3. Without shards and buckets each gradient is a message of its own that is awaited at once, and at the end of
    a pass ranks tell each other which gradients there are (`Offload.average_gradients`).
-4. Buckets are filled in the order in which gradients are made, the first up to 1 MiB, and are awaited at the
-   end of backward (``DistributedDataParallel`` from its second step on).
+4. Buckets are filled in the order in which gradients are made, the first of the usual ones up to 1 MiB,
+   and are awaited at the end of backward (``DistributedDataParallel`` from its second step on).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tierstore.planning.ranks.gathering import REST, passes_of
 from tierstore.planning.ranks.shards import Shards
 from tierstore.planning.ranks.weaving import Weaving, ended, made
 
-FIRST_BUCKET_BYTES = 2**20
+USUAL_BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20  # of the usual ones: it leaves early
 _FLAG_BYTES = 4
 
 
@@ -153,7 +154,7 @@ class Reducing:
 
     def _buckets(self, landings: Landings, bucket_bytes: int) -> list[list[str]]:
         buckets: list[list[str]] = [[]]
-        filled, most = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
+        filled, most = 0, FIRST_BUCKET_BYTES if bucket_bytes == USUAL_BUCKET_BYTES else bucket_bytes
         for key in landings.last:
             buckets[-1].append(key)
             filled += self._program.data[key].nbytes
