@@ -7,6 +7,7 @@ so that the same question always has the same answer.
 from tierstore.planning.searching.alternatives import Levers, todays
 from tierstore.planning.searching.bound import Solve, SparseRows, lower_bound
 from tierstore.planning.searching.choosing import Choice, Effort, Rejected, search
+from tierstore.planning.searching.envelope import Optimum, optimum
 from tierstore.planning.searching.estimate import Estimate, estimate
 from tierstore.planning.searching.remedies import Remedy, remedies, told
 
@@ -15,12 +16,14 @@ __all__ = [
     "Effort",
     "Estimate",
     "Levers",
+    "Optimum",
     "Rejected",
     "Remedy",
     "Solve",
     "SparseRows",
     "estimate",
     "lower_bound",
+    "optimum",
     "remedies",
     "search",
     "todays",
