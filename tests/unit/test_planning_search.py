@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,7 @@ from tierstore.planning.simulating import simulate
 MIB = 1 << 20
 LAYER = Layer(MIB, 2 * MIB, (MIB,), MIB // 4, 0, 0.005, 0.01, 0.002, 0.004)
 PROGRAM = program_of([LAYER] * 6)
+HOMES = 2  # placements with state that goes down
 FIELDS = ("high", "ahead", "shares", "stashing", "residents", "bundles", "marks")
 
 
@@ -98,10 +100,10 @@ def test_a_lever_changes_one_thing_alone(lever: Levers) -> None:
 
 def test_how_many_are_simulated_is_bounded_by_the_programs_size(monkeypatch: pytest.MonkeyPatch) -> None:
     found = search(PROGRAM, machine(8))
-    assert len(found.rejected) + 1 <= 1 + 2 * Effort.USUAL.value
+    assert len(found.rejected) + 1 <= 1 + 2 * Effort.USUAL.value + HOMES
     monkeypatch.setattr("tierstore.planning.searching.choosing._SIMULATED_USES", 1)  # as if it were large
     found = search(PROGRAM, machine(8))
-    assert len(found.rejected) + 1 <= 1 + 2 + 2
+    assert len(found.rejected) + 1 <= 1 + 2 + 2 + 1
 
 
 def test_a_large_program_is_looked_at_joined_and_the_best_simulated_in_full(
@@ -182,6 +184,32 @@ def test_the_host_is_asked_to_step_only_what_it_can() -> None:
     assert not list(neighbours(program, on_host, base, Levers.HOST_STEPS))
     assert list(neighbours(program, on_host, base, Levers.RESIDENTS))
     assert not list(neighbours(program, machine(8), base, Levers.RESIDENTS))
+
+
+def homes_of_state(base: Placement) -> Sequence[Placement]:
+    (lever,) = neighbours(PROGRAM, machine(18), base, Levers.HOMES)
+    return lever.options
+
+
+def test_state_that_would_leave_anyway_goes_down_after_its_step() -> None:
+    base = todays(PROGRAM, machine(18))
+    pinned = replace(base, bundles={**base.bundles, "param/0": BundleHomes(is_pinned=True)})
+    for before, count in ((base, 6), (pinned, 5)):
+        some, all_of_it = (
+            {key for key, homes in option.bundles.items() if homes.state == Home("host", returns=True)}
+            for option in homes_of_state(before)
+        )
+        assert some < all_of_it
+        assert len(all_of_it) == count
+    found = search(PROGRAM, machine(18), levers=Levers.HOMES)
+    assert found.timeline.step_s < step_s(PROGRAM, machine(18), base)
+    assert "down after each step" in found.why
+    # What would stay is better left where it is: with all of it down a step is longer than with some.
+    some_s, all_s = (step_s(PROGRAM, machine(18), each) for each in homes_of_state(base))
+    assert some_s < all_s
+    # Where all has room nothing leaves by itself.
+    (lever,) = neighbours(PROGRAM, machine(64), todays(PROGRAM, machine(64)), Levers.HOMES)
+    assert len(lever.options) == 1
 
 
 def test_todays_rules_are_the_rules() -> None:

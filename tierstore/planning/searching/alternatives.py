@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.planning import rules
-from tierstore.planning.homes import CPU, Stashing, Treatment
+from tierstore.planning.homes import CPU, BundleHomes, Stashing, Treatment
 from tierstore.planning.machine import Machine, TierMedium
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import ByteKind, Phase, Program
+from tierstore.planning.searching.greedy import keep_greedily
 from tierstore.planning.searching.variants import marked_layers, with_marks, with_steps_on_host
 
 
@@ -29,7 +30,8 @@ class Levers(enum.Flag):
     STASHING = enum.auto()  # whether gradients are the store's from the beginning
     RESIDENTS = enum.auto()  # what stays from step to step; only where computing is in host memory
     SHARES = enum.auto()  # less of the first tier than there is
-    ALL = HIGH | AHEAD | HOST_STEPS | SWAP | RECOMPUTE | STASHING | RESIDENTS | SHARES
+    HOMES = enum.auto()  # state that goes down at once after its step
+    ALL = HIGH | AHEAD | HOST_STEPS | SWAP | RECOMPUTE | STASHING | RESIDENTS | SHARES | HOMES
 
 
 HIGHS = (0.9, 0.75, 0.5)
@@ -94,6 +96,7 @@ def neighbours(program: Program, machine: Machine, placement: Placement, levers:
         (Levers.STASHING, _stashing),
         (Levers.RESIDENTS, _residents),
         (Levers.SHARES, _shares),
+        (Levers.HOMES, _homes),
     ):
         if lever in levers and len(machine.tiers) > 1:
             found = [each for each in options(program, machine, placement) if each != placement]
@@ -202,6 +205,33 @@ def _shares(program: Program, machine: Machine, placement: Placement) -> Iterato
     yield replace(placement, shares={**placement.shares, first: placement.shares.get(first, 1.0) * _FEWER})
 
 
+def _homes(program: Program, machine: Machine, placement: Placement) -> Iterator[Placement]:
+    """Yield placements whose state goes down after each step: what does so by `keep_greedily`, and all of it.
+
+    What leaves anyway has left before its room is asked for.
+    """
+    leaving = keep_greedily(program, machine).homes()
+    free = [
+        unit
+        for unit in program.units
+        if unit.state is not None and _may_go_home(placement.bundles.get(unit.bundle, BundleHomes()))
+    ]
+    for going in (
+        {unit.bundle: leaving[unit.state] for unit in free if unit.state in leaving},
+        {unit.bundle: leaving.get(str(unit.state), 1) for unit in free},
+    ):
+        bundles = dict(placement.bundles)
+        for key, place in going.items():
+            former = bundles.get(key, BundleHomes())
+            home = replace(former.state, tier=machine.tiers[place].name, returns=True)
+            bundles[key] = replace(former, state=home)
+        yield replace(placement, bundles=bundles)
+
+
+def _may_go_home(homes: BundleHomes) -> bool:
+    return homes.state.tier is None and homes.state.device != CPU and not homes.is_pinned
+
+
 def _doubling(count: int) -> Iterator[int]:
     """Yield 1, 2, 4, ... and the count itself."""
     number = 1
@@ -230,6 +260,8 @@ def differences(placement: Placement, base: Placement) -> list[str]:
     ]
     stepped = _on_host(placement) - _on_host(base)
     found += [f"{_counted(len(stepped), 'bundle')} stepped on the host"] * bool(stepped)
+    returning = _returning(placement) - _returning(base)
+    found += [f"state of {_counted(len(returning), 'bundle')} down after each step"] * bool(returning)
     for treatment, verb in ((Treatment.SWAP, "swapped"), (Treatment.RECOMPUTE, "recomputed")):
         layers = sorted(set(marked_layers(placement, treatment)) - set(marked_layers(base, treatment)))
         found += [f"{ranges(layers)} {verb}"] * bool(layers)
@@ -248,6 +280,10 @@ def differences(placement: Placement, base: Placement) -> list[str]:
 
 def _on_host(placement: Placement) -> set[str]:
     return {key for key, homes in placement.bundles.items() if homes.state.device == CPU}
+
+
+def _returning(placement: Placement) -> set[str]:
+    return {key for key, homes in placement.bundles.items() if homes.state.returns}
 
 
 def _counted(count: int, noun: str) -> str:

@@ -39,7 +39,7 @@ _LEAST_ESTIMATES = 8
 _LEAST_SIMULATIONS = 2
 _MOST_ESTIMATES = 200
 _ALIKE = 1e-3
-_REFINED = Levers.HIGH | Levers.AHEAD  # what an estimate knows least about
+_REFINED = Levers.HIGH | Levers.AHEAD | Levers.HOMES  # what an estimate knows least about
 _MAKE_ROOM = Levers.SWAP | Levers.RECOMPUTE
 _OCTAVES = 6  # below the quota: less than a sixty-fourth of it is no quota
 
