@@ -131,7 +131,7 @@ def test_what_the_program_leaves_no_room_for_is_refused_with_numbers_though_nobo
     model, (optimizer,) = build(10)
     trial = Trial(model, [optimizer])
     with (
-        offload(model, optimizer, _config(tmp_path)),
+        offload(model, optimizer, _config(tmp_path, foresee=False)),
         pytest.raises(CapacityError, match=r"the program has 375\.0 KiB beside the store.*is 224\.0 KiB"),
     ):
         train(trial, [500])

@@ -83,7 +83,7 @@ def test_the_activations_alone_are_more_than_that(tmp_path: Path) -> None:
     trial = build()
     with (
         DeviceBudget(450 * KIB),
-        _offload(trial, tmp_path, 450 * KIB, swap="no swap"),
+        _offload(trial, tmp_path, 450 * KIB, swap="no swap", foresee=False),
         pytest.raises(OutOfDeviceMemory),
     ):
         train(trial, QUIET, STEPS)

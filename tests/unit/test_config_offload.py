@@ -23,6 +23,7 @@ _DEFAULTS: dict[str, object] = {
     "offload_grad": None,
     "offload_optimizer": None,
     "auto_offload": True,
+    "foresee": True,
     "offload_cpu_size": None,
     "offload_disk_size": None,
     "offload_path": "./offload/",
@@ -64,7 +65,9 @@ _ACCEPTED: dict[str, _Pairs] = {
     "memory_offload": [("ON", "ON"), ("OFF", "OFF")],
     "max_device_memory": [*_SIZE, (None, None)],
     **dict.fromkeys(["offload_param", "offload_checkpoint", "offload_grad", "offload_optimizer"], _TARGET),
-    **dict.fromkeys(["auto_offload", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _FLAG),
+    **dict.fromkeys(
+        ["auto_offload", "foresee", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _FLAG
+    ),
     "optimizer_in_backward": _FLAG,
     "offload_cpu_size": [*_SIZE, (None, None)],
     "offload_disk_size": [*_SIZE, (None, None), ("0GB", 0)],
@@ -97,7 +100,9 @@ _REFUSED: dict[str, list[object]] = {
     **dict.fromkeys(
         ["offload_param", "offload_checkpoint", "offload_grad", "offload_optimizer"], _NOT_A_TARGET
     ),
-    **dict.fromkeys(["auto_offload", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _NOT_A_FLAG),
+    **dict.fromkeys(
+        ["auto_offload", "foresee", "enable_aio", "enable_pinned_mem", "checksum", "durable"], _NOT_A_FLAG
+    ),
     "optimizer_in_backward": _NOT_A_FLAG,
     "offload_cpu_size": [*_NOT_A_SIZE, 0, "0GB"],
     "offload_disk_size": _NOT_A_SIZE,

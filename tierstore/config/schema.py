@@ -204,6 +204,8 @@ class OffloadConfig:
         auto_offload: whether those of parameters, gradients and optimizer state only say where bytes start
             out, and the quotas and the plan decide from then on, which is chosen again as steps show what
             they do; with ``False`` they are obeyed after every use.
+        foresee: whether a run that cannot fit on the device is refused at the model's first call, before
+            anything is computed: its forward then runs once on a copy without bytes.
         offload_cpu_size: quota of host memory; ``None``: what is available.
         offload_disk_size: quota of disk; 0: no disk; ``None``: what is free.  More than that is logged as a
             warning.
@@ -248,6 +250,7 @@ class OffloadConfig:
     offload_grad: str | None = None
     offload_optimizer: str | None = None
     auto_offload: bool = True
+    foresee: bool = True
     offload_cpu_size: Size | None = None
     offload_disk_size: Size | None = None
     offload_path: Paths = "./offload/"
@@ -425,6 +428,7 @@ _OFFLOAD: dict[str, Check] = {
     "offload_grad": checks.optional(checks.target),
     "offload_optimizer": checks.optional(checks.target),
     "auto_offload": checks.flag,
+    "foresee": checks.flag,
     "offload_cpu_size": checks.optional(checks.positive_size),
     "offload_disk_size": checks.optional(checks.size),
     "offload_path": checks.directories,

@@ -28,6 +28,7 @@ from tierstore.training.bundles.working_sets import WorkingSet
 from tierstore.training.checkpoints.agreement import Agreement
 from tierstore.training.checkpoints.resumed import ResumedCheckpoint, forget, is_held
 from tierstore.training.checkpoints.weights import Weights
+from tierstore.training.foreseen import FirstCall, ForeseenRun, foresee
 from tierstore.training.formats.json_codec import not_in_the_model
 from tierstore.training.inventory import Inventory
 from tierstore.training.modules import replicas
@@ -131,6 +132,7 @@ def open_session(
     former = source if isinstance(source, ResumedCheckpoint) else None
     use_tiers(store, tiers_in(config.placement))
     plan = _plan(model, optimizers, config, store, former, selection, marks, others.division)
+    first_call = _foreseen(model, optimizers, config, store, plan)
     inventory = Inventory()
     policies = policies_for(
         optimizers,
@@ -159,10 +161,26 @@ def open_session(
         if former is not None:
             former.end()
         say_placed(model, plan.placed, store.device)
+        if first_call is not None:
+            first_call.watch(session.hold)
     except BaseException:
         session.undo()
         raise
     return session
+
+
+def _foreseen(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: OffloadConfig,
+    store: RunStore,
+    plan: _SessionPlan,
+) -> FirstCall | None:
+    """Return what refuses a run that cannot fit, once its inputs are known."""
+    certain_bytes = sum(each.nbytes for each in plan.sets)
+    is_plain = not plan.placed.are_any and not plan.tables.whole_bytes
+    run = ForeseenRun(config, plan.placement, plan.groups, certain_bytes, is_plain)
+    return foresee(model, optimizers, store, run)
 
 
 # ---------------------------------------------------------------------- what goes where

@@ -9,6 +9,7 @@ Pure: no torch, threads, clocks or files; one thread at a time.
 
 from tierstore.planning.deciding.device_share import (
     ALIGNMENT_BYTES,
+    LEARNING_STEPS,
     DeviceShare,
     PhasePeak,
     StepPhase,
@@ -28,6 +29,7 @@ from tierstore.planning.deciding.steps_ahead import Patience, StepTime, TierRoom
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "LEARNING_STEPS",
     "Advance",
     "Advice",
     "DeviceShare",

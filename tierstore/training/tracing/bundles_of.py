@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,15 @@ class Grouping:
 
     small_bytes: int = SMALL_BYTES
     buffer_min_bytes: int | None = MIB
+
+    def __call__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[Group]:
+        """Return the groups of a model: of parameters, then of buffers."""
+        parameters = group_parameters(model, optimizers, self.small_bytes)
+        return [*parameters, *group_buffers(model, self.buffer_min_bytes)]
+
+
+GroupsOf = Callable[[nn.Module, Sequence[torch.optim.Optimizer]], Sequence[Group]]
+"""Returns what of a model travels together: `Grouping` is one; another may know the groups of a run."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Bundles:
 def bundles_of(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    grouping: Grouping,
+    grouping: GroupsOf,
     layers: Names,
 ) -> Bundles:
     """Group a model's tensors.
@@ -75,11 +84,7 @@ def bundles_of(
     Raises:
         UsageError: no container is called so.
     """
-    made = [
-        *group_parameters(model, optimizers, grouping.small_bytes),
-        *group_buffers(model, grouping.buffer_min_bytes),
-    ]
-    groups = {group.key: group for group in made}
+    groups = {group.key: group for group in grouping(model, optimizers)}
     numbers = _layers_of(model, layers)
     of_module = _numbers_inside(numbers)
     data: dict[str, Datum] = {}

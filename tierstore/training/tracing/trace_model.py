@@ -12,7 +12,7 @@ from tierstore.training.activations.config.layers import Names
 from tierstore.training.tracing.assumed_values import AssumedValues
 from tierstore.training.tracing.attention import Questions, attention_of_the_host
 from tierstore.training.tracing.built import Built, Loss, MakeOptimizer, ModelInTraining, trained_of
-from tierstore.training.tracing.bundles_of import Bundles, Grouping, bundles_of, fingerprint_of
+from tierstore.training.tracing.bundles_of import Bundles, Grouping, GroupsOf, bundles_of, fingerprint_of
 from tierstore.training.tracing.places import named_errors
 from tierstore.training.tracing.steps import TracedStep
 from tierstore.training.tracing.surroundings import put_back
@@ -32,7 +32,7 @@ def trace_model(
     sequence: int | None = None,
     accumulations: int = 1,
     layers: Names = None,
-    grouping: Grouping = _USUAL,
+    grouping: GroupsOf = _USUAL,
 ) -> Program:
     """Return what one step of a model does, without memory for any of it.
 
