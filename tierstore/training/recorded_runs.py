@@ -22,6 +22,7 @@ from tierstore.planning.fingerprints import fingerprint
 from tierstore.planning.homes import CPU
 from tierstore.planning.program import ByteKind, Program
 from tierstore.planning.rules import HOST
+from tierstore.planning.timeline import Timeline
 from tierstore.quoting import quoted
 from tierstore.recorded import CopyRecord
 from tierstore.training.activations.config.layers import find_layers
@@ -87,6 +88,18 @@ def copies_of(session: Session) -> tuple[CopyRecord, ...]:
     return tuple(recorder.learned.recording.copies)
 
 
+def learned_timeline(session: Session) -> Timeline | None:
+    """Return what happened when in the steps that a run has recorded by itself; ``None``: none was whole.
+
+    Args:
+        session: of the run.
+    """
+    learned = session.recorder.learned
+    if learned is None or not session.recorder.known():
+        return None
+    return _timeline_of(session, learned, _figures(session), ())
+
+
 @contextlib.contextmanager
 def recorded_to(session: Session, path: Path) -> Iterator[None]:
     """Record inside the context; write a trace when it ends, however it does.
@@ -135,11 +148,8 @@ def _beside(path: Path) -> Iterator[Path]:
 
 def _write(session: Session, recorded: RecordedSteps, before: RunFigures, partial: Path, path: Path) -> None:
     figures = before.and_of(_figures(session))
-    store = session.store
-    storage = [name for name in store.tier_names if name not in (HOST, store.tier_names[0])]
-    name = type(session.model).__name__
     assumptions = [] if recorded.steps else ["no step was recorded"]
-    timeline = TimelineMaker(recorded, figures, storage).timeline(name, assumptions)
+    timeline = _timeline_of(session, recorded, figures, assumptions)
     is_known = not session.recorder.missing and bool(session.bundles)
     program = program_of(session) if is_known else None
     text = trace_to_chrome(TraceParts(timeline, program=program, base_time_ns=recorded.recording.unix_ns))
@@ -148,6 +158,14 @@ def _write(session: Session, recorded: RecordedSteps, before: RunFigures, partia
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def _timeline_of(
+    session: Session, recorded: RecordedSteps, figures: RunFigures, assumptions: Sequence[str]
+) -> Timeline:
+    names = session.store.tier_names
+    storage = [name for name in names if name not in (HOST, names[0])]
+    return TimelineMaker(recorded, figures, storage).timeline(type(session.model).__name__, assumptions)
 
 
 # ---------------------------------------------------------------------- what is known of the run

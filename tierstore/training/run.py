@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from tierstore.training.autograd.clipping import clip_gradients
 from tierstore.training.bundles.ending import RunEnding
 from tierstore.training.checkpoints.files import Checkpoint, ordinary_access
 from tierstore.training.checkpoints.resumed import Resumed
+from tierstore.training.held_memory import note_holders, noted
 from tierstore.training.leaving import OnClose, choice_of
 from tierstore.training.modules.replicas import refuse_to_average
 from tierstore.training.optimizers.in_backward import Stepping
@@ -75,6 +77,8 @@ class Offload:
         self._optimizers = tuple(optimizers)
         self._session = session
         self._suspension = None if session is None else Suspension(session)
+        if session is not None:
+            session.note_fault = functools.partial(noted, session=weakref.proxy(session))
         self._is_closed = False
         self._closer: int | None = None  # the thread that closes it just now
         self._ending = RunEnding()
@@ -403,6 +407,8 @@ class Offload:
     ) -> None:
         """Close it as `close` does, also where that is interrupted; an exception of the block is raised."""
         self.is_entered = False
+        if error is not None and self._session is not None and not self._is_closed:
+            note_holders(error, self._session)
         if error is not None and self._ranks is not None:
             self._ranks.leave_with(error)
         try:

@@ -92,6 +92,7 @@ class Session:
         tables: RunTables,
     ) -> None:
         self.stepping = policies.stepping
+        self.note_fault: Callable[[CapacityError], CapacityError] = lambda error: error
         self.model = model
         self.optimizers = tuple(optimizers)
         self.store = store
@@ -101,7 +102,7 @@ class Session:
         self.placed = policies.placed
         self.tables = tables
         self.budget = policies.quota
-        self._meter = meter = policies.meter
+        self.meter = meter = policies.meter
         self._reclaimers = Reclaimers(policies.quota)
         self.recorder = policies.recorder
         self.bindings = Bindings(
@@ -517,7 +518,7 @@ class Session:
 
     def _explain(self, error: CapacityError) -> CapacityError:
         under_way = self._under_way.here
-        return under_way[-1].explain(error) if under_way else error
+        return self.note_fault(under_way[-1].explain(error) if under_way else error)
 
     def requires_grad_changed(self, tensor: torch.Tensor) -> None:
         """Take in that ``requires_grad`` was set."""
@@ -567,8 +568,8 @@ class Session:
         ending.attempt(self.link.close)
         if self.budget is not None:
             ending.attempt(self.budget.close)
-        if self._meter is not None:
-            ending.attempt(self._meter.close)
+        if self.meter is not None:
+            ending.attempt(self.meter.close)
         self.tables.end(ending)
         for steps in self.steps:
             steps.state.bindings.clear()
