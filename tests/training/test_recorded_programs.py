@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ from tierstore.planning.deciding import StepPhase
 from tierstore.planning.program import ByteKind, Does, Phase, Program
 from tierstore.planning.simulating import simulate
 from tierstore.planning.timeline import COMPUTE, WAITING, Timeline
+from tierstore.store import Store
 from tierstore.training import offload
 from tierstore.training.budgets.device_quota import DeviceQuota
 from tierstore.training.recording.recorder import StepRecorder
@@ -65,6 +67,28 @@ def test_a_program_has_the_uses_that_the_store_was_asked_for(tmp_path: Path) -> 
     dropped = [key for each in recording.renamings for key in each.names]
     assert sorted(use.key for use in uses if use.does is Does.END) == sorted(dropped)
     assert all(lease.keys[0] in program.data for lease in recording.leases)
+
+
+def test_what_the_host_took_once_only_is_no_part_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_s = 0.0
+    put = Store.put
+
+    def slowly(store: Store, *args: object, **kwargs: object) -> object:
+        time.sleep(slow_s)
+        return put(store, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "put", slowly)
+    trained = mlp()
+    with opened(trained, tmp_path, "200KB") as run:
+        step(trained)
+        slow_s = 0.05  # each of twelve gradients is put: more than all else takes
+        step(trained)
+        slow_s = 0.0
+        step(trained)
+        program = run.program()
+    assert sum(moment.host_s + moment.compute_s for moment in program.moments) < 12 * 0.05
 
 
 def _mlp_program(tmp_path: Path) -> Program:

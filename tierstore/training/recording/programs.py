@@ -1,7 +1,7 @@
 """What one step of a run does, as a program: made of steps that were recorded.
 
 1. What is used, made and ended, and what the program has on the device, is the first recorded step's, in
-   which that was measured; what computing takes is the least of all of them.
+   which that was measured; what computing takes, and what the host takes, is the least of all of them.
 2. What cannot be known is said in ``assumptions``.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tierstore.planning.program import (
     ByteKind,
@@ -69,10 +69,11 @@ class ProgramMaker:
             fingerprint: of its model.
             assumptions: what else is not known.
         """
-        compute_s = self._least_seconds()
+        compute_s = self._least_seconds(lambda each: each.compute_s)
+        host_s = self._least_seconds(lambda each: each.host_s)
         moments = tuple(
-            self._moment(each, tuple(uses), seconds)
-            for each, uses, seconds in zip(self._moments, self._uses, compute_s, strict=True)
+            self._moment(each, tuple(uses), *seconds)
+            for each, uses, *seconds in zip(self._moments, self._uses, compute_s, host_s, strict=True)
         )
         return Program(
             name,
@@ -150,15 +151,17 @@ class ProgramMaker:
 
     # --- times --------------------------------------------------------------------------------
 
-    def _least_seconds(self) -> list[float]:
-        """Return what each moment computes: the least of all steps in which it was seen."""
+    def _least_seconds(self, seconds_of: Callable[[WatchedMoment], float]) -> list[float]:
+        """Return some seconds of each moment: the least of all steps in which it was seen."""
         others = [dict(_places(each)) for each in self._others]
         return [
-            min([each.compute_s, *(other[place].compute_s for other in others if place in other)])
+            min([seconds_of(each), *(seconds_of(other[place]) for other in others if place in other)])
             for place, each in _places(self._moments)
         ]
 
-    def _moment(self, watched: WatchedMoment, uses: tuple[KeyUse, ...], compute_s: float) -> Moment:
+    def _moment(
+        self, watched: WatchedMoment, uses: tuple[KeyUse, ...], compute_s: float, host_s: float
+    ) -> Moment:
         live_bytes, peak_bytes = watched.live_bytes or 0, watched.peak_bytes or 0
         layers = [
             layer
@@ -170,7 +173,7 @@ class ProgramMaker:
             watched.name,
             uses,
             compute_s,
-            watched.host_s,
+            host_s,
             workspace_bytes=max(0, peak_bytes - live_bytes),
             live_bytes=live_bytes,
             layer=layers[0] if layers else None,
