@@ -185,8 +185,8 @@ def planned_bytes(settings: Settings) -> Figure:
 
 def _differ(one: Cell, other: Cell) -> float:
     """Return by how much the bytes of two runs of a cell differ at most in any direction."""
-    moved = [by_direction(moved_in_all(each.moved[LEARNING_STEPS:])) for each in (one, other)]
-    return worst_error(*moved, LEAST_SHARE)
+    ours, theirs = (by_direction(moved_in_all(each.moved[LEARNING_STEPS:])) for each in (one, other))
+    return worst_error(ours, theirs, LEAST_SHARE)
 
 
 # ---------------------------------------------------------------------- peaks
