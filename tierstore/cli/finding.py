@@ -19,6 +19,8 @@ from tierstore.cli.seconds import format_seconds
 from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
 from tierstore.planning import ByteKind, Machine, PlacedMark, Placement, Program, Timeline
+from tierstore.planning.coarsening import coarsened
+from tierstore.planning.ranks import Ranks, one_rank
 from tierstore.planning.roofline import roofline
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey
 from tierstore.planning.searching import Levers, lower_bound, remedies, search
@@ -39,6 +41,7 @@ class RunWish:
         placement: plain values of one that is to be simulated; ``None``: the configuration's.
         section_values: the sections as they were written.
         asks_remedies: whether what would make it fit is looked for.
+        ranks: that train together, of which one is planned; ``None``: one process alone.
     """
 
     settings: OffloadConfig
@@ -46,6 +49,7 @@ class RunWish:
     placement: Mapping[str, object] | None = None
     section_values: Mapping[str, object] = field(default_factory=dict)
     asks_remedies: bool = True
+    ranks: Ranks | None = None
 
     @property
     def is_free(self) -> bool:
@@ -75,7 +79,7 @@ def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, 
 
     Args:
         program: what each step does.
-        machine: with the quotas of the run.
+        machine: with the quotas of the run; those below the device are shared by the ranks of a host.
         wish: what is wanted.
         remarks: that are told with what the simulation assumes.
 
@@ -84,6 +88,10 @@ def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, 
     """
     program = roofline(program, machine)
     conditions = conditions_of(wish.settings, machine)
+    if wish.ranks is not None:
+        # Nothing is written of it: joints of a layer's moments, which ranks gather together, will do.
+        rank = one_rank(coarsened(program), machine, wish.ranks, conditions=conditions)
+        program, machine, conditions = rank.program, rank.machine, rank.conditions
     given = given_placement(program, machine, wish)
     assumptions = tuple(dict.fromkeys((*remarks, *program.assumptions)))
     result = PlanResult(program, machine, assumptions=assumptions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
@@ -36,13 +36,19 @@ class RunMachine:
     remarks: tuple[str, ...] = ()
 
 
-def machine_of(given: str | None, settings: OffloadConfig, quotas: Mapping[str, int]) -> RunMachine:
+def machine_of(
+    given: str | None,
+    settings: OffloadConfig,
+    quotas: Mapping[str, int],
+    change: Callable[[Machine], Machine] = lambda machine: machine,
+) -> RunMachine:
     """Return the machine of a run.
 
     Args:
         given: the path of a YAML file, or a name of the sheet; ``None``: this machine.
         settings: of the run.
         quotas: by tier, what the command line gives; they come before those of the settings.
+        change: what the command line says of the machine beside its quotas.
 
     Raises:
         ConfigError: the file is no machine, or the sheet has none of that name.
@@ -50,6 +56,7 @@ def machine_of(given: str | None, settings: OffloadConfig, quotas: Mapping[str, 
     """
     wanted = {**_quotas_of(settings), **quotas}
     machine, remarks = (_here(settings, wanted), (_ASSUMED,)) if given is None else (_named(given), ())
+    machine = change(machine)
     if settings.device is not None and here.is_cpu(settings.device):
         machine = without_device(machine)
     return with_quotas(machine, wanted, remarks)

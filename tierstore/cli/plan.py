@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -12,6 +12,7 @@ from tierstore.cli.comparing import compare_json, compare_table
 from tierstore.cli.finding import RunWish, find, no_slower
 from tierstore.cli.machines import RunMachine, machine_of, with_quotas
 from tierstore.cli.plan_outputs import require_ours, write_pages, write_run, write_trace
+from tierstore.cli.plan_ranks import add_ranks, host_of
 from tierstore.cli.plan_result import PlanResult, to_mapping
 from tierstore.cli.plan_text import to_lines
 from tierstore.cli.plan_wishes import RULES, model_wish, quotas_of, run_wish, with_placement
@@ -79,6 +80,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         ("--max-disk", "quota of disk; 0: there is none"),
     ):
         parser.add_argument(option, type=_size, metavar="SIZE", help=f"{what}, as 80GB")
+    add_ranks(parser, _count)
     parser.add_argument("--config", metavar="FILE", help="a configuration that the run is to have (YAML)")
     parser.add_argument(
         "--placement",
@@ -119,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     if options.sweep is not None:
         return _sweep(options, parse_sweep(options.sweep))
     wish = run_wish(options)
-    found_on = machine_of(options.machine, wish.settings, quotas_of(options))
+    found_on = _machine(options, wish, quotas_of(options))
     wishes = [with_placement(wish, each) for each in options.compare or ()]
     program = program_of(_model(options, wish, found_on))
     if options.compare is not None:
@@ -171,7 +173,7 @@ def _sweep(options: argparse.Namespace, sweep: Sweep) -> int:
     wish = replace(run_wish(options), asks_remedies=False)  # the next points of the sweep are the answer
     tier = _TIER_OF[sweep.name]
     beside = {name: nbytes for name, nbytes in quotas_of(options).items() if name != tier}
-    whole = machine_of(options.machine, wish.settings, {**beside, tier: max(sweep.quotas_bytes)})
+    whole = _machine(options, wish, {**beside, tier: max(sweep.quotas_bytes)})
     traced: Callable[[ModelWish], Program] = cache(program_of)
 
     best: list[PlanResult] = []
@@ -190,6 +192,12 @@ def _sweep(options: argparse.Namespace, sweep: Sweep) -> int:
         except OSError as cause:
             raise UsageError(f"{options.png}: cannot be written: {cause.strerror or cause}") from cause
     return _FITS if any(point.step_s is not None for point in points) else _DOES_NOT_FIT
+
+
+def _machine(options: argparse.Namespace, wish: RunWish, quotas: Mapping[str, int]) -> RunMachine:
+    return machine_of(
+        options.machine, wish.settings, quotas, lambda machine: host_of(options.machine, machine, options)
+    )
 
 
 def _model(options: argparse.Namespace, wish: RunWish, found_on: RunMachine) -> ModelWish:

@@ -82,6 +82,7 @@ def busy_shares(timeline: Timeline, machine: Machine) -> dict[str, float]:
             name: sum(moved.get(link.name, 0) for link in machine.links if name in link.shares) / rate
             for name, rate in machine.shares.items()
         },
+        **{network.name: _lane_s(timeline, network.name) for network in machine.network},
     }
     found = {name: busy_s / step_s for name, busy_s in seconds.items() if busy_s > 0}
     return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tierstore.cli.finding import RunWish
+from tierstore.cli.plan_ranks import ranks_of
 from tierstore.cli.programs import ModelWish
 from tierstore.cli.text_files import read_text
 from tierstore.config import OffloadConfig, yaml_text
@@ -33,11 +34,12 @@ def run_wish(options: argparse.Namespace) -> RunWish:
         UsageError: a file cannot be read, or is none of what it should be.
         ConfigError: what it says is wrong: every fault is listed.
     """
+    ranks = ranks_of(options)
     settings, sections, values = OffloadConfig(), Sections(), {}
     if options.config is not None:
         settings, sections = OffloadConfig.from_yaml(options.config), read_sections(options.config)
         values = section_values(load(Path(options.config)))
-    wish = RunWish(settings, sections, section_values=values)
+    wish = RunWish(settings, sections, section_values=values, ranks=ranks)
     return wish if options.placement is None else with_placement(wish, options.placement)
 
 

@@ -50,7 +50,12 @@ def groups_of(program: Program) -> dict[str, str]:
     bundles = [each for each in program.data.values() if each.kind is ByteKind.PARAMETERS]
     if all(each.layer is None for each in bundles):
         return {each.key: each.key for each in bundles}
-    return {each.key: REST if each.layer is None else f"layer {each.layer}" for each in bundles}
+    return {each.key: REST if each.layer is None else layer_group(each.layer) for each in bundles}
+
+
+def layer_group(layer: int) -> str:
+    """Return the name of a layer's group."""
+    return f"layer {layer}"
 
 
 def passes_of(program: Program) -> list[int]:
@@ -83,17 +88,20 @@ def _group_uses(
 ) -> Iterator[tuple[tuple[int, int], str, tuple[int, bool]]]:
     """Yield each use of a group: the moments, the group, and the pass with whether it is backward."""
     passes = passes_of(program)
+    names = frozenset(groups.values())
     for number, moment in enumerate(program.moments):
         if moment.phase not in (Phase.FORWARD, Phase.BACKWARD):
             continue
+        key = passes[number], moment.phase is Phase.BACKWARD
+        if moment.layer is not None and layer_group(moment.layer) in names:
+            yield (number, number), layer_group(moment.layer), key  # FSDP2's hooks are those of the layer
         for use in moment.uses:
             datum = program.data[use.key]
             bundle = datum.owner if datum.kind is ByteKind.GRADIENT and use.does is not Does.END else use.key
             if bundle in groups:
                 group = groups[bundle]
-                is_backward = moment.phase is Phase.BACKWARD and group != REST
                 last = min(number + use.moments, len(program.moments)) - 1
-                yield (number, last), group, (passes[number], is_backward)
+                yield (number, last), group, (key[0], key[1] and group != REST)
 
 
 class Gathering:
