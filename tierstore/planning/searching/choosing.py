@@ -239,7 +239,10 @@ class _Estimates:
     def best_of(self, current: Placement, levers: Levers) -> Placement:
         """Return the best that one pull of some levers makes of a placement; itself, if nothing is better."""
         for lever in neighbours(self._program, self._machine, current, levers):
-            for option in lever.options[: max(self.left, 0)]:
+            options = list(lever.options)
+            if len(options) > self.left and math.isinf(self.step_s(current)):
+                options.reverse()  # where nothing fits, and looks run out, what changes most is looked at first
+            for option in options[: max(self.left, 0)]:
                 current = min(current, option, key=self.step_s)
         return current
 
