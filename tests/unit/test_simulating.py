@@ -274,6 +274,45 @@ def test_windows_of_what_is_made_again_are_over_that_alone() -> None:
     assert "child0 again" not in again
 
 
+def test_each_of_several_passes_ends_and_makes_again_its_own() -> None:
+    program = program_of([Layer(100, 0, (), 500, 0, 1.0, 1.0)] * 2, accumulations=2)
+    again = with_recomputation(program, [PlacedMark(0, "", Treatment.RECOMPUTE)])
+    ended = [moment.name for moment in again.moments if KeyUse("act/0", Does.END) in moment.uses]
+    assert ended == ["layers.0"] * 4  # in forward and in backward of each pass
+    assert [moment.name for moment in again.moments].count("layers.0 again") == 2
+
+
+def test_what_another_layer_reads_is_not_made_again() -> None:
+    program = program_of([Layer(100, 0, (), 500, 0, 1.0, 1.0)] * 2)
+    late = replace(program.moments[1], uses=(*program.moments[1].uses, KeyUse("act/0", Does.READ)))
+    program = replace(program, moments=(program.moments[0], late, *program.moments[2:]))
+    assert with_recomputation(program, [PlacedMark(0, "", Treatment.RECOMPUTE)]) is program
+
+
+def test_swapped_activations_leave_three_times_as_far_behind_as_they_come_back_ahead() -> None:
+    layers = [Layer(100, 0, (), 500, 0, 1.0, 1.0)] * 8
+    machine = machine_of((10_000, 10_000), (1e6,), has_streams=False)
+    # Layers make two nodes each: with one node ahead an activation leaves after the second layer behind it.
+    for ahead, kept in ((0, 1), (1, 3), (2, 4)):
+        marks = [PlacedMark(layer, "", Treatment.SWAP, ahead) for layer in range(8)]
+        timeline = simulate(
+            program_of(layers), machine, Placement(marks=marks), conditions=FREE, checked=True
+        )
+        assert timeline.peak_bytes["device"] == 8 * 100 + kept * 500
+
+
+def test_of_keys_that_are_used_together_the_last_one_is_let_go_first() -> None:
+    data = {key: Datum(key, 100, ByteKind.PARAMETERS) for key in "abc"}
+    both = Moment(Phase.FORWARD, "both", (KeyUse("a", Does.READ), KeyUse("b", Does.READ)), 1.0)
+    moments = (both, Moment(Phase.FORWARD, "other", (KeyUse("c", Does.READ),), 1.0))
+    machine = machine_of((200, 10_000), (100.0,), has_streams=False)
+    program = Program("reads", "hand", data, moments)
+    conditions = Conditions("lru", is_divided=False)
+    timeline = simulate(program, machine, Placement(), conditions=conditions, steps=2)
+    # "b" was let go first, so it is the one that is used longest ago: it makes room, and has to come again.
+    assert [name for name, _, _ in lanes(timeline, "host->device", 1)] == ["b", "c"]
+
+
 def test_a_layer_that_runs_in_two_parts_of_forward_keeps_its_activations_until_the_last() -> None:
     first, other, *rest = nested(1).moments
     elsewhere = Moment(Phase.FORWARD, "elsewhere", (), 1.0, layer=1)
