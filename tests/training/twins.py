@@ -56,9 +56,6 @@ class Trial:
 
 Loop = Callable[[Trial], None]
 
-_TIGHT = {"foresee": False}
-"""The workspace of some optimizers is more than what is left of the device: nothing stops them there."""
-
 LATE_AND_OVERWRITTEN = {"overwrite_freed": True, "late_events": 7}
 
 _LAYOUTS: dict[str, dict[str, object]] = {
@@ -70,7 +67,6 @@ _LAYOUTS: dict[str, dict[str, object]] = {
         "offload_cpu_size": "64MB",
         "offload_disk_size": 0,
         "device_options": LATE_AND_OVERWRITTEN,
-        **_TIGHT,
     },
     "three": {
         "device": "emulated",
@@ -78,7 +74,6 @@ _LAYOUTS: dict[str, dict[str, object]] = {
         "offload_cpu_size": "144KB",
         "offload_disk_size": "64MB",
         "device_options": LATE_AND_OVERWRITTEN,
-        **_TIGHT,
     },
 }
 """The models of these tests need 200 KB and more with gradients and Adam's state."""

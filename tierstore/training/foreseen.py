@@ -6,7 +6,9 @@
 2. A run is refused only if it would need more than the device has by a tenth.  In the steps that are looked
    at, those that a run learns from, the store has on the device exactly what is in use: what they need does
    not depend on the quota, so a run that is refused is not one that another division would have let through.
-3. What was not foreseen may run: whatever a copy cannot tell for sure ends the matter; DEBUG says why.
+3. On an emulated device nothing stops what the program makes itself, as long as no lease is in need of room.
+   It is not refused there, either: a run that is refused is one whose leases would be.
+4. What was not foreseen may run: whatever a copy cannot tell for sure ends the matter; DEBUG says why.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -300,6 +303,7 @@ def conditions_of(config: OffloadConfig, machine: Machine) -> Conditions:
     return Conditions(
         policy=config.eviction,
         high={tier: ratio for tier, ratio in ratios.items() if tier in names and ratio < 1},
+        is_enforced=machine.has_streams,
         optimizer_in_backward=config.optimizer_in_backward,
     )
 
@@ -308,7 +312,8 @@ def _refusal(
     program: Program, machine: Machine, run: ForeseenRun, conditions: Conditions, error: CapacityError
 ) -> CapacityError:
     first = machine.tiers[0]
-    found = remedies(program, machine, given=run.placement, conditions=conditions)
+    whole = replace(conditions, is_enforced=True)  # what helps has room for what operators make, too
+    found = remedies(program, machine, given=run.placement, conditions=whole)
     advice = told(found) or "Raise it, take smaller batches, or swap or recompute more."
     return CapacityError(
         f"a step on these inputs does not fit into max_device_memory, which is "

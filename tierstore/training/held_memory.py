@@ -45,7 +45,8 @@ def note_holders(error: BaseException, session: Session) -> None:
             continue
         if not any(note.startswith(_BEGIN) for note in getattr(each, "__notes__", ())):
             with contextlib.suppress(Exception):  # the error is what is to be raised
-                each.add_note(_BEGIN + account_of(session))
+                if account := account_of(session):
+                    each.add_note(_BEGIN + account)
         return
 
 
@@ -74,6 +75,8 @@ def _is_of_memory(error: BaseException, tier: str) -> bool:
 def account_of(session: Session) -> str:
     """Return who holds the device now, and who held it at the peak of the steps that were recorded.
 
+    Where nobody holds anything, and no step was recorded, there is nothing to tell.
+
     Args:
         session: of a run whose fastest tier is a device's.
     """
@@ -90,12 +93,13 @@ def account_of(session: Session) -> str:
         f"{name} {format_bytes(n)}" for name, n in sorted(kinds.items(), key=lambda each: -each[1])
     )
     stats = store.stats().tiers[tier]
+    own_bytes = 0 if session.meter is None else session.meter.live_bytes()
     now = (
         f"the store has {format_bytes(stats.charged_bytes)} of {tier!r} ({held or 'nothing'}), of which "
         f"{format_bytes(store.leased_bytes(tier))} are in use, and the program was seen to have "
-        f"{format_bytes(0 if session.meter is None else session.meter.live_bytes())} beside it."
+        f"{format_bytes(own_bytes)} beside it."
     )
     timeline = learned_timeline(session)
     if timeline is None:
-        return now
+        return now if own_bytes or stats.charged_bytes else ""
     return f"{now} In the steps that were recorded most was held so: {told(timeline.account, tier)}"
