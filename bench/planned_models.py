@@ -125,11 +125,13 @@ def _gpt2() -> nn.Module:
         vocab_size=2000,
         n_positions=256,
         n_embd=256,
-        n_layer=6,
+        n_layer=8,
         n_head=4,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     model: nn.Module = GPT2LMHeadModel(config)
     return model
@@ -154,9 +156,9 @@ class _TiedAdapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(1000, 512)
+        self.embedding = nn.Embedding(640, 512)
         self.layers = nn.ModuleList(_Adapted(512, 16) for _ in range(16))
-        self.head = nn.Linear(512, 1000, bias=False)
+        self.head = nn.Linear(512, 640, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -249,8 +251,8 @@ MODELS: Mapping[str, PlannedModel] = {
     "residual": PlannedModel(_residual, _values(4, 3, 32, 32), optimizer=_momentum),
     "encoder": PlannedModel(_encoder, _values(1, 128, 256)),
     "llama": PlannedModel(_llama, _tokens(1, 64, 2000), _logits_mean),
-    "gpt2": PlannedModel(_gpt2, _tokens(1, 64, 2000), _logits_mean, _adafactor),
-    "tied-adapted": PlannedModel(_TiedAdapted, _tokens(1, 64, 1000)),
+    "gpt2": PlannedModel(_gpt2, _tokens(1, 16, 2000), _logits_mean, _adafactor),
+    "tied-adapted": PlannedModel(_TiedAdapted, _tokens(1, 64, 640)),
     "experts": PlannedModel(
         lambda: nn.Sequential(*(_Experts(192, 4) for _ in range(6))), _values(4, 64, 192)
     ),
