@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -219,7 +220,7 @@ def test_the_network_carries_one_collective_after_another() -> None:
     timeline = simulate_ranks(_program(), _machine(), Placement(), Ranks(8, Shard.FULL))
     found = [each for each in timeline.intervals if each.lane in ("peer", "fabric")]
     found.sort(key=lambda each: each.begin_s)
-    assert all(former.end_s <= each.begin_s + 1e-9 for former, each in zip(found, found[1:], strict=False))
+    assert all(former.end_s <= each.begin_s + 1e-9 for former, each in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize("shard", list(Shard))

@@ -242,5 +242,5 @@ def is_planned(session: Session, config: OffloadConfig) -> bool:
         and bool(session.optimizers)
         and bool(session.placing.placement.ahead)
         and session.store.device.type == "cpu"
-        and not any(session.tables.attached())
+        and not list(session.tables.attached())
     )

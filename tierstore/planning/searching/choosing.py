@@ -241,7 +241,7 @@ class _Estimates:
         for lever in neighbours(self._program, self._machine, current, levers):
             options = list(lever.options)
             if len(options) > self.left and math.isinf(self.step_s(current)):
-                options.reverse()  # where nothing fits, and looks run out, what changes most is looked at first
+                options.reverse()  # nothing fits, and looks run out: what changes most comes first
             for option in options[: max(self.left, 0)]:
                 current = min(current, option, key=self.step_s)
         return current
