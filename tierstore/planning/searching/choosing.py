@@ -26,7 +26,7 @@ from tierstore.planning.placement import Placement
 from tierstore.planning.program import Phase, Program
 from tierstore.planning.searching.alternatives import GRID, Levers, differences, neighbours, todays
 from tierstore.planning.searching.bound import Solve, lower_bound
-from tierstore.planning.searching.estimate import Estimator
+from tierstore.planning.searching.estimate import estimate
 from tierstore.planning.searching.spans import usage_of
 from tierstore.planning.simulating import Conditions, simulate
 from tierstore.planning.timeline import COMPUTE, StallCause, Timeline
@@ -39,7 +39,7 @@ _LEAST_ESTIMATES = 8
 _LEAST_SIMULATIONS = 2
 _MOST_ESTIMATES = 200
 _ALIKE = 1e-3
-_REFINED = Levers.HIGH | Levers.AHEAD | Levers.HOMES  # what an estimate knows least about
+_REFINED = Levers.HIGH | Levers.AHEAD  # what an estimate knows least about
 _MAKE_ROOM = Levers.SWAP | Levers.RECOMPUTE
 _OCTAVES = 6  # below the quota: less than a sixty-fourth of it is no quota
 
@@ -223,8 +223,7 @@ class _Estimates:
     def __init__(self, program: Program, machine: Machine, conditions: Conditions, most: int) -> None:
         self._program = program
         self._machine = machine
-        is_divided = conditions.is_divided and machine.tiers[0].medium is TierMedium.DEVICE
-        self._estimator = Estimator(program, machine, is_divided=is_divided)
+        self._is_divided = conditions.is_divided and machine.tiers[0].medium is TierMedium.DEVICE
         self._found: dict[str, tuple[float, Placement]] = {}
         self.left = most
 
@@ -232,7 +231,8 @@ class _Estimates:
         """Estimate a placement, unless it was."""
         name = repr(placement)
         if name not in self._found:
-            self._found[name] = self._estimator.estimate(placement).step_s, placement
+            found = estimate(self._program, self._machine, placement, is_divided=self._is_divided)
+            self._found[name] = found.step_s, placement
             self.left -= 1
         return self._found[name][0]
 
@@ -241,7 +241,8 @@ class _Estimates:
         for lever in neighbours(self._program, self._machine, current, levers):
             options = list(lever.options)
             if len(options) > self.left and math.isinf(self.step_s(current)):
-                options.reverse()  # nothing fits, and looks run out: what changes most comes first
+                # Where nothing fits, and looks run out, what changes most comes first, and something is left.
+                options = options[::-1][: self.left // 2]
             for option in options[: max(self.left, 0)]:
                 current = min(current, option, key=self.step_s)
         return current
