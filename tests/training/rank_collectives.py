@@ -41,7 +41,8 @@ class Block(nn.Module):
         self.back = nn.Linear(width + 3, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.back(torch.tanh(self.wide(x)))
+        y: torch.Tensor = x + self.back(torch.tanh(self.wide(x)))
+        return y
 
 
 class Stack(nn.Module):
@@ -116,10 +117,11 @@ def in_buckets(rank: int, processes: int, folder: Path) -> object:
     """``DistributedDataParallel`` with small buckets."""
     del rank, processes, folder
     sent: Sent = []
-    model = DistributedDataParallel(Stack(), bucket_cap_mb=BUCKET_BYTES / 2**20)  # type: ignore[arg-type]
+    model = DistributedDataParallel(Stack(), bucket_cap_mb=BUCKET_BYTES / 2**20)
 
     def hook(
-        group: distributed.ProcessGroup, bucket: distributed.GradBucket
+        group: distributed.ProcessGroup,
+        bucket: distributed.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
         sent.append(("all-reduce", bucket.buffer().nbytes))
         return allreduce_hook(group, bucket)
