@@ -299,6 +299,8 @@ def test_swapped_activations_leave_three_times_as_far_behind_as_they_come_back_a
             program_of(layers), machine, Placement(marks=marks), conditions=FREE, checked=True
         )
         assert timeline.peak_bytes["device"] == 8 * 100 + kept * 500
+        # The copy down begins as soon as an activation is there, long before its room is given up.
+        assert [each[:2] for each in lanes(timeline, "device->host")[:2]] == [("act/0", 1.0), ("act/1", 2.0)]
 
 
 def test_of_keys_that_are_used_together_the_last_one_is_let_go_first() -> None:
