@@ -9,6 +9,7 @@ while the machine keeps its pace.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import statistics
@@ -39,8 +40,9 @@ from bench.planned_cells import (
 )
 from bench.planned_models import MODELS, SMALL_MODELS, PlannedModel
 from bench.record import Better, Figure
+from tierstore.cli.measure_device import compute_speed
 from tierstore.planning import Placement, Program
-from tierstore.planning.machine import Machine
+from tierstore.planning.machine import ComputeFigures, Machine
 from tierstore.planning.roofline import roofline
 from tierstore.planning.rules import small_bytes
 from tierstore.planning.searching import Choice, Levers, search, todays
@@ -206,9 +208,17 @@ def traced(model: PlannedModel, quota_bytes: int) -> Program:
 def predicted_peak(model: PlannedModel, machine: Machine) -> int:
     """Return the most that a run has on a machine's first tier, predicted without running."""
     first = machine.tiers[0]
+    machine = replace(machine, device=measured_compute(), host=measured_compute())
     program = roofline(traced(model, first.capacity_bytes), machine)
     timeline = simulate(program, machine, todays(program, machine), conditions=CONDITIONS)
     return timeline.peak_bytes[first.name]
+
+
+@functools.cache
+def measured_compute() -> ComputeFigures:
+    """Return how fast this machine was measured to compute, without any model."""
+    speed = compute_speed("cpu")
+    return ComputeFigures(speed.flops_per_s, speed.memory_bytes_per_s, speed.operator_s, {"matmul": 1.0})
 
 
 def _measured_peak(
