@@ -24,7 +24,7 @@ from bench.command import Question, Settings, UnmeasurableError, main
 from bench.record import Better, Figure
 from tierstore.planning import Machine, NetworkFigures, TierFigures, TierMedium
 from tierstore.planning.machine import ComputeFigures
-from tierstore.planning.ranks import Ranks, Shard, one_rank
+from tierstore.planning.ranks import RankGroup, Sharding, one_rank
 from tierstore.training.tracing import Grouping, trace_model
 
 PROCESSES = 8
@@ -111,7 +111,7 @@ def predicted() -> list[list[object]]:
         ranks_per_host=PROCESSES,
     )
     rows = {f"grad/{name}": each.shape[0] for name, each in Stack().named_parameters()}
-    rank = one_rank(program, machine, Ranks(PROCESSES, Shard.FULL, rows))
+    rank = one_rank(program, machine, RankGroup(PROCESSES, Sharding.FULL, rows))
     return [[each.kind.value, each.nbytes] for each in rank.collectives]
 
 

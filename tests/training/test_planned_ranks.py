@@ -12,7 +12,7 @@ from torch import distributed
 from tests.training.test_ranks import led
 from tierstore.planning import LinkFigures, Machine, NetworkFigures, TierFigures, TierMedium
 from tierstore.planning.machine import ComputeFigures
-from tierstore.planning.ranks import Ranks, Shard, one_rank
+from tierstore.planning.ranks import RankGroup, Sharding, one_rank
 from tierstore.training.tracing import Grouping, trace_model
 
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="PyTorch was built without it")
@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Any]]:
     return {name.partition(":")[0]: each for name, each in found.items()}
 
 
-def _predicted(shard: Shard, *, passes: int = 1, bucket_bytes: int | None = None) -> list[list[object]]:
+def _predicted(shard: Sharding, *, passes: int = 1, bucket_bytes: int | None = None) -> list[list[object]]:
     from tests.training.rank_collectives import Stack
 
     program = trace_model(
@@ -49,7 +49,7 @@ def _predicted(shard: Shard, *, passes: int = 1, bucket_bytes: int | None = None
         grouping=Grouping(0, None),
     )
     rows = {f"grad/{name}": each.shape[0] for name, each in Stack().named_parameters()}
-    rank = one_rank(program, _MACHINE, Ranks(PROCESSES, shard, rows, bucket_bytes))
+    rank = one_rank(program, _MACHINE, RankGroup(PROCESSES, shard, rows, bucket_bytes))
     return [[each.kind.value, each.nbytes] for each in rank.collectives]
 
 
@@ -57,7 +57,7 @@ def _predicted(shard: Shard, *, passes: int = 1, bucket_bytes: int | None = None
 def test_fully_sharded_ranks_gather_and_scatter_as_predicted(
     found: Mapping[str, list[Any]], passes: int
 ) -> None:
-    expected = _predicted(Shard.FULL, passes=passes)
+    expected = _predicted(Sharding.FULL, passes=passes)
     for rank in found["fully_sharded"]:
         for step in rank[str(passes)]:
             assert step == expected
@@ -66,13 +66,13 @@ def test_fully_sharded_ranks_gather_and_scatter_as_predicted(
 def test_buckets_are_as_large_as_predicted_and_in_that_order(found: Mapping[str, list[Any]]) -> None:
     from tests.training.rank_collectives import BUCKET_BYTES
 
-    expected = _predicted(Shard.NONE, bucket_bytes=BUCKET_BYTES)
+    expected = _predicted(Sharding.NONE, bucket_bytes=BUCKET_BYTES)
     assert len(expected) > 2
     for rank in found["in_buckets"]:
         assert rank[-1] == expected  # buckets of the first step are not yet in the order of gradients
 
 
 def test_gradients_that_are_averaged_alone_are_sent_as_predicted(found: Mapping[str, list[Any]]) -> None:
-    expected = _predicted(Shard.NONE)
+    expected = _predicted(Sharding.NONE)
     for rank in found["one_at_a_time"]:
         assert rank[-1] == expected  # in the first step the order is still that of the parameters

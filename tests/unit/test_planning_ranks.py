@@ -29,8 +29,8 @@ from tierstore.planning import (
 from tierstore.planning.ranks import (
     Collective,
     CollectiveKind,
-    Ranks,
-    Shard,
+    RankGroup,
+    Sharding,
     network_of,
     one_rank,
     rank_machine,
@@ -136,12 +136,12 @@ def test_peers_that_send_over_the_host_have_a_part_of_it_each() -> None:
 )
 def test_what_cannot_be_ranks_is_refused_by_name(machine: Machine, world_size: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        simulate_ranks(_program(), machine, Placement(), Ranks(world_size))
+        simulate_ranks(_program(), machine, Placement(), RankGroup(world_size))
 
 
 def test_wrong_values_are_listed_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        Ranks(0, Shard.FULL, {"grad/0.0": -1}, 0, math.nan)
+        RankGroup(0, Sharding.FULL, {"grad/0.0": -1}, 0, math.nan)
     for name in ("world_size", "grad/0.0", "bucket_bytes", "storage_bytes_per_s"):
         assert name in str(caught.value)
 
@@ -160,23 +160,23 @@ def test_shards_by_rows_are_torchs_chunks_and_padded_alike(
 
 
 def test_what_a_rank_has_is_its_shard_of_parameters_gradients_and_state() -> None:
-    def sizes(shard: Shard) -> dict[ByteKind, set[int]]:
-        rank = one_rank(_program(), _machine(), Ranks(4, shard))
+    def sizes(shard: Sharding) -> dict[ByteKind, set[int]]:
+        rank = one_rank(_program(), _machine(), RankGroup(4, shard))
         kinds = (ByteKind.PARAMETERS, ByteKind.GRADIENT, ByteKind.STATE)
         return {
             kind: {each.nbytes for each in rank.program.data.values() if each.kind is kind} for kind in kinds
         }
 
-    assert list(sizes(Shard.NONE).values()) == [{400}, {400}, {800}]
-    assert list(sizes(Shard.OPTIMIZER).values()) == [{400}, {100}, {200}]
-    assert list(sizes(Shard.FULL).values()) == [{100}, {100}, {200}]
+    assert list(sizes(Sharding.NONE).values()) == [{400}, {400}, {800}]
+    assert list(sizes(Sharding.OPTIMIZER).values()) == [{400}, {100}, {200}]
+    assert list(sizes(Sharding.FULL).values()) == [{100}, {100}, {200}]
 
 
 def test_one_rank_alone_is_the_program_itself() -> None:
     machine = _machine(ranks=1)
     alone = simulate(_program(), machine, Placement())
-    for shard in Shard:
-        assert simulate_ranks(_program(), machine, Placement(), Ranks(1, shard)) == alone
+    for shard in Sharding:
+        assert simulate_ranks(_program(), machine, Placement(), RankGroup(1, shard)) == alone
 
 
 # ------------------------------------------------------------------------------ a host's ranks
@@ -204,7 +204,7 @@ def test_collectives_go_beside_computing_and_what_is_late_is_waited_for() -> Non
         machine = _machine(peer=peer)
         network = tuple(replace(each, latency_s=0.0) for each in machine.network)
         return simulate_ranks(
-            _program(), replace(machine, network=network), Placement(), Ranks(4, Shard.FULL)
+            _program(), replace(machine, network=network), Placement(), RankGroup(4, Sharding.FULL)
         )
 
     fast, slow = step(1e9), step(100.0)
@@ -217,20 +217,20 @@ def test_collectives_go_beside_computing_and_what_is_late_is_waited_for() -> Non
 
 
 def test_the_network_carries_one_collective_after_another() -> None:
-    timeline = simulate_ranks(_program(), _machine(), Placement(), Ranks(8, Shard.FULL))
+    timeline = simulate_ranks(_program(), _machine(), Placement(), RankGroup(8, Sharding.FULL))
     found = [each for each in timeline.intervals if each.lane in ("peer", "fabric")]
     found.sort(key=lambda each: each.begin_s)
     assert all(former.end_s <= each.begin_s + 1e-9 for former, each in itertools.pairwise(found))
 
 
-@pytest.mark.parametrize("shard", list(Shard))
+@pytest.mark.parametrize("shard", list(Sharding))
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_step_sends_what_its_collectives_have_in_their_order(shard: Shard, passes: int) -> None:
+def test_a_step_sends_what_its_collectives_have_in_their_order(shard: Sharding, passes: int) -> None:
     layers = [Layer(400, 800, (300, 100), 100, forward_s=1.0, backward_s=1.0)] * 3
     program = program_of(layers, accumulations=passes)
     machine = _machine()
-    rank = one_rank(program, machine, Ranks(8, shard))
-    timeline = simulate_ranks(program, machine, Placement(), Ranks(8, shard))
+    rank = one_rank(program, machine, RankGroup(8, shard))
+    timeline = simulate_ranks(program, machine, Placement(), RankGroup(8, shard))
     network = network_of(machine, 8)
     sent = [each for collective in rank.collectives for each in network.passages(collective)]
     for lane in ("peer", "fabric"):
@@ -241,7 +241,7 @@ def test_a_step_sends_what_its_collectives_have_in_their_order(shard: Shard, pas
 
 def test_buckets_are_filled_in_the_order_of_gradients() -> None:
     program = _program(5)
-    rank = one_rank(program, _machine(), Ranks(4, Shard.NONE, bucket_bytes=800))
+    rank = one_rank(program, _machine(), RankGroup(4, Sharding.NONE, bucket_bytes=800))
     assert [each.nbytes for each in rank.collectives] == [800, 800, 400]
     assert rank.program.standing_bytes == 5 * 400  # all buckets
 
@@ -249,20 +249,22 @@ def test_buckets_are_filled_in_the_order_of_gradients() -> None:
 def test_full_shards_fit_where_whole_parameters_do_not() -> None:
     program, machine = _program(8), _machine(device_bytes=6_000)
     with pytest.raises(CapacityError):
-        _on_the_device_alone(program, machine, Shard.NONE)
-    assert _on_the_device_alone(program, machine, Shard.FULL).peak_bytes["device"] <= 6_000
+        _on_the_device_alone(program, machine, Sharding.NONE)
+    assert _on_the_device_alone(program, machine, Sharding.FULL).peak_bytes["device"] <= 6_000
 
 
-def _on_the_device_alone(program: Program, machine: Machine, shard: Shard) -> Timeline:
+def _on_the_device_alone(program: Program, machine: Machine, shard: Sharding) -> Timeline:
     alone = replace(machine, tiers=machine.tiers[:1], links=())
-    return simulate_ranks(program, alone, Placement(), Ranks(4, shard))
+    return simulate_ranks(program, alone, Placement(), RankGroup(4, shard))
 
 
 @given(rates=st.lists(st.sampled_from([50.0, 200.0, 1e3, 1e5]), min_size=2, max_size=2, unique=True))
 def test_a_faster_network_never_makes_a_step_longer(rates: Sequence[float]) -> None:
     slow, fast = sorted(rates)
     steps = [
-        simulate_ranks(_program(3), _machine(peer=rate), Placement(), Ranks(4, Shard.FULL), steps=2).step_s
+        simulate_ranks(
+            _program(3), _machine(peer=rate), Placement(), RankGroup(4, Sharding.FULL), steps=2
+        ).step_s
         for rate in (slow, fast)
     ]
     assert steps[1] <= steps[0] * (1 + 1e-9)

@@ -20,7 +20,7 @@ from tierstore.config import OffloadConfig
 from tierstore.errors import CapacityError, UsageError
 from tierstore.planning import ByteKind, Machine, PlacedMark, Placement, Program, Timeline
 from tierstore.planning.coarsening import coarsened
-from tierstore.planning.ranks import Ranks, one_rank
+from tierstore.planning.ranks import RankGroup, one_rank
 from tierstore.planning.roofline import roofline
 from tierstore.planning.rules import BundleFacts, RunFacts, Wishes, obey
 from tierstore.planning.searching import Levers, lower_bound, remedies, search
@@ -49,7 +49,7 @@ class RunWish:
     placement: Mapping[str, object] | None = None
     section_values: Mapping[str, object] = field(default_factory=dict)
     asks_remedies: bool = True
-    ranks: Ranks | None = None
+    ranks: RankGroup | None = None
 
     @property
     def is_free(self) -> bool:

@@ -1,7 +1,7 @@
 """Many ranks in ``tierstore plan``: what a call says of them.
 
-A plan is that of one rank; the others do the same.  A run of several processes is not written: `Ranks` are no
-part of a configuration.
+A plan is that of one rank; the others do the same.  A run of several processes is not written:
+`RankGroup` is no part of a configuration.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import replace
 from tierstore.errors import UsageError
 from tierstore.planning import Machine
 from tierstore.planning.accelerators import SHEET, accelerator
-from tierstore.planning.ranks import Ranks, Shard
+from tierstore.planning.ranks import RankGroup, Sharding
 
-SHARDS = tuple(each.value for each in Shard)
+SHARDS = tuple(each.value for each in Sharding)
 
 
 def add_ranks(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
@@ -41,7 +41,7 @@ def add_ranks(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> N
     )
 
 
-def ranks_of(options: argparse.Namespace) -> Ranks | None:
+def ranks_of(options: argparse.Namespace) -> RankGroup | None:
     """Return how many ranks are meant; ``None``: one process alone.
 
     Raises:
@@ -60,7 +60,7 @@ def ranks_of(options: argparse.Namespace) -> Ranks | None:
         return None
     if options.write is not None:
         raise UsageError("--world-size: no run of several processes is written; leave --write out")
-    return Ranks(options.world_size, Shard(options.shard or Shard.NONE.value))
+    return RankGroup(options.world_size, Sharding(options.shard or Sharding.NONE.value))
 
 
 def host_of(given: str | None, machine: Machine, options: argparse.Namespace) -> Machine:

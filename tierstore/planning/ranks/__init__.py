@@ -7,17 +7,17 @@ of a host share.  What goes over networks is exact by bytes and order; how long 
 from tierstore.planning.ranks.collectives import Collective, CollectiveKind, RankNetwork, network_of
 from tierstore.planning.ranks.hosts import rank_machine
 from tierstore.planning.ranks.rank_program import RankProgram, rank_program
-from tierstore.planning.ranks.shards import Ranks, Shard, shard_bytes
+from tierstore.planning.ranks.shards import RankGroup, Sharding, shard_bytes
 from tierstore.planning.ranks.simulating_ranks import OneRank, one_rank, simulate_ranks
 
 __all__ = [
     "Collective",
     "CollectiveKind",
     "OneRank",
+    "RankGroup",
     "RankNetwork",
     "RankProgram",
-    "Ranks",
-    "Shard",
+    "Sharding",
     "network_of",
     "one_rank",
     "rank_machine",

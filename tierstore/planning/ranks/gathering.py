@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from tierstore.planning.program import ByteKind, Does, Phase, Program
 from tierstore.planning.ranks.collectives import Collective, CollectiveKind
-from tierstore.planning.ranks.shards import Shards
 from tierstore.planning.ranks.weaving import Weaving, ended, made, read
 
 REST = "the rest"
@@ -114,7 +113,9 @@ class Gathering:
         groups: the name of each bundle's group.
     """
 
-    def __init__(self, program: Program, weaving: Weaving, shards: Shards, groups: dict[str, str]) -> None:
+    def __init__(
+        self, program: Program, weaving: Weaving, shards: RankShards, groups: dict[str, str]
+    ) -> None:
         self._program = program
         self._weaving = weaving
         self._groups = groups

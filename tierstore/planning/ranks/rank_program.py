@@ -22,7 +22,7 @@ from tierstore.planning.program import (
 from tierstore.planning.ranks.collectives import Collective, CollectiveKind, RankNetwork
 from tierstore.planning.ranks.gathering import REST, Gathering, groups_of, passes_of, spans_of
 from tierstore.planning.ranks.reducing import Reducing, landings_of
-from tierstore.planning.ranks.shards import Ranks, Shard, Shards
+from tierstore.planning.ranks.shards import RankGroup, Sharding
 from tierstore.planning.ranks.weaving import Weaving, read
 from tierstore.planning.simulating.exchanges import Exchanges
 
@@ -52,7 +52,7 @@ class RankProgram:
     collectives: tuple[Collective, ...]
 
 
-def rank_program(program: Program, network: RankNetwork, ranks: Ranks) -> RankProgram:
+def rank_program(program: Program, network: RankNetwork, ranks: RankGroup) -> RankProgram:
     """Return what one rank does in a step of a program that all ranks run, each with a batch of its own.
 
     Args:
@@ -63,17 +63,17 @@ def rank_program(program: Program, network: RankNetwork, ranks: Ranks) -> RankPr
     world_size, shard = network.ranks_per_host * network.hosts, ranks.shard
     if world_size == 1:
         return RankProgram(program, Exchanges(), ())
-    shards = Shards(program, world_size, ranks.rows)
+    shards = RankShards(program, world_size, ranks.rows)
     weaving = Weaving(program, network)
     reducing = Reducing(program, weaving, shards)
     gathered: dict[str, str] = {}
     match shard:
-        case Shard.FULL:
+        case Sharding.FULL:
             gathered = _shard_fully(program, weaving, reducing, shards)
-        case Shard.OPTIMIZER:
+        case Sharding.OPTIMIZER:
             reducing.scatter({unit.bundle: unit.bundle for unit in program.units}, {})
             _gather_stepped(program, weaving, shards)
-        case Shard.NONE:
+        case Sharding.NONE:
             reducing.average(ranks.bucket_bytes)
 
     def change(number: int, moment: Moment) -> Moment:
@@ -85,7 +85,7 @@ def rank_program(program: Program, network: RankNetwork, ranks: Ranks) -> RankPr
     _divide_data(weaving, shards, shard)
     woven = weaving.woven(change)
     gradients = {key for each in landings_of(program) for key in each.last}
-    is_padded = shard is Shard.NONE or gradients <= set(ranks.rows)
+    is_padded = shard is Sharding.NONE or gradients <= set(ranks.rows)
     told = (BY_FORMULA, NOT_VALIDATED, *[BY_BYTES] * (not is_padded))
     found = replace(
         woven,
@@ -100,7 +100,9 @@ def rank_program(program: Program, network: RankNetwork, ranks: Ranks) -> RankPr
 # ---------------------------------------------------------------------- full shards
 
 
-def _shard_fully(program: Program, weaving: Weaving, reducing: Reducing, shards: Shards) -> dict[str, str]:
+def _shard_fully(
+    program: Program, weaving: Weaving, reducing: Reducing, shards: RankShards
+) -> dict[str, str]:
     """Weave in what full shards need; return by bundle the key of what it is gathered into."""
     groups = groups_of(program)
     gathering = Gathering(program, weaving, shards, groups)
@@ -132,7 +134,7 @@ def _with_gathered(moment: Moment, gathered: Mapping[str, str]) -> Moment:
 # ---------------------------------------------------------------------- shards of optimizers
 
 
-def _gather_stepped(program: Program, weaving: Weaving, shards: Shards) -> None:
+def _gather_stepped(program: Program, weaving: Weaving, shards: RankShards) -> None:
     """Let each rank have what the others have stepped, after all steps."""
     turns = [number for number, moment in enumerate(program.moments) if moment.phase is Phase.OPTIMIZER]
     for unit in program.units if turns else ():
@@ -143,11 +145,11 @@ def _gather_stepped(program: Program, weaving: Weaving, shards: Shards) -> None:
         weaving.await_in(weaving.after(turns[-1], f"{unit.bundle} is gathered", uses), begun)
 
 
-def _stepped(program: Program, moment: Moment, shards: Shards, shard: Shard) -> Moment:
+def _stepped(program: Program, moment: Moment, shards: RankShards, shard: Sharding) -> Moment:
     """Return a turn of an optimizer that steps a shard."""
     bundles = {unit.bundle for unit in program.units}
     bundle = next((use.key for use in moment.uses if use.key in bundles), None)
-    if bundle is None or shard is Shard.NONE:
+    if bundle is None or shard is Sharding.NONE:
         return moment
     ratio = shards.ratio(bundle)
     return replace(
@@ -162,9 +164,9 @@ def _part(work: OperatorWork, ratio: float) -> OperatorWork:
     return replace(work, flops=work.flops * ratio, moved_bytes=round(work.moved_bytes * ratio))
 
 
-def _unit(unit: Unit, shards: Shards, shard: Shard, ranks_per_host: int) -> Unit:
+def _unit(unit: Unit, shards: RankShards, shard: Sharding, ranks_per_host: int) -> Unit:
     """Return what one turn steps of a shard; all ranks of a host step on its cores at once."""
-    ratio = 1.0 if shard is Shard.NONE else shards.ratio(unit.bundle)
+    ratio = 1.0 if shard is Sharding.NONE else shards.ratio(unit.bundle)
     host_step_s = None if unit.host_step_s is None else unit.host_step_s * ratio * ranks_per_host
     return replace(unit, device_step_s=unit.device_step_s * ratio, host_step_s=host_step_s)
 
@@ -172,25 +174,25 @@ def _unit(unit: Unit, shards: Shards, shard: Shard, ranks_per_host: int) -> Unit
 # ---------------------------------------------------------------------- data
 
 
-def _divide_data(weaving: Weaving, shards: Shards, shard: Shard) -> None:
+def _divide_data(weaving: Weaving, shards: RankShards, shard: Sharding) -> None:
     """Let the data that ranks divide be shards."""
     kinds: set[ByteKind] = set()
-    if shard is not Shard.NONE:
+    if shard is not Sharding.NONE:
         kinds |= {ByteKind.GRADIENT, ByteKind.STATE}
-    if shard is Shard.FULL:
+    if shard is Sharding.FULL:
         kinds.add(ByteKind.PARAMETERS)
     for key, datum in list(weaving.data.items()):
         if datum.kind in kinds:
             weaving.data[key] = _divided(datum, shards)
 
 
-def _divided(datum: Datum, shards: Shards) -> Datum:
+def _divided(datum: Datum, shards: RankShards) -> Datum:
     return replace(datum, nbytes=shards.nbytes(datum.key))
 
 
-def _buffer_bytes(program: Program, ranks: Ranks) -> int:
+def _buffer_bytes(program: Program, ranks: RankGroup) -> int:
     """Return what is sent from: all buckets, or the largest gradient once more."""
     sizes = [program.data[key].nbytes for each in landings_of(program)[:1] for key in each.last]
-    if ranks.shard is not Shard.NONE or not sizes:
+    if ranks.shard is not Sharding.NONE or not sizes:
         return 0
     return max(sizes) if ranks.bucket_bytes is None else sum(sizes)

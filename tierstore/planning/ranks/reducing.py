@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from tierstore.planning.program import ByteKind, Does, KeyUse, Moment, Phase, Program
 from tierstore.planning.ranks.collectives import Collective, CollectiveKind
 from tierstore.planning.ranks.gathering import REST, passes_of
-from tierstore.planning.ranks.shards import Shards
 from tierstore.planning.ranks.weaving import Weaving, ended, made
 
 USUAL_BUCKET_BYTES = 25 * 2**20
@@ -64,7 +63,7 @@ class Reducing:
         shards: what a rank has.
     """
 
-    def __init__(self, program: Program, weaving: Weaving, shards: Shards) -> None:
+    def __init__(self, program: Program, weaving: Weaving, shards: RankShards) -> None:
         self._program = program
         self._weaving = weaving
         self._shards = shards

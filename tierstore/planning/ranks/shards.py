@@ -13,7 +13,7 @@ from tierstore.planning.wrong_values import WrongValues
 from tierstore.quoting import named
 
 
-class Shard(enum.Enum):
+class Sharding(enum.Enum):
     """What ranks divide between them."""
 
     NONE = "none"  # each has all: data parallel
@@ -36,7 +36,7 @@ def shard_bytes(nbytes: int, world_size: int, rows: int | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGroup:
     """How many processes train together, and what they share.
 
     Attributes:
@@ -44,7 +44,7 @@ class Ranks:
         shard: what ranks divide.
         rows: elements of the first dimension of parameters, by the key of their gradient: shards are padded
             by rows, as FSDP2's; of what is not named, by bytes.
-        bucket_bytes: of `Shard.NONE`: gradients are reduced in buckets of so many bytes, as
+        bucket_bytes: of `Sharding.NONE`: gradients are reduced in buckets of so many bytes, as
             ``DistributedDataParallel`` does (25 MiB); ``None``: each as a message of its own, as
             ``run.average_gradients()`` does.
         storage_bytes_per_s: what storage that all hosts share reads or writes a second; ``None``: each host
@@ -55,7 +55,7 @@ class Ranks:
     """
 
     world_size: int
-    shard: Shard = Shard.NONE
+    shard: Sharding = Sharding.NONE
     rows: Mapping[str, int] = field(default_factory=dict)
     bucket_bytes: int | None = None
     storage_bytes_per_s: float | None = None
@@ -63,18 +63,21 @@ class Ranks:
     def __post_init__(self) -> None:
         faults = WrongValues()
         faults.add_unless(_is_count(self.world_size), "world_size", self.world_size, _COUNT_LISTED)
-        faults.add_unless(isinstance(self.shard, Shard), "shard", self.shard, values_of(Shard))
+        faults.add_unless(isinstance(self.shard, Sharding), "shard", self.shard, values_of(Sharding))
         for key, count in self.rows.items():
             faults.add_unless(is_bytes(count), f"rows[{named(key)}]", count, "an int of at least 0")
         if self.bucket_bytes is not None:
             faults.add_unless(_is_count(self.bucket_bytes), "bucket_bytes", self.bucket_bytes, _COUNT_LISTED)
             faults.add_unless(
-                self.shard is Shard.NONE, "bucket_bytes", self.bucket_bytes, "null, where anything is sharded"
+                self.shard is Sharding.NONE,
+                "bucket_bytes",
+                self.bucket_bytes,
+                "null, where anything is sharded",
             )
         if self.storage_bytes_per_s is not None:
             rate = self.storage_bytes_per_s
             faults.add_unless(is_rate(rate), "storage_bytes_per_s", rate, "a number greater than 0")
-        faults.raise_if_any("Ranks")
+        faults.raise_if_any("RankGroup")
 
 
 _COUNT_LISTED = "an int greater than 0"
@@ -84,7 +87,7 @@ def _is_count(value: object) -> bool:
     return is_bytes(value) and value != 0
 
 
-class Shards:
+class RankShards:
     """What one rank has of a program's data.
 
     Args:

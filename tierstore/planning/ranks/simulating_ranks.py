@@ -11,7 +11,7 @@ from tierstore.planning.program import Program
 from tierstore.planning.ranks.collectives import Collective, network_of
 from tierstore.planning.ranks.hosts import rank_machine
 from tierstore.planning.ranks.rank_program import rank_program
-from tierstore.planning.ranks.shards import Ranks
+from tierstore.planning.ranks.shards import RankGroup
 from tierstore.planning.roofline import roofline
 from tierstore.planning.simulating import Conditions, simulate, with_recomputation
 from tierstore.planning.timeline import Timeline
@@ -37,7 +37,7 @@ class OneRank:
 def one_rank(
     program: Program,
     machine: Machine,
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     conditions: Conditions = Conditions(),  # noqa: B008 - it is frozen
 ) -> OneRank:
@@ -70,7 +70,7 @@ def simulate_ranks(
     program: Program,
     machine: Machine,
     placement: Placement,
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     conditions: Conditions = Conditions(),  # noqa: B008 - it is frozen
     steps: int | None = None,
