@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from tierstore.planning.program import ByteKind, Does, Phase, Program
 from tierstore.planning.ranks.collectives import Collective, CollectiveKind
+from tierstore.planning.ranks.shards import RankShards
 from tierstore.planning.ranks.weaving import Weaving, ended, made, read
 
 REST = "the rest"

@@ -22,7 +22,7 @@ from tierstore.planning.program import (
 from tierstore.planning.ranks.collectives import Collective, CollectiveKind, RankNetwork
 from tierstore.planning.ranks.gathering import REST, Gathering, groups_of, passes_of, spans_of
 from tierstore.planning.ranks.reducing import Reducing, landings_of
-from tierstore.planning.ranks.shards import RankGroup, Sharding
+from tierstore.planning.ranks.shards import RankGroup, RankShards, Sharding
 from tierstore.planning.ranks.weaving import Weaving, read
 from tierstore.planning.simulating.exchanges import Exchanges
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from tierstore.planning.program import ByteKind, Does, KeyUse, Moment, Phase, Program
 from tierstore.planning.ranks.collectives import Collective, CollectiveKind
 from tierstore.planning.ranks.gathering import REST, passes_of
+from tierstore.planning.ranks.shards import RankShards
 from tierstore.planning.ranks.weaving import Weaving, ended, made
 
 USUAL_BUCKET_BYTES = 25 * 2**20
