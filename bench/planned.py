@@ -13,7 +13,9 @@ import functools
 import itertools
 import math
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,9 +42,9 @@ from bench.planned_cells import (
 )
 from bench.planned_models import MODELS, SMALL_MODELS, PlannedModel
 from bench.record import Better, Figure
-from tierstore.cli.measure_device import compute_speed
 from tierstore.planning import Placement, Program
 from tierstore.planning.machine import ComputeFigures, Machine
+from tierstore.planning.machine_text import machine_from_yaml
 from tierstore.planning.roofline import roofline
 from tierstore.planning.rules import small_bytes
 from tierstore.planning.searching import Choice, Levers, search, todays
@@ -217,8 +219,11 @@ def predicted_peak(model: PlannedModel, machine: Machine) -> int:
 @functools.cache
 def measured_compute() -> ComputeFigures:
     """Return how fast this machine was measured to compute, without any model."""
-    speed = compute_speed("cpu")
-    return ComputeFigures(speed.flops_per_s, speed.memory_bytes_per_s, speed.operator_s, {"matmul": 1.0})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "machine.yaml"
+        doctor = [sys.executable, "-m", "tierstore.cli", "doctor", folder, "--device", "emulated"]
+        subprocess.run([*doctor, "--write", str(path)], check=True, capture_output=True)
+        return machine_from_yaml(path.read_text(encoding="utf-8")).device
 
 
 def _measured_peak(

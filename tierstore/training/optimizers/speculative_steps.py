@@ -189,7 +189,9 @@ class SpeculativeSteps:
 
     def could_make(self, turn: StepUnit) -> bool:
         """Whether a step could be made during backward, if there were room and gradients were the store's."""
-        return self._is_possible and self._is_plain(turn) and not self._writes_to_gradients(turn)
+        if not self._is_possible or are_modes_on():  # which would see what is asked below
+            return False
+        return self._is_plain(turn) and not self._writes_to_gradients(turn)
 
     def _is_plain(self, turn: StepUnit) -> bool:
         is_plain = not any(is_special(group) for group, _ in turn.groups) and not is_scaled(self.optimizer)
