@@ -246,9 +246,9 @@ def test_tiers_give_memory_back_while_bytes_leave_them_and_have_their_quotas_aga
     smallest = dict(capacities)
     resize = ts.Store.resize
 
-    def note(store: ts.Store, tier: str, capacity: int) -> None:
+    def note(store: ts.Store, tier: str, capacity: int, **shares: float | None) -> None:
         smallest[tier] = min(smallest[tier], capacity)
-        resize(store, tier, capacity)
+        resize(store, tier, capacity, **shares)
 
     monkeypatch.setattr(ts.Store, "resize", note)
     with MemoryOut(18, 10**9), pytest.raises(MemoryError):

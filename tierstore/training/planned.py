@@ -28,6 +28,7 @@ from tierstore.planning.placement import Placement
 from tierstore.planning.program import Program
 from tierstore.planning.searching import Choice, Levers, search
 from tierstore.planning.simulating import Conditions
+from tierstore.training.modules.hooks import Hook
 from tierstore.training.recorded_runs import program_from
 from tierstore.training.recording.marks import RecordedStep, RecordedSteps
 from tierstore.training.run_machine import with_seen_rates
@@ -103,15 +104,16 @@ class RunPlanner:
     def watch(self) -> None:
         """Plan between steps from now on, until the session ends."""
         self._session.hold(self)
-        self._session.hold(self._session.model.register_forward_pre_hook(self._before_model))
+        hook = _BeforeModel(self)
+        self._session.hold(self._session.model.register_forward_pre_hook(hook))
 
     def remove(self) -> None:
         """Plan nothing any more.  Idempotent."""
         self.stage = Stage.RESTING
         self._recording.close()
 
-    def _before_model(self, model: nn.Module, inputs: object) -> None:
-        del model, inputs
+    def look(self) -> None:
+        """The model begins to run: maybe a step begins with it."""
         number = self._session.recorder.number
         if self.stage is Stage.RESTING or number == self._number:
             return
@@ -209,6 +211,17 @@ class RunPlanner:
                 session.prefetcher.set_limit(tier, placement.ahead_bytes(tier, capacity_bytes))
         if session.budget is not None:
             session.budget.write_back_above(placement.high.get(session.store.tier_names[0]))
+
+
+class _BeforeModel(Hook):
+    """Looks whenever the model runs."""
+
+    def __init__(self, planner: RunPlanner) -> None:
+        self._planner = planner
+
+    def __call__(self, model: nn.Module, inputs: object) -> None:
+        del model, inputs
+        self._planner.look()
 
 
 def conditions_of(session: Session, config: OffloadConfig) -> Conditions:

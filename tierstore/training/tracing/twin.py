@@ -7,16 +7,25 @@ says whether the model is still what was copied.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import UsageError
 from tierstore.torch_private import tree_map_only
 from tierstore.training.bundles.grouping import Group
+from tierstore.training.modules.hooks import do_nothing
 
 LARGEST_BYTES = 1024**2
 """Of one attribute that is copied; a copy that would be larger is given up."""
@@ -207,8 +216,11 @@ def refuse_hooks(model: nn.Module) -> None:
     """Raise if a copy that runs would call something of the program's beside forwards.
 
     Raises:
-        UsageError: there are hooks, compiled or scripted modules.
+        UsageError: there are hooks, also such for all modules or optimizers, compiled or scripted modules.
     """
+    for register in _EVERYWHERE:
+        if _has_others(register):
+            raise UsageError("all modules, or all optimizers, have hooks")
     for name, module in model.named_modules():
         tables: list[dict[int, object]] = [vars(module)[table] for table in _HOOKS]
         if any(not _is_ours(hook) for table in tables for hook in table.values()):
@@ -217,6 +229,26 @@ def refuse_hooks(model: nn.Module) -> None:
         is_compiled |= type(module).__module__.startswith("torch._dynamo")
         if is_compiled or isinstance(module, torch.jit.ScriptModule):
             raise UsageError(f"{name!r} is compiled")
+
+
+_EVERYWHERE: tuple[Callable[[Callable[..., None]], RemovableHandle], ...] = (
+    register_module_forward_pre_hook,
+    register_module_forward_hook,
+    register_module_full_backward_pre_hook,
+    register_module_full_backward_hook,
+    register_optimizer_step_pre_hook,
+    register_optimizer_step_post_hook,
+)
+"""What registers hooks for everything in the process."""
+
+
+def _has_others(register: Callable[[Callable[..., None]], RemovableHandle]) -> bool:
+    """Whether the program has hooks where one would be registered."""
+    handle = register(do_nothing)
+    try:
+        return any(not _is_ours(hook) for hook in (handle.hooks_dict_ref() or {}).values())
+    finally:
+        handle.remove()
 
 
 def _is_ours(hook: object) -> bool:
