@@ -418,7 +418,7 @@ def test_whatever_is_wrong_is_one_line_and_exit_code_2(what: str, place: Path, c
     if "trace.json" in words:
         assert main(["plan", *_HERE, "--trace", "trace.json"]) == 0
         capsys.readouterr()
-    before = sorted(path.name for path in place.iterdir() if path.suffix != ".pyc")
+    before = sorted(path.name for path in place.iterdir() if path.name != "__pycache__")
     assert main(["plan", *words]) == 2
     printed = capsys.readouterr()
     told = [line for line in printed.err.splitlines() if line != "an import that talks"]
@@ -426,7 +426,7 @@ def test_whatever_is_wrong_is_one_line_and_exit_code_2(what: str, place: Path, c
     assert len(told) == 1
     assert told[0].startswith("tierstore plan: ")
     assert says in told[0]
-    assert sorted(path.name for path in place.iterdir() if path.suffix != ".pyc") == before
+    assert sorted(path.name for path in place.iterdir() if path.name != "__pycache__") == before
 
 
 _NAN = """
