@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +64,17 @@ class Ended:
     errors: str
 
 
+_BETWEEN = """
+import json, resource, subprocess, sys, time
+begun = time.perf_counter()
+code = subprocess.run(sys.argv[2:]).returncode
+seconds = time.perf_counter() - begun
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+with open(sys.argv[1], "w") as file:
+    json.dump([code, seconds, used.ru_utime + used.ru_stime, used.ru_maxrss], file)
+"""
+
+
 def ended(command: Sequence[str], folder: Path) -> Ended:
     """Run a command to its end, and see what it took.
 
@@ -73,21 +82,18 @@ def ended(command: Sequence[str], folder: Path) -> Ended:
         command: with its words.
         folder: where what it says is kept.
     """
-    told, wrong = folder / "output", folder / "errors"
+    told, wrong, took = folder / "output", folder / "errors", folder / "took"
     with told.open("wb") as output, wrong.open("wb") as errors:
-        begun = time.perf_counter()
-        process = subprocess.Popen(command, cwd=_ROOT, stdout=output, stderr=errors)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - begun
-        process.returncode = os.waitstatus_to_exitcode(status)  # it was waited for
-    return Ended(
-        process.returncode,
-        seconds,
-        usage.ru_utime + usage.ru_stime,
-        usage.ru_maxrss * 1024,
-        told.read_text(),
-        wrong.read_text(),
-    )
+        # A child's peak counts what its parent had when it was begun: so it has a small one between.
+        subprocess.run(
+            [sys.executable, "-c", _BETWEEN, str(took.resolve()), *command],
+            cwd=_ROOT,
+            stdout=output,
+            stderr=errors,
+            check=True,
+        )
+    code, seconds, cpu_s, resident_kib = json.loads(took.read_text())
+    return Ended(code, seconds, cpu_s, resident_kib * 1024, told.read_text(), wrong.read_text())
 
 
 def planned(config: Mapping[str, object], words: Sequence[str], folder: Path) -> Ended:
