@@ -17,21 +17,24 @@ For none of the attributes there is a public alternative, unless the list names 
   tensors stay in force. In: abandoned_checkpoints.
 - ``_base``: views are taken for tensors with memory of their own. In: adopter, buffers,
   recomputed_inputs, shared_memory.
+- ``_backward_hooks``: a user's hook would see a copy of the model that runs once. In: twin.
+- ``_backward_pre_hooks``: the same. In: twin.
 - ``_buffers``: a recomputed forward finds changed buffers; ``named_buffers`` leaves out those that are
   ``None``. In: buffers, forward_snapshot.
 - ``_c``: scripts hold parameters that nobody knows of. In: torchscript.
 - ``_call_impl``: a call of a module that an interrupt has ended is not told from one that runs: windows stay
-  open. In: crossings, hooks, neighbours.
+  open. In: crossings, foreseen, hooks, neighbours.
 - ``_cdata``: a storage has no identity: who shares memory is not known. In: binding, bindings, gradient,
   guarded_tensors, host_modules, layout, lease_storages, link, memory_meters, memory_parts, offloaded_storage,
   poisons, reclaimed_tensors, rows_memory, shared_memory, state, state_dict_entries, state_dicts.
+- ``_compiled_call_impl``: a copy of a compiled module runs, where nothing should be foreseen. In: twin.
 - ``_current_level``: forward-mode derivatives are recomputed in another order. In: forward_conditions.
 - ``_ddp_params_and_buffers_to_ignore``: a wrapper sends all rows of tables. In: replicas.
 - ``_destroy``: subclasses made from ``empty`` fail while operators are observed. In: operator_observers.
-- ``_forward_hooks``: a user's hook may write weights that count as clean. In: crossings, neighbours,
+- ``_forward_hooks``: a user's hook may write weights that count as clean. In: crossings, neighbours, twin,
   unseen_writes.
 - ``_forward_pre_hooks``: the same; and weights that hooks make anew are taken for aliases. In: neighbours,
-  shared_memory, unseen_writes.
+  shared_memory, twin, unseen_writes.
 - ``_from_public_api``: a hook of ``state_dict`` is called with other arguments. In: state_dicts.
 - ``_get_backend``: a group of ours waits half an hour for a process that has ended, whatever the program's
   group does. In: row_exchange.

@@ -326,7 +326,15 @@ def test_a_module_shows_what_it_has() -> None:
     assert module._buffers["kept"] is None
     assert module._non_persistent_buffers_set == {"left_out"}
     assert len(module._forward_hooks) == 1
+    module.register_full_backward_hook(lambda *_: None)
+    module.register_full_backward_pre_hook(lambda *_: None)
+    assert len(module._backward_hooks) == len(module._backward_pre_hooks) == 1
     assert [each._tensor_name for each in module._forward_pre_hooks.values()] == ["weight"]  # type: ignore[attr-defined]
+
+
+def test_a_module_that_is_compiled_in_place_says_so() -> None:
+    assert nn.Linear(2, 2)._compiled_call_impl is None
+    assert "_compiled_call_impl" in nn.Module.compile.__code__.co_names  # calling it would take seconds
 
 
 def test_a_call_of_a_module_is_a_frame_that_names_it() -> None:
