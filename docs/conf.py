@@ -38,6 +38,8 @@ nitpick_ignore_regex = [
     (r"py:class", r"tierstore\.engine\.engine\.Engine"),
     # What optimizers of tables remember of a step that failed, for the next one.
     (r"py:class", r"tierstore\.optim\.failed_step\.FailedStep"),
+    # What a run gives to the tracer as it groups its own tensors.
+    (r"py:class", r"tierstore\.training\.bundles\.grouping\.Group"),
     # Type variables have no page.
     (r"py:class", r"(.*\.)?[A-Z][a-z]*T|(.*\.)?T"),
 ]
