@@ -18,5 +18,6 @@ def fingerprint(named: Iterable[tuple[str, int, ByteKind]]) -> str:
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name, nbytes, kind in sorted((name, nbytes, kind.value) for name, nbytes, kind in named):
-        digest.update(f"{len(name)} {name} {nbytes} {kind}\n".encode())
+        text = f"{len(name)} {name} {nbytes} {kind}\n"  # with its length, or two lists could be one text
+        digest.update(text.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
