@@ -138,8 +138,11 @@ def test_a_planned_run_has_the_bits_of_plain_pytorch_and_says_what_it_chose(
     assert planner.choice is not None
     assert placement is not None
     lines = [line for line in caplog.messages if line.startswith("planned after step")]
-    assert lines[0] == f"planned after step 3: {lines[0].partition(': ')[2]}"
+    assert lines[0].startswith("planned after step 3: ")
     assert lines[-1].endswith(planner.choice.why)
+    chosen = planner.choice.placement
+    is_changed = (placement.high, placement.ahead) == (chosen.high, chosen.ahead)
+    assert is_changed is not ("nothing is changed" in lines[-1])
 
 
 @pytest.mark.parametrize(
@@ -179,6 +182,35 @@ def test_a_tier_writes_back_above_the_share_that_was_chosen(monkeypatch: pytest.
 def _is_above_a_quarter(run: Offload) -> bool:
     tier = run.store.stats().tiers["device"]
     return tier.charged_bytes > tier.capacity_bytes // 4
+
+
+def test_a_later_plan_that_says_nothing_of_a_tier_lets_it_be_as_it_was_configured(
+    planners: list[RunPlanner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned, "search", _Chosen({"high": {"device": 0.25, "host": 0.5}}))
+    torch.manual_seed(0)
+    model = like_blocks()
+    optimizers = adam(model)
+    with offload(model, optimizers, _config(), on_close="restore") as run:
+        _train(model, optimizers[0], [], 4)
+        assert dict(run.placement.high) == {"device": 0.25, "host": 0.5}
+        planners[0]._apply(replace(run.placement, high={}))
+        assert dict(run.placement.high) == {}
+        _train(model, optimizers[0], [], 3)
+        assert _is_above_a_quarter(run)
+
+
+def test_what_gains_too_little_is_left_as_it_is_and_compared_with_that(
+    planners: list[RunPlanner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(planned, "search", _Chosen({"high": {"device": 0.25}}))
+    monkeypatch.setattr(planned, "LEAST_GAIN", math.inf)
+    with caplog.at_level(logging.INFO, "tierstore"):
+        _, placement = _trained(_config(), steps=5)
+    assert placement is not None
+    assert dict(placement.high) == {}
+    assert planners[0].predicted_s == math.inf  # what a test says of the placement that was given
+    assert any("nothing is changed" in line for line in caplog.messages)
 
 
 def test_steps_that_take_longer_than_predicted_are_recorded_and_planned_anew_ever_more_seldom(

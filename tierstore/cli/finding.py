@@ -28,6 +28,7 @@ from tierstore.planning.simulating import Conditions, simulate
 from tierstore.solving import find_solver
 from tierstore.training.activations import Sections
 from tierstore.training.placing import marks_in
+from tierstore.training.run_machine import conditions_of
 from tierstore.units import format_bytes
 
 
@@ -191,17 +192,6 @@ def _of_steps(chosen: Placement, given: Placement, machine: Machine) -> tuple[st
         "otherwise than the device's, so numbers may differ in their last bits from steps on the device"
     )
     return (told,)
-
-
-def conditions_of(settings: OffloadConfig, machine: Machine) -> Conditions:
-    """Return what a configuration says that no placement does."""
-    ratios = {"device": settings.hbm_ratio, "host": settings.cpu_ratio}
-    names = {tier.name for tier in machine.tiers}
-    return Conditions(
-        policy=settings.eviction,
-        high={tier: ratio for tier, ratio in ratios.items() if tier in names and ratio < 1},
-        optimizer_in_backward=settings.optimizer_in_backward,
-    )
 
 
 def given_placement(program: Program, machine: Machine, wish: RunWish) -> Placement:

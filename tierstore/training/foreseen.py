@@ -43,7 +43,7 @@ from tierstore.training.bundles.grouping import Group
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.optimizers import registered
 from tierstore.training.pytorch.own_work import are_modes_on, ordinary_mode
-from tierstore.training.run_machine import machine_of
+from tierstore.training.run_machine import conditions_of, machine_of
 from tierstore.training.tracing import Inputs, trace_model
 from tierstore.training.tracing.twin import ModelTwin, inputs_without_bytes, refuse_hooks
 from tierstore.units import format_bytes
@@ -276,7 +276,7 @@ def _refuse(program: Program, machine: Machine, run: ForeseenRun) -> None:
         CapacityError: with who would hold what, and what would help.
     """
     first = machine.tiers[0]
-    conditions = conditions_of(run.config, machine)
+    conditions = replace(conditions_of(run.config, machine), is_enforced=machine.has_streams)
     room = dict.fromkeys((tier.name for tier in machine.tiers[1:]), _ENOUGH)
     error: CapacityError | None = None
     for nbytes in (first.capacity_bytes, int(MARGIN * first.capacity_bytes)):
@@ -289,23 +289,6 @@ def _refuse(program: Program, machine: Machine, run: ForeseenRun) -> None:
             return
     assert error is not None
     raise _refusal(program, machine, run, conditions, error)
-
-
-def conditions_of(config: OffloadConfig, machine: Machine) -> Conditions:
-    """Return what a configuration says that no placement does.
-
-    Args:
-        config: of a run.
-        machine: of the run.
-    """
-    ratios = {machine.tiers[0].name: config.hbm_ratio, HOST: config.cpu_ratio}
-    names = {tier.name for tier in machine.tiers}
-    return Conditions(
-        policy=config.eviction,
-        high={tier: ratio for tier, ratio in ratios.items() if tier in names and ratio < 1},
-        is_enforced=machine.has_streams,
-        optimizer_in_backward=config.optimizer_in_backward,
-    )
 
 
 def _refusal(

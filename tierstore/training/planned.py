@@ -18,6 +18,7 @@ import contextlib
 import enum
 import logging
 import time
+from dataclasses import replace
 
 from torch import nn
 
@@ -27,11 +28,10 @@ from tierstore.planning.machine import Machine
 from tierstore.planning.placement import Placement
 from tierstore.planning.program import Program
 from tierstore.planning.searching import Choice, Levers, search
-from tierstore.planning.simulating import Conditions
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.recorded_runs import program_from
 from tierstore.training.recording.marks import RecordedStep, RecordedSteps
-from tierstore.training.run_machine import with_seen_rates
+from tierstore.training.run_machine import conditions_of, with_seen_rates
 from tierstore.training.session import Session
 
 LEVERS = Levers.HIGH | Levers.AHEAD
@@ -82,14 +82,17 @@ class RunPlanner:
     Attributes:
         stage: what it does.
         choice: what was found last; ``None``: nothing yet.
+        predicted_s: seconds of a step under the placement that holds; only where there is a choice.
     """
 
     def __init__(self, session: Session, machine: Machine, config: OffloadConfig) -> None:
         self.stage = Stage.LEARNING
         self.choice: Choice | None = None
+        self.predicted_s = 0.0
         self._session = session
         self._machine = machine
-        self._conditions = conditions_of(session, config)
+        # Nothing stops a run above its quota on an emulated device, but for its leases.
+        self._conditions = replace(conditions_of(config, machine), is_enforced=machine.has_streams)
         self._number = 0  # of the step that the run is in
         self._begun_s = 0.0  # when that began
         self._differing = 0  # steps in a row
@@ -149,11 +152,9 @@ class RunPlanner:
     # --- comparing ----------------------------------------------------------------------------
 
     def _compare(self, seconds: float) -> None:
-        assert self.choice is not None
         if self._number <= self._until:
             return
-        predicted_s = self.choice.timeline.step_s
-        is_like = abs(seconds - predicted_s) <= DRIFT * predicted_s
+        is_like = abs(seconds - self.predicted_s) <= DRIFT * self.predicted_s
         self._differing = 0 if is_like else self._differing + 1
         is_paid = 2 * self._planned_s <= SHARE_OF_TIME * self._trained_s
         if self._differing >= STEPS_THAT_DIFFER and is_paid:
@@ -190,27 +191,35 @@ class RunPlanner:
     def _choose(self, program: Program, machine: Machine) -> None:
         given = self._session.placing.placement
         choice = search(program, machine, given=given, levers=LEVERS, conditions=self._conditions)
-        given_s = next((each.step_s for each in choice.rejected if each.placement == given), None)
-        self.choice = choice
-        is_worth_it = given_s is not None and choice.timeline.step_s < (1 - LEAST_GAIN) * given_s
-        if choice.placement != given and is_worth_it:
+        chosen_s = choice.timeline.step_s
+        given_s = next((each.step_s for each in choice.rejected if each.placement == given), chosen_s)
+        self.choice, self.predicted_s = choice, chosen_s
+        why = choice.why
+        if given_s is not None and chosen_s >= (1 - LEAST_GAIN) * given_s:
+            self.predicted_s = given_s
+            why = f"nothing is changed: {why}" if choice.placement != given else why
+        else:
             self._apply(choice.placement)
-        log.info("planned after step %d: %s", self._number - 1, choice.why)
+        log.info("planned after step %d: %s", self._number - 1, why)
 
     def _apply(self, placement: Placement) -> None:
-        """Let a placement hold from now on."""
+        """Let a placement hold from now on: in what tiers write back early, and have ahead."""
         session = self._session
         before, capacities = session.placing.placement, session.store.stats().tiers
         session.placing.change(placement)
-        is_divided = session.budget is not None
-        for tier in session.store.tier_names[is_divided:]:
-            capacity_bytes = capacities[tier].capacity_bytes
-            if tier in placement.high:
-                session.store.resize(tier, capacity_bytes, high=placement.high[tier])
-            if tier in before.ahead:
-                session.prefetcher.set_limit(tier, placement.ahead_bytes(tier, capacity_bytes))
+        for tier in session.store.config.tiers:
+            is_divided = session.budget is not None and tier.name == session.store.tier_names[0]
+            capacity_bytes = capacities[tier.name].capacity_bytes
+            if placement.high.get(tier.name) != before.high.get(tier.name):
+                high = placement.high.get(tier.name, tier.high)  # what no plan says is as it was configured
+                if session.budget is not None and is_divided:
+                    session.budget.write_back_above(high)
+                else:
+                    session.store.resize(tier.name, capacity_bytes, high=high)
+            if tier.name in before.ahead and not is_divided:
+                session.prefetcher.set_limit(tier.name, placement.ahead_bytes(tier.name, capacity_bytes))
         if session.budget is not None:
-            session.budget.write_back_above(placement.high.get(session.store.tier_names[0]))
+            session.budget.tell_own()
 
 
 class _BeforeModel(Hook):
@@ -222,24 +231,6 @@ class _BeforeModel(Hook):
     def __call__(self, model: nn.Module, inputs: object) -> None:
         del model, inputs
         self._planner.look()
-
-
-def conditions_of(session: Session, config: OffloadConfig) -> Conditions:
-    """Return what a run does that its placement does not say.
-
-    Args:
-        session: of the run.
-        config: of the run.
-    """
-    tiers = session.store.config.tiers
-    return Conditions(
-        policy=config.eviction,
-        high={tier.name: tier.high for tier in tiers},
-        low={tier.name: tier.low for tier in tiers if tier.low is not None},
-        is_divided=session.budget is not None,
-        is_enforced=session.store.device.type != "cpu",
-        optimizer_in_backward=config.optimizer_in_backward,
-    )
 
 
 def is_planned(session: Session, config: OffloadConfig) -> bool:

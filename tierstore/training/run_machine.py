@@ -13,8 +13,10 @@ from dataclasses import replace
 
 from tierstore.config import OffloadConfig
 from tierstore.planning.deciding import ALIGNMENT_BYTES
+from tierstore.planning.homes import DEVICE
 from tierstore.planning.machine import ComputeFigures, LinkFigures, Machine, TierFigures, TierMedium
 from tierstore.planning.rules import HOST
+from tierstore.planning.simulating import Conditions
 from tierstore.recorded import CopyRecord
 from tierstore.store import Store
 from tierstore.units import parse_rate
@@ -71,6 +73,22 @@ def machine_of(store: Store, config: OffloadConfig) -> Machine:
         shares,
         has_streams=store.device.type != "cpu",
         sources=sources,
+    )
+
+
+def conditions_of(config: OffloadConfig, machine: Machine) -> Conditions:
+    """Return what a configuration says that no placement does.
+
+    Args:
+        config: of a run.
+        machine: of the run, whose tiers have the names of a store's.
+    """
+    ratios = {DEVICE: config.hbm_ratio, HOST: config.cpu_ratio}
+    names = {tier.name for tier in machine.tiers}
+    return Conditions(
+        policy=config.eviction,
+        high={tier: ratio for tier, ratio in ratios.items() if tier in names and ratio < 1},
+        optimizer_in_backward=config.optimizer_in_backward,
     )
 
 

@@ -170,14 +170,17 @@ class DeviceQuota:
                 self._store.resize(self._tier, quota_bytes)
             self._share.quota_bytes = quota_bytes
 
-    def write_back_above(self, high: float | None) -> None:
-        """Let the store write back what it has above a share of its own, from now on; ``None``: as before.
+    def write_back_above(self, high: float) -> None:
+        """Let the store write back what it has above a share of its own, from now on.
 
         Raises:
             CapacityError: the tiers below cannot take it: nothing was changed.
         """
         with self._lock, ordinary_mode():
             self._store.resize(self._tier, self._share.quota_bytes, high=high)
+
+    def tell_own(self) -> None:
+        """Tell again how much is the store's own: what is made of it has changed."""
         self._resized(self._share.own_bytes)
 
     def _leased_bytes(self) -> int:
