@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,15 @@ from tierstore.planning import (
 )
 from tierstore.planning.deciding import StepPhase
 from tierstore.planning.simulating import Conditions, simulate
-from tierstore.training import offload
+from tierstore.training import Offload, offload
 from tierstore.training.budgets.device_quota import DeviceQuota
 from tierstore.training.budgets.memory_meters import EmulatedMeter
 
 LAYERS, WIDTH, ROWS, STEPS = 6, 128, 8, 7
 BUNDLE = 4 * WIDTH * (WIDTH + 1)
 KIB = 1024
+PATIENCE_S = 60.0
+MOST_RUNS = 8
 Moved = list[dict[str, int]]
 
 
@@ -86,11 +89,31 @@ def measured(device_bytes: int, host_bytes: int, path: Path) -> Moved:
             model(torch.ones(ROWS, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            _come_to_rest(run)  # a copy counts when it has ended: in the step that has asked for it
             now = {pair: each.nbytes for pair, each in run.stats().traffic.items()}
             more = {pair: nbytes - former.get(pair, 0) for pair, nbytes in now.items()}
             moved.append({"->".join(pair): n for pair, n in more.items() if n and "caller" not in pair})
             former = now
     return moved
+
+
+def reproduced(device_bytes: int, host_bytes: int, path: Path) -> Moved:
+    """Return what a real run moved, as another run did again.
+
+    On a busy machine a thread of the store may hold a copy's bytes a moment longer: then one step is not made
+    ahead that would have been, and its state comes once more.
+    """
+    found: list[Moved] = []
+    while found.count(found[-1] if found else []) < 2:
+        assert len(found) < MOST_RUNS, f"no run was as another one: {found}"
+        found.append(measured(device_bytes, host_bytes, path / str(len(found))))
+    return found[-1]
+
+
+def _come_to_rest(run: Offload) -> None:
+    begin_s = time.monotonic()
+    while any(tier.in_flight_bytes for tier in run.store.stats().tiers.values()):
+        assert time.monotonic() - begin_s < PATIENCE_S
 
 
 def program_of_layers(peaks: dict[StepPhase, int]) -> Program:
@@ -161,7 +184,7 @@ def test_bytes_of_other_quotas_are_predicted_from_what_one_run_had(
     peaks: dict[StepPhase, int] = {}
     placement = Placement(stashing=Stashing.WITHOUT_ROOM, ahead={"device": 0.25, "host": 0.25})
     for number, (device_bytes, host_bytes) in enumerate(quotas):
-        real = measured(device_bytes, host_bytes, tmp_path / str(number))
+        real = reproduced(device_bytes, host_bytes, tmp_path / str(number))
         peaks = peaks or dict(watched.peaks)
         machine = machine_of(
             (device_bytes, host_bytes, 64 * KIB * KIB),
