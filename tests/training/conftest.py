@@ -11,6 +11,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from tests import target
 from tests.lock_order import locks_in_order
+from tierstore.training import planned
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,15 @@ def _locks_are_taken_in_order() -> Iterator[None]:
     with locks_in_order() as out_of_order:
         yield
     assert not out_of_order
+
+
+@pytest.fixture(autouse=True)
+def _runs_are_not_planned_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no machine be so busy that a few steps are worth a search: what moves would be the clock's to say.
+
+    `test_planned` is about what it says.
+    """
+    monkeypatch.setattr(planned, "SHARE_OF_TIME", 0.0)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@
 2. Where two steps in a row take 20 % more or less than was predicted, two more are recorded and the search is
    made again: each time after twice as many steps as before, and a few times only.
 3. Bits never depend on it: what is changed says when bytes move, and nothing else.
-4. Searching takes a small share of the time that the run has taken so far: it waits until it is worth it.
+4. Searching takes a small share of the time that steps have taken: it waits until it is worth it.
 5. Whatever goes wrong in planning is logged and ends it; the run goes on with what it has.
 
 Where a device computes apart from the host (an accelerator's streams) nothing is planned while steps run: the
@@ -31,6 +31,7 @@ from tierstore.planning.searching import Choice, Levers, search
 from tierstore.training.modules.hooks import Hook
 from tierstore.training.recorded_runs import program_from
 from tierstore.training.recording.marks import RecordedStep, RecordedSteps
+from tierstore.training.recording.recorder import FIRST_STEP
 from tierstore.training.run_machine import conditions_of, with_seen_rates
 from tierstore.training.session import Session
 
@@ -51,7 +52,7 @@ FIRST_PAUSE, MOST_PLANS = 4, 6
 """Steps until a plan may be made again, which doubles; and how many are made."""
 
 SHARE_OF_TIME = 0.05
-"""That planning may take of the run so far."""
+"""That planning may take of the time that steps took after the first one."""
 
 SEARCH_S_A_MOMENT = 0.01
 """About what a search takes for each moment of the program: measured, on one core, within a factor of two."""
@@ -98,7 +99,7 @@ class RunPlanner:
         self._differing = 0  # steps in a row
         self._until = 0  # the number of the step from which on one is compared
         self._pause = FIRST_PAUSE
-        self._trained_s = 0.0  # in steps so far
+        self._trained_s = 0.0  # in steps after the first one
         self._planned_s = 0.0  # in planning
         self._plans = 0
         self._recorded: RecordedSteps | None = None
@@ -123,7 +124,7 @@ class RunPlanner:
         now = time.perf_counter()
         seconds = (now - self._begun_s) / max(1, number - self._number)
         self._number = number
-        if number > 1:
+        if number > FIRST_STEP:  # the first one is slow in ways that later ones are not
             self._trained_s += now - self._begun_s
         try:
             self._step_begins(seconds)
