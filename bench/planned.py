@@ -38,6 +38,7 @@ from bench.planned_cells import (
     Quotas,
     by_direction,
     moved_in_all,
+    rules_of,
     worst_error,
 )
 from bench.planned_models import MODELS, SMALL_MODELS, PlannedModel
@@ -105,8 +106,9 @@ def _machine_words(quotas: Quotas) -> str:
 def _trained(
     model: PlannedModel, quotas: Quotas, path: Path, placement: Placement | None = None
 ) -> Iterator[PlannedTrainee]:
-    """Yield a run that has learned what it learns."""
-    with PlannedTrainee(model, quotas.config(path, placement)) as trainee:
+    """Yield a run that has learned; it keeps the placement that is given, or else that of the rules."""
+    pinned = rules_of(model, quotas, path) if placement is None else placement
+    with PlannedTrainee(model, quotas.config(path, pinned)) as trainee:
         for _ in range(LEARNING_STEPS):
             trainee.step()
         trainee.settle()
@@ -230,8 +232,8 @@ def _measured_peak(
     model: PlannedModel, quotas: Quotas, path: Path, steps: int
 ) -> tuple[int, Machine, torch.Tensor]:
     """Return the peak of a run by the meter from outside, the machine that it was opened on, and losses."""
-    trainee = PlannedTrainee(model, quotas.config(path), meter=DeviceBudget(UNLIMITED_BYTES))
-    with trainee:
+    config = quotas.config(path, rules_of(model, quotas, path))
+    with PlannedTrainee(model, config, meter=DeviceBudget(UNLIMITED_BYTES)) as trainee:
         for _ in range(steps):
             trainee.step()
         return trainee.peak_bytes, trainee.opened_machine, torch.stack(trainee.losses)

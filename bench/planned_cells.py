@@ -263,6 +263,18 @@ class PlannedTrainee:
         return with_seen_rates(self.opened_machine, self._run.recorded_copies())
 
 
+def rules_of(model: PlannedModel, quotas: Quotas, path: Path) -> Placement:
+    """Return the placement that a run is opened with; one that is given it as its own is not planned anew.
+
+    Args:
+        model: that is trained.
+        quotas: that it has.
+        path: of its disk.
+    """
+    with PlannedTrainee(model, quotas.config(path)) as opened:
+        return opened.placement
+
+
 @dataclass(frozen=True)
 class Cell:
     """One model under quotas: what its run was, and what it came to.
