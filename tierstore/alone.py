@@ -60,6 +60,8 @@ def fault_alone(*modules: str, script: str | None = None) -> str | None:
     """
     if not all(_can_be_found(module) for module in modules):
         return None
+    if script is not None and not Path(script).is_file():
+        return f"what would try it is not there: {script}"
     with _lock:
         asked = (modules, script)
         if asked not in _found:

@@ -190,6 +190,18 @@ def test_an_engine_asked_for_by_name_is_refused_with_the_reason(package: Package
     assert not (tmp_path / "files").exists()
 
 
+def test_an_engine_whose_package_kills_only_who_uses_it_is_refused(package: Package, tmp_path: Path) -> None:
+    package("liburing", f"class Ring:\n    def __init__(self):\n        {_KILL.format('SIGILL')}")
+    with pytest.raises(BackendError, match=r"engine='io_uring' cannot be used .*killed by SIGILL"):
+        open_files(tmp_path / "files", engine="io_uring")
+
+
+def test_a_trial_that_is_not_there_is_a_reason(package: Package, tmp_path: Path) -> None:
+    package("harmless", "")
+    missing = tmp_path / "trial.py"
+    assert f"is not there: {missing}" in str(fault_alone("harmless", script=str(missing)))
+
+
 def test_engines_that_need_no_package_try_none(
     package: Package, started: list[list[str]], tmp_path: Path
 ) -> None:

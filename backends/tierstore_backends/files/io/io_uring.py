@@ -43,7 +43,7 @@ _NEEDED = (
     "io_uring_prep_nop", "io_uring_queue_exit", "io_uring_queue_init", "io_uring_register_eventfd",
     "io_uring_sqe_set_data64", "io_uring_submit",
 )  # fmt: skip
-_TRIAL: Final = str(Path(__file__).with_name("ring_trial.py"))
+_TRIAL: Final = str(Path(__file__).with_name("io_uring_trial.py"))
 _AGAIN = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _PATIENCE_S = 5.0  # for an operation that does nothing
 _RETRY_S = 0.01  # the kernel is out of memory for requests and nothing of ours is under way
