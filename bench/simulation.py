@@ -1,6 +1,6 @@
-"""A figure on the simulated accelerator, in the process that has it: ``python -m bench.simulation NAME ...``.
+"""Figures on the simulated accelerator, in the process that has it: ``python -m bench.simulation NAME,...``.
 
-For `bench.simulated`, which starts it; prints the figure as JSON.
+For `bench.simulated`, which starts it; prints each figure as a line of JSON.
 
 1. Every manner first trains steps that are computed, on the very device and streams, and their losses are
    compared.  Then the device is paced: kernels and copies are slept through, and turns are taken.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import statistics
 import sys
@@ -368,8 +369,16 @@ QUESTIONS: dict[str, Question] = {
     "planned-ideal": ideal,
 }
 
-if __name__ == "__main__":
-    name, repeats, warmups, scale, scratch = sys.argv[1:]
+
+def main(names: str, repeats: str, warmups: str, scale: str, scratch: str) -> None:
+    """Measure figures one after the other, each with nothing of the last one on the device."""
     torch.set_num_threads(1)
-    figure = QUESTIONS[name](Settings(Path(scratch), int(repeats), int(warmups), float(scale)))
-    print(json.dumps(asdict(figure) | {"better": figure.better.name}))
+    for name in names.split(","):
+        gc.collect()
+        torch.accelerator.reset_peak_memory_stats()
+        figure = QUESTIONS[name](Settings(Path(scratch), int(repeats), int(warmups), float(scale)))
+        print(json.dumps(asdict(figure) | {"better": figure.better.name}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -12,17 +12,24 @@ from bench.command import Settings, UnmeasurableError
 from bench.links import A100, LLAMA_7B
 from bench.llamas import Size
 from bench.rates import STEP_S, for_llama, for_workload
+from bench.record import Figure
 from bench.workload import BATCH, Workload
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figure]:
+    settings = Settings(tmp_path_factory.mktemp("figures"), repeats=1, warmups=0, scale=0.02)
+    try:
+        return simulated.measure_all(simulated.NAMES, settings)
+    except UnmeasurableError as reason:
+        assert os.environ.get("TIERSTORE_REQUIRE_ACCELERATOR") != "1"
+        pytest.skip(str(reason))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", simulated.QUESTIONS)
-def test_each_question_yields_its_figure_with_details(name: str, tmp_path: Path) -> None:
-    try:
-        figure = simulated.QUESTIONS[name](Settings(tmp_path, repeats=1, warmups=0, scale=0.02))
-    except UnmeasurableError as reason:
-        assert os.environ.get("TIERSTORE_REQUIRE_ACCELERATOR") != "1"
-        pytest.skip(str(reason))
+def test_each_question_yields_its_figure_with_details(name: str, figures: dict[str, Figure]) -> None:
+    figure = figures[name]
     assert figure.name == name
     assert figure.reached > 0
     assert "bit for bit" in figure.details["losses of computed steps"]

@@ -38,6 +38,9 @@ def other():
 def deeper():
     return build(layers=8)
 
+def shallow():
+    return build(layers=3)
+
 def alone():
     return nn.Linear(16, 64)
 
@@ -302,14 +305,15 @@ def test_a_sweep_is_a_table_with_what_fits_and_a_picture(place: Path, capsys: _O
 
 
 def test_more_memory_is_never_predicted_to_be_slower(capsys: _Output) -> None:
-    assert main(["plan", *_FREE, "--sweep", "max_device_memory=260KB..900KB:4", "--json"]) == 0
+    words = [_named("shallow"), "--config", "free.yaml", "--sweep", "max_device_memory=260KB..900KB:4"]
+    assert main(["plan", *words, "--json"]) == 0
     steps = [point["step_s"] for point in json.loads(capsys.readouterr().out)["points"]]
     assert steps == sorted(steps, reverse=True)
 
 
 def test_what_was_found_with_less_is_found_with_more_by_using_less(capsys: _Output) -> None:
     wish = RunWish(OffloadConfig(device="emulated", max_device_memory="1MB"))
-    program = program_of(ModelWish(_named("build")))
+    program = program_of(ModelWish(_named("shallow")))
     less, more = (
         machine_of(None, wish.settings, {"device": nbytes, "host": 64 * MIB}).machine
         for nbytes in (300_001, 777_777)
