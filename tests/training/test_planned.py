@@ -48,7 +48,7 @@ def planners(monkeypatch: pytest.MonkeyPatch) -> list[RunPlanner]:
 def _config(**more: object) -> ts.OffloadConfig:
     given: dict[str, object] = {
         "device": "emulated",
-        "max_device_memory": 160 * KIB,
+        "max_device_memory": 96 * KIB,
         "offload_cpu_size": 4096 * KIB,
         "offload_disk_size": 0,
         "device_options": {"link_bandwidth": "80MB"},
@@ -59,7 +59,7 @@ def _config(**more: object) -> ts.OffloadConfig:
 def _trained(config: ts.OffloadConfig | None, steps: int) -> tuple[list[torch.Tensor], Placement | None]:
     """Train the same model; return its losses and parameters, and where everything lived in the end."""
     torch.manual_seed(0)
-    model = like_blocks()
+    model = like_blocks(2)
     optimizers = adam(model)
     losses: list[torch.Tensor] = []
     if config is None:
@@ -168,7 +168,7 @@ def test_whatever_is_chosen_while_a_run_goes_on_its_bits_are_the_same(
 def test_a_tier_writes_back_above_the_share_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "search", _Chosen({"high": {"device": 0.25}}))
     torch.manual_seed(0)
-    model = like_blocks()
+    model = like_blocks(2)
     optimizers = adam(model)
     with offload(model, optimizers, _config(), on_close="restore") as run:
         _train(model, optimizers[0], [], 3)
@@ -189,7 +189,7 @@ def test_a_later_plan_that_says_nothing_of_a_tier_lets_it_be_as_it_was_configure
 ) -> None:
     monkeypatch.setattr(planned, "search", _Chosen({"high": {"device": 0.25, "host": 0.5}}))
     torch.manual_seed(0)
-    model = like_blocks()
+    model = like_blocks(2)
     optimizers = adam(model)
     with offload(model, optimizers, _config(), on_close="restore") as run:
         _train(model, optimizers[0], [], 4)
@@ -250,7 +250,7 @@ def test_a_run_can_end_in_the_midst_of_what_is_recorded_anew(
 ) -> None:
     monkeypatch.setattr(planned, "search", _Chosen(times=1e-6))
     torch.manual_seed(0)
-    model = like_blocks()
+    model = like_blocks(2)
     optimizers = adam(model)
     with offload(model, optimizers, _config(), on_close="restore") as run:
         for _ in _until(planners[0], Stage.RECORDING):
