@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.planned import Layer, layers_of, machine_of, machines, placements, program_of, programs
 from tierstore import solving
 from tierstore.errors import CapacityError
-from tierstore.planning import Machine, Placement, Program, Treatment
+from tierstore.planning import Machine, Placement, Program, TierMedium, Treatment
 from tierstore.planning.searching import Levers, search, todays
 from tierstore.planning.searching.bound import SparseRows, lower_bound
 from tierstore.planning.searching.spans import usage_of
@@ -163,3 +163,20 @@ def test_a_program_without_an_answer_has_none() -> None:
     assert lower_bound(PROGRAM, machine(8), solve=lambda costs, rows, most: None) == lower_bound(
         PROGRAM, machine(8)
     )
+
+
+@pytest.mark.parametrize("own_bytes", [0, 64 * MIB, 1 << 40])
+def test_without_a_device_what_the_program_has_itself_moves_nothing(own_bytes: int) -> None:
+    tiers = machine_of([16 * MIB, 4096 * MIB], [1e8], alignment_bytes=512)
+    host, disk = tiers.tiers
+    on = replace(
+        tiers,
+        tiers=(replace(host, medium=TierMedium.HOST), replace(disk, medium=TierMedium.STORAGE)),
+        has_streams=False,
+    )
+    moments = tuple(replace(each, workspace_bytes=own_bytes) for each in PROGRAM.moments)
+    program = replace(PROGRAM, moments=moments)
+    step_s = repeats(program, on, todays(program, on))
+    assert math.isfinite(step_s)
+    for solve in (None, solve_with_highs):
+        assert lower_bound(program, on, solve=solve) <= step_s

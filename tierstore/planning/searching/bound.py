@@ -141,8 +141,10 @@ class _Relaxation:
         ]
         away = self._step_bytes(early)
         elsewhere_bytes = usage_of(program).leased_bytes if elsewhere else None
+        # Without a device nothing divides host memory: the program's own bytes take nothing of a quota.
+        is_shared = machine.tiers[0].medium is TierMedium.DEVICE
         self._used = [
-            0 if elsewhere_bytes else leased + own - away[number]
+            0 if elsewhere_bytes else leased + (own if is_shared else 0) - away[number]
             for number, (leased, own) in enumerate(zip(usage.leased_bytes, usage.own_bytes, strict=True))
         ]
 
