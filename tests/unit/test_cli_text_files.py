@@ -66,3 +66,14 @@ def test_one_file_for_two_outputs_is_refused(tmp_path: Path, monkeypatch: pytest
     require_places(["a.yaml", "a.html"])
     with pytest.raises(UsageError, match="twice"):
         require_places(["a.yaml", f"{tmp_path}/a.yaml"])
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "pipe", "link"])
+def test_what_is_no_file_is_not_replaced_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("link").symlink_to("pipe")
+    with pytest.raises(UsageError, match="a device, a pipe or a socket"):
+        require_places([name])

@@ -75,7 +75,13 @@ class RunWish:
         return marks_in(self.sections, max(layers) + 1)
 
 
-def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, ...] = ()) -> PlanResult:
+def find(
+    program: Program,
+    machine: Machine,
+    wish: RunWish,
+    remarks: tuple[str, ...] = (),
+    memory_bytes: int | None = None,
+) -> PlanResult:
     """Return what a run would do, or why it cannot.
 
     Args:
@@ -83,11 +89,13 @@ def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, 
         machine: with the quotas of the run; those below the device are shared by the ranks of a host.
         wish: what is wanted.
         remarks: that are told with what the simulation assumes.
+        memory_bytes: all of the first tier, where its quota is the store's alone; ``None``: the quota is all
+            there is, and the simulation keeps it.
 
     Raises:
         ConfigError: a placement that is given does not fit the program or the machine.
     """
-    program = roofline(program, machine)
+    asked, program = program, roofline(program, machine)
     conditions = conditions_of(wish.settings, machine)
     if wish.ranks is not None:
         # Nothing is written of it: joints of a layer's moments, which ranks gather together, will do.
@@ -95,9 +103,28 @@ def find(program: Program, machine: Machine, wish: RunWish, remarks: tuple[str, 
         program, machine, conditions = rank.program, rank.machine, rank.conditions
     given = given_placement(program, machine, wish)
     assumptions = tuple(dict.fromkeys((*remarks, *program.assumptions)))
-    result = PlanResult(program, machine, assumptions=assumptions)
+    result = PlanResult(
+        program, machine, assumptions=assumptions, asked=asked if wish.ranks is None else None
+    )
     with _no_collection():
-        return _found(result, given, wish, conditions)
+        found = _found(result, given, wish, conditions)
+    return found if memory_bytes is None or wish.ranks is not None else _within(memory_bytes, found)
+
+
+def _within(memory_bytes: int, found: PlanResult) -> PlanResult:
+    """Return what was found if all of it fits into memory, where a quota limits no more than the store."""
+    if found.timeline is None:
+        return found
+    first = found.machine.tiers[0]
+    peak_bytes = found.timeline.peak_bytes.get(first.name, 0)
+    held = f"{format_bytes(peak_bytes)} of {first.name} are held at most"
+    beside = f"the program's own bytes are beside the quota of {format_bytes(first.capacity_bytes)}"
+    if peak_bytes > memory_bytes:
+        why = f"{held}, and there are {format_bytes(memory_bytes)}: without a device {beside}"
+        return replace(found, timeline=None, placement=None, why=why)
+    if peak_bytes <= first.capacity_bytes:
+        return found
+    return replace(found, assumptions=(*found.assumptions, f"{held}: without a device {beside}"))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 1. The module is looked for as ``python -m`` does: first in the current directory.
 2. Whatever the module or the function raises becomes one `UsageError` that says what, and in which line of
-   which file; the cause is attached for ``--debug``.  Only what ends a process on purpose, a signal, passes.
+   which file; the cause is attached for ``--debug``.  Only a signal or an interrupt passes, which end a
+   process on purpose.
 3. ``sys.path`` is afterwards as it was.  The module stays imported, as any other.
 """
 
@@ -95,6 +96,15 @@ def parameters_of(function: UserFunction, name: str, offered: Sequence[str]) -> 
     return [each for each in offered if each in parameters and parameters[each].kind in by_name]
 
 
+def without_default(function: UserFunction) -> frozenset[str]:
+    """Return the names of the parameters that a user's function cannot be called without."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(name for name, each in parameters.items() if each.default is inspect.Parameter.empty)
+
+
 def call(function: UserFunction, name: str, given: Mapping[str, object]) -> object:
     """Call a user's function with arguments by name.
 
@@ -114,9 +124,9 @@ def user_code(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (TierStoreError, EndedBySignal):
+    except (TierStoreError, EndedBySignal, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise UsageError(f"{what} raised {_told(error)}{_place_of(error)}") from error
 
 

@@ -30,10 +30,12 @@ class RunMachine:
     Attributes:
         machine: with the quotas as its capacities.
         remarks: what was assumed of it, and what of the quotas is strange.
+        memory_bytes: without a device, all of the first tier: the program's own bytes are beside the quota.
     """
 
     machine: Machine
     remarks: tuple[str, ...] = ()
+    memory_bytes: int | None = None
 
 
 def machine_of(
@@ -84,7 +86,10 @@ def with_quotas(machine: Machine, quotas: Mapping[str, int], remarks: tuple[str,
         if nbytes > sizes.get(tier, nbytes)
     ]
     kept = {tier: nbytes for tier, nbytes in quotas.items() if tier in sizes}
-    return RunMachine(machine.with_capacities(kept), (*remarks, *beyond))
+    first = machine.tiers[0]
+    has_device = first.medium is TierMedium.DEVICE
+    memory_bytes = None if has_device else max(first.capacity_bytes, kept.get(first.name, 0))
+    return RunMachine(machine.with_capacities(kept), (*remarks, *beyond), memory_bytes)
 
 
 def without_device(machine: Machine) -> Machine:

@@ -17,6 +17,7 @@ from tierstore.cli.plan_result import PlanResult, to_mapping
 from tierstore.cli.plan_text import to_lines
 from tierstore.cli.plan_wishes import RULES, model_wish, quotas_of, run_wish, with_placement
 from tierstore.cli.programs import DTYPES, ModelWish, program_of
+from tierstore.cli.run_document import quota_keys
 from tierstore.cli.sweep import Sweep, parse_sweep, sweep_json, sweep_table, swept, write_sweep_png
 from tierstore.cli.text_files import require_places
 from tierstore.errors import ConfigError, UsageError
@@ -122,11 +123,17 @@ def run(options: argparse.Namespace) -> int:
         return _sweep(options, parse_sweep(options.sweep))
     wish = run_wish(options)
     found_on = _machine(options, wish, quotas_of(options))
+    if options.write is not None:
+        quota_keys(found_on.machine)
     wishes = [with_placement(wish, each) for each in options.compare or ()]
     program = program_of(_model(options, wish, found_on))
+
+    def planned(wish: RunWish) -> PlanResult:
+        return find(program, found_on.machine, wish, found_on.remarks, found_on.memory_bytes)
+
     if options.compare is not None:
-        return _compare(options, [find(program, found_on.machine, each, found_on.remarks) for each in wishes])
-    result = find(program, found_on.machine, wish, found_on.remarks)
+        return _compare(options, [planned(each) for each in wishes])
+    result = planned(wish)
     _print(options, to_mapping(result), "\n".join(to_lines(result)))
     if options.write is not None:
         write_run(options.write, wish, result)
@@ -139,11 +146,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _require_one_question(options: argparse.Namespace) -> None:
     """Refuse what goes with nothing else, before anything is computed."""
-    if options.write is not None:
-        require_ours(options.write)
-    require_places(
-        [each for each in (options.write, options.trace, options.page, options.png) if each is not None]
-    )
+    outputs = {name: getattr(options, name) for name in ("write", "trace", "page", "png")}
+    paths = {name: path for name, path in outputs.items() if path is not None}
+    require_places(list(paths.values()))
+    for name, path in paths.items():
+        require_ours(name, path)
     asked = [f"--{name}" for name in ("sweep", "compare", "placement") if getattr(options, name) is not None]
     if len(asked) > 1:
         raise UsageError(f"{' and '.join(asked)}: each is a question of its own; give one of them")
@@ -180,7 +187,8 @@ def _sweep(options: argparse.Namespace, sweep: Sweep) -> int:
 
     def plan(quota_bytes: int) -> PlanResult:
         found_on = with_quotas(whole.machine, {tier: quota_bytes})
-        found = find(traced(_model(options, wish, found_on)), found_on.machine, wish, whole.remarks)
+        program = traced(_model(options, wish, found_on))
+        found = find(program, found_on.machine, wish, whole.remarks, whole.memory_bytes)
         best[:] = [no_slower(found, best[0] if best else None, wish, tier)]
         return best[0]
 

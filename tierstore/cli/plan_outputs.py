@@ -19,18 +19,31 @@ WRITTEN_BY = "written by tierstore plan"
 """What the YAML of a run begins with."""
 
 
-def require_ours(path: str) -> None:
-    """Refuse to write a run's YAML over something that somebody else wrote.
+_BEGINNINGS = {
+    "write": f"# {WRITTEN_BY}".encode(),
+    "trace": b'{"displayTimeUnit"',
+    "page": b"<!doctype html>",
+    "png": b"\x89PNG",
+}
+
+
+def require_ours(option: str, path: str) -> None:
+    """Refuse to write an output over something else: a source file, a machine file, a configuration.
+
+    Args:
+        option: that names the file, without its dashes.
+        path: of it.
 
     Raises:
-        UsageError: the file is there, and does not begin as ours do.
+        UsageError: the file is there, and does not begin as what is to be written does.
     """
+    ours = _BEGINNINGS[option]
     try:
         with Path(path).open("rb") as file:
-            begin = file.read(len(WRITTEN_BY) + 2)
+            begin = file.read(len(ours))
     except OSError:
         return
-    if begin and begin != f"# {WRITTEN_BY}".encode():
+    if begin and begin != ours:
         raise UsageError(f"{path} is there, and was not {WRITTEN_BY}: give another path, or remove it")
 
 
@@ -48,11 +61,13 @@ def write_run(path: str, wish: RunWish, result: PlanResult) -> None:
 def write_trace(path: str, result: PlanResult) -> None:
     """Write what happens when as a trace of Chrome's; of what does not fit there is none.
 
+    Its program has no seconds of the machine's in it: it can be planned for another one.
+
     Raises:
         UsageError: it cannot be written.
     """
     if result.timeline is not None:
-        parts = TraceParts(result.timeline, result.program, result.machine, result.placement)
+        parts = TraceParts(result.timeline, result.asked or result.program, result.machine, result.placement)
         write_text(Path(path), trace_to_chrome(parts))
 
 

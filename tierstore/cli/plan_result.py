@@ -32,6 +32,7 @@ class PlanResult:
         rejected: other placements that were simulated, and their seconds; ``None``: it did not fit.
         remedies: sentences: the least changes that make it fit.
         assumptions: sentences: what was not known.
+        asked: the program before the machine's seconds were put into it; ``None``: it is not kept.
     """
 
     program: Program
@@ -43,6 +44,7 @@ class PlanResult:
     rejected: tuple[tuple[str, float | None], ...] = ()
     remedies: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = field(default=())
+    asked: Program | None = None
 
     @property
     def fits(self) -> bool:

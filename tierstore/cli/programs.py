@@ -1,21 +1,29 @@
 """What ``tierstore plan`` is asked about: a function that makes a model, a ``config.json``, or a trace.
 
 1. No model is ever anywhere: it is made and run for one step on the meta device.
-2. What a user's code prints goes to stderr: stdout is the verb's.
+2. What a user's code prints goes to stderr, also from C and from processes of its own: stdout is the verb's.
 3. A trace and a model together have to be of the same model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from tierstore.cli.functions import call, function_named, is_function_name, parameters_of, user_code
+from tierstore.cli.functions import (
+    call,
+    function_named,
+    is_function_name,
+    parameters_of,
+    user_code,
+    without_default,
+)
 from tierstore.cli.text_files import read_text
 from tierstore.errors import UsageError
 from tierstore.planning import ByteKind, Program
@@ -28,6 +36,7 @@ _USUAL_OPTIMIZER = "adamw"
 _MOST_TRACE_BYTES = 256 * 2**20
 _SHOWN_KEYS = 5
 _CONFIG = ".json"
+_STDOUT, _STDERR = 1, 2
 _OFFERED = ("batch", "sequence", "dtype")
 _STANDING = (ByteKind.PARAMETERS, ByteKind.BUFFER)
 
@@ -72,7 +81,19 @@ def program_of(wish: ModelWish) -> Program:
         require_same(program, _traced(wish), wish.trace)
     else:
         _refuse_beside_trace(wish)
-    return program
+    return _told_of_seconds(program)
+
+
+def _told_of_seconds(program: Program) -> Program:
+    """Say of a program that was watched that it takes as long as there, on whatever machine."""
+    if program.source != "trace" or not program.compute_s:
+        return program
+    where = program.facts.get("device")
+    told = (
+        f"computing takes as long as where the run was recorded{f' (device {where})' if where else ''}, "
+        "whatever the machine says: its figures are used for what moves"
+    )
+    return replace(program, assumptions=(*program.assumptions, told))
 
 
 def require_same(trace: Program, model: Program, path: str) -> None:
@@ -99,10 +120,10 @@ def _traced(wish: ModelWish) -> Program:
     assert wish.model is not None
     name = wish.model
     build = _function_build(wish, name) if is_function_name(name) else _config_build(wish, name)
-    with contextlib.redirect_stdout(sys.stderr), user_code(f"a step of {name}"):
+    with _printing_on_stderr(), user_code(f"a step of {name}"):
         program = trace_model(
             build,
-            optimizer=optimizer_named(wish.optimizer or _USUAL_OPTIMIZER),
+            optimizer=optimizer_named(_USUAL_OPTIMIZER if wish.optimizer is None else wish.optimizer),
             batch=wish.batch or 1,
             sequence=wish.sequence,
             grouping=wish.grouping,
@@ -110,14 +131,35 @@ def _traced(wish: ModelWish) -> Program:
     return replace(program, facts={**program.facts, **_facts(wish)})
 
 
+@contextlib.contextmanager
+def _printing_on_stderr() -> Iterator[None]:
+    """Let whatever is printed in the context go to stderr, through ``sys.stdout`` or its descriptor."""
+    sys.stdout.flush()
+    kept = os.dup(_STDOUT)
+    try:
+        os.dup2(_STDERR, _STDOUT)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if sys.__stdout__ is not None and not sys.__stdout__.closed:
+            sys.__stdout__.flush()
+        os.dup2(kept, _STDOUT)
+        os.close(kept)
+
+
 def _function_build(wish: ModelWish, name: str) -> Callable[[], Built]:
     """Return what calls the function of a user's that was named."""
-    with contextlib.redirect_stdout(sys.stderr):
+    with _printing_on_stderr():
         function = function_named(name)
     taken = parameters_of(function, name, _OFFERED)
     dtype = _dtype(wish.dtype)
-    values = {"batch": wish.batch, "sequence": wish.sequence, "dtype": dtype}
+    needed = without_default(function)
+    batch = 1 if wish.batch is None and "batch" in needed else wish.batch
+    values = {"batch": batch, "sequence": wish.sequence, "dtype": dtype}
     given = {each: values[each] for each in taken if values[each] is not None}
+    missing = [f"--{each}" for each in taken if each in needed and each not in given]
+    if missing:
+        raise UsageError(f"{name} cannot be called without it: give {listed(missing, show=str)}")
 
     def build() -> Built:
         if dtype is not None:
@@ -155,7 +197,7 @@ def _config_build(wish: ModelWish, name: str) -> Callable[[], Built]:
         raise UsageError(
             f"{named(name)} is neither module:function, as my.models:llama, nor the path of a config.json"
         )
-    with contextlib.redirect_stdout(sys.stderr):
+    with _printing_on_stderr():
         return build_from_config(Path(name), batch=wish.batch or 1, sequence=wish.sequence, dtype=wish.dtype)
 
 

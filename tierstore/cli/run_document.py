@@ -20,6 +20,7 @@ from tierstore.quoting import listed, named
 from tierstore.units import GIB, KIB, MIB, TIB
 
 _QUOTAS = {"device": "max_device_memory", "host": "offload_cpu_size", "disk": "offload_disk_size"}
+_HOST = "host"
 _UNITS = (("TB", TIB), ("GB", GIB), ("MB", MIB), ("KB", KIB))
 _COMMENT_CHARS = 110
 
@@ -67,7 +68,8 @@ def quota_keys(machine: Machine) -> dict[str, str]:
     """Return the key of a configuration that gives each tier's quota, by tier.
 
     Raises:
-        UsageError: a tier is none that a configuration knows.
+        UsageError: a tier is none that a configuration knows, or there is no host memory, through which all
+            copies of a run go.
     """
     names = [tier.name for tier in machine.tiers]
     unknown = [name for name in names if name not in _QUOTAS]
@@ -75,6 +77,11 @@ def quota_keys(machine: Machine) -> dict[str, str]:
         raise UsageError(
             f"a run has the tiers {', '.join(_QUOTAS)}; the machine {named(machine.name)} has "
             f"{listed(unknown, show=named)}, which no configuration can name"
+        )
+    if _HOST not in names:
+        raise UsageError(
+            f"every copy of a run goes through host memory, and the machine {named(machine.name)} has none "
+            "(tiers: host): no run can be configured so"
         )
     return {name: _QUOTAS[name] for name in names}
 

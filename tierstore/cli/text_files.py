@@ -35,7 +35,7 @@ def require_places(paths: Sequence[str]) -> None:
     """See to it that files can be written, before anything is computed for them.
 
     Raises:
-        UsageError: a path is a directory or none can be made there, or two are the same.
+        UsageError: a path is a directory, a device or a pipe; no file can be made there; or two are the same.
     """
     seen: set[Path] = set()
     for each in paths:
@@ -47,6 +47,8 @@ def require_places(paths: Sequence[str]) -> None:
             raise UsageError(f"{each!r}: no path of a file: {cause}") from cause
         if "\0" in each:
             raise UsageError(f"{each!r}: no path of a file: it has a null byte")
+        if path.exists() and not is_folder and not path.is_file():
+            raise UsageError(f"{path} is a device, a pipe or a socket; give the path of a file")
         if is_folder or not path.name:
             raise UsageError(f"{path} is a directory; give the path of a file")
         if not has_folder:

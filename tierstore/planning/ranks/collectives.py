@@ -120,7 +120,7 @@ def _figures(machine: Machine, name: str, local: int) -> NetworkFigures:
         between = "the ranks of a host" if name == PEER else "hosts"
         raise ConfigError(
             f"machine {quoted(machine.name)} has no network {name!r}, between {between}: add it to "
-            "'network' of the machine, with bytes_per_s and latency_s"
+            "'network' of the machine, with bandwidth and latency_s"
         )
     ranks = local if name == PEER else 1  # of the fabric it is the host's rate
     rate = min([found.bytes_per_s, *(machine.shares.get(each, math.inf) / ranks for each in found.shares)])

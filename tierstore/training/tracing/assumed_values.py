@@ -1,7 +1,8 @@
 """What is answered where a program asks for values, and there are none.
 
 1. A number is taken for 1, a truth for True.  Each place in the program is noted once.  Optimizers ask
-   how far they are, and divide by what is left: they get a half.  What is asked in backward and by
+   how far they are, and divide by what is left: they get a half. A place that asks too often is an error:
+   a loop that ends by values has no end here.  What is asked in backward and by
    optimizers is not noted.
 2. Results whose size is a question of values get the largest that they can have: of ``nonzero`` as many rows
    as there are elements.  Where there is no largest, the trace ends with an error that names the operator.
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,9 @@ import torch
 from tierstore.errors import UsageError
 from tierstore.torch_private import OpOverload
 from tierstore.training.tracing.places import calling_line
+
+MOST_ASKED = 10_000
+"""How often values are assumed at one place before it is taken for a loop without an end."""
 
 Answer = Callable[[Sequence[Any], Mapping[str, Any]], object]
 
@@ -80,6 +85,7 @@ class AssumedValues:
 
     def __init__(self) -> None:
         self._sentences: dict[str, None] = {}
+        self._asked: Counter[str] = Counter()
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -107,6 +113,9 @@ class AssumedValues:
             kwargs: likewise.
             module: that runs.
             is_noted: whether the place is remembered; it is not what a forward asks otherwise.
+
+        Raises:
+            UsageError: it was asked so often at one place that it is a loop without an end.
         """
         name = operator.name()
         answer = _NUMBERS.get(name) or _SIZES.get(name)
@@ -117,8 +126,23 @@ class AssumedValues:
             found = _HALF
         if is_noted:
             what = found if name in _NUMBERS else "as many as there can be"
-            self.note(f"assumed {what} {place_of(operator, module)}")
+            place = place_of(operator, module)
+            self._count(place, what)
+            self.note(f"assumed {what} {place}")
         return (found,)
+
+    def _count(self, place: str, what: object) -> None:
+        """Count what is asked at a place: a loop whose end is a question of values has none.
+
+        Raises:
+            UsageError: it was asked too often.
+        """
+        self._asked[place] += 1
+        if self._asked[place] > MOST_ASKED:
+            raise UsageError(
+                f"{MOST_ASKED} times {what} was assumed {place}: a loop that values end has no end in a "
+                "model that is nowhere. Bound how often it goes round, or trace a run instead."
+            )
 
     def values_of(self, tensor: torch.Tensor) -> object:
         """Return what ``tolist()`` returns: ones."""

@@ -56,6 +56,13 @@ def trained_of(
         raise UsageError(f"it returned {_named(built)}; accepted: {_RETURNS}.")
     model = parts[0]
     optimizers = _optimizers_of(parts[2]) if len(parts) == 3 else ()
+    theirs = {id(each) for each in model.parameters()}
+    for each in optimizers:
+        if not any(id(one) in theirs for group in each.param_groups for one in group["params"]):
+            raise UsageError(
+                f"{type(each).__name__} trains no parameter of {type(model).__name__}: make it of "
+                "model.parameters(), after the model is as it is to be."
+            )
     if any(map(is_lazy, model.parameters())):
         raise UsageError(
             f"{type(model).__name__} has parameters without a size: call it once before it is returned."
